@@ -35,7 +35,9 @@ class _SkipRandomInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
-            return args[0] if args else kwargs["tensor"]
+            if args:
+                return args[0]
+            return kwargs["tensor"]
         return func(*args, **kwargs)
 
 

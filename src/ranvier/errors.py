@@ -25,7 +25,10 @@ class PlanError(RanvierError):
     """A plan, a configuration or an input that cannot run, with all its problems at once."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        if isinstance(problems, str):
+            self.problems = [problems]
+        else:
+            self.problems = list(problems)
         super().__init__("\n".join(self.problems))
 
 

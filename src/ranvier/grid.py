@@ -117,13 +117,17 @@ class Grid:
         self.degrees = {axis: self.degrees.get(axis, 1) for axis in AXES}
         shape = tuple(self.degrees.values())
         world = math.prod(shape)
-        ranks = np.arange(world) if self.order is None else np.asarray(self.order)
+        if self.order is None:
+            ranks = np.arange(world)
+        else:
+            ranks = np.asarray(self.order)
         if sorted(ranks.tolist()) != list(range(world)):
             raise PlanError(
                 f"The rank order has {len(set(ranks.tolist()))} different entries. "
                 f"It must be a permutation of the {world} ranks. Use None for 0, 1, 2, ..."
             )
-        self.rank = self._process_rank() if self.rank == -1 else self.rank
+        if self.rank == -1:
+            self.rank = self._process_rank()
         if self.connected and self.rank != self._process_rank():
             raise PlanError(
                 f"rank={self.rank}, but this process is rank {self._process_rank()}. A "
@@ -247,11 +251,10 @@ class Grid:
         """Global ranks that differ from mine only along `counts`, in fused order."""
         window = []
         for axis in AXES:
-            start = (
-                self.index[axis] // counts[axis] * counts[axis]
-                if axis in counts
-                else self.index[axis]
-            )
+            if axis in counts:
+                start = self.index[axis] // counts[axis] * counts[axis]
+            else:
+                start = self.index[axis]
             window.append(slice(start, start + counts.get(axis, 1)))
         return [int(rank) for rank in self.ranks[tuple(window)].reshape(-1)]
 
@@ -280,12 +283,21 @@ class Grid:
                 stacklevel=4,
             )
         patient = channel in LONG_TIMEOUT_CHANNELS
-        seconds = max(self.timeout_seconds, WEEK_SECONDS) if patient else self.timeout_seconds
+        if patient:
+            seconds = max(self.timeout_seconds, WEEK_SECONDS)
+        else:
+            seconds = self.timeout_seconds
         on_host = channel in GLOO_CHANNELS
         nccl = self.backend == "nccl" and not on_host and len(ranks) > 1
-        here = device("cuda", cuda.current_device()) if nccl else None
+        if nccl:
+            here = device("cuda", cuda.current_device())
+        else:
+            here = None
         if len(ranks) > 1:
-            count = NCCL_HANDLES if nccl else len(ranks) + GLOO_HANDLES
+            if nccl:
+                count = NCCL_HANDLES
+            else:
+                count = len(ranks) + GLOO_HANDLES
             file_handles.require_handles(
                 count, f"A group of {len(ranks)} ranks over {'·'.join(names)}"
             )
@@ -315,7 +327,10 @@ class Grid:
             distributed.all_reduce(zeros(1, device=here), group=group)
             cuda.synchronize()
         if len(ranks) > 1:
-            backend = "gloo" if on_host else self.backend
+            if on_host:
+                backend = "gloo"
+            else:
+                backend = self.backend
             taken = time.perf_counter() - begun
             self.communicators.append(Communicator(names, channel, len(ranks), backend, taken))
         return group

@@ -105,14 +105,14 @@ class ShardingTable:
         """The rule of the activations that carry `dim` as their features."""
         if dim == "rank":
             return UNSPLIT_RULES[self.col_splits]
-        return (
-            OUTER_RULE
-            if dim == "embed"
-            else self._with_vocab_over_pipe(INNER_RULES[self.col_splits])
-        )
+        if dim == "embed":
+            return OUTER_RULE
+        return self._with_vocab_over_pipe(INNER_RULES[self.col_splits])
 
     def _with_vocab_over_pipe(self, rule: AxisRule) -> AxisRule:
-        return {**rule, "vocab": ("pipe", *rule["vocab"])} if self.vocab_over_pipe else rule
+        if self.vocab_over_pipe:
+            return {**rule, "vocab": ("pipe", *rule["vocab"])}
+        return rule
 
     def feature_axes(self, dim: str) -> tuple[str, ...]:
         """Axes that split `dim` as the features of an activation."""
@@ -151,7 +151,8 @@ class ShardingTable:
 
         The axes of the other dim split tokens on the side of the rank, or nothing.
         """
-        rank, other = self.activation_rule("rank"), into if out == "rank" else out
+        rank = self.activation_rule("rank")
+        other = into if out == "rank" else out
         steps = {axis: _token_dim(rank, axis) for axis in self.feature_axes(other)}
         moved = [CommStep(axis, dim) for axis, dim in steps.items() if dim is not None]
         alike = "".join(axis for axis, dim in steps.items() if dim is None)
@@ -223,7 +224,8 @@ class Box:
             inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).split_to_fit(
                 most
             )
-            first, stride = self.start[:1], self.strides[:1]
+            first = self.start[:1]
+            stride = self.strides[:1]
             return [Box(first + x.start, (1, *x.size), x.offset, stride + x.strides) for x in inner]
         rows = max(most // max(self.strides[0], 1), 1)
         return [
@@ -266,7 +268,9 @@ class Shard:
         part[tuple(slice(n) for n in self.valid_shape)] = whole.reshape(self.global_shape)[
             self.global_slices
         ]
-        return part if self.flat_range is None else part.view(-1)[slice(*self.flat_range)].clone()
+        if self.flat_range is None:
+            return part
+        return part.view(-1)[slice(*self.flat_range)].clone()
 
     def write_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Write my part into a whole tensor."""
@@ -317,7 +321,8 @@ def _flat_range_boxes(
         yield (), ()
         return
     row = math.prod(shape[1:])
-    begun, ended = -(-first // row), last // row
+    begun = -(-first // row)
+    ended = last // row
     if begun > ended:  # inside one row
         for corner, extent in _flat_range_boxes(shape[1:], first - ended * row, last - ended * row):
             yield (ended, *corner), (1, *extent)
@@ -363,7 +368,10 @@ class Sharding:
         ]
         if depth and degrees["depth"] > 1:
             dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
-            block = cuts[dim][-1].block_size if cuts[dim] else shape[dim]
+            if cuts[dim]:
+                block = cuts[dim][-1].block_size
+            else:
+                block = shape[dim]
             cuts[dim] += (AxisSplit("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
         _check_axes_once([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
@@ -465,20 +473,25 @@ def _split_dim(
         ranks = degrees[axis]
         if ranks == 1 and not padded:
             continue
-        share = 1 if units % ranks == 0 else ranks // units
+        if units % ranks == 0:
+            share = 1
+        else:
+            share = ranks // units
         if units % ranks and (name != "kv_heads" or ranks % units):
             raise ShardingError(
                 f"{axis}={ranks} does not divide {name}={units}. A split dimension must be a "
                 f"multiple of its axis. Use a divisor of {units}."
             )
-        units, size = units * share // ranks, size * share // ranks
+        units = units * share // ranks
+        size = size * share // ranks
         cuts.append(AxisSplit(axis, ranks, share, size))
     return tuple(cuts)
 
 
 def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) -> tuple[int, int]:
     """Start and number of valid elements of one dim: each cut takes its block of what was left."""
-    start, valid = 0, size
+    start = 0
+    valid = size
     for cut in cuts:
         offset = index[cut.axis] // cut.replicas * cut.block_size
         start += offset

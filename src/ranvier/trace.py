@@ -48,20 +48,16 @@ class Event:
     @property
     def seconds(self) -> float:
         """From issue to completion; 0 while it is under way."""
-        return (
-            0.0
-            if self.issue_time is None or self.done_time is None
-            else self.done_time - self.issue_time
-        )
+        if self.issue_time is None or self.done_time is None:
+            return 0.0
+        return self.done_time - self.issue_time
 
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which this rank stood still for it."""
-        return (
-            0.0
-            if self.wait_time is None or self.resume_time is None
-            else self.resume_time - self.wait_time
-        )
+        if self.wait_time is None or self.resume_time is None:
+            return 0.0
+        return self.resume_time - self.wait_time
 
 
 @dataclass
@@ -138,7 +134,8 @@ class Trace:
     @contextmanager
     def named_scope(self, where: str) -> Iterator[None]:
         """Events inside are recorded as issued by `where`."""
-        before, self.where = self.where, where
+        before = self.where
+        self.where = where
         try:
             yield
         finally:
@@ -147,7 +144,8 @@ class Trace:
     @contextmanager
     def outside_block(self) -> Iterator[None]:
         """What happens inside is no part of the block now running."""
-        before, self.saved_results = self.saved_results, None
+        before = self.saved_results
+        self.saved_results = None
         try:
             yield
         finally:
@@ -167,7 +165,9 @@ class Trace:
     @contextmanager
     def record_events(self) -> Iterator[list[Event]]:
         """Turn the trace on inside and give the list that will hold its events."""
-        before, self.enabled, self.events = (self.enabled, self.events), True, []
+        before = (self.enabled, self.events)
+        self.enabled = True
+        self.events = []
         events = self.events
         try:
             yield events
@@ -235,7 +235,9 @@ class OpTotals:
     @property
     def hidden_fraction(self) -> float:
         """Share of the communication time hidden behind compute."""
-        return 1.0 - min(self.exposed_seconds / self.seconds, 1.0) if self.seconds else 1.0
+        if self.seconds:
+            return 1.0 - min(self.exposed_seconds / self.seconds, 1.0)
+        return 1.0
 
 
 def summarize_events(events: Iterable[Event]) -> list[OpTotals]:

@@ -20,9 +20,11 @@ def assign_buckets(
     known = {weight.name: weight for weight in weights}
     pieces = [_param_spec(weight, blocks[name]) for name, weight in known.items()]
     for lot in spec.build_bucket_specs(pieces, queue.grid.degrees):
-        members, start = [known[piece.name] for piece in lot.params], 0
+        members = [known[piece.name] for piece in lot.params]
+        start = 0
         for weight in members:
-            weight.offset, start = start, start + weight.num_elements
+            weight.offset = start
+            start = start + weight.num_elements
         bucket = Bucket(
             name=lot.block,
             weights=members,
@@ -41,7 +43,10 @@ def assign_buckets(
 
 
 def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
-    whom = weight.tied_axis.ranks if weight.tied_axis is not None else ()
+    if weight.tied_axis is not None:
+        whom = weight.tied_axis.ranks
+    else:
+        whom = ()
     tied = len(weight.owners) > 1
     return ParamSpec(
         weight.name, block, weight.sharding, weight.param_group, weight.trainable, tied, whom

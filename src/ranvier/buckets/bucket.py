@@ -204,7 +204,9 @@ class Bucket:
     @property
     def storage(self) -> Tensor:
         """Its values `[size]` where they rest."""
-        return self.data if self.host_data is None else self.host_data
+        if self.host_data is None:
+            return self.data
+        return self.host_data
 
     @property
     def needs_fetch(self) -> bool:
@@ -225,7 +227,8 @@ class Bucket:
     def wait_for_update(self) -> None:
         """Have the device wait for an update that is under way."""
         if self.pending_update is not None:
-            updating, self.pending_update = self.pending_update, None
+            updating = self.pending_update
+            self.pending_update = None
             updating.wait()
 
     def unshard(self) -> None:
@@ -317,15 +320,17 @@ class Bucket:
         if mask is None:
             self.sparsity_mask = None
             return
-        axis, rows = self.bucket_scheduler.gather_axis, pack_bits(mask)[None]
+        axis = self.bucket_scheduler.gather_axis
+        rows = pack_bits(mask)[None]
         if self.is_depth_sharded:
             with self.bucket_scheduler.grid.trace.named_scope(self.name):
                 rows = collectives.all_gather(rows, axis).wait()
         edges = [edge for w in self.weights for edge in (w.offset, w.offset + w.num_elements)]
-        mine, ranks = (
-            axis.index if self.is_depth_sharded else 0,
-            self.bucket_scheduler.data_axis.size,
-        )
+        if self.is_depth_sharded:
+            mine = axis.index
+        else:
+            mine = 0
+        ranks = self.bucket_scheduler.data_axis.size
         self.sparsity_mask = SparsityMask(rows, self.size, edges, mine=mine, ranks=ranks)
         self.sparsity_mask.zero_pruned(self.storage)
 
@@ -348,11 +353,9 @@ class Bucket:
             return self.sparsity_mask.compress_range(
                 flat.to(self.sparsity_mask.device), 0, first, first + self.data_shard_size
             )
-        return (
-            flat.view(-1, self.data_shard_size)[self.bucket_scheduler.data_axis.index]
-            if self.data_shard_size
-            else flat[:0]
-        )
+        if self.data_shard_size:
+            return flat.view(-1, self.data_shard_size)[self.bucket_scheduler.data_axis.index]
+        return flat[:0]
 
     def to_dense(self, part: Tensor) -> Tensor:
         """A tensor of my range `[held]` as it lies in the values, zeros where it is pruned."""
@@ -391,10 +394,8 @@ class Bucket:
             self.sparsity_mask.write_dense(self.data, 0, start, new)
             return
         # A device puts them in their places quickly: what lies around them comes and goes.
-        low, high = (
-            self.sparsity_mask.dense_position(start),
-            self.sparsity_mask.dense_position(start + new.numel()),
-        )
+        low = self.sparsity_mask.dense_position(start)
+        high = self.sparsity_mask.dense_position(start + new.numel())
         dense = self.host_data[low:high].to(self.sparsity_mask.device, non_blocking=True, copy=True)
         self.sparsity_mask.write_dense(dense, low, start, new)
         self.host_data[low:high].copy_(dense, non_blocking=True)
@@ -406,7 +407,8 @@ class Bucket:
         rows = buffer.view(-1, self.size)  # (depth, size)
         out = []
         for weight in self.weights:
-            local, dim = weight.sharding.local_shape, weight.sharding.depth_dim
+            local = weight.sharding.local_shape
+            dim = weight.sharding.depth_dim
             part = rows[:, weight.offset : weight.offset + weight.num_elements]
             whole = part.unflatten(1, local).movedim(0, dim).flatten(dim, dim + 1)
             out.append(whole.narrow(dim, 0, weight.sharding.unsharded_shape[dim]).contiguous())
@@ -422,7 +424,8 @@ class Bucket:
                 dtype=self.bucket_scheduler.reduce_dtype,
                 device=grad.device,
             )
-        local, dim = weight.sharding.local_shape, weight.sharding.depth_dim
+        local = weight.sharding.local_shape
+        dim = weight.sharding.depth_dim
         if grad.shape[dim] != depth * local[dim]:  # the depth split is padded
             shape = [*local[:dim], depth * local[dim], *local[dim + 1 :]]
             padded = grad.new_zeros(shape)
@@ -437,10 +440,8 @@ class Bucket:
     def add_shard_grad(self, grad: Tensor, start: int = 0) -> None:
         """Add a gradient of my shards that lie one after the other from `start` on."""
         if self.sparsity_mask is not None:
-            low, high = (
-                self.sparsity_mask.compressed_offset(start),
-                self.sparsity_mask.compressed_offset(start + grad.numel()),
-            )
+            low = self.sparsity_mask.compressed_offset(start)
+            high = self.sparsity_mask.compressed_offset(start + grad.numel())
             start, grad = low, self.sparsity_mask.compress_range(grad.reshape(-1), start, low, high)
         self.add_compressed_grad(grad, start)
 

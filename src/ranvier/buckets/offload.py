@@ -32,7 +32,8 @@ class PendingFetch(PendingTensor):
     def __init__(self, value: Tensor, mark: StreamEvent, updating: PendingUpdate | None) -> None:
         """updating: what they had to wait for themselves; its gradients live as long."""
         super().__init__(value)
-        self.copy_event, self.pending_update = mark, updating
+        self.copy_event = mark
+        self.pending_update = updating
 
     def wait(self) -> Tensor:
         """The weights; the current stream waits for them."""
@@ -48,7 +49,8 @@ class HostOffload:
         self, buckets: Iterable[Bucket], dtype: torch.dtype, device: torch.device, *, room: int
     ) -> None:
         """dtype: of the weights. room: bytes of the host that may be taken."""
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.buckets = [bucket for bucket in buckets if can_offload(bucket)]
         self._to_device_stream, self._to_host_stream = SideStream(device), SideStream(device)
         self._arena = self._allocate_arena(
@@ -96,13 +98,17 @@ class HostOffload:
         """Start to bring the weights of a bucket."""
         assert bucket.host_data is not None, bucket.name
         storage = bucket.data.untyped_storage()
-        updating, bucket.pending_update = bucket.pending_update, None
+        updating = bucket.pending_update
+        bucket.pending_update = None
         if storage.nbytes() == 0:
             storage.resize_(bucket.size * self.dtype.itemsize)
             # A tensor of its own: what autograd has saved of the weights must not look changed.
             into = torch.empty(0, dtype=self.dtype, device=self.device)
             into.set_(storage, 0, (bucket.size,), (1,))
-            new = None if updating is None else updating.wait_for_done_event()
+            if updating is None:
+                new = None
+            else:
+                new = updating.wait_for_done_event()
             with self._to_device_stream.run_after(record_current_event(self.device), new):
                 into.copy_(bucket.host_data, non_blocking=True)
             self._fetch_events[bucket] = self._to_device_stream.record_event()

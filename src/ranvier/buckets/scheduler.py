@@ -81,15 +81,20 @@ class BucketScheduler:
         for block in self._prefetches.values():
             for pending in block:
                 pending.wait()
-        self._step_kind, self._is_last_micro_batch = kind, False
-        self._blocks_seen, self._prefetches, self._resident_block = [], {}, ""
+        self._step_kind = kind
+        self._is_last_micro_batch = False
+        self._blocks_seen = []
+        self._prefetches = {}
+        self._resident_block = ""
         self._filling_bucket, self._depth_reductions, self._replica_sums = None, deque(), deque()
         if self.host_offload is not None:
             wait_for_event(self.host_offload.finish_transfers(), self.device)
         for bucket in self.buckets:
             self._reshard_bucket(bucket)
             bucket.grad = bucket.unsharded_grads = bucket.final_grads = None
-            bucket.reduced_grads, bucket.grad_squares, bucket.squares_event = [], [], None
+            bucket.reduced_grads = []
+            bucket.grad_squares = []
+            bucket.squares_event = None
 
     def unshard_block(self, block: str) -> None:
         """Have the weights of a block gathered.
@@ -133,7 +138,8 @@ class BucketScheduler:
         if self._filling_bucket is not None and self._filling_bucket.name != block:
             # The block before is done: reduce it behind all that follows.
             self._reduce_filled_bucket()
-        here, follows = self._buckets_to_fetch(block), self._next_block([*self._blocks_seen, block])
+        here = self._buckets_to_fetch(block)
+        follows = self._next_block([*self._blocks_seen, block])
         if not self.keep_unsharded:
             for bucket in self._buckets_to_fetch(self._resident_block):
                 self._reshard_bucket(bucket, soon=bucket.name == follows)
@@ -145,9 +151,10 @@ class BucketScheduler:
         self._prefetch_next_block()
         for bucket, values in zip(here, pending, strict=True):
             whole = values.wait()
-            bucket.unsharded_params = (
-                bucket.unpack_gathered(whole) if bucket.is_depth_sharded else []
-            )
+            if bucket.is_depth_sharded:
+                bucket.unsharded_params = bucket.unpack_gathered(whole)
+            else:
+                bucket.unsharded_params = []
             if bucket.is_depth_sharded:
                 self._evict_weights(bucket)  # what was gathered is a copy
 
@@ -174,7 +181,9 @@ class BucketScheduler:
     def _next_block(self, seen: list[str]) -> str:
         """The block that came next last time, as long as this step goes the same way."""
         order = self._recorded_orders.get(self._step_kind, [])
-        return order[len(seen)] if order[: len(seen)] == seen and len(order) > len(seen) else ""
+        if order[: len(seen)] == seen and len(order) > len(seen):
+            return order[len(seen)]
+        return ""
 
     def _gather_block(self, block: str) -> list[PendingTensor]:
         pending: list[PendingTensor] = []
@@ -269,7 +278,8 @@ class BucketScheduler:
 
     def _reduce_filled_bucket(self) -> None:
         """Reduce the bucket that was being filled."""
-        bucket, self._filling_bucket = self._filling_bucket, None
+        bucket = self._filling_bucket
+        self._filling_bucket = None
         if bucket is not None and bucket.unsharded_grads is not None:
             self._reduce_scatter_over_depth(bucket)
         elif bucket is not None:
@@ -317,7 +327,8 @@ class BucketScheduler:
     def _pop_grad(self, bucket: Bucket) -> Tensor:
         """The gradient of a bucket, which has none any more; one that comes later is added."""
         assert bucket.grad is not None, bucket.name
-        whole, bucket.grad = bucket.grad.flat_grad(bucket.data.device), None
+        whole = bucket.grad.flat_grad(bucket.data.device)
+        bucket.grad = None
         return whole
 
     def _reduce_over_data(self, bucket: Bucket, whole: Tensor) -> None:
@@ -377,15 +388,18 @@ class BucketScheduler:
                 bucket.final_grads.add_grad(at, piece)
         for pending in bucket.reduced_grads:
             bucket.final_grads.add_grad(0, pending.wait())
-        bucket.grad, bucket.reduced_grads = None, []
+        bucket.grad = None
+        bucket.reduced_grads = []
         return bucket.final_grads.covering_pieces(device)
 
     def _check_params(self) -> None:
         """Refuse parameters that were changed behind the back of their buckets."""
         for bucket in self.buckets:
-            start, itemsize = bucket.data.data_ptr(), bucket.data.element_size()
+            start = bucket.data.data_ptr()
+            itemsize = bucket.data.element_size()
             for weight in bucket.weights:
-                param, at = weight.param, start + weight.offset * itemsize
+                param = weight.param
+                at = start + weight.offset * itemsize
                 moved = param.data_ptr() != at and param.numel() > 0 and bucket.host_data is None
                 if param is not weight.expected_param or moved:
                     raise ShardingError(

@@ -61,7 +61,9 @@ class SparsityMask:
 
         mine: my row of them. ranks: compressed rows are cut into so many equal ranges (over data).
         """
-        self.size, self.row_index, self.device = size, mine, bits.device
+        self.size = size
+        self.row_index = mine
+        self.device = bits.device
         self._bits: Tensor | None = bits
         self._index: Tensor | None = None
         self._chunk_bounds = sorted({0, size, *edges, *range(0, size, CHUNK)})
@@ -135,7 +137,8 @@ class SparsityMask:
         """
         before = self._counts_before[self.row_index]
         for a, b in pairwise(self._chunk_bounds):
-            low, high = max(before[a], start), min(before[b], stop)
+            low = max(before[a], start)
+            high = min(before[b], stop)
             if low < high:
                 index = self._positions_between(self.row_index, self.row_index + 1, a, b)
                 yield low, high, index[low - before[a] : high - before[a]] + a
@@ -144,7 +147,10 @@ class SparsityMask:
         """Where in my shards the element of that number of my compressed row lies, or the end."""
         if number not in self._position_cache:
             found = [index for _, _, index in self._iter_positions(number, number + 1)]
-            self._position_cache[number] = int(found[0]) if found else self.size
+            if found:
+                self._position_cache[number] = int(found[0])
+            else:
+                self._position_cache[number] = self.size
         return self._position_cache[number]
 
     def dense_mask(self, low: int, high: int) -> Tensor:
@@ -187,7 +193,8 @@ class SparsityMask:
 
         into: `[depth, count]`; dense: `[depth, n]`.
         """
-        stop, rows = start + dense.shape[1], len(self.row_counts)
+        stop = start + dense.shape[1]
+        rows = len(self.row_counts)
         for a, b in pairwise(self._chunk_bounds):
             if a < start or b > stop:
                 continue

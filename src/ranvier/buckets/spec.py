@@ -105,7 +105,8 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
             piece.other_stages,
         )
         groups.setdefault(key, []).append(piece)
-    multiple, found = degrees["data"], []
+    multiple = degrees["data"]
+    found = []
     for members in groups.values():
         block = members[0].block
         members.sort(key=lambda piece: sorted(replicas_per_axis(piece.sharding, degrees).items()))
@@ -124,7 +125,8 @@ def replicas_per_axis(sharding: Sharding, degrees: Mapping[str, int]) -> dict[st
 
 def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:
     """Lay weights one after the other; neighbours with the same copies form a range."""
-    found, start = [], 0
+    found = []
+    start = 0
     for same, group in itertools.groupby(
         members, key=lambda p: replicas_per_axis(p.sharding, degrees)
     ):
@@ -200,7 +202,8 @@ def optimizer_step_events(
     """What the optimizer step communicates of a lot: gradients, then updated weights."""
     if not bulk.trainable:
         return []
-    events, grad = list[Event](), bulk.reduced_elements * types.grad_bytes
+    events = list[Event]()
+    grad = bulk.reduced_elements * types.grad_bytes
     if bulk.reduce_at_step_end and bulk.is_depth_sharded:
         events.append(grad_scatter_event(bulk, depth, types))
     for names, elements in bulk.replica_sums:
@@ -220,4 +223,6 @@ def grad_norm_events(
 ) -> list[Event]:
     """The square of the gradient's norm, and one number a vote, summed over all ranks."""
     world = tuple(axis for axis in AXES if degrees[axis] > 1)
-    return [Event("all_reduce", world, (1 + votes) * types.grad_bytes, "norm")] if world else []
+    if world:
+        return [Event("all_reduce", world, (1 + votes) * types.grad_bytes, "norm")]
+    return []

@@ -110,7 +110,8 @@ class AsyncSaver:
         self.step, self._phase, self._facts, self._extra_files = step, "writing", dict(facts), also
         self._save_number += 1
         mine = {name: x for name, x in state.items() if _has_elements(*x)}
-        layout, some = FileLayout.from_state(mine), dict(sparse or {})
+        layout = FileLayout.from_state(mine)
+        some = dict(sparse or {})
         try:
             stretched = {
                 layout.offsets[n]: (x, mine[n][0].dtype) for n, x in some.items() if n in mine
@@ -152,12 +153,18 @@ class AsyncSaver:
         ]
         data = list[LazyBytes]()
         for begin, size, (at, flat), rests in zip(begins, sizes, flats, direct, strict=True):
-            own = [memoryview(flat.view(torch.uint8).numpy().data)] if rests else []
+            if rests:
+                own = [memoryview(flat.view(torch.uint8).numpy().data)]
+            else:
+                own = []
             here = own or self._host_buffer.byte_views(begin, size)
             data += [SparseBytes(here, *sparse[at])] if at in sparse else here
         self._reads_in_place = any(direct)
         self._copies_done.clear()
-        wait = self._copy_on_device if self.device.type == "cuda" else self._copy_on_host
+        if self.device.type == "cuda":
+            wait = self._copy_on_device
+        else:
+            wait = self._copy_on_host
         return wait(moved, [x for (_, x), rests in zip(flats, direct, strict=True) if rests]), data
 
     def _copy_on_host(
@@ -263,7 +270,8 @@ class AsyncSaver:
 
     def _warn_low_space(self) -> None:
         """Say beforehand that space is short."""
-        free, needed = shutil.disk_usage(self.folder).free, self._needed_bytes
+        free = shutil.disk_usage(self.folder).free
+        needed = self._needed_bytes
         if free < 1.1 * needed:
             print(
                 f"Warning: {self.folder} has {free:,} bytes free; the checkpoint of step "
@@ -273,7 +281,8 @@ class AsyncSaver:
 
     def _commit_checkpoint(self) -> None:
         """Make the parts a checkpoint, then remove those that need not stay."""
-        where, step = self.folder, self.step
+        where = self.folder
+        step = self.step
         for path in self._extra_files:
             with suppress(OSError):  # a run can go on without them
                 checksummed_file.fsync_path(path)
@@ -310,7 +319,9 @@ class AsyncSaver:
         """
         number, left = divmod(left, 4)
         if failed:
-            error, self._error, self._phase = self._error, None, ""
+            error = self._error
+            self._error = None
+            self._phase = ""
             if self._thread is not None:  # it may be about to make the folder that another removed
                 self._thread.join(JOIN_SECONDS)
             here = directory.temporary_path(self.folder, self.step, self.nonce)
@@ -321,11 +332,13 @@ class AsyncSaver:
         if number != self._save_number:
             return
         if self._phase == "writing" and left == 2:
-            self._phase, self._thread = "committing", None
+            self._phase = "committing"
+            self._thread = None
             if self.grid.rank == 0:
                 self._start_thread(self._commit_checkpoint)
         elif self._phase == "committing" and left == 0:
-            self._phase, self._thread = "", None
+            self._phase = ""
+            self._thread = None
 
     def finish_saving(self) -> Path | None:
         """Wait for the save that is under way, on all ranks; the last checkpoint (on rank 0).
@@ -377,7 +390,9 @@ def _has_elements(tensor: Tensor, place: Any) -> bool:
 def _exit_code(error: BaseException | None) -> int:
     if error is None:
         return 0
-    return error.exit_code if isinstance(error, RanvierError) else INTERNAL_EXIT_CODE
+    if isinstance(error, RanvierError):
+        return error.exit_code
+    return INTERNAL_EXIT_CODE
 
 
 def _explain_write_error(error: OSError, where: Path, needed: int) -> WriteError:

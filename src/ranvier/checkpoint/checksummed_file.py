@@ -80,20 +80,25 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
 
 def join_bytes(pieces: Sequence[LazyBytes], start: int, stop: int) -> memoryview:
     """Bytes `start` to `stop` of pieces that lie one after the other; copied only at their ends."""
-    found, at = [], 0
+    found = []
+    at = 0
     for piece in pieces:
-        low, high = max(start - at, 0), min(stop - at, len(piece))
+        low = max(start - at, 0)
+        high = min(stop - at, len(piece))
         if low < high:
             found.append(piece[low:high])
         at += len(piece)
-    return found[0] if len(found) == 1 else memoryview(b"".join(found))
+    if len(found) == 1:
+        return found[0]
+    return memoryview(b"".join(found))
 
 
 def _write_all(handle: int, data: memoryview, start: int) -> None:
     """Write all of it, however little the system takes at once."""
     while data:
         done = os.pwrite(handle, data, start)
-        data, start = data[done:], start + done
+        data = data[done:]
+        start = start + done
 
 
 def fsync_path(path: Path) -> None:
@@ -133,7 +138,8 @@ class ChecksummedFile:
     """A file that is read in checked blocks."""
 
     def __init__(self, path: Path, sums: BlockChecksums) -> None:
-        self.path, self.checksums = path, sums
+        self.path = path
+        self.checksums = sums
         self._handle = open_plain_file(path)
         size = os.fstat(self._handle).st_size
         if size != sums.size:
@@ -142,8 +148,10 @@ class ChecksummedFile:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes `start` to `stop`; the blocks they lie in are read and checked."""
-        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        low, high = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.checksums.size)
+        first = start // BLOCK_BYTES
+        last = -(-stop // BLOCK_BYTES)
+        low = first * BLOCK_BYTES
+        high = min(last * BLOCK_BYTES, self.checksums.size)
         data = memoryview(bytearray(high - low))
         at = 0
         while at < len(data):

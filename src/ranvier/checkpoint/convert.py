@@ -64,7 +64,8 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
         )
     if form == "checkpoint" and dtype:
         raise PlanError("dtype is for form=weights; a checkpoint keeps its types. Leave it out.")
-    source, hidden = open_checkpoint(checkpoint), out.with_name(f".{out.name}.writing")
+    source = open_checkpoint(checkpoint)
+    hidden = out.with_name(f".{out.name}.writing")
     shutil.rmtree(hidden, ignore_errors=True)
     try:
         hidden.mkdir(parents=True)
@@ -96,7 +97,8 @@ def _group_by_size(source: CheckpointSource, names: Sequence[str]) -> Iterator[l
         size = torch.Size(shape).numel() * dtype.itemsize
         if group and held + size > MAX_FILE_BYTES:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
         group.append(name)
         held += size
     if group:
@@ -105,10 +107,8 @@ def _group_by_size(source: CheckpointSource, names: Sequence[str]) -> Iterator[l
 
 def _write_checkpoint(source: CheckpointSource, here: Path) -> list[str]:
     """The same checkpoint as one process would have saved it, in files of about 1 GiB."""
-    host, groups = (
-        HostBuffer(torch.device("cpu")),
-        list(_group_by_size(source, list(source.tensor_specs))),
-    )
+    host = HostBuffer(torch.device("cpu"))
+    groups = list(_group_by_size(source, list(source.tensor_specs)))
     for number, group in enumerate(groups):
         state: ShardedStateDict = {
             name: (x, Shard(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
@@ -134,7 +134,9 @@ def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | No
     names = [name for name in source.tensor_specs if name.endswith(".master")]
     if not names:
         raise CheckpointError("It holds no weights. Convert a checkpoint of a run.")
-    groups, where, size = list(_group_by_size(source, names)), dict[str, str](), 0
+    groups = list(_group_by_size(source, names))
+    where = dict[str, str]()
+    size = 0
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = {

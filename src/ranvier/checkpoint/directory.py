@@ -132,7 +132,10 @@ def write_manifest(
 
     files: how many there are, if not one for each rank.
     """
-    count = math.prod(degrees.values()) if files is None else files
+    if files is None:
+        count = math.prod(degrees.values())
+    else:
+        count = files
     text = manifests.serialize_manifest(_merge_rank_reports(here, step, count, degrees, facts))
     (here / manifests.MANIFEST_NAME).unlink(missing_ok=True)
     checksummed_file.write_checksummed(here / manifests.MANIFEST_NAME, [memoryview(text)])
@@ -176,11 +179,9 @@ def _merge_rank_reports(
     here: Path, step: int, ranks: int, degrees: Mapping[str, int], facts: Mapping[str, Any]
 ) -> CheckpointManifest:
     """The manifest of what all ranks have written."""
-    files, parts, kinds = (
-        {},
-        dict[str, list[StoredShard]](),
-        dict[str, tuple[Any, tuple[int, ...]]](),
-    )
+    files = {}
+    parts = dict[str, list[StoredShard]]()
+    kinds = dict[str, tuple[Any, tuple[int, ...]]]()
     for rank in range(ranks):
         name = rank_file.rank_file_names(rank)[0]
         files[name], tensors = rank_file.read_rank_report(here, rank)
@@ -225,7 +226,9 @@ def _validation_loss(checkpoint: Path) -> float | None:
         loss = manifests.read_manifest(checkpoint).facts.get("held_out_loss")
     except (RanvierError, OSError):
         return None
-    return loss if isinstance(loss, float) else None
+    if isinstance(loss, float):
+        return loss
+    return None
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:

@@ -79,7 +79,8 @@ def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedS
     """Fill tensors that the manifest has, all of their elements."""
     jobs: dict[int, list[ElementCopy]] = {}
     for name, (tensor, place) in state.items():
-        entry, wanted = manifest.tensors[name], place.to_boxes()
+        entry = manifest.tensors[name]
+        wanted = place.to_boxes()
         assert tensor.is_contiguous(), name
         missing = sum(box.num_elements for box in wanted)
         for part in entry.shards:
@@ -111,7 +112,8 @@ def _plan_copies(
     part: StoredShard, wanted: Sequence[Box], into: Tensor, entry: TensorEntry
 ) -> Iterator[ElementCopy]:
     """Where a part in a file and the boxes of mine meet, in pieces that fit into a window."""
-    place, most = part.shard, WINDOW_BYTES // 2 // entry.dtype.itemsize
+    place = part.shard
+    most = WINDOW_BYTES // 2 // entry.dtype.itemsize
     bounds = Box(place.global_offset, place.valid_shape, 0, (0,) * len(place.global_offset))
     near = [box for box in wanted if box.intersection(bounds) is not None]
     for source in place.to_boxes() if near else ():
@@ -131,7 +133,8 @@ def _run_copies(file: ChecksummedFile, copies: Sequence[ElementCopy]) -> None:
         apart = copy.first_byte > -(-end // BLOCK_BYTES) * BLOCK_BYTES
         if window and (apart or max(copy.end_byte, end) - start > WINDOW_BYTES):
             _flush_window(file, window, end)
-            window, end = [], 0
+            window = []
+            end = 0
         if not window:
             start = copy.first_byte // BLOCK_BYTES * BLOCK_BYTES
         window.append(copy)
@@ -158,7 +161,8 @@ def _check_tensors(
 ) -> set[str]:
     """Tensors of mine that are not loaded; refused unless that is wanted."""
     missing = sorted(set(state) - set(manifest.tensors))
-    shapes, dtypes = [], []
+    shapes = []
+    dtypes = []
     for name, (tensor, place) in state.items():
         entry = manifest.tensors.get(name)
         if entry is not None and entry.shape != place.global_shape:
@@ -185,7 +189,8 @@ def _check_tensors(
 
 def load_full_tensors(checkpoint: Path, kind: str = "master") -> dict[str, Tensor]:
     """Whole weights of a checkpoint by the name of their parameter."""
-    manifest, end = manifests.read_manifest(checkpoint), f".{kind}"
+    manifest = manifests.read_manifest(checkpoint)
+    end = f".{kind}"
     state = {n: empty_shard(e) for n, e in manifest.tensors.items() if n.endswith(end)}
     fill_tensors(checkpoint, manifest, state)
     return {name.removesuffix(end): tensor for name, (tensor, _) in state.items()}

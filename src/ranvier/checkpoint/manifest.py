@@ -152,7 +152,10 @@ def read_digested(path: Path) -> Any:
             )
         text = file.read()
     match = re.match(rb'\{"sha256":"([0-9a-f]{64})",\n"body":', text)
-    body = text[match.end() : -2] if match else b""
+    if match:
+        body = text[match.end() : -2]
+    else:
+        body = b""
     if (
         not match
         or hashlib.sha256(body).hexdigest().encode() != match[1]
@@ -176,7 +179,10 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
         )
     body = read_digested(path)
     if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
-        found = body.get("format") if isinstance(body, dict) else body
+        if isinstance(body, dict):
+            found = body.get("format")
+        else:
+            found = body
         raise VersionError(
             f"{path} is of format {found!r:.40}. This version reads format {MANIFEST_FORMAT}. "
             "Use the "
@@ -205,7 +211,8 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
             )
     sizes = [sums.size for sums in files.values()]
     tensors = {str(name): _parse_entry(entry, sizes) for name, entry in body["tensors"].items()}
-    facts, degrees = dict(body["facts"]), {k: _parse_count(n) for k, n in body["degrees"].items()}
+    facts = dict(body["facts"])
+    degrees = {k: _parse_count(n) for k, n in body["degrees"].items()}
     told = {str(k): str(v) for k, v in body["versions"].items()}
     return CheckpointManifest(_parse_count(body["step"]), degrees, facts, told, files, tensors)
 
@@ -218,7 +225,8 @@ def _parse_count(value: Any) -> int:
 
 def _parse_entry(entry: Sequence[Any], sizes: Sequence[int]) -> TensorEntry:
     word, shape, parts = entry
-    dtype, whole = DTYPES[word], tuple(map(_parse_count, shape))
+    dtype = DTYPES[word]
+    whole = tuple(map(_parse_count, shape))
     if len(whole) > MAX_DIMS:
         raise ValueError(f"a tensor of {len(whole)} dims")
     found = tuple(_parse_shard(part, whole, dtype, sizes) for part in parts)

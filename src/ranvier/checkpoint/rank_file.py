@@ -48,12 +48,14 @@ class FileLayout:
         """Wide types first, so that each tensor begins at a multiple of its width."""
         order = sorted(state, key=lambda name: -state[name][0].dtype.itemsize)
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        begins, at = {}, 0
+        begins = {}
+        at = 0
         for name in order:
             tensor = state[name][0]
             end = at + tensor.numel() * tensor.dtype.itemsize
             begins[name] = at
-            word, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
+            word = DTYPE_NAMES[tensor.dtype]
+            shape = list(tensor.shape)
             table[name] = {"dtype": word, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -78,7 +80,10 @@ class HostBuffer:
             self.chunks.pop()
         while CHUNK_BYTES * len(self.chunks) < size:
             # A small state on a CPU needs no whole chunk.
-            room = CHUNK_BYTES if self.is_pinned or size > CHUNK_BYTES else size
+            if self.is_pinned or size > CHUNK_BYTES:
+                room = CHUNK_BYTES
+            else:
+                room = size
             self.chunks.append(torch.empty(room, dtype=torch.uint8, pin_memory=self.is_pinned))
 
     def copy_tensor(self, begin: int, tensor: Tensor) -> None:
@@ -94,7 +99,8 @@ class HostBuffer:
 
     def byte_views(self, begin: int, size: int) -> list[memoryview]:
         """So many bytes from `begin` on."""
-        found, end = [], begin + size
+        found = []
+        end = begin + size
         while begin < end:
             chunk, low = divmod(begin, CHUNK_BYTES)
             high = min(low + end - begin, CHUNK_BYTES)
@@ -117,7 +123,9 @@ class SparseBytes:
     def __init__(
         self, values: Sequence[LazyBytes], sparse: CompressedTensor, dtype: torch.dtype
     ) -> None:
-        self.values, self.sparse, self.itemsize = values, sparse, dtype.itemsize
+        self.values = values
+        self.sparse = sparse
+        self.itemsize = dtype.itemsize
         counts = [unpack_bits(bits).sum() for bits in sparse.bits.split(self.COUNT_STEP // 8)]
         self.counts_before = torch.tensor([0, *counts]).cumsum(0).tolist()
 
@@ -126,7 +134,9 @@ class SparseBytes:
 
     def __getitem__(self, part: slice) -> memoryview:
         low, high, _ = part.indices(len(self))
-        first, last, bits = low // self.itemsize, -(-high // self.itemsize), self.sparse.bits
+        first = low // self.itemsize
+        last = -(-high // self.itemsize)
+        bits = self.sparse.bits
         step = first // self.COUNT_STEP * self.COUNT_STEP
         mask = unpack_bits(bits[step // 8 : -(-last // 8)])[: last - step]
         start = self.counts_before[step // self.COUNT_STEP] + int(mask[: first - step].sum())
@@ -163,8 +173,12 @@ def flat_runs(
         tensor = state[name][0].detach()
         if tensor.numel() == 0:
             continue
-        before, alone = alone, name in (sparse or {})
-        flat = sparse[name].values if sparse and alone else tensor.contiguous().view(-1)
+        before = alone
+        alone = name in (sparse or {})
+        if sparse and alone:
+            flat = sparse[name].values
+        else:
+            flat = tensor.contiguous().view(-1)
         if found and not alone and not before and _is_adjacent(found[-1][1], flat):
             begin, last = found[-1]
             size = last.numel() + flat.numel()

@@ -55,7 +55,8 @@ def list_checkpoints(path: Path) -> int:
             rows.append((one.name, *[""] * 5, str(error)))
             bad += 1
             continue
-        facts, grid = manifest.facts, _format_grid(manifest.degrees)
+        facts = manifest.facts
+        grid = _format_grid(manifest.degrees)
         loss = facts.get("held_out_loss")
         rows.append(
             (
@@ -73,20 +74,23 @@ def list_checkpoints(path: Path) -> int:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row[:6], widths, strict=True)]
         print("  ".join([*cells, row[6]]).rstrip())
-    return CheckpointError.exit_code if bad else 0
+    if bad:
+        return CheckpointError.exit_code
+    return 0
 
 
 def _find_size_problem(checkpoint: Path, manifest: CheckpointManifest) -> str:
     """The first file that is missing or has another size."""
     for name, sums in manifest.files.items():
         path = checkpoint / name
-        there = path.lstat().st_size if path.is_file() else -1
+        if path.is_file():
+            there = path.lstat().st_size
+        else:
+            there = -1
         if there != sums.size:
-            return (
-                f"damaged: {name} has {there} bytes, not {sums.size}"
-                if there >= 0
-                else (f"damaged: {name} is missing")
-            )
+            if there >= 0:
+                return f"damaged: {name} has {there} bytes, not {sums.size}"
+            return f"damaged: {name} is missing"
     return ""
 
 
@@ -96,10 +100,14 @@ def _format_grid(degrees: Mapping[str, int]) -> str:
 
 def format_bytes(count: int) -> str:
     """Bytes for people."""
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    value = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+        value = value / 1024
+        units = units[1:]
+    if units[0] == "B":
+        return f"{value:.0f} B"
+    return f"{value:.1f} {units[0]}"
 
 
 def verify_checkpoints(path: Path) -> int:
@@ -133,7 +141,9 @@ def _check_name(checkpoint: Path, manifest: CheckpointManifest) -> None:
 
 
 def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[str]:
-    done, shown, tty = 0, -1, sys.stderr.isatty()
+    done = 0
+    shown = -1
+    tty = sys.stderr.isatty()
     for problem, count in load.find_damage(checkpoint, manifest):
         done += count
         share = 100 * done // max(manifest.total_bytes, 1)
@@ -157,7 +167,8 @@ def diff_checkpoints(one: Path, other: Path) -> int:
         f"tensor {name}: {_describe_tensor(first, name)} | {_describe_tensor(second, name)}"
         for name in odd
     ]
-    same, differ = 0, []
+    same = 0
+    differ = []
     for name in sorted(set(first.tensors) & set(second.tensors) - set(odd)):
         line = _diff_tensors(paths, (first, second), name)
         if line:
@@ -170,7 +181,9 @@ def diff_checkpoints(one: Path, other: Path) -> int:
     for line in lines:
         print(f"  {line}")
     print(f"  {same} tensors are equal bit for bit, {len(differ) + len(odd)} are not")
-    return 1 if lines else 0
+    if lines:
+        return 1
+    return 0
 
 
 def _manifest_facts(manifest: CheckpointManifest) -> dict[str, Any]:
@@ -188,7 +201,9 @@ def _diff_facts(path: str, one: Any, other: Any) -> Iterator[str]:
 
 def _describe_tensor(manifest: CheckpointManifest, name: str) -> str:
     entry: TensorEntry | None = manifest.tensors.get(name)
-    return "not there" if entry is None else f"{list(entry.shape)} {entry.dtype}"
+    if entry is None:
+        return "not there"
+    return f"{list(entry.shape)} {entry.dtype}"
 
 
 def _diff_tensors(

@@ -119,12 +119,15 @@ def print_findings(findings: Sequence[Finding]) -> int:
             print(f"  {'':7}  {'':{width}}  {line}")
     lacking = dict.fromkeys(f.name for f in findings if f.mark == "missing" and f.is_essential)
     print(f"\nEssential and missing: {', '.join(lacking)}." if lacking else "\nReady to run.")
-    return 1 if lacking else 0
+    if lacking:
+        return 1
+    return 0
 
 
 def examine_python() -> list[Finding]:
     """The interpreter and where it installs packages."""
-    version, wanted = platform.python_version(), ">=3.11"
+    version = platform.python_version()
+    wanted = ">=3.11"
     with suppress(metadata.PackageNotFoundError):
         wanted = str(metadata.metadata("ranvier").json.get("requires_python", wanted))
     if meets_version(version, wanted):
@@ -159,8 +162,14 @@ def examine_torch() -> list[Finding]:
         if fits
         else Finding("torch", "torch", f"{version}, not {wanted}", "note", remedy)
     ]
-    cuda, hip = module.version.cuda, module.version.hip
-    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+    cuda = module.version.cuda
+    hip = module.version.hip
+    if cuda:
+        build = f"CUDA {cuda}"
+    elif hip:
+        build = f"ROCm {hip}"
+    else:
+        build = "CPU only"
     driver = (SYSFS_ROOT / "module" / "nvidia").exists()
     if driver and not module.cuda.is_available():
         what = f"{build}, but the NVIDIA driver is loaded and torch sees no device"
@@ -173,7 +182,10 @@ def examine_torch() -> list[Finding]:
     backends = launch.available_backends()
     for name in ("gloo", *(["nccl"] if cuda or hip else [])):
         if name in backends:
-            number = ".".join(map(str, module.cuda.nccl.version())) if name == "nccl" else "there"
+            if name == "nccl":
+                number = ".".join(map(str, module.cuda.nccl.version()))
+            else:
+                number = "there"
             found.append(Finding("torch", name, number))
         else:
             remedy = "Install torch from https://pytorch.org; this build lacks the backend."
@@ -227,9 +239,13 @@ def examine_links() -> list[Finding]:
         text = f"{state}, {_read_kernel_file(port / 'rate') or 'unknown rate'}"
         found.append(Finding("links", name, text, "ok" if state == "ACTIVE" else "note"))
     for card in sorted((SYSFS_ROOT / "class/net").glob("*")):
-        state, speed = _read_kernel_file(card / "operstate"), _read_kernel_file(card / "speed")
+        state = _read_kernel_file(card / "operstate")
+        speed = _read_kernel_file(card / "speed")
         if card.name != "lo" and state in ("up", "unknown"):
-            rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else "speed unknown"
+            if speed.isdecimal():
+                rate = f"{int(speed) / 1000:g} Gbit/s"
+            else:
+                rate = "speed unknown"
             found.append(Finding("links", card.name, rate))
     return found or [Finding("links", "network", "no device but this node's own", "note")]
 
@@ -237,14 +253,19 @@ def examine_links() -> list[Finding]:
 def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
     """What communicators over NCCL cost on this machine, and those of a run."""
     found, cost = measure_communicators()
-    return found if run is None else [*found, *list_communicators(run, cost)]
+    if run is None:
+        return found
+    return [*found, *list_communicators(run, cost)]
 
 
 def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     """What two ranks have measured; None: there is no GPU, or they could not."""
     section = "communicators"
     if not count_gpus() or "nccl" not in launch.available_backends():
-        why = "NCCL is not built in" if count_gpus() else "no GPU that torch can use"
+        if count_gpus():
+            why = "NCCL is not built in"
+        else:
+            why = "no GPU that torch can use"
         return [Finding(section, "cost", f"not measured: {why}", "note")], None
     if launch.read_process_info() is not None:
         remedy = "Start ranvier doctor by itself."
@@ -256,7 +277,10 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     except CommunicationError as error:
         what, _, rest = str(error).partition(". ")
         return [Finding(section, "cost", what, "note", rest)], None
-    where = "one GPU, through sockets" if count_gpus() == 1 else "two GPUs"
+    if count_gpus() == 1:
+        where = "one GPU, through sockets"
+    else:
+        where = "two GPUs"
     first = (
         f"{cost.first_seconds:.2f} s, {_format_bytes(cost.first_bytes)} on each rank, NCCL's "
         "kernels"
@@ -281,7 +305,8 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
     from ranvier.planner.communicators import total_bytes, worst_stage
     from ranvier.planner.model_spec import resolve_model_spec
 
-    section, plan = "communicators", run.plan
+    section = "communicators"
+    plan = run.plan
     grid = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
     if plan.world_size == 1:
         return [Finding(section, "plan", "one rank: it makes none")]
@@ -296,8 +321,14 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
     for one in made:
         kind = one.channel or "collectives"
         whole = math.prod(plan.degrees[axis] for axis in one.axis_names)
-        ranks = f"{one.size} ranks" if one.size == whole else f"{one.size} of {whole} ranks"
-        peers = f", {one.peers} of them point to point" if one.peers else ""
+        if one.size == whole:
+            ranks = f"{one.size} ranks"
+        else:
+            ranks = f"{one.size} of {whole} ranks"
+        if one.peers:
+            peers = f", {one.peers} of them point to point"
+        else:
+            peers = ""
         value = f"{kind}: {ranks} over {one.backend}{peers}"
         found.append(Finding(section, "·".join(one.axis_names), value))
     count = sum(one.backend == "nccl" for one in made)
@@ -356,11 +387,17 @@ def examine_packages() -> list[Finding]:
     found = [Finding("packages", "ranvier", metadata.version("ranvier"))]
     for name, spec, extra in wanted:
         remedy = install_command(extra)
-        label = f"{name} [{extra}]" if extra else name
+        if extra:
+            label = f"{name} [{extra}]"
+        else:
+            label = name
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            what = f"not installed ({spec})" if spec else "not installed"
+            if spec:
+                what = f"not installed ({spec})"
+            else:
+                what = "not installed"
             essential = not extra
             found.append(Finding("packages", label, what, "missing", remedy, essential))
             continue
@@ -373,7 +410,8 @@ def examine_packages() -> list[Finding]:
 
 def give_advice() -> list[Finding]:
     """What the findings mean for a run."""
-    num, count = count_gpus(), count_cores()
+    num = count_gpus()
+    count = count_cores()
     if not num:
         lines = [
             "no GPU: runs are fp32 on the CPU, over gloo",
@@ -402,13 +440,17 @@ def list_requirements() -> list[tuple[str, str, str]]:
 
 def install_command(extra: str) -> str:
     """The command that installs this package with an extra, as it was installed."""
-    target, origin = f"[{extra}]" if extra else "", {}
+    target = f"[{extra}]" if extra else ""
+    origin = {}
     with suppress(metadata.PackageNotFoundError, ValueError):
         origin = json.loads(metadata.distribution("ranvier").read_text("direct_url.json") or "{}")
     if "dir_info" not in origin:
         return f"pip install 'ranvier{target}'"
     folder = unquote(origin["url"].removeprefix("file://"))
-    go = "" if Path.cwd() == Path(folder) else f"cd {shlex.quote(folder)} && "
+    if Path.cwd() == Path(folder):
+        go = ""
+    else:
+        go = f"cd {shlex.quote(folder)} && "
     return f"{go}pip install {'-e ' * bool(origin['dir_info'].get('editable'))}'.{target}'"
 
 
@@ -418,7 +460,10 @@ def meets_version(version: str, specifiers: str) -> bool:
     for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
         bound = _version_numbers(text)
         if operator == "~=" or text.endswith(".*"):  # the last number is free
-            head = bound[:-1] if operator == "~=" else bound
+            if operator == "~=":
+                head = bound[:-1]
+            else:
+                head = bound
             alike = own[: len(head)] == head and (operator != "~=" or own >= bound)
             if alike == (operator == "!="):
                 return False
@@ -455,7 +500,9 @@ def count_gpus() -> int:
     """How many GPUs torch can use."""
     with suppress(Exception):
         cuda = _import_torch().cuda
-        return int(cuda.device_count()) if cuda.is_available() else 0
+        if cuda.is_available():
+            return int(cuda.device_count())
+        return 0
     return 0
 
 
@@ -469,7 +516,10 @@ def _describe_gpu(module: Any, index: int) -> str:
 
     card = module.cuda.get_device_properties(index)
     peak = [f"{top:g} TFLOP/s" for key, top in PEAK_TFLOPS.items() if key in card.name]
-    bf16 = "bf16" if module.version.hip or card.major >= 8 else "no bf16: use --train.dtype fp32"
+    if module.version.hip or card.major >= 8:
+        bf16 = "bf16"
+    else:
+        bf16 = "no bf16: use --train.dtype fp32"
     what = [
         card.name,
         _format_bytes(card.total_memory),
@@ -490,13 +540,17 @@ def _examine_dir(name: str, folder: Path, remedy: str) -> Finding:
 
 
 def _format_bytes(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+    if number >= 2**30:
+        return f"{number / 2**30:.1f} GiB"
+    return f"{number / 2**20:.0f} MiB"
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version."""
     match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
+    if match:
+        return tuple(map(int, match[0].split(".")))
+    return ()
 
 
 def _read_kernel_file(path: Path) -> str:
@@ -523,5 +577,7 @@ def _tool_output(command: Sequence[str]) -> str:
             process.wait(1.0)  # a driver can hold it even then
             return ""
         file.seek(0)
-        return file.read(2**20).decode(errors="replace") if process.returncode == 0 else ""
+        if process.returncode == 0:
+            return file.read(2**20).decode(errors="replace")
+        return ""
     return ""

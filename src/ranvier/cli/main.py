@@ -102,14 +102,18 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
     if not 0 <= arguments.nproc <= MAX_LOCAL_RANKS or (
         me is not None and arguments.nproc not in (0, me.world_size)
     ):
-        started = (
-            "none are started yet" if me is None else f"a launcher has started {me.world_size}"
-        )
+        if me is None:
+            started = "none are started yet"
+        else:
+            started = f"a launcher has started {me.world_size}"
         raise PlanError(
             f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
             f"from 1 to {MAX_LOCAL_RANKS}. Leave it out under a launcher."
         )
-    world = me.world_size if me else arguments.nproc or default
+    if me:
+        world = me.world_size
+    else:
+        world = arguments.nproc or default
     if me is None and world > MAX_LOCAL_RANKS:
         raise PlanError(
             f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} are started on one "
@@ -121,15 +125,17 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
 
 def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.NodeInfo | None:
     """The nodes on each of which one command starts local ranks; None if that is not so."""
-    wish, nproc = arguments.launch, arguments.nproc
+    wish = arguments.launch
+    nproc = arguments.nproc
     if me is not None and me.launcher == "srun" and me.local_world_size == 1 and nproc > 0:
         return launch.NodeInfo(me.world_size, me.rank, f"{me.address}:{me.port}")
     if wish.nodes == 1:
         return None
     if me is not None or not 0 < nproc <= MAX_LOCAL_RANKS:
-        started = (
-            "" if me is None else f" under {me.launcher}, which has started {me.world_size} ranks"
-        )
+        if me is None:
+            started = ""
+        else:
+            started = f" under {me.launcher}, which has started {me.world_size} ranks"
         raise PlanError(
             f"launch.nodes={wish.nodes} with nproc={nproc}{started}. One command a node starts its "
             f"ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
@@ -159,13 +165,13 @@ def _train_command(words: Sequence[str]) -> int:
     if nodes is None:
         me, world = _resolve_world(arguments, train.default_local_ranks(run))
     else:
-        me, world = None, nodes.num_nodes * arguments.nproc
+        me = None
+        world = nodes.num_nodes * arguments.nproc
     run, said = _plan_layout(words, run, world, me, nodes)
-    run = (
-        elastic.fit_micro_batch(run, world)
-        if _is_continued(words)
-        else run.check_and_resolve(world)
-    )
+    if _is_continued(words):
+        run = elastic.fit_micro_batch(run, world)
+    else:
+        run = run.check_and_resolve(world)
     choices = [run, *elastic.fallback_runs(run)]
     loggers.check_loggers(run)
     run_directory.check_output_dir(run)
@@ -196,7 +202,8 @@ def _train_command(words: Sequence[str]) -> int:
         watchdog_seconds=run.launch.watchdog,
         grids=tuple((elastic.format_grid(o.plan.degrees), o.plan.world_size) for o in choices),
     )
-    where, began = Path(choices[0].train.out), time.time()
+    where = Path(choices[0].train.out)
+    began = time.time()
     return launch.launch_ranks(
         arguments.nproc or world,
         task,
@@ -222,7 +229,12 @@ def _plan_layout(
     from ranvier.tools import auto_plan
 
     files, _ = split_words(words)
-    count = nodes.num_nodes if nodes else me.world_size // me.local_world_size if me else 1
+    if nodes:
+        count = nodes.num_nodes
+    elif me:
+        count = me.world_size // me.local_world_size
+    else:
+        count = 1
     if (files and os.path.isdir(files[0])) or not auto_plan.needs_planning(run, world):
         return auto_plan.freeze_plan(run), None
     return auto_plan.plan_run(run, world, nodes=count)
@@ -244,7 +256,8 @@ def _train_rank(
     if me.attempt:
         run = run_directory.with_auto_resume(run, me.start_time)
     device = train.resolve_device(run, me)
-    backend, share_gpu = train.resolve_backend(run, me, device), run.launch.share_gpu
+    backend = train.resolve_backend(run, me, device)
+    share_gpu = run.launch.share_gpu
     with (
         determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
         launch.join_process_group(me, backend, run.train.timeout, share_gpu=share_gpu),
@@ -305,8 +318,14 @@ def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) 
         if words[:1] in (["--help"], ["-h"]):
             print(USAGE, end="")
             return 0
-        near = suggest_nearest(words[0], verbs) if words else ""
-        what = f"{name} {words[0]!r} is no verb.{near}" if words else f"{name} needs a verb."
+        if words:
+            near = suggest_nearest(words[0], verbs)
+        else:
+            near = ""
+        if words:
+            what = f"{name} {words[0]!r} is no verb.{near}"
+        else:
+            what = f"{name} needs a verb."
         raise PlanError(f"{what} Verbs are {', '.join(verbs)}. See ranvier --help.")
     return verbs[words[0]](words[1:])
 
@@ -493,7 +512,10 @@ def _measure_command(words: Sequence[str]) -> int:
 
     me = launch.read_process_info()
     task = functools.partial(benchmark_cluster.measure_as_rank, settings.to)
-    count = benchmark_cluster.count_local_ranks(settings.nproc) if me is None else me.world_size
+    if me is None:
+        count = benchmark_cluster.count_local_ranks(settings.nproc)
+    else:
+        count = me.world_size
     if me is None and count > 1:
         return launch.launch_ranks(count, task, preload=[benchmark_cluster.__name__])
     with launch.report_errors(me or ProcessInfo()):
@@ -508,7 +530,9 @@ def _dryrun_command(words: Sequence[str]) -> int:
     from ranvier.tools.verify import required_ranks
 
     world = settings.world or required_ranks(settings.plan)
-    run, rank, load = _run_config(settings), settings.rank, settings.load
+    run = _run_config(settings)
+    rank = settings.rank
+    load = settings.load
     return dry_run.show_dry_run(run, world=world, rank=rank, load=load, out=settings.json)
 
 

@@ -81,15 +81,18 @@ def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
     What is neither true nor false is left to the parser, which says so.
     """
     booleans = set(_boolean_options(default))
-    found, rest = [], list(words)
+    found = []
+    rest = list(words)
     while rest:
         option, sign, text = rest.pop(0).partition("=")
         if option in booleans and not sign:
             following = rest[0] if rest else "-"
             if following.startswith("-"):
-                sign, text = "=", "True"
+                sign = "="
+                text = "True"
             elif following.lower() in ("true", "false"):
-                sign, text = "=", rest.pop(0)
+                sign = "="
+                text = rest.pop(0)
         if option in booleans and text.lower() in ("true", "false"):
             text = text.capitalize()
         found.append(f"{option}{sign}{text}")
@@ -147,7 +150,10 @@ def load_run_with_options(
     elif files:
         run = runs.load_run_config(Path(files[0]), size=size)
     else:
-        run = RunConfig() if size is None else RunConfig(model=ModelConfig.from_size(size))
+        if size is None:
+            run = RunConfig()
+        else:
+            run = RunConfig(model=ModelConfig.from_size(size))
     start = option_value(options, "--train.start") or run.train.start
     if start and not (files and os.path.isdir(files[0])):
         from ranvier.train import import_export
@@ -180,7 +186,8 @@ def given_settings(words: Sequence[str]) -> set[str]:
 
 def drop_options(words: Sequence[str], names: Iterable[str]) -> list[str]:
     """The words without these options and their values."""
-    found, skip = [], False
+    found = []
+    skip = False
     for word in words:
         if word.startswith("--"):
             skip = word[2:].partition("=")[0].replace("-", "_") in names

@@ -60,7 +60,10 @@ def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str
     """
     counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
     odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
-    wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."] if odd else []
+    if odd:
+        wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."]
+    else:
+        wrong = []
     wrong += wanted.find_problems()
     if wrong:
         raise PlanError(wrong)
@@ -94,7 +97,10 @@ def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResul
     from ranvier.planner import result_cache  # a process that searches nothing starts sooner
     from ranvier.planner.search_progress import SearchProgressPrinter
 
-    known = result_cache.load_result(wish) if cache else None
+    if cache:
+        known = result_cache.load_result(wish)
+    else:
+        known = None
     if known is not None:
         return known
     with SearchProgressPrinter() as lines:
@@ -121,4 +127,6 @@ def resolve_cluster(wanted: PlanOptions) -> Cluster:
         found = clusters.load_cluster(wanted.cluster)
     if wanted.devices:
         return found.with_size(devices=wanted.devices)
-    return found.with_size(nodes=wanted.nodes) if wanted.nodes else found
+    if wanted.nodes:
+        return found.with_size(nodes=wanted.nodes)
+    return found

@@ -26,7 +26,8 @@ class ClusterNodeSearch:
     """Searches of a run on more or fewer nodes of a machine."""
 
     def __init__(self, wanted: PlanOptions, given: Set[str]) -> None:
-        self.options, self.given_settings = wanted, given
+        self.options = wanted
+        self.given_settings = given
         self.devices_per_node = plan.resolve_cluster(
             replace(wanted, nodes=1, devices=None)
         ).per_node
@@ -37,7 +38,9 @@ class ClusterNodeSearch:
     def options_for_nodes(self, nodes: int) -> PlanOptions:
         """What is asked of so many nodes, or of the part of one that was given."""
         part = self.options.devices is not None and self.options.devices < self.devices_per_node
-        return self.options if part else replace(self.options, nodes=nodes, devices=None)
+        if part:
+            return self.options
+        return replace(self.options, nodes=nodes, devices=None)
 
     def request_for_nodes(self, nodes: int) -> SearchRequest:
         """What is searched there."""
@@ -57,15 +60,18 @@ class ClusterNodeSearch:
         self.quick_results[nodes] = carry_over_layouts(
             self.request_for_nodes(nodes), [self.full_results[n] for n in near]
         )
-        return self.quick_results[nodes] if self.quick_results[nodes].feasible_candidates else None
+        if self.quick_results[nodes].feasible_candidates:
+            return self.quick_results[nodes]
+        return None
 
     def full_search(self, nodes: int) -> SearchResult | None:
         """All layouts, and those of a look: one that was carried over may be the best."""
         if nodes not in self.full_results:
             result = plan.search_with_cache(self.request_for_nodes(nodes), cache=self.options.cache)
-            looked = (
-                self.quick_results[nodes].feasible_candidates if nodes in self.quick_results else ()
-            )
+            if nodes in self.quick_results:
+                looked = self.quick_results[nodes].feasible_candidates
+            else:
+                looked = ()
             every = {one.candidate: one for one in (*looked, *result.feasible_candidates)}
             if not every:
                 return None
@@ -79,8 +85,12 @@ def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) 
     began = time.perf_counter()
     aim = goal.parse_goal(wanted.goal)
     run, words = _apply_goal_model(wanted, aim)
-    machine, searches = plan.resolve_cluster(wanted), ClusterNodeSearch(run, given)
-    most = machine.nodes if wanted.nodes or wanted.devices else goal.MAX_NODES
+    machine = plan.resolve_cluster(wanted)
+    searches = ClusterNodeSearch(run, given)
+    if wanted.nodes or wanted.devices:
+        most = machine.nodes
+    else:
+        most = goal.MAX_NODES
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
     first = goal.guess_nodes(aim, run.model.num_parameters, peak * machine.per_node)
     reached = goal.find_fewest_nodes(aim, searches, first=first, most=most, told=_print_progress)
@@ -122,7 +132,8 @@ def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[st
 
 def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str]:
     """What a goal takes, or how far it is. limited: no more nodes than given were tried."""
-    days, wanted = reached.seconds / goal.SECONDS_PER_DAY, aim.seconds / goal.SECONDS_PER_DAY
+    days = reached.seconds / goal.SECONDS_PER_DAY
+    wanted = aim.seconds / goal.SECONDS_PER_DAY
     devices = reached.result.request.world_size
     mfu = format_percent(reached.result.best.prediction.mfu)
     cost = f"{reached.device_hours:,.0f} device hours, MFU {mfu}"

@@ -21,7 +21,8 @@ from ranvier.system.terminal import print
 
 
 def search_title(wish: SearchRequest) -> str:
-    job, machine = wish.workload, wish.cluster
+    job = wish.workload
+    machine = wish.cluster
     name = job.model.name or "model"
     return (
         f"{name} ({format_number(job.model.num_parameters)} parameters) on {machine.nodes} x "
@@ -79,7 +80,8 @@ def report_result(
 
 def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
     """What nobody gave, and why it is taken."""
-    job, reason = wish.workload, "as runs of this size use"
+    job = wish.workload
+    reason = "as runs of this size use"
     if any(word.startswith("--plan.batch") for word in words):
         _, reason = default_batch(job.model.num_parameters, job.seq, wish.world_size)
     return f"Nobody gave {' '.join(words)}: assumed ({reason})."
@@ -91,7 +93,10 @@ def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str])
 
     def again(name: str, value: int) -> SearchRequest:
         section, _, key = name.rpartition(".")
-        other = wanted if section else replace(wanted, nodes=None, devices=None)
+        if section:
+            other = wanted
+        else:
+            other = replace(wanted, nodes=None, devices=None)
         change = {section: {key: value}} if section else {key: value}
         return plan.request_from_options(runs.apply_overrides(other, change), {*given, name})[0]
 
@@ -120,10 +125,8 @@ def _write_output(name: str, text: str) -> None:
 
 def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:
     """A search as JSON holds it."""
-    wish, others = (
-        result.request,
-        find_baselines(result.feasible_candidates, result.request.cluster.per_node),
-    )
+    wish = result.request
+    others = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     job = {"model": wish.workload.model.name, "parameters": wish.workload.model.num_parameters}
     job |= {"seq": wish.workload.seq, "batch": wish.workload.batch, "dtype": wish.workload.dtype}
     return {

@@ -17,7 +17,8 @@ class GradientAccumulator:
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self.size, self.dtype = size, dtype
+        self.size = size
+        self.dtype = dtype
         self.parts: dict[tuple[int, int], Tensor] = {}
         """By the range they cover; ranges do not overlap."""
 
@@ -36,7 +37,8 @@ class GradientAccumulator:
 
     def covering_pieces(self, device: torch.device) -> Pieces:
         """All ranges in order with where they begin, zeros where no gradient came."""
-        out, at = Pieces(), 0
+        out = Pieces()
+        at = 0
         for (start, stop), part in sorted(self.parts.items(), key=lambda item: item[0]):
             if start > at:
                 out.append((at, torch.zeros(start - at, dtype=self.dtype, device=device)))

@@ -67,9 +67,13 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     """
 
     def forward(ctx: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:
-        ctx.axis, ctx.how = axis, how
+        ctx.axis = axis
+        ctx.how = how
         # Backward is recorded where forward was; a compiled graph has no such place.
-        ctx.where = "" if torch.compiler.is_compiling() else axis.trace.where
+        if torch.compiler.is_compiling():
+            ctx.where = ""
+        else:
+            ctx.where = axis.trace.where
         result: Tensor = forward_op(x, axis, how)
         return result
 
@@ -94,32 +98,44 @@ _AllToAll = _make_dual_function("AllToAll", _run_all_to_all, _run_reverse_all_to
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All parts along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
-    return x if axis.size == 1 else _apply_function(_AllGather, x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _apply_function(_AllGather, x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of the sum. Communicates: reduce-scatter over axis; backward: all-gather."""
-    return x if axis.size == 1 else _apply_function(_ReduceScatter, x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _apply_function(_ReduceScatter, x, axis, dim)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """The same value, used differently by each rank. Communicates: backward: all-reduce."""
-    return x if axis.size == 1 else _apply_function(_CopyToAxis, x, axis, 0)
+    if axis.size == 1:
+        return x
+    return _apply_function(_CopyToAxis, x, axis, 0)
 
 
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
     """The sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
-    return x if axis.size == 1 else _apply_function(_ReduceFromAxis, x, axis, 0)
+    if axis.size == 1:
+        return x
+    return _apply_function(_ReduceFromAxis, x, axis, 0)
 
 
 def scatter_to_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of a value all ranks have. Communicates: backward: all-gather over axis."""
-    return x if axis.size == 1 else _apply_function(_ScatterToAxis, x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _apply_function(_ScatterToAxis, x, axis, dim)
 
 
 def gather_from_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All parts, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
-    return x if axis.size == 1 else _apply_function(_GatherFromAxis, x, axis, dim)
+    if axis.size == 1:
+        return x
+    return _apply_function(_GatherFromAxis, x, axis, dim)
 
 
 def all_to_all(
@@ -129,9 +145,9 @@ def all_to_all(
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
     """Rows exchanged between ranks. Communicates: all-to-all over axis, forward and backward."""
-    return (
-        x if axis.size == 1 else _apply_function(_AllToAll, x, axis, (send_counts, receive_counts))
-    )
+    if axis.size == 1:
+        return x
+    return _apply_function(_AllToAll, x, axis, (send_counts, receive_counts))
 
 
 def _apply_function(function: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:

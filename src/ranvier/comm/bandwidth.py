@@ -57,7 +57,8 @@ def measure_axis_rates(
 
 def _time_all_gather(axis: Axis, size: int, device: torch.device) -> float:
     """Seconds of the fastest of a few all-gathers of `size` bytes in all."""
-    part, best = torch.zeros(max(size // axis.size, 1), dtype=torch.uint8, device=device), 1e9
+    part = torch.zeros(max(size // axis.size, 1), dtype=torch.uint8, device=device)
+    best = 1e9
     for _ in range(REPEATS):
         _synchronize_device(device)
         start = time.perf_counter()
@@ -88,7 +89,8 @@ def measure_collective(
     call takes counts, so often, as others compute while this rank waits.
     Communicates: the operation, so often with each of two sizes.
     """
-    small, times = 4 * axis.size, 2.0 if op == "send" else 1.0
+    small = 4 * axis.size
+    times = 2.0 if op == "send" else 1.0
     short, long = (
         _mean_seconds(_build_call(op, axis, size, device), device, calls, crowd) / times
         for size in (small, large)
@@ -130,7 +132,8 @@ def _mean_seconds(
     for _ in range(2):  # connections are made in the first
         work()
     _synchronize_device(device)
-    start, busy = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    busy = time.process_time()
     for _ in range(calls):
         work()
     _synchronize_device(device)

@@ -55,7 +55,8 @@ class PendingTensor:
     def wait(self) -> Tensor:
         """The result; on CUDA the current stream waits for it, not the host."""
         if self._handle is not None:
-            self._value, self._handle = self._handle.wait(), None
+            self._value = self._handle.wait()
+            self._handle = None
         return self._value
 
 
@@ -72,15 +73,24 @@ class _WorkHandle:
         device: torch.device,
         keep: Tensor | None = None,
     ) -> None:
-        self.axis, self.event, self.work, self.output = axis, event, work, output
-        self.postprocess, self.device, self.input_buffer = finish, device, keep
+        self.axis = axis
+        self.event = event
+        self.work = work
+        self.output = output
+        self.postprocess = finish
+        self.device = device
+        self.input_buffer = keep
         if axis.trace.enabled:
             _record_completion(event, work, device)
 
     def wait(self) -> Tensor:
-        event, trace = self.event, self.axis.trace
+        event = self.event
+        trace = self.axis.trace
         event.wait_time = time.perf_counter()
-        stop = _start_stopwatch(event, self.device) if trace.enabled or trace.time_waits else None
+        if trace.enabled or trace.time_waits:
+            stop = _start_stopwatch(event, self.device)
+        else:
+            stop = None
         if trace.time_waits:
             trace.waited_events.append(event)
         try:
@@ -129,7 +139,8 @@ def _start_stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
 
     def stop_host() -> None:
         event.resume_time = time.perf_counter()
-        event.done_time = event.resume_time if event.done_time is None else event.done_time
+        if event.done_time is None:
+            event.done_time = event.resume_time
 
     return stop_host
 
@@ -169,10 +180,8 @@ def _start_collective(
         with hide_from_dispatch_modes():
             x = output = x.clone()
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
-        x, output = (
-            _stage_on_host(x),
-            torch.empty(output.shape, dtype=output.dtype, pin_memory=True),
-        )
+        x = _stage_on_host(x)
+        output = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
     try:
         with hide_from_dispatch_modes():
             work = call(output, x)
@@ -229,7 +238,10 @@ def _check_same_collective(axis: Axis, tag: str) -> None:
     mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
     text = tag.encode()[:TAG_BYTES]
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    device = "cuda" if distributed.get_backend(axis.group) == "nccl" else "cpu"
+    if distributed.get_backend(axis.group) == "nccl":
+        device = "cuda"
+    else:
+        device = "cpu"
     every = torch.empty(axis.size * TAG_BYTES, dtype=torch.uint8, device=device)
     _gather_into(every, mine.to(device), group=axis.group)
     rows = [bytes(row.tolist()).rstrip(b"\0") for row in every.cpu().view(axis.size, -1)]
@@ -343,16 +355,31 @@ def all_to_all(
     """
     if axis.size == 1:
         return PendingTensor(x)
-    send = list(send_counts) if send_counts is not None else None
-    receive = list(receive_counts) if receive_counts is not None else None
+    if send_counts is not None:
+        send = list(send_counts)
+    else:
+        send = None
+    if receive_counts is not None:
+        receive = list(receive_counts)
+    else:
+        receive = None
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_to_all(x, axis, send, receive))
     assert (send is None) == (receive is None), "counts are given both ways or not at all"
     parts = functional.reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
-    rows = parts.shape[0] if receive is None else sum(receive)
+    if receive is None:
+        rows = parts.shape[0]
+    else:
+        rows = sum(receive)
     output = _empty_rows(parts, rows)
-    into = None if receive is None else functional.to_group_order(receive, axis)
-    out_of = None if send is None else functional.to_group_order(send, axis)
+    if receive is None:
+        into = None
+    else:
+        into = functional.to_group_order(receive, axis)
+    if send is None:
+        out_of = None
+    else:
+        out_of = functional.to_group_order(send, axis)
     return _start_collective(
         "all_to_all",
         axis,
@@ -402,7 +429,10 @@ def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
 
 def receive(like: Tensor, axis: Axis, source: int) -> PendingTensor:
     """A tensor shaped `like` from index `source`. Communicates: point to point over axis."""
-    output = _empty_rows(like, len(like)) if like.dim() else torch.empty_like(like)
+    if like.dim():
+        output = _empty_rows(like, len(like))
+    else:
+        output = torch.empty_like(like)
     return _start_collective(
         "receive",
         axis,

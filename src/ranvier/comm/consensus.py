@@ -41,7 +41,10 @@ def broadcast_text(
 
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
-    words = text.encode() if grid.rank == rank else b""
+    if grid.rank == rank:
+        words = text.encode()
+    else:
+        words = b""
     size = max_over_ranks(len(words), grid, device, channel=channel)
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     if words:
@@ -88,7 +91,10 @@ def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.devi
         result = work()
     except Exception as caught:
         error = caught
-    code = 0 if error is None else INTERNAL_EXIT_CODE
+    if error is None:
+        code = 0
+    else:
+        code = INTERNAL_EXIT_CODE
     worst = max_over_ranks(
         error.exit_code if isinstance(error, RanvierError) else code, grid, device
     )
@@ -107,4 +113,6 @@ def broadcast_first_error(text: str, grid: Grid, device: torch.device | str) -> 
     first = grid.world_size - max_over_ranks(
         grid.world_size - grid.rank if text else 0, grid, device
     )
-    return broadcast_text(text, grid, device, rank=first) if first < grid.world_size else ""
+    if first < grid.world_size:
+        return broadcast_text(text, grid, device, rank=first)
+    return ""

@@ -42,7 +42,8 @@ def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int]
     _record_event("all_to_all", axis, x)
     parts = reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     equal = [x.shape[0] // axis.size] * axis.size
-    sent, received = to_group_order(send or equal, axis), to_group_order(receive or equal, axis)
+    sent = to_group_order(send or equal, axis)
+    received = to_group_order(receive or equal, axis)
     out = _wait_tensor(_ops.all_to_all_single(parts, received, sent, axis.group_name))
     return reorder_parts(out, axis, to_group=False, counts=receive)
 

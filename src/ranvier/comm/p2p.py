@@ -87,7 +87,9 @@ class LostMessageError(CommunicationError):
 
     def __init__(self, key: Key | None, number: int, error: BaseException) -> None:
         super().__init__(str(error))
-        self.key, self.number, self.error = key, number, error
+        self.key = key
+        self.number = number
+        self.error = error
 
 
 class Transport(ABC):
@@ -224,7 +226,8 @@ class EagerTransport(Transport):
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come."""
-        self._ready_messages[key], self.num_arrived[key] = deque(), 0
+        self._ready_messages[key] = deque()
+        self.num_arrived[key] = 0
         self._senders.append((key, sender, count))
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
@@ -276,12 +279,16 @@ class EagerTransport(Transport):
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
         """Hand a message over. Communicates: point to point, its form before the first."""
         way = key[0]
-        channel = way if way in self.message_kinds[:2] else self.message_kinds[0]
+        if way in self.message_kinds[:2]:
+            channel = way
+        else:
+            channel = self.message_kinds[0]
         if channel not in self._outboxes:
             self._outboxes[channel] = _SendQueue(
                 self.device, self.max_ahead, self.grid.timeout_seconds
             )
-        box, axis = self._outboxes[channel], self.axis_for(way)
+        box = self._outboxes[channel]
+        axis = self.axis_for(way)
         if number == 0 and self.form is None:
             numbers = encode_form((tuple(value.shape), value.dtype))
             box.send(torch.tensor(numbers, device=self.device), axis, to, self._message_tag(key))
@@ -331,7 +338,8 @@ class _QueuedSend:
 
     def send(self) -> None:
         """Start to send it."""
-        to, group = self.axis.ranks[self.to], self.axis.group
+        to = self.axis.ranks[self.to]
+        group = self.axis.group
         self.work = distributed.isend(self.value, to, group=group, tag=self.tag)
         assert self.work is not None
 
@@ -340,7 +348,8 @@ class _SendQueue:
     """Messages on their way out in one direction, in order, sent by a thread."""
 
     def __init__(self, device: torch.device, ahead: int, seconds: float) -> None:
-        self.device, self.seconds = device, seconds
+        self.device = device
+        self.seconds = seconds
         self._free_slots = threading.Semaphore(ahead) if ahead else None
         self._queued_sends: queue.SimpleQueue[_QueuedSend | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
@@ -487,14 +496,17 @@ class ReceiveBuffers:
 
 
 def _record_event(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device).record_event()
+    return None
 
 
 class _Link:
     """The communicator of one direction, and the stream on which its transfers run."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.device = axis, device
+        self.axis = axis
+        self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch_transfer(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
@@ -562,7 +574,8 @@ class RendezvousTransport(Transport):
 
     def __init__(self, *args: Any, links: RendezvousLinks, leads: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.links, self.leads = links, leads
+        self.links = links
+        self.leads = leads
         self._ready_messages: dict[Key, deque[_Arrival]] = {}
         self._waiting_counts: dict[Key, int] = {}
         self._messages_from: dict[int, int] = {}
@@ -578,7 +591,9 @@ class RendezvousTransport(Transport):
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come."""
-        self._ready_messages[key], self.num_arrived[key], self._waiting_counts[key] = deque(), 0, 0
+        self._ready_messages[key] = deque()
+        self.num_arrived[key] = 0
+        self._waiting_counts[key] = 0
         self._messages_from[sender] = self._messages_from.get(sender, 0) + count
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
@@ -625,7 +640,10 @@ class RendezvousTransport(Transport):
         self, peer: int, op: int, key: Key, number: int, form: Form | None = None
     ) -> None:
         axis = self.links.control
-        rest = encode_form(form) if form is not None else [0] * HEADER_NUMBERS
+        if form is not None:
+            rest = encode_form(form)
+        else:
+            rest = [0] * HEADER_NUMBERS
         numbers = torch.tensor([op, self.message_kinds.index(key[0]), key[1], number, *rest])
         try:
             work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
@@ -714,7 +732,10 @@ class RendezvousTransport(Transport):
         self, link: _Link, done: Any, key: Key, number: int, then: Callable[[], None]
     ) -> None:
         """Have a thread wait for a transfer."""
-        wait = done.wait if link.stream is None else done.synchronize
+        if link.stream is None:
+            wait = done.wait
+        else:
+            wait = done.synchronize
 
         def finish() -> None:
             try:

@@ -23,7 +23,8 @@ class SideStream:
 
     def __init__(self, device: torch.device, *, first: bool = False) -> None:
         """first: before what other streams have waiting; for short work that others wait for."""
-        self.device, priority = device, -1 if first else 0
+        self.device = device
+        priority = -1 if first else 0
         self.stream = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
     @contextmanager

@@ -139,7 +139,10 @@ class Plan:
     @property
     def without_measuring(self) -> Plan:
         """The plan for those who measure no memory: what is left open has usual values."""
-        kind: Recompute = "selective" if self.recompute == "budget" else self.recompute
+        if self.recompute == "budget":
+            kind: Recompute = "selective"
+        else:
+            kind = self.recompute
         return replace(self, recompute=kind)._with_degrees({})
 
     def resolve(self, world: int) -> Plan:
@@ -169,9 +172,14 @@ class Plan:
         """The micro-batch of a rank's share: all of it, or a part that keeps all stages busy."""
         if self.pipe == 1:
             return share
-        multiple = self.col if self.inner == "samples" else 1
+        if self.inner == "samples":
+            multiple = self.col
+        else:
+            multiple = 1
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
-        return fits[0] if fits else share
+        if fits:
+            return fits[0]
+        return share
 
     def check_and_resolve(
         self, sizes: Mapping[str, int], world: int, *, fitted: bool = False
@@ -199,7 +207,9 @@ class Plan:
         if problems:
             raise PlanError(problems)
         left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
-        return replace(plan, micro_batch=-1) if left_open else plan
+        if left_open:
+            return replace(plan, micro_batch=-1)
+        return plan
 
     def find_problems(self, sizes: Mapping[str, int], world: int | None = None) -> Iterator[str]:
         """Every reason why this plan, with all degrees known, cannot run: values, rule, remedy."""
@@ -237,7 +247,8 @@ class Plan:
             for one in odd:
                 yield f"{one} with pipe=1. Only a pipeline has stages. Use pipe=2 or leave it out."
             return
-        virtual, parts = self.pipe * self.chunks, sizes.get("layers", 0) + 2
+        virtual = self.pipe * self.chunks
+        parts = sizes.get("layers", 0) + 2
         if "layers" in sizes and virtual > parts:
             yield (
                 f"pipe={self.pipe} with chunks={self.chunks} makes {virtual} virtual stages, but "
@@ -314,7 +325,9 @@ class Plan:
     def _inner_ranks(self) -> tuple[int, str]:
         """Ranks that split heads and hidden features, and their name."""
         samples = self.inner == "samples"
-        return (self.row, "row") if samples else (self.row * self.col, "row·col")
+        if samples:
+            return (self.row, "row")
+        return (self.row * self.col, "row·col")
 
     def _split_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         splits = {
@@ -369,7 +382,10 @@ def _world_problem(degrees: Mapping[str, int], world: int) -> str:
     shape = " · ".join(f"{a}={n}" for a, n in degrees.items() if n > 1) or "all degrees 1"
     inferred = -1 in degrees.values()
     others = known // max(degrees["data"], 1)
-    data = "" if inferred or world % others else f" or use data={world // others}"
+    if inferred or world % others:
+        data = ""
+    else:
+        data = f" or use data={world // others}"
     return (
         f"{shape} needs {'a multiple of ' if inferred else ''}{known} ranks, but {world} "
         f"{'is' if world == 1 else 'are'} there. The degrees must multiply to the number of ranks. "

@@ -78,8 +78,10 @@ class RunConfig:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
             raise PlanError(problems)
-        warmup, steps = self.optim.warmup, self.train.steps
-        warmup = min(max(steps // 10, 10), steps) if warmup == -1 else warmup
+        warmup = self.optim.warmup
+        steps = self.train.steps
+        if warmup == -1:
+            warmup = min(max(steps // 10, 10), steps)
         optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
 
@@ -90,7 +92,8 @@ class RunConfig:
             return self.optim.lr
         if self.train.start or self.model.size == IMPORTED_SIZE:
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
-        embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
+        embed = self.model.embed
+        tokens = max(self.plan.batch * self.data.seq, 1)
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
     @property
@@ -154,10 +157,8 @@ class RunConfig:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             whole = isinstance(value, int)
-            least, most = (
-                MIN_VALUES.get(name),
-                MAX_VALUES.get(name, MAX_INTEGER if whole else math.inf),
-            )
+            least = MIN_VALUES.get(name)
+            most = MAX_VALUES.get(name, MAX_INTEGER if whole else math.inf)
             if isinstance(value, float) and not math.isfinite(value):
                 usual = {**TYPICAL_FRACTIONS, "optim.lr": 3e-4, "memory.limit": 0.0}.get(
                     name, least or 1.0
@@ -170,7 +171,10 @@ class RunConfig:
             elif least is not None and value < least:
                 yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
             elif value > most:
-                shown = str(value) if len(str(value)) < 30 else f"{str(value)[:30]}..."
+                if len(str(value)) < 30:
+                    shown = str(value)
+                else:
+                    shown = f"{str(value)[:30]}..."
                 yield f"{name}={shown} is too large. It is at most {most}. Use {most} or less."
 
     def _text_problems(self) -> Iterator[str]:
@@ -259,7 +263,8 @@ class RunConfig:
             )
 
     def _prune_problems(self) -> Iterator[str]:
-        prune, groups = self.prune, self.prune.pattern_n_m
+        prune = self.prune
+        groups = self.prune.pattern_n_m
         if prune.pattern and groups is None:
             yield (
                 f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
@@ -306,7 +311,8 @@ class RunConfig:
             )
 
     def _lora_problems(self) -> Iterator[str]:
-        lora, gated = self.lora, self.model.activation in GATED_ACTIVATIONS
+        lora = self.lora
+        gated = self.model.activation in GATED_ACTIVATIONS
         given = [
             f"lora.{f.name}={getattr(lora, f.name)!r}"
             for f in dataclasses.fields(lora)
@@ -352,7 +358,10 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
     in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
     """
     try:
-        read = safe_files.read_text if in_run else partial(Path.read_text, encoding="utf-8")
+        if in_run:
+            read = safe_files.read_text
+        else:
+            read = partial(Path.read_text, encoding="utf-8")
         table = tomllib.loads(read(path))
     except OSError as error:
         raise PlanError(
@@ -369,11 +378,10 @@ def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
     """A run from nested tables of values; `plan = "auto"` leaves its layout to the planner."""
     if tables.get("plan") == "auto":
         tables = {**tables, "plan": {"layout": "auto"}}
-    size = (
-        tables.get("model", {}).get("size", "tiny")
-        if isinstance(tables.get("model"), dict)
-        else "tiny"
-    )
+    if isinstance(tables.get("model"), dict):
+        size = tables.get("model", {}).get("size", "tiny")
+    else:
+        size = "tiny"
     return apply_overrides(RunConfig(model=ModelConfig.from_size(str(size))), tables)
 
 
@@ -405,10 +413,8 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     origin = typing.get_origin(kind)
     if origin is Literal:
-        good, rule = (
-            value in typing.get_args(kind),
-            f"one of {', '.join(map(repr, typing.get_args(kind)))}",
-        )
+        good = value in typing.get_args(kind)
+        rule = f"one of {', '.join(map(repr, typing.get_args(kind)))}"
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
@@ -417,13 +423,17 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
             )
         return tuple(_check_type(one, inner, path) for one in value)
     elif kind is float:
-        good, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
-        value = float(value) if good and abs(value) < 2**1000 else math.inf if good else value
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        rule = "a number"
+        if good and abs(value) < 2**1000:
+            value = float(value)
+        elif good:
+            value = math.inf
+        else:
+            value = value
     else:
-        good, rule = (
-            type(value) is kind,
-            {int: "a whole number", str: "a text", bool: "true or false"}[kind],
-        )
+        good = type(value) is kind
+        rule = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
     if not good:
         raise PlanError(f"{path}={value!r} is not valid. It must be {rule}. Change it.")
     return value
@@ -443,5 +453,6 @@ def to_toml(run: RunConfig) -> str:
 
 def _format_toml_value(value: Any) -> str:
     """A value as TOML writes it."""
-    value = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        value = list(value)
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -55,7 +55,10 @@ class ModelConfig(DecoderConfig):
         mixture = hidden * (experts * self.expert_width + self.shared_mlp)
         mixture += self.embed * self.experts
         words = self.vocab * self.embed * (1 if self.tied else 2)
-        places = self.max_seq * self.embed if self.positions == "learned" else 0
+        if self.positions == "learned":
+            places = self.max_seq * self.embed
+        else:
+            places = 0
         dense = (self.layers - mixed) * hidden * self.mlp
         return self.layers * attention + dense + mixed * mixture + words + places
 
@@ -222,10 +225,12 @@ class PruneConfig:
     def initial_density(self) -> float:
         """Share of the numbers of a matrix that has states when a run begins, at least."""
         if self.masks or self.every or not self.is_enabled:
-            return 0.0 if self.masks else 1.0
-        return (
-            self.pattern_n_m[0] / self.pattern_n_m[1] if self.pattern_n_m else 1.0 - self.sparsity
-        )
+            if self.masks:
+                return 0.0
+            return 1.0
+        if self.pattern_n_m:
+            return self.pattern_n_m[0] / self.pattern_n_m[1]
+        return 1.0 - self.sparsity
 
     @property
     def pattern_n_m(self) -> tuple[int, int] | None:
@@ -234,7 +239,9 @@ class PruneConfig:
         if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
             return None
         stay, of = map(int, words)
-        return (stay, of) if 0 < stay < of else None
+        if 0 < stay < of:
+            return (stay, of)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,4 +462,6 @@ FREE_TEXT_SETTINGS = ("train.prompt", "data.field")
 def suggest_nearest(key: str, known: Iterable[str]) -> str:
     """A guess at what was meant, as a sentence."""
     close = difflib.get_close_matches(key, list(known), 1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    if close:
+        return f" Did you mean {close[0]!r}?"
+    return ""

@@ -137,7 +137,8 @@ class EmbeddingCost(LayerCost):
     @cached_property
     def weight_sharding(self) -> Sharding:
         """Sharding of the table."""
-        ground, dims = self.layout_context, (self.row_dim, "embed")
+        ground = self.layout_context
+        dims = (self.row_dim, "embed")
         return Sharding.from_dims(
             self.shape,
             dims,
@@ -310,11 +311,9 @@ class MoECost(LayerCost):
     def received_rows(self, flow: ActivationShape) -> int:
         """Rows that a rank receives; on one rank of expert those that it has."""
         choices = self.sent_rows(flow)
-        return (
-            math.ceil(choices * flow.expert_load)
-            if self.layout_context.axis_group("expert").size > 1
-            else choices
-        )
+        if self.layout_context.axis_group("expert").size > 1:
+            return math.ceil(choices * flow.expert_load)
+        return choices
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Logits, counts, to the experts, through them, back."""
@@ -347,13 +346,17 @@ class MoECost(LayerCost):
 
         dispatch: the type in which rows go there.
         """
-        line, rows, size = self.layout_context.axis_group, self.received_rows(flow), flow.itemsize
+        line = self.layout_context.axis_group
+        rows = self.received_rows(flow)
+        size = flow.itemsize
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape
         whole = rows * line("row").size
         hidden = whole * self.expert_width // line("row").size
-        row, col, expert = line("row"), line("col"), line("expert")
+        row = line("row")
+        col = line("col")
+        expert = line("expert")
         narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
         return [
             *self.predict_event("all_to_all", expert, self.sent_rows(flow), narrow[dispatch]),

@@ -49,9 +49,9 @@ class LinearWeight:
     @property
     def out_dim(self) -> str:
         """Name of the out dim."""
-        return (
-            self.packed_out_dim if isinstance(self.packed_out_dim, str) else self.packed_out_dim[1]
-        )
+        if isinstance(self.packed_out_dim, str):
+            return self.packed_out_dim
+        return self.packed_out_dim[1]
 
     @property
     def in_dim(self) -> str:
@@ -63,7 +63,9 @@ class LinearWeight:
     @property
     def num_packed(self) -> int:
         """Out dims that are packed one after the other."""
-        return 1 if isinstance(self.packed_out_dim, str) else self.packed_out_dim[0]
+        if isinstance(self.packed_out_dim, str):
+            return 1
+        return self.packed_out_dim[0]
 
     @cached_property
     def linear_comm(self) -> LinearComm:
@@ -117,7 +119,10 @@ class LinearWeight:
     def flops(self, flow: ActivationShape) -> int:
         """2 · tokens · (out · in) of this rank."""
         scatter = self.linear_comm.scatter
-        scattered = self.layout_context.axis_group(scatter.axis).size if scatter.dim >= 0 else 1
+        if scatter.dim >= 0:
+            scattered = self.layout_context.axis_group(scatter.axis).size
+        else:
+            scattered = 1
         tokens = self.layout_context.local_tokens(flow, self.out_dim) * scattered
         return 2 * tokens * math.prod(self.used_shape)
 
@@ -170,7 +175,8 @@ class LinearCost(LayerCost):
 
     def comm_elements(self, flow: ActivationShape) -> tuple[int, int]:
         """Elements of the gathered input and of the output before its scatter."""
-        ground, first = self.layout_context, self.weights[0]
+        ground = self.layout_context
+        first = self.weights[0]
         width = ground.axis_group(*ground.table.feature_axes(first.in_dim)).size
         features = first.weight_sharding.shape[0 if first.is_transposed else -1] // width
         features *= len(self.weights) if self.grouped_input else 1
@@ -193,11 +199,10 @@ class LinearCost(LayerCost):
     def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather x and dy, scatter dx."""
         x, y = self.comm_elements(flow)
-        again = (
-            self.predict_event("all_gather", self.gather_group, x, flow.itemsize)
-            if self.has_trainable_weight
-            else []
-        )
+        if self.has_trainable_weight:
+            again = self.predict_event("all_gather", self.gather_group, x, flow.itemsize)
+        else:
+            again = []
         return [
             *again,
             *self.predict_event("all_gather", self.scatter_group, y, flow.itemsize),
@@ -223,10 +228,8 @@ class LinearCost(LayerCost):
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
         """The output, or what is gathered if it is smaller: see `output_kept`."""
         x, y = self.comm_elements(flow)
-        communicated, output = (
-            self.scatter_group.size * self.reduce_group.size > 1,
-            y // self.scatter_group.size,
-        )
+        communicated = self.scatter_group.size * self.reduce_group.size > 1
+        output = y // self.scatter_group.size
         if self.gather_group.size == 1 and not communicated:
             return 0
         if selective:  # instead of the results of its products
@@ -300,7 +303,10 @@ class LMHeadCost(LinearCost):
     def _logit_elements(self, tokens: int) -> int:
         """Elements of the logits of a chunk before they are scattered."""
         factor = self.weights[0]
-        ranks = self.scatter_group.size if factor.linear_comm.scatter.dim == -1 else 1
+        if factor.linear_comm.scatter.dim == -1:
+            ranks = self.scatter_group.size
+        else:
+            ranks = 1
         return tokens * factor.output_sharding.local_shape[0] * ranks
 
 
@@ -318,5 +324,8 @@ def chunk_slices(tokens: int, row_bytes: int) -> list[slice]:
     """
     many = tokens * row_bytes > MAX_UNCHUNKED_BYTES
     step = min(MAX_CHUNK_BYTES // max(row_bytes, 1), tokens // 2 if many else tokens)
-    step = 1 << max(step.bit_length() - 1, 0) if step < tokens else tokens
+    if step < tokens:
+        step = 1 << max(step.bit_length() - 1, 0)
+    else:
+        step = tokens
     return [slice(start, min(start + step, tokens)) for start in range(0, tokens, max(step, 1))]

@@ -120,7 +120,10 @@ def holds_chats(reader: DocumentReader, form: DataFormat) -> bool:
 def pair_prefixes(path: Path) -> list[Path]:
     """The Megatron pairs of a prefix, of one of its files or of a folder, if there are any."""
     if os.path.isdir(path):  # unlike Path.is_dir, whatever the name
-        found = [*path.glob("*.idx"), *path.glob("*.bin")] if any(path.glob("*.idx")) else []
+        if any(path.glob("*.idx")):
+            found = [*path.glob("*.idx"), *path.glob("*.bin")]
+        else:
+            found = []
         if found:
             _refuse_texts(path, min(found))
         return sorted({pair_prefix(file) for file in found})
@@ -128,7 +131,9 @@ def pair_prefixes(path: Path) -> list[Path]:
     there = prefix != path or any(
         os.path.exists(pair_file(path, suffix)) for suffix in PAIR_SUFFIXES
     )
-    return [prefix] if there and (prefix != path or not os.path.exists(path)) else []
+    if there and (prefix != path or not os.path.exists(path)):
+        return [prefix]
+    return []
 
 
 def _refuse_texts(folder: Path, pair: Path) -> None:
@@ -151,7 +156,9 @@ def _tokenizer_beside(prefixes: Sequence[Path], name: str, cache: Path) -> Token
     if os.path.lexists(beside):
         return load_tokenizer(beside, cache)
     # A name is the choice for texts; these tokens may come from anywhere.
-    return None if name in TOKENIZER_NAMES else load_tokenizer(name, cache)
+    if name in TOKENIZER_NAMES:
+        return None
+    return load_tokenizer(name, cache)
 
 
 def index_pairs(
@@ -162,12 +169,14 @@ def index_pairs(
     progress: PrepareProgress | None = None,
 ) -> Path:
     """The folder in the cache with hashes and manifest of pairs, one corpus in this order."""
-    fingerprint = "" if tokenizer is None else tokenizer.fingerprint
-    told = (
-        [tokenizer.explicit_end_name]
-        if tokenizer is not None and tokenizer.explicit_end_name
-        else []
-    )
+    if tokenizer is None:
+        fingerprint = ""
+    else:
+        fingerprint = tokenizer.fingerprint
+    if tokenizer is not None and tokenizer.explicit_end_name:
+        told = [tokenizer.explicit_end_name]
+    else:
+        told = []
     pairs = [IndexedDataset.open(prefix.absolute()) for prefix in prefixes]
     # By name, size and time: their content is digested once, not at every start.
     labels = (_file_label(pair, suffix) for pair in pairs for suffix in PAIR_SUFFIXES)

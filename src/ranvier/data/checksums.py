@@ -25,7 +25,10 @@ def digest_of(*parts: bytes | str) -> str:
     """The digest of several parts, each with its length, so that their borders count too."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
-        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        if isinstance(part, str):
+            raw = part.encode("utf-8", "surrogatepass")
+        else:
+            raw = part
         state.update(len(raw).to_bytes(8, "little"))
         state.update(raw)
     return state.hexdigest()

@@ -52,7 +52,8 @@ class Corpus:
         """The corpus of a prepared folder; nothing is compared but numbers of documents."""
         folder = Path(folder)
         manifest = CorpusManifest.read_from(folder)
-        pairs, hashes = [], []
+        pairs = []
+        hashes = []
         for shard in manifest.shards:
             pair = IndexedDataset.open(folder / shard.pair)
             values = _read_hashes(shard.file_path(folder, "hash"))
@@ -83,12 +84,15 @@ class Corpus:
     @property
     def tokenizer_path(self) -> Path | None:
         """The tokenizer.json that made the tokens, None if the tokenizer is unknown."""
-        return self.folder / "tokenizer.json" if self.manifest.tokenizer else None
+        if self.manifest.tokenizer:
+            return self.folder / "tokenizer.json"
+        return None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the folder, if it is the one that made the tokens."""
-        path, said = self.tokenizer_path, self.manifest
+        path = self.tokenizer_path
+        said = self.manifest
         if path is None:
             return None
         rule = f"{self.folder / CORPUS_MANIFEST} names the tokenizer {said.tokenizer}"
@@ -200,7 +204,9 @@ class Corpus:
         if self.manifest.template:
             options = {"packed": packed, "learn_all": "all" in (learn, self.manifest.learn)}
             chats = ConversationStream(self, chosen, seq, truncate=truncate, **options)
-            return chats if chats.num_windows else None
+            if chats.num_windows:
+                return chats
+            return None
         lengths = self.document_lengths[chosen]
         ends = np.cumsum(lengths)
         return DocumentStream(
@@ -301,7 +307,9 @@ def _map_mask(path: Path, tokens: int) -> NDArray[np.uint8]:
     try:
         if file_size(path) != tokens:
             raise ValueError(f"it has {file_size(path)} bytes for {tokens} tokens")
-        return np.memmap(path, np.uint8, "r").view(np.ndarray) if tokens else np.zeros(0, np.uint8)
+        if tokens:
+            return np.memmap(path, np.uint8, "r").view(np.ndarray)
+        return np.zeros(0, np.uint8)
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read: {error}. It says which tokens are learnt. Prepare the corpus "

@@ -53,7 +53,8 @@ class RunData:
         """A line on each corpus."""
         lines = []
         for number, corpus in enumerate(self.corpora):
-            known, stream = corpus.manifest, self.train.streams[number]
+            known = corpus.manifest
+            stream = self.train.streams[number]
             aside = known.documents - stream.num_documents
             if isinstance(stream, ConversationStream):
                 aside -= stream.num_left_out
@@ -129,11 +130,17 @@ def open_data(
     _check_learn(corpora, learn)
     options: StreamOptions = {"packed": packed, "truncate": truncate, "learn": learn}
     streams = [_open_train_stream(corpus, seq, held_out, options) for corpus in corpora]
-    shares = list(weights) if weights else [float(stream.num_tokens) for stream in streams]
+    if weights:
+        shares = list(weights)
+    else:
+        shares = [float(stream.num_tokens) for stream in streams]
     asides = [corpus.open_stream(seq, held_out, "held_out", **options) for corpus in corpora]
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
     # The seed does not count here: runs are compared on the same samples.
-    aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0) if kept else None
+    if kept:
+        aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0)
+    else:
+        aside = None
     return RunData(CorpusMixture(streams, shares, seed), aside, corpora)
 
 

@@ -34,7 +34,9 @@ PAIR_REMEDY = "Copy or make the pair again."
 def pair_prefix(path: str | Path) -> Path:
     """The common part of the names of a pair, from it or from one of its files."""
     text = str(path)
-    return Path(text[:-4]) if text.endswith((".bin", ".idx")) else Path(text)
+    if text.endswith((".bin", ".idx")):
+        return Path(text[:-4])
+    return Path(text)
 
 
 def pair_file(prefix: Path, suffix: str) -> Path:
@@ -125,7 +127,10 @@ def _read_index(path: Path, size: int) -> IndexArrays:
         )
     expected = HEADER.size + 12 * sequences + 8 * borders
     if size != expected:
-        why = " (modes of a multimodal pair are not read)" if size == expected + sequences else ""
+        if size == expected + sequences:
+            why = " (modes of a multimodal pair are not read)"
+        else:
+            why = ""
         raise DataError(
             f"{path} has {size} bytes{why}. {sequences} sequences and {borders} document borders "
             f"take {expected}. {PAIR_REMEDY}"
@@ -173,7 +178,10 @@ def _check_sequences(
 def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> None:
     """Refuse documents that overlap or leave sequences out."""
     if len(borders) == 0 or borders[0] != 0 or borders[-1] != sequences:
-        ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
+        if len(borders):
+            ends = f"{borders[0]} to {borders[-1]}"
+        else:
+            ends = "none"
         raise DataError(
             f"{path}: the document borders are {ends}. They begin with 0 and end with the number "
             f"of sequences, {sequences}. {PAIR_REMEDY}"

@@ -59,7 +59,9 @@ class Loader(Generic[T]):
         patience: float = WEEK_SECONDS,
     ) -> None:
         assert ahead >= 1, ahead
-        self._make_item, self._max_ahead, self._timeout_seconds = make, ahead, patience
+        self._make_item = make
+        self._max_ahead = ahead
+        self._timeout_seconds = patience
         self._number = first
         self._ready: deque[T] = deque()
         self._error: BaseException | None = None
@@ -126,7 +128,8 @@ class Loader(Generic[T]):
 
     def take_wait_seconds(self) -> float:
         """Seconds the consumer stood waiting since the last call."""
-        waited, self._wait_seconds = self._wait_seconds, 0.0
+        waited = self._wait_seconds
+        self._wait_seconds = 0.0
         return waited
 
     def close(self) -> None:
@@ -152,9 +155,11 @@ class Loader(Generic[T]):
 
 def rank_rows(batch: int, grid: Grid) -> range:
     """Which samples of a batch this rank reads: a contiguous share over data, expert and depth."""
-    size, index = 1, 0
+    size = 1
+    index = 0
     for axis in ("data", "expert", "depth"):
-        size, index = size * grid.degrees[axis], index * grid.degrees[axis] + grid.index[axis]
+        size = size * grid.degrees[axis]
+        index = index * grid.degrees[axis] + grid.index[axis]
     share, rest = divmod(batch, size)
     assert rest == 0, (batch, size)
     return range(index * share, (index + 1) * share)

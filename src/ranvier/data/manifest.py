@@ -101,9 +101,10 @@ class CorpusManifest:
                     f"{FIRST_CORPUS_FORMAT} "
                     f"and {CORPUS_FORMAT}. {remedy}"
                 )
-            digest = (
-                _check_text(content.pop("digest"), "digest") if version == CORPUS_FORMAT else None
-            )
+            if version == CORPUS_FORMAT:
+                digest = _check_text(content.pop("digest"), "digest")
+            else:
+                digest = None
             shards = [
                 CorpusShard(
                     **one | {"files": {k: FileChecksum(**v) for k, v in one["files"].items()}}
@@ -178,7 +179,8 @@ def _check_numbers(made: CorpusManifest) -> None:
     for name in ("format", "vocab", "largest", "documents", "tokens"):
         _check_count(getattr(made, name), name)
     for name in ("documents", "tokens"):
-        value, total = getattr(made, name), sum(getattr(shard, name) for shard in made.shards)
+        value = getattr(made, name)
+        total = sum(getattr(shard, name) for shard in made.shards)
         if value != total:
             raise ValueError(f"{name} is {value}, but its shards have {total}")
     if made.learn not in ("answers", "all"):
@@ -196,14 +198,20 @@ def _check_numbers(made: CorpusManifest) -> None:
 def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> None:
     try:
         size = file_size(path)
-        digest = file_checksum(path).digest if verify and size == stamp.size else stamp.digest
+        if verify and size == stamp.size:
+            digest = file_checksum(path).digest
+        else:
+            digest = stamp.digest
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. {folder / CORPUS_MANIFEST} names it as "
             "a part of the "
             "corpus. Restore it, or remove the folder and prepare the corpus again."
         ) from None
-    shown = f", digest {digest}" if verify and size == stamp.size else ""
+    if verify and size == stamp.size:
+        shown = f", digest {digest}"
+    else:
+        shown = ""
     if (size, digest) != (stamp.size, stamp.digest):
         raise DataError(
             f"{path} is changed or damaged: {size} bytes{shown}. {folder / CORPUS_MANIFEST} says "

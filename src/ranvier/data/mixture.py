@@ -97,7 +97,8 @@ class CorpusMixture:
         seed: int,
     ) -> None:
         check_weights(weights, len(streams))
-        self.streams, self.seed = list(streams), seed
+        self.streams = list(streams)
+        self.seed = seed
         self.quotas = stream_quotas(weights)
         self._period: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 

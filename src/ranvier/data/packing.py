@@ -45,16 +45,19 @@ def split_conversations(
     corpus: Corpus, chosen: Ints, seq: int, truncate: Truncate, *, learn_all: bool
 ) -> ConversationPieces:
     """The parts of the chosen documents of a corpus that are learnt from."""
-    starts, lengths = corpus.document_starts[chosen], corpus.document_lengths[chosen]
+    starts = corpus.document_starts[chosen]
+    lengths = corpus.document_lengths[chosen]
     long = lengths > seq
     if truncate == "drop":
-        starts, lengths = starts[~long], lengths[~long]
+        starts = starts[~long]
+        lengths = lengths[~long]
         owners = np.flatnonzero(~long)
     elif truncate == "split":
         counts = -(-lengths // seq)
         owners = np.repeat(np.arange(len(lengths)), counts)
         number = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts, rest = starts[owners] + number * seq, lengths[owners] - number * seq
+        starts = starts[owners] + number * seq
+        rest = lengths[owners] - number * seq
         lengths = np.minimum(rest, seq)
     else:
         starts = starts + (np.maximum(lengths - seq, 0) if truncate == "left" else 0)
@@ -90,7 +93,8 @@ def pack_pieces(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
             if not some:
                 del windows[space], spaces[at]
         else:
-            space, window = seq, []
+            space = seq
+            window = []
             made.append(window)
         window.append(number)
         left = space - size
@@ -116,8 +120,11 @@ class ConversationStream:
         truncate: Truncate,
         learn_all: bool,
     ) -> None:
-        self.corpus, self.seq, self.document_mask = corpus, seq, packed
-        self.truncate, self.learn_all = truncate, learn_all
+        self.corpus = corpus
+        self.seq = seq
+        self.document_mask = packed
+        self.truncate = truncate
+        self.learn_all = learn_all
         self.pieces = split_conversations(corpus, chosen, seq, truncate, learn_all=learn_all)
         count = len(self.pieces.lengths)
         self._order, self._bounds = np.arange(count), np.arange(count + 1)
@@ -147,9 +154,13 @@ class ConversationStream:
     @property
     def summary_line(self) -> str:
         """What became of the conversations, in words."""
-        found, done = self.pieces, {"drop": "left out", "split": "split"}
+        found = self.pieces
+        done = {"drop": "left out", "split": "split"}
         share = self.num_tokens / max(self.num_windows * self.seq, 1)
-        where = "packed into" if self.document_mask else "each in one of"
+        if self.document_mask:
+            where = "packed into"
+        else:
+            where = "each in one of"
         what = done.get(self.truncate, f"cut on the {self.truncate}")
         return (
             f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows "
@@ -168,18 +179,24 @@ class ConversationStream:
         assert 0 <= number < self.num_windows, (number, self.num_windows)
         tokens = np.zeros(self.seq, np.int64)
         targets = np.full(self.seq, IGNORE_INDEX, np.int64)
-        positions, documents = np.arange(self.seq), np.zeros(self.seq, np.int64)
+        positions = np.arange(self.seq)
+        documents = np.zeros(self.seq, np.int64)
         at = 0
         mine = self._order[self._bounds[number] : self._bounds[number + 1]]
         for count, piece in enumerate(mine.tolist()):
-            size, more = int(self.pieces.lengths[piece]), int(self.pieces.continues[piece])
+            size = int(self.pieces.lengths[piece])
+            more = int(self.pieces.continues[piece])
             start = int(self.pieces.starts[piece])
             read, mask = self.corpus.read_with_mask(np.arange(start, start + size + more))
             here = slice(at, at + size)
             tokens[here] = read[:size]
-            known = read[1:] if self.learn_all else np.where(mask[1:], read[1:], IGNORE_INDEX)
+            if self.learn_all:
+                known = read[1:]
+            else:
+                known = np.where(mask[1:], read[1:], IGNORE_INDEX)
             targets[at : at + len(known)] = known
-            positions[here], documents[here] = np.arange(size), count
+            positions[here] = np.arange(size)
+            documents[here] = count
             at += size
         positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
         if not self.document_mask:

@@ -71,7 +71,9 @@ class ShardWriter:
     """The shards of a folder being written."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
-        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
+        self.folder = folder
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
         self.finished_shards: list[CorpusShard] = []
         self._builder: IndexedDatasetBuilder | None = None
         self._hashes: list[int] = []
@@ -98,14 +100,17 @@ class ShardWriter:
         """Finish the shard."""
         if self._builder is None:
             return
-        pair, self._builder = self._builder, None
-        name, stamps = pair.prefix.name, pair.close()
+        pair = self._builder
+        self._builder = None
+        name = pair.prefix.name
+        stamps = pair.close()
         with ChecksumWriter(pair_file(pair.prefix, "hash")) as file:
             file.write(np.array(self._hashes, "<u8").tobytes())
             stamps["hash"] = file.close()
         self._hashes = []
         if self._masks is not None:
-            stamps[MASK_SUFFIX], self._masks = self._masks.close(), None
+            stamps[MASK_SUFFIX] = self._masks.close()
+            self._masks = None
         self.finished_shards.append(
             CorpusShard(name, name, pair.num_documents, pair.num_tokens, stamps)
         )
@@ -149,11 +154,10 @@ def prepare_corpus(
         )
         tally = CorpusTally(tokenizer.fingerprint)
         try:
-            made_of = (
-                _tokenize_texts
-                if chat is None
-                else partial(_tokenize_conversations, chat=chat, learn=learn)
-            )
+            if chat is None:
+                made_of = _tokenize_texts
+            else:
+                made_of = partial(_tokenize_conversations, chat=chat, learn=learn)
             _write_documents(readers, made_of(readers, tokenizer), shards, tally, progress)
             shards.close()
         finally:
@@ -232,7 +236,8 @@ def _batch_texts(texts: Iterator[str] | DocumentReader) -> Iterator[list[str]]:
         size += len(text)
         if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -257,7 +262,10 @@ def refuse_other_content(out: Path) -> None:
 
 
 def _write_error(out: Path, error: OSError) -> DataError:
-    where = f" ({error.filename})" if error.filename else ""
+    if error.filename:
+        where = f" ({error.filename})"
+    else:
+        where = ""
     return DataError(
         f"{out} cannot be written: {error.strerror or error}{where}. A corpus is assembled beside "
         "it and renamed. Make room or choose another folder."

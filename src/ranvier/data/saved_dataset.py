@@ -15,7 +15,9 @@ from typing import Any
 from ranvier.errors import DataError
 from ranvier.system import safe_files
 
-STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
+STATE_FILE = "state.json"
+INFO_FILE = "dataset_info.json"
+SPLITS_FILE = "dataset_dict.json"
 ARROW_SUFFIX = ".arrow"
 
 
@@ -31,7 +33,10 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
             "(_indices_data_files). Its arrow files hold others, too. Save it again with "
             "dataset.flatten_indices().save_to_disk(...)."
         )
-    each = listed if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        each = listed
+    else:
+        each = []
     files = [one.get("filename") for one in each if isinstance(one, dict)]
     sound = [name for name in files if isinstance(name, str) and name in names]
     if not sound or len(sound) != len(each):
@@ -56,7 +61,10 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
         )
     if len(splits) != 1:
         shown = ", ".join(splits) or "none"
-        first = "train" if "train" in splits else (splits or ["train"])[0]
+        if "train" in splits:
+            first = "train"
+        else:
+            first = (splits or ["train"])[0]
         raise DataError(
             f"{folder} is a DatasetDict that datasets has saved, with the splits {shown}. One is "
             f"read, so that nothing is trained on that is meant for tests. Use {folder / first}."
@@ -67,7 +75,9 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
 def metadata_files(names: Sequence[str]) -> set[str]:
     """Files of a folder that describe arrow files beside them and hold no rows."""
     arrow = any(name.endswith(ARROW_SUFFIX) for name in names)
-    return {STATE_FILE, INFO_FILE, SPLITS_FILE} if arrow or SPLITS_FILE in names else set()
+    if arrow or SPLITS_FILE in names:
+        return {STATE_FILE, INFO_FILE, SPLITS_FILE}
+    return set()
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

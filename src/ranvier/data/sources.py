@@ -50,10 +50,17 @@ class DocumentReader:
         self, path: str | Path, *, field: str = "text", max_bytes: int | None = None
     ) -> None:
         """Find the files; max_bytes: of the standard library read only so many."""
-        self.name, self.field = str(path), field
+        self.name = str(path)
+        self.field = field
         self.is_stdlib = path == STDLIB
-        self.max_bytes = max_bytes if self.is_stdlib else None
-        self.files = _library_files(self.max_bytes) if self.is_stdlib else _list_files(Path(path))
+        if self.is_stdlib:
+            self.max_bytes = max_bytes
+        else:
+            self.max_bytes = None
+        if self.is_stdlib:
+            self.files = _library_files(self.max_bytes)
+        else:
+            self.files = _list_files(Path(path))
         self.total_bytes = sum(_file_size(file) for file in self.files)
         """Bytes to read."""
         if self.max_bytes is not None:
@@ -63,7 +70,8 @@ class DocumentReader:
 
     def __iter__(self) -> Iterator[str]:
         """The documents; empty ones are left out, but there must be one."""
-        self.done_bytes, found = 0, False
+        self.done_bytes = 0
+        found = False
         for file in self.files:
             before = self.done_bytes
             for text, position in self._read_file(file):
@@ -88,12 +96,17 @@ class DocumentReader:
 
     def read_records(self) -> Generator[tuple[dict[str, Any], str]]:
         """The records of all files and where each stands; there must be one."""
-        self.done_bytes, found = 0, False
+        self.done_bytes = 0
+        found = False
         for file in self.files:
             before = self.done_bytes
-            objects = _read_rows(file) if suffix_of(file) in TABLE_SUFFIXES else _read_objects(file)
+            if suffix_of(file) in TABLE_SUFFIXES:
+                objects = _read_rows(file)
+            else:
+                objects = _read_objects(file)
             for record, at, position in objects:
-                self.done_bytes, found = min(before + position, self.total_bytes), True
+                self.done_bytes = min(before + position, self.total_bytes)
+                found = True
                 yield record, at
             self.done_bytes = min(before + _file_size(file), self.total_bytes)
         if not found:
@@ -106,7 +119,10 @@ class DocumentReader:
     def _read_file(self, file: Path) -> Iterator[tuple[str, int]]:
         if self.is_stdlib:
             # The last file may be cut inside a character.
-            left = None if self.max_bytes is None else self.max_bytes - self.done_bytes
+            if self.max_bytes is None:
+                left = None
+            else:
+                left = self.max_bytes - self.done_bytes
             with _open_content(file) as (_, content):
                 yield content.read(-1 if left is None else left).decode(errors="ignore"), 0
             return
@@ -240,7 +256,9 @@ def _decode_utf8(raw: bytes, path: Path, start: int) -> str:
             f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {start + error.start}. "
             "Texts are read as UTF-8. Convert the file (iconv -t UTF-8)."
         ) from None
-    return text.removeprefix("\ufeff") if start == 0 else text
+    if start == 0:
+        return text.removeprefix("\ufeff")
+    return text
 
 
 def _read_text(path: Path) -> str:
@@ -323,7 +341,10 @@ def _missing_field_error(field: str, names: Iterable[str], at: str, thing: str) 
     known = list(names)
     near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
     shown = ", ".join(map(repr, known[:20])) or "none"
-    remedy = f"Use the field {near[0]!r}" if near else "Choose another file"
+    if near:
+        remedy = f"Use the field {near[0]!r}"
+    else:
+        remedy = "Choose another file"
     return DataError(
         f"{at}: the {thing} has no field {field!r}; its fields are {shown}. The text of a document "
         f"is read from one field. {remedy}."
@@ -339,15 +360,22 @@ def _read_row_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
 def _read_rows(path: Path, field: str | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
     """Record, its place and bytes read so far of each row; field: only this column."""
     arrow = import_optional("pyarrow", f"reading {path}")
-    size, number = _file_size(path), 0
-    batches = _arrow_batches if suffix_of(path) == ARROW_SUFFIX else _parquet_batches
+    size = _file_size(path)
+    number = 0
+    if suffix_of(path) == ARROW_SUFFIX:
+        batches = _arrow_batches
+    else:
+        batches = _parquet_batches
     try:
         for batch, position in batches(path, field):
             for record in batch.to_pylist():
                 number += 1
                 yield record, f"{path}: row {number}", position
     except (arrow.ArrowException, OSError) as error:
-        kind = "arrow" if suffix_of(path) == ARROW_SUFFIX else "parquet"
+        if suffix_of(path) == ARROW_SUFFIX:
+            kind = "arrow"
+        else:
+            kind = "parquet"
         raise DataError(
             f"{path} is no whole {kind} file ({size} bytes, row {number + 1}): {error!s:.300}. It "
             "must be readable to its end. Copy or make it again."
@@ -376,12 +404,21 @@ def _arrow_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
     with arrow.memory_map(str(path)) as source:
         stream = source.read(6) != b"ARROW1"
         source.seek(0)
-        reader = ipc.open_stream(source) if stream else ipc.open_file(source)
+        if stream:
+            reader = ipc.open_stream(source)
+        else:
+            reader = ipc.open_file(source)
         if field is not None and field not in reader.schema.names:
             raise _missing_field_error(field, reader.schema.names, str(path), "table")
-        whole = reader if stream else map(reader.get_batch, range(reader.num_record_batches))
+        if stream:
+            whole = reader
+        else:
+            whole = map(reader.get_batch, range(reader.num_record_batches))
         for batch in whole:
-            some = batch if field is None else batch.select([field])
+            if field is None:
+                some = batch
+            else:
+                some = batch.select([field])
             some.validate(full=True)  # offsets in it may lead anywhere
             for start in range(0, len(some), BATCH_ROWS):
                 yield some.slice(start, BATCH_ROWS), source.tell()
@@ -390,7 +427,8 @@ def _arrow_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
 def _library_files(limit: int | None) -> list[Path]:
     """The files of the standard library, in order, until they hold `limit` bytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files, size = [], 0
+    files = []
+    size = 0
     try:
         for path in _walk_sources(root):
             if limit is not None and size >= limit:

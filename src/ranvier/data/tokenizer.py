@@ -66,11 +66,9 @@ class Tokenizer:
     @cached_property
     def explicit_end_name(self) -> str:
         """The name of the end where the JSON alone would not give it; else empty."""
-        return (
-            ""
-            if _find_end(self._ids_by_token) == self.eos_token_id
-            else self.token_names.get(self.eos_token_id, "")
-        )
+        if _find_end(self._ids_by_token) == self.eos_token_id:
+            return ""
+        return self.token_names.get(self.eos_token_id, "")
 
     @cached_property
     def token_names(self) -> dict[int, str]:
@@ -219,13 +217,19 @@ def load_tokenizer(name: str | Path, cache: Path) -> Tokenizer:
         return ByteTokenizer()
     if name == "standard":
         return _standard_tokenizer(cache)
-    path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
+    if os.path.isdir(name):
+        path = Path(name) / "tokenizer.json"
+    else:
+        path = Path(name)
     try:
         text = safe_files.read_text(path, limit=safe_files.size_limit("tokenizer.json"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         near = difflib.get_close_matches(str(name), TOKENIZER_NAMES, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else "Check the path."
+        if near:
+            remedy = f"Did you mean {near[0]!r}?"
+        else:
+            remedy = "Check the path."
         raise DataError(
             f"The tokenizer {str(name)!r} cannot be read: {str(path)!r}: {reason}. A tokenizer is "
             f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
@@ -301,14 +305,19 @@ def _is_library_error(error: BaseException) -> bool:
 
 def _read_eos_token(path: Path) -> str:
     """The end that the files beside a tokenizer.json name; empty if they name none."""
-    folder = path.parent if path.name == "tokenizer.json" else None
+    if path.name == "tokenizer.json":
+        folder = path.parent
+    else:
+        folder = None
     return read_special_tokens(folder).get("eos_token", "")
 
 
 def _find_end(ids: dict[str, int], end: str | int = "") -> int | None:
     """The token of a name or id, if there is one, else the first that usually ends a document."""
     if isinstance(end, int):
-        return end if end in ids.values() else _find_end(ids)
+        if end in ids.values():
+            return end
+        return _find_end(ids)
     return next((ids[name] for name in (end, *END_TOKENS) if name and name in ids), None)
 
 
@@ -353,7 +362,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
     """Run the library's trainer beside this thread: it looks at no signal before its end."""
-    stopped, done = threading.Event(), threading.Event()
+    stopped = threading.Event()
+    done = threading.Event()
     failed: list[BaseException] = []
 
     def fed() -> Iterator[str]:

@@ -33,7 +33,10 @@ def read_tokenizer_file(path: Path) -> str:
 
 def read_tokenizer_config(folder: Path | None, name: str = TOKENIZER_CONFIG) -> dict[str, Any]:
     """The JSON object of a file of a tokenizer; empty if it is not there."""
-    path = None if folder is None else folder / name
+    if folder is None:
+        path = None
+    else:
+        path = folder / name
     if path is None or not os.path.lexists(path):
         return {}
     try:
@@ -69,7 +72,10 @@ def _parse_special_tokens(content: Mapping[str, Any]) -> dict[str, str]:
     values = {**content, **(extra if isinstance(extra, dict) else {})}
     found = {}
     for name, value in values.items():
-        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            text = value.get("content")
+        else:
+            text = value
         if isinstance(name, str) and name.endswith("_token") and isinstance(text, str):
             found[name] = text
     return found

@@ -124,7 +124,10 @@ def build_task_manager(wanted: EvalOptions) -> Any:
     unknown = [name for name in task_names(wanted) if not manager.match_tasks([name])]
     if unknown:
         known = manager.all_tasks
-        where = f" or {wanted.include}" if wanted.include else ""
+        if wanted.include:
+            where = f" or {wanted.include}"
+        else:
+            where = ""
         raise PlanError(
             [
                 f"tasks: {name!r} is not known.{suggest_nearest(name, known)} A task is one of the "
@@ -161,7 +164,8 @@ class HarnessModel:
 
     def __init__(self, served: ModelServer, length: int) -> None:
         super().__init__()
-        self.server, self.max_length = served, length
+        self.server = served
+        self.max_length = length
 
     @property
     def eot_token_id(self) -> int:
@@ -184,7 +188,10 @@ class HarnessModel:
         """The tokens of a text; one that begins with the first token gets no second one."""
         words = self.server.tokenizer
         begins = string.startswith(words.token_name(words.prefix_token_id))
-        special = not begins if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None:
+            special = not begins
+        else:
+            special = add_special_tokens
         return words.encode(string, special=special)
 
     def _loglikelihood_tokens(
@@ -246,13 +253,17 @@ class HarnessModel:
         """How a task wants its texts; what cannot be done is refused."""
         rest = dict(settings)
         until = rest.pop("until", None) or []
-        stops = [until] if isinstance(until, str) else list(until)
+        if isinstance(until, str):
+            stops = [until]
+        else:
+            stops = list(until)
         end = self.server.tokenizer.token_name(self.eot_token_id)
         counts = [rest.pop(name, None) for name in MAX_TOKENS_KEYS]
         count = next((int(n) for n in counts if n is not None), DEFAULT_MAX_TOKENS)
         sampled = bool(rest.pop("do_sample", False))
         temperature = float(rest.pop("temperature", 1.0) or 0.0)
-        top_k, top_p = int(rest.pop("top_k", 0) or 0), float(rest.pop("top_p", 1.0) or 1.0)
+        top_k = int(rest.pop("top_k", 0) or 0)
+        top_p = float(rest.pop("top_p", 1.0) or 1.0)
         unknown = {key: value for key, value in rest.items() if value not in (None, False)}
         if unknown:
             raise PlanError(

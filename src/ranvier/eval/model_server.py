@@ -126,7 +126,10 @@ class ModelServer:
         except CommunicationError:
             raise  # nobody can be told
         except Exception as error:
-            code = error.exit_code if isinstance(error, RanvierError) else INTERNAL_EXIT_CODE
+            if isinstance(error, RanvierError):
+                code = error.exit_code
+            else:
+                code = INTERNAL_EXIT_CODE
             with suppress(CommunicationError):
                 self._broadcast_order(do="end", code=code)
             raise

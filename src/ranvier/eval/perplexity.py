@@ -47,12 +47,16 @@ class PerplexityResult:
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
-        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+        if self.loss < 700.0:
+            return math.exp(self.loss)
+        return math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """None where bytes are unknown."""
-        return self.nats / math.log(2.0) / self.bytes if self.bytes else None
+        if self.bytes:
+            return self.nats / math.log(2.0) / self.bytes
+        return None
 
 
 def compute_perplexity(
@@ -63,15 +67,23 @@ def compute_perplexity(
     held_out: of which share of the documents, those that training keeps aside; 0: all.
     Communicates: as `Served.score`.
     """
-    part: CorpusSplit = "held_out" if held_out > 0.0 else "train"
+    if held_out > 0.0:
+        part: CorpusSplit = "held_out"
+    else:
+        part = "train"
     chosen = corpus.select_documents(held_out, part)
     if not (corpus.document_lengths[chosen] > 1).any():
-        aside = " that is held out" if held_out > 0.0 else ""
+        if held_out > 0.0:
+            aside = " that is held out"
+        else:
+            aside = ""
         raise DataError(
             f"{corpus.manifest.source} has no document with two tokens{aside}. A token is "
             "predicted from those before it. Choose another corpus."
         )
-    terms, tokens, known = [], 0, 0
+    terms = []
+    tokens = 0
+    known = 0
     todo = (
         (window, first, heard[start + 1 : start + len(window)])
         for one, heard in _read_documents(corpus, chosen)
@@ -96,7 +108,8 @@ def split_into_windows(
 
     Those that count are of different tokens: of each token but the first once.
     """
-    stride, done = stride or seq, 1
+    stride = stride or seq
+    done = 1
     for start in range(0, max(len(tokens) - 1, 0), stride):
         stop = min(start + seq + 1, len(tokens))
         if stop > done:

@@ -40,7 +40,10 @@ from ranvier.train.train import resolve_backend, resolve_device
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
     """Numbers of programs of which the best counts."""
     try:
-        found = tuple(int(word) for word in wanted.k.split(",")) if wanted.k else (1,)
+        if wanted.k:
+            found = tuple(int(word) for word in wanted.k.split(","))
+        else:
+            found = (1,)
     except ValueError:
         found = ()
     if not found or min(found) < 1:
@@ -106,7 +109,10 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
     # Samples are filled up, which takes no positions.
     seq = -(-run.data.seq // plan.row) * plan.row
     fits = run.data.seq <= model.max_seq
-    room = replace(model, max_seq=max(model.max_seq, seq)) if fits else model
+    if fits:
+        room = replace(model, max_seq=max(model.max_seq, seq))
+    else:
+        room = model
     filled = replace(run, plan=plan, model=room, data=replace(run.data, seq=seq))
     return replace(run, plan=filled.check_and_resolve(world).plan)
 
@@ -136,7 +142,10 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
     word = run.train.dtype
     if word == "auto":
         saved = saved_dtype(find_checkpoint(folder, None if wanted.step < 0 else wanted.step))
-        dtype = torch.bfloat16 if device.type == "cuda" else inference_dtype(saved, device)
+        if device.type == "cuda":
+            dtype = torch.bfloat16
+        else:
+            dtype = inference_dtype(saved, device)
     else:
         dtype = DTYPES[word]
     how = PipelineConfig(
@@ -145,7 +154,10 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
         seq=run.data.seq,
         vocab_over_pipe=run.plan.spread,
     )
-    step = None if wanted.step < 0 else wanted.step
+    if wanted.step < 0:
+        step = None
+    else:
+        step = wanted.step
     words = EvalTokenizer.from_run(folder)
     first = grid.rank == 0
     # names are looked up before weights are read: both take their time
@@ -169,7 +181,10 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
             found = _run_evaluation(served, run, folder, at, wanted, manager)
         finally:
             shown.close()
-        path = Path(wanted.out) if wanted.out else folder / f"eval-{at}.json"
+        if wanted.out:
+            path = Path(wanted.out)
+        else:
+            path = folder / f"eval-{at}.json"
         save_results(path, {"step": at, **found})
         for name, rows in found.items():
             _print_table(name, rows)
@@ -194,7 +209,8 @@ def _run_evaluation(
         top_p=wanted.top_p,
         seed=wanted.seed,
     )
-    tasks, count = generate.read_tasks(Path(wanted.code)), wanted.samples_per_task
+    tasks = generate.read_tasks(Path(wanted.code))
+    count = wanted.samples_per_task
     told = _print_protection()  # before the first program of the model runs
     tried, lacks = generate.attempt_tasks(served, tasks, count=count, wish=wish, length=length)
     rows = [{**asdict(one.sample), "said": one.completion, "why": one.failure} for one in tried]
@@ -243,13 +259,17 @@ def _evaluate_corpora(
                 "mean the same only to one tokenizer. Give the texts instead."
             )
         corpus.check_vocab(run.model.vocab)
-        seq, stride = run.data.seq, wanted.stride
+        seq = run.data.seq
+        stride = wanted.stride
         if stride > seq:
             raise PlanError(
                 f"stride={stride}, data.seq={seq}. A window moves by its own length at most. Use "
                 f"--stride {seq} or less."
             )
-        aside = run.data.held_out if wanted.held_out else 0.0
+        if wanted.held_out:
+            aside = run.data.held_out
+        else:
+            aside = 0.0
         worth = perplexity.compute_perplexity(
             served, corpus, seq=seq, stride=stride, held_out=aside
         )
@@ -283,10 +303,14 @@ def save_results(path: Path, found: Mapping[str, Any]) -> None:
             known = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             known = {}
-    known = known if isinstance(known, dict) and known.get("step") == found.get("step") else {}
+    if not (isinstance(known, dict) and known.get("step") == found.get("step")):
+        known = {}
     for name, value in found.items():
         both = isinstance(value, Mapping) and isinstance(known.get(name), dict)
-        known[name] = {**known[name], **value} if both else value
+        if both:
+            known[name] = {**known[name], **value}
+        else:
+            known[name] = value
     try:
         write_text_atomically(path, json.dumps(known, indent=1) + "\n")
     except OSError as error:
@@ -321,14 +345,17 @@ def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 def _format_number(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.4f}"
-    return "" if value is None else str(value)
+    if value is None:
+        return ""
+    return str(value)
 
 
 class _EvalProgress:
     """Progress: a bar on a terminal, else a line for each half."""
 
     def __init__(self) -> None:
-        self._what, self._half = "", -1
+        self._what = ""
+        self._half = -1
         self._bar: Any = None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             from rich import progress
@@ -347,7 +374,8 @@ class _EvalProgress:
         half = 2 * done // max(total, 1)
         if (what, half) != (self._what, self._half):
             print(f"{what}: {done} of {total}", flush=True)
-        self._what, self._half = what, half
+        self._what = what
+        self._half = half
 
     def close(self) -> None:
         """Take the bar away."""

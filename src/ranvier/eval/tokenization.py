@@ -43,10 +43,8 @@ class EvalTokenizer:
         )
         library.no_truncation()
         library.no_padding()
-        end, first = (
-            tokenizer.eos_token_id,
-            library.token_to_id(read_special_tokens(folder).get("bos_token", "")),
-        )
+        end = tokenizer.eos_token_id
+        first = library.token_to_id(read_special_tokens(folder).get("bos_token", ""))
         return cls(tokenizer, library, end, end if first is None else first)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -79,7 +77,10 @@ class EvalTokenizer:
         def ended(said: Sequence[int]) -> bool:
             if said[-1] == self.eos_token_id:
                 return True
-            tail = self.decode(said[-most:]) if stops else ""
+            if stops:
+                tail = self.decode(said[-most:])
+            else:
+                tail = ""
             return any(stop in tail for stop in stops)
 
         return ended

@@ -13,11 +13,16 @@ def format_number(value: float, digits: int = 3) -> str:
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size <= abs(value) < 1e15:
             return f"{value / size:.{digits}g}{unit}"
-    form = "e" if 0.0 < abs(value) < 1e-3 else "g"
+    if 0.0 < abs(value) < 1e-3:
+        form = "e"
+    else:
+        form = "g"
     text = f"{value:.{digits - (form == 'e')}{form}}"
     return re.sub(r"\.?0*e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
 
 
 def format_percent(share: float) -> str:
     """A share as text."""
-    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+    if share < 0.0995:
+        return f"{100 * share:.1f} %"
+    return f"{100 * share:.0f} %"

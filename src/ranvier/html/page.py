@@ -99,18 +99,21 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def render_section(title: str, *parts: str) -> str:
     """A heading and what it heads, or nothing."""
     inner = "\n".join(filter(None, parts))
-    return f"<section><h2>{escape_html(title)}</h2>\n{inner}\n</section>" if inner else ""
+    if inner:
+        return f"<section><h2>{escape_html(title)}</h2>\n{inner}\n</section>"
+    return ""
 
 
 def render_text_block(text: object) -> str:
     """Text as it is, cut where it is very long."""
     whole = str(text)
-    more = (
-        f"\n[{len(whole) - MAX_TEXT_CHARS:,} more characters]"
-        if len(whole) > MAX_TEXT_CHARS
-        else ""
-    )
-    return f"<pre>{escape_html(whole[:MAX_TEXT_CHARS] + more)}</pre>" if whole.strip() else ""
+    if len(whole) > MAX_TEXT_CHARS:
+        more = f"\n[{len(whole) - MAX_TEXT_CHARS:,} more characters]"
+    else:
+        more = ""
+    if whole.strip():
+        return f"<pre>{escape_html(whole[:MAX_TEXT_CHARS] + more)}</pre>"
+    return ""
 
 
 def render_list(lines_of: object) -> str:
@@ -125,4 +128,6 @@ def render_list(lines_of: object) -> str:
 
 def render_details(title: str, inner: str) -> str:
     """A part that opens on demand, or nothing."""
-    return f"<details><summary>{escape_html(title)}</summary>{inner}</details>" if inner else ""
+    if inner:
+        return f"<details><summary>{escape_html(title)}</summary>{inner}</details>"
+    return ""

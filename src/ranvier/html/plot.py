@@ -183,7 +183,8 @@ def linear_ticks(low: float, high: float, *, count: int = 5, whole: bool = False
     """Round values (1, 2, 5 times a power of ten) from at most `low` to at least `high`."""
     step = _round_step((high - low) / count)
     step = max(step, 1.0) if whole else step
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
     power = -math.floor(math.log10(step))
     return [round(i * step, power) if 0 < power < 300 else i * step for i in range(first, last + 1)]
 
@@ -195,7 +196,8 @@ def _round_step(least: float) -> float:
 
 def log_ticks(low: float, high: float) -> list[float]:
     """Round values for a logarithmic axis from at most `low` to at least `high`."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    first = math.floor(math.log10(low))
+    last = math.ceil(math.log10(high))
     decades = last - first
     if decades > 3:
         stride = math.ceil(decades / 6)
@@ -217,7 +219,10 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 def _finite_points(series: Series, log: bool) -> list[Point]:
     """The points of a series; nan where there is nothing to draw."""
-    least = 1 / LARGEST_VALUE if log else -LARGEST_VALUE
+    if log:
+        least = 1 / LARGEST_VALUE
+    else:
+        least = -LARGEST_VALUE
     return [
         (x, y if y is not None and least < y < LARGEST_VALUE else math.nan)
         for x, y in zip(series.x, series.y, strict=True)
@@ -227,9 +232,11 @@ def _finite_points(series: Series, log: bool) -> list[Point]:
 def _value_range(values: Iterable[float], *, zero: bool = False) -> Point:
     """Smallest and largest value, apart."""
     known = [value for value in values if value == value]  # nan is not itself
-    low, high = min(known, default=0.0), max(known, default=1.0)
+    low = min(known, default=0.0)
+    high = max(known, default=1.0)
     if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
     if high - low > max(abs(low), abs(high)) * 1e-6 and high - low > 1 / LARGEST_VALUE:
         return low, high
     if abs(high) < 1 / LARGEST_VALUE:
@@ -250,9 +257,13 @@ def contiguous_runs(points: Sequence[Point], columns: int, across: AxisScale) ->
     pixel = (across.high - across.low) / columns
     start = 0
     for column in range(columns):
-        edge = math.inf if column == columns - 1 else across.low + (column + 1) * pixel
+        if column == columns - 1:
+            edge = math.inf
+        else:
+            edge = across.low + (column + 1) * pixel
         end = bisect_left(points, edge, lo=start, key=itemgetter(0))
-        group, start = points[start:end], end
+        group = points[start:end]
+        start = end
         if not group:
             continue
         known = [point for point in group if point[1] == point[1]]  # nan is not itself
@@ -279,7 +290,11 @@ def _draw_axes(across: AxisScale, up: AxisScale, bounds: Sequence[float]) -> lis
     """Grid, ticks and their labels; `bounds` are the ticks of the y axis."""
     out = []
     for value, text in zip(bounds, tick_labels(bounds), strict=True):
-        y, kind = up(value), "axis" if value == bounds[0] else "rule"
+        y = up(value)
+        if value == bounds[0]:
+            kind = "axis"
+        else:
+            kind = "rule"
         out.append(f'<path class="{kind}" d="M{across.start:g},{y:.1f}H{across.end:g}"/>')
         out.append(f'<text class="end" x="{across.start - 8:g}" y="{y + 4:.1f}">{text}</text>')
     whole = float(across.low).is_integer() and float(across.high).is_integer()
@@ -300,11 +315,13 @@ def _draw_legend(series: Sequence[Series], width: int, top: int) -> tuple[list[s
     out: list[str] = []
     if len(series) < 2:
         return out, top
-    x, y = float(LEFT_MARGIN), top + 18
+    x = float(LEFT_MARGIN)
+    y = top + 18
     for i, one in enumerate(series):
         room = 34 + 8.5 * len(one.name)
         if x > LEFT_MARGIN and x + room > width - RIGHT_MARGIN:
-            x, y = LEFT_MARGIN, y + 20
+            x = LEFT_MARGIN
+            y = y + 20
         kind = f"{'faint' if one.style == 'faint' else 'line'} s{i % NUM_COLOURS}"
         out.append(f'<path class="{kind}" d="M{x:g},{y - 4}h18"/>')
         if one.style == "dots":
@@ -363,7 +380,10 @@ def line_plot(
     values = [y for runs in drawn for run in runs for _, y in run]
     low, high = _value_range(values, zero=zero and not log)
     log = log and low > 0.0
-    bounds = log_ticks(low, high) if log else linear_ticks(low, high)
+    if log:
+        bounds = log_ticks(low, high)
+    else:
+        bounds = linear_ticks(low, high)
     legend, top = _draw_legend(series, width, 24)
     top += 33
     up = AxisScale(bounds[0], bounds[-1], height - BOTTOM_MARGIN, top, log)
@@ -371,7 +391,10 @@ def line_plot(
     data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escape_html(x_label)}"'
     out = _open_svg(title, _describe_series(series, drawn, x_label), (width, height), data)
     out += legend
-    unit = f"{y_label}, log scale" if log else y_label
+    if log:
+        unit = f"{y_label}, log scale"
+    else:
+        unit = y_label
     if unit:
         out.append(f'<text x="8" y="{top - 12}">{escape_html(unit)}</text>')
     out.append(
@@ -396,7 +419,10 @@ def _draw_series(
     """The path of a series, and its dots."""
     if not runs:
         return []
-    kind = "faint" if one.style == "faint" else "line"
+    if one.style == "faint":
+        kind = "faint"
+    else:
+        kind = "line"
     name = escape_html(one.name)
     out = [f'<path class="{kind} s{colour}" data-name="{name}" d="{_svg_path(runs, across, up)}"/>']
     points = [[point] for run in runs for point in run]
@@ -411,12 +437,17 @@ def stacked_bar(
     """Shares of a whole as one horizontal bar, with amounts and percentages below."""
     known = {name: value for name, value in parts.items() if 0.0 < value < LARGEST_VALUE}
     total = sum(known.values())
-    top, thick, inner = 34, 34, width - 16
-    out, x, row = [], 8.0, top + thick + 26
+    top = 34
+    thick = 34
+    inner = width - 16
+    out = []
+    x = 8.0
+    row = top + thick + 26
     words = []
     left = 8.0
     for i, (name, value) in enumerate(known.items()):
-        share, colour = value / total, i % NUM_COLOURS
+        share = value / total
+        colour = i % NUM_COLOURS
         size = share * inner
         text = f"{name} {format_number(value)} {unit} ({format_percent(share)})"
         words.append(text)
@@ -430,7 +461,8 @@ def stacked_bar(
         x += size
         room = 30 + 8.5 * len(text)
         if left > 8 and left + room > width:
-            left, row = 8.0, row + 22
+            left = 8.0
+            row = row + 22
         out.append(
             f'<rect class="f{colour}" x="{left:g}" y="{row - 11}" width="12" height="12" rx="2"/>'
         )

@@ -88,7 +88,8 @@ def scatter_plot(
     xs = [x for one in groups for x in one.x] or [0.0]
     ys = [y for one in groups for y in one.y] or [1.0]
     across_ticks = linear_ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
-    low, high = min(ys), max(ys)
+    low = min(ys)
+    high = max(ys)
     up_ticks = log_ticks(low, high if high > low * 1.01 else low * 1.2)
     top = _draw_legend(groups, width)[1][-1] + 36
     across = AxisScale(across_ticks[0], across_ticks[-1], LEFT_MARGIN, width - RIGHT_MARGIN)
@@ -130,7 +131,11 @@ def _draw_axes(
 ) -> list[str]:
     out = []
     for value, text in zip(up_ticks, tick_labels(up_ticks), strict=True):
-        y, kind = up(value), "axis" if value == up_ticks[0] else "rule"
+        y = up(value)
+        if value == up_ticks[0]:
+            kind = "axis"
+        else:
+            kind = "rule"
         out.append(f'<path class="{kind}" d="M{across.start:g},{y:.1f}H{across.end:g}"/>')
         out.append(f'<text class="end" x="{across.start - 8:g}" y="{y + 4:.1f}">{text}</text>')
     for value, text in zip(across_ticks, tick_labels(across_ticks), strict=True):
@@ -142,13 +147,16 @@ def _draw_axes(
 
 def _draw_legend(groups: Sequence[PointGroup], width: int) -> tuple[list[str], list[int]]:
     """Names with their colours in rows, and the heights of the rows."""
-    out, x, rows = [], 8.0, [42]
+    out = []
+    x = 8.0
+    rows = [42]
     for one in groups:
         if one.faint:
             continue
         room = 30 + 8.5 * len(one.name)
         if x > 8 and x + room > width - RIGHT_MARGIN:
-            x, rows = 8.0, [*rows, rows[-1] + 20]
+            x = 8.0
+            rows = [*rows, rows[-1] + 20]
         y = rows[-1]
         out.append(f'<path class="dot s{one.colour % NUM_COLOURS}" d="M{x + 6:g},{y - 4}h0"/>')
         out.append(f'<text class="ink" x="{x + 16:g}" y="{y}">{escape_html(one.name)}</text>')
@@ -169,10 +177,13 @@ def stacked_bars(
     used = [name for name in names if any(parts.get(name, 0.0) > 0.0 for _, parts in rows)]
     groups = [PointGroup(name, names.index(name), (), (), ()) for name in used]
     legend, heights = _draw_legend(groups, width)
-    y, thick, left = heights[-1] + 18, 18, 8
+    y = heights[-1] + 18
+    thick = 18
+    left = 8
     out = [f'<text class="title" x="8" y="20">{escape_html(title)}</text>', *legend]
     for label, parts in rows:
-        total, x = sum(parts.values()), float(left)
+        total = sum(parts.values())
+        x = float(left)
         out.append(f'<text class="ink" x="{left}" y="{y + 12}">{escape_html(label)}</text>')
         y += 19
         for name in used:

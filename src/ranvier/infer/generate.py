@@ -68,7 +68,10 @@ class TextGenerator:
         fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
         known = load_tokenizer(str(words), folder)
         template = load_chat_template(known, folder)
-        chat = None if template.origin == BUILT_IN else ChatEncoder(template, known)
+        if template.origin == BUILT_IN:
+            chat = None
+        else:
+            chat = ChatEncoder(template, known)
         return cls(model.eval(), known, run.model.max_seq, chat)
 
     def complete_prompt(
@@ -171,7 +174,9 @@ def _common_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> to
         counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
     most = max(counts, key=lambda one: counts[one], default=torch.float32)
     narrow = most in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
-    return torch.float32 if narrow else most
+    if narrow:
+        return torch.float32
+    return most
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -256,4 +261,6 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
             f"{folder} has no checkpoint after step {step}. Kept are those after "
             f"{', '.join(map(str, named))}. Use one of these."
         )
-    return paths[-1] if step is None else named[step]
+    if step is None:
+        return paths[-1]
+    return named[step]

@@ -33,7 +33,8 @@ def extend_tokens(
     choose: tokens `[b]` from the logits `[b, v]` of the last ones; all ranks must choose alike.
     Communicates: as a forward pass; logits of one token over the axes of vocab; tokens over pipe.
     """
-    parallel, was = get_parallel_model(model), model.training
+    parallel = get_parallel_model(model)
+    was = model.training
     model.eval()
     try:
         for _ in range(count):
@@ -63,11 +64,13 @@ def generate_tokens(
     Communicates: as `continued`; of each token one number over all axes; at the end what was said
     over the axes of samples.
     """
-    parallel, was = get_parallel_model(model), model.training
+    parallel = get_parallel_model(model)
+    was = model.training
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
     # what is said last is not read any more
     check_length(model, max((len(prompt) + count - 1 for prompt in prompts), default=0))
-    numbers = range(len(prompts)) if numbers is None else numbers
+    if numbers is None:
+        numbers = range(len(prompts))
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     size = round_up_batch(parallel, batch) * parallel.grid.axis(*REPLICA_AXES).size
     found: dict[int, list[int]] = {}
@@ -94,7 +97,8 @@ def _generate_round(
     batch: int,
 ) -> list[list[int]]:
     """What follows prompts that fit at once; replicas that are done go on for the others' sake."""
-    grid, device = parallel.grid, parallel.pipeline.executor.device
+    grid = parallel.grid
+    device = parallel.pipeline.executor.device
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
     mine = [asked[i] for i in rank_rows(batch * replicas.size, grid) if i < len(asked)] or [
@@ -160,14 +164,18 @@ def next_token_logits(
 
     lengths: how many tokens of each sample there are `[b]`; None: all.
     """
-    grid, stage = parallel.grid, parallel.pipeline.executor.stage
+    grid = parallel.grid
+    stage = parallel.pipeline.executor.stage
     samples, length = tokens.shape
     multiple = grid.degrees["row"] * grid.degrees["context"]
     # what comes later changes nothing before it
     padded = tokens.new_zeros(round_up_batch(parallel, samples), -(-length // multiple) * multiple)
     padded[:samples, :length] = tokens
     own = torch.full((len(padded),), length, device=tokens.device)
-    own[:samples] = length if lengths is None else lengths
+    if lengths is None:
+        own[:samples] = length
+    else:
+        own[:samples] = lengths
     inputs = {"tokens": padded}
     if lengths is not None or padded.shape[1] > length:
         inputs["positions"] = padded_positions(own, padded.shape[1])

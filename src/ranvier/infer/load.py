@@ -42,7 +42,8 @@ def load_model(
     inner: what col splits inside. how: its stages over pipe. dtype: of the weights; None: the one
     they were saved in. Communicates: the making of groups; one number over all axes.
     """
-    run, checkpoint = load_config_from_dir(folder), find_checkpoint(folder, step)
+    run = load_config_from_dir(folder)
+    checkpoint = find_checkpoint(folder, step)
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
     model = build_empty_model(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
@@ -62,13 +63,17 @@ def saved_dtype(checkpoint: Path) -> torch.dtype:
 def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
     """The type to ask a model in: a CPU computes in fp32 rather than in 16 bits."""
     narrow = dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
-    return torch.float32 if narrow else dtype
+    if narrow:
+        return torch.float32
+    return dtype
 
 
 def find_saved_adapters(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
     """The adapters of a run, if a checkpoint has them: before the first step it has none."""
     there = any(".adapters." in name for name in manifests.read_manifest(checkpoint).tensors)
-    return lora if there else AdapterConfig()
+    if there:
+        return lora
+    return AdapterConfig()
 
 
 def build_empty_model(

@@ -38,14 +38,18 @@ class TokenLogprobs:
 
 def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
     """Sequences that all ranks score at once, `batch` of them a micro-batch."""
-    pipe, degrees = parallel.grid.degrees["pipe"], parallel.grid.degrees
+    pipe = parallel.grid.degrees["pipe"]
+    degrees = parallel.grid.degrees
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
     return round_up_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
 
 
 def round_up_batch(parallel: ParallelModel, batch: int) -> int:
     """The next micro-batch that col can divide, where it divides samples."""
-    shares = parallel.grid.degrees["col"] if parallel.table.col_splits == "samples" else 1
+    if parallel.table.col_splits == "samples":
+        shares = parallel.grid.degrees["col"]
+    else:
+        shares = 1
     return -(-batch // shares) * shares
 
 
@@ -78,7 +82,8 @@ def score_sequences(
     batch: sequences of a micro-batch. Communicates: as forward passes; of each token two numbers
     over the axes of samples and over pipe.
     """
-    parallel, was = get_parallel_model(model), model.training
+    parallel = get_parallel_model(model)
+    was = model.training
     assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
     check_length(model, max((len(one) - 1 for one in sequences), default=0))
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
@@ -104,7 +109,8 @@ def _score_round(
     parallel: ParallelModel, sequences: Sequence[Sequence[int]], batch: int
 ) -> Iterator[TokenLogprobs]:
     """Of sequences that fit at once, longest first, what each is worth."""
-    grid, runtime = parallel.grid, parallel.pipeline.executor
+    grid = parallel.grid
+    runtime = parallel.pipeline.executor
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
     micros = -(-len(sequences) // (batch * replicas.size))
@@ -148,7 +154,8 @@ def _pad_sequences(
     targets = torch.full((batch, length), IGNORE_INDEX, dtype=torch.int64)
     for row, one in enumerate(sequences):
         known = torch.as_tensor(one, dtype=torch.int64)
-        tokens[row, : len(one) - 1], targets[row, : len(one) - 1] = known[:-1], known[1:]
+        tokens[row, : len(one) - 1] = known[:-1]
+        targets[row, : len(one) - 1] = known[1:]
         lengths[row] = len(one) - 1
     inputs = {"tokens": tokens, "targets": targets}
     if bool((lengths < length).any()):

@@ -111,7 +111,10 @@ class Accelerator:
             )
         twins: dict[int, Any] = {}
         if models:
-            members = training_loop.param_group_indices(models[0], adamws[0]) if adamws else {}
+            if adamws:
+                members = training_loop.param_group_indices(models[0], adamws[0])
+            else:
+                members = {}
             self._grid_model = training_loop.put_on_grid(
                 models[0], self.grid, inner=self.inner, device=self.device
             )
@@ -120,7 +123,9 @@ class Accelerator:
                 self._adamw = AdamW.from_optimizer(adamws[0], members, self._grid_model)
                 twins[id(adamws[0])] = _StepAfterAccumulation(self, self._adamw)
         made = [self._prepare_object(x, twins) for x in objects]
-        return made[0] if len(made) == 1 else tuple(made)
+        if len(made) == 1:
+            return made[0]
+        return tuple(made)
 
     def _prepare_object(self, x: Any, twins: Mapping[int, Any]) -> Any:
         if id(x) in twins:
@@ -136,7 +141,8 @@ class Accelerator:
         self.sync_gradients = (
             self.is_last_batch or self._batch_count % self.gradient_accumulation_steps == 0
         )
-        self._batch_count = 0 if self.is_last_batch else self._batch_count
+        if self.is_last_batch:
+            self._batch_count = 0
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -169,7 +175,10 @@ class Accelerator:
 
         Communicates: all-gather over the axes of samples.
         """
-        whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+        if tensor.dim() == 0:
+            whole = tensor.unsqueeze(0)
+        else:
+            whole = tensor
         axis = self.grid.axis(*REPLICA_AXES)
         return collectives.all_gather(whole.detach(), axis).wait()
 
@@ -179,13 +188,17 @@ class Accelerator:
         """Sum or mean over the coordinates. Communicates: all-reduce over the axes of samples."""
         axis = self.grid.axis(*REPLICA_AXES)
         found = collectives.all_reduce(tensor.detach(), axis).wait()
-        return found / axis.size if reduction == "mean" else found
+        if reduction == "mean":
+            return found / axis.size
+        return found
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model itself, of which this rank has a part."""
-        return model.model if isinstance(model, GridModel) else model
+        if isinstance(model, GridModel):
+            return model.model
+        return model
 
     def save_state(self, path: str | Path) -> None:
         """Save model and optimizer as a directory that any grid reads."""
@@ -215,7 +228,8 @@ class _StepAfterAccumulation:
     """An optimizer or scheduler that acts only after the last of several batches."""
 
     def __init__(self, accelerator: Accelerator, inner: Any) -> None:
-        self._accelerator, self._inner = accelerator, inner
+        self._accelerator = accelerator
+        self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -235,7 +249,8 @@ class _DeviceLoader:
     """A loader whose batches are on the device, and which knows the last one."""
 
     def __init__(self, loader: Any, accelerator: Accelerator) -> None:
-        self._loader, self._accelerator = loader, accelerator
+        self._loader = loader
+        self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -73,7 +73,9 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
         inner: what col splits inside the model; of those of transformers always features.
         """
         super().__init__()
-        self.axis_sizes, self.inner, self._grid = {**(plan or {}), **axes}, inner, grid
+        self.axis_sizes = {**(plan or {}), **axes}
+        self.inner = inner
+        self._grid = grid
         self._backward_sync_control = _NoBackwardSync()
         self._grid_model: GridModel | None = None
         self._group_indices: dict[str, int] | None = None
@@ -180,7 +182,9 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
             return tensor
         found = collectives.all_reduce(tensor, world_axis(self.grid)).wait()
         mean = str(reduce_op).lower().removeprefix("redoptype.") in ("mean", "avg")
-        return found / self.grid.world_size if mean else found
+        if mean:
+            return found / self.grid.world_size
+        return found
 
     def barrier(self, *_: Any, **__: Any) -> None:
         """Wait for all ranks."""
@@ -190,7 +194,10 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank on all."""
         try:
-            text = json.dumps(obj, default=os.fspath) if self.grid.rank == src else ""
+            if self.grid.rank == src:
+                text = json.dumps(obj, default=os.fspath)
+            else:
+                text = ""
         except TypeError:
             raise PlanError(
                 f"fabric.broadcast of a {type(obj).__name__}. Ranks tell each other what JSON "

@@ -45,7 +45,9 @@ class CausalLMOutput(OrderedDict[str, Tensor]):
 
     def __getitem__(self, key: Any) -> Any:
         """A tensor by its name, or those at some places."""
-        return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return tuple(self.values())[key]
 
 
 def hf_forward(
@@ -70,7 +72,10 @@ def hf_forward(
     inputs = {"tokens": input_ids, "documents": documents_from_mask(attention_mask, labels)}
     inputs["positions"] = resolve_positions(input_ids, position_ids, attention_mask)
     even = pad_inputs({k: x for k, x in inputs.items() if x is not None}, parallel)
-    given = pad_to_grid(samples, parallel) if samples is not None else None
+    if samples is not None:
+        given = pad_to_grid(samples, parallel)
+    else:
+        given = None
     if labels is None:
         return CausalLMOutput(logits=compute_logits(model, even, shape, given))
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -113,7 +118,9 @@ def compute_logits(
     stage to all.
     """
     parallel = get_parallel_model(model)
-    grid, runtime, words = parallel.grid, parallel.pipeline.executor, parallel.sizes["vocab"]
+    grid = parallel.grid
+    runtime = parallel.pipeline.executor
+    words = parallel.sizes["vocab"]
     parallel.step_context.samples = samples
     if grid.degrees["pipe"] == 1:
         y = _gather_logits(model(**inputs), parallel)[: shape[0], : shape[1], :words]
@@ -123,7 +130,8 @@ def compute_logits(
         if found:
             y = _gather_logits(found[0], parallel)[: shape[0], : shape[1], :words]
         else:  # another stage has them
-            dtype, device = parallel.bucket_scheduler.buckets[0].data.dtype, runtime.device
+            dtype = parallel.bucket_scheduler.buckets[0].data.dtype
+            device = runtime.device
             y = torch.zeros(*shape, words, dtype=dtype, device=device)
         axis = grid.axis("pipe")
         if runtime.stage.vocab_layers:
@@ -133,7 +141,8 @@ def compute_logits(
 
 def _gather_logits(y: Tensor, parallel: ParallelModel) -> Tensor:
     """All logits of this coordinate, from my part of samples, tokens and vocabulary."""
-    region, grid = parallel.table.activation_rule("vocab"), parallel.grid
+    region = parallel.table.activation_rule("vocab")
+    grid = parallel.grid
     y = gather_from_axis(pad_vocab_shard(y, parallel), grid.axis(*region["vocab"]), -1)
     y = gather_from_axis(y, batch_axis(parallel), 0)
     return gather_from_axis(y, grid.axis(*region["seq"]), 1)
@@ -144,7 +153,10 @@ def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelMod
 
     Communicates: two numbers over the axes of samples.
     """
-    wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        wide = logits.float()
+    else:
+        wide = logits
     flat = targets.flatten().to(logits.device)
     loss = F.cross_entropy(wide.flatten(0, 1), flat, reduction="sum", ignore_index=IGNORE_INDEX)
     both = torch.stack([loss, (flat != IGNORE_INDEX).sum().to(loss.dtype)])
@@ -160,11 +172,14 @@ def batch_axis(parallel: ParallelModel) -> Axis:
 
 def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor:
     """Inputs `[b, s]` or `[b]`, filled up to samples and tokens that the grid can divide."""
-    degrees, device = parallel.grid.degrees, parallel.pipeline.executor.device
+    degrees = parallel.grid.degrees
+    device = parallel.pipeline.executor.device
     more = [0, round_up_batch(parallel, x.shape[0]) - x.shape[0]]
     if x.dim() == 2:
         more = [0, -x.shape[1] % (degrees["row"] * degrees["context"]), *more]
-    return F.pad(x, more, value=value).to(device) if any(more) else x.to(device)
+    if any(more):
+        return F.pad(x, more, value=value).to(device)
+    return x.to(device)
 
 
 def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[str, Tensor]:

@@ -62,10 +62,22 @@ def from_pretrained(
     Communicates: with all ranks that the launcher has started, unless a grid is given.
     """
     path = import_export.find_model(str(source))
-    origin = path.parent.parent if directory.CHECKPOINT_NAME.fullmatch(path.name) else path
-    run = load_config_from_dir(origin) if (origin / "config.toml").exists() else None
-    there = None if run is not None else PublishedModel.open(path)
-    config: DecoderConfig = run.model if run is not None else _published_config(there)
+    if directory.CHECKPOINT_NAME.fullmatch(path.name):
+        origin = path.parent.parent
+    else:
+        origin = path
+    if (origin / "config.toml").exists():
+        run = load_config_from_dir(origin)
+    else:
+        run = None
+    if run is not None:
+        there = None
+    else:
+        there = PublishedModel.open(path)
+    if run is not None:
+        config: DecoderConfig = run.model
+    else:
+        config = _published_config(there)
     sizes = {name: getattr(config, name) for name in CHECKED_DIMS}
     if grid is None:
         grid, here = build_grid(plan, sizes=sizes, inner=inner, device=device)
@@ -73,7 +85,10 @@ def from_pretrained(
         here = torch.device(device or "cpu")
     inner = resolve_axes(plan or grid.degrees, grid.world_size, sizes, inner=inner).inner
     if there is None:
-        step = directory.step_of(path) if path != origin else None
+        if path != origin:
+            step = directory.step_of(path)
+        else:
+            step = None
         model = load.load_model(origin, grid, here, step=step, inner=inner, dtype=dtype)
         return PretrainedModel(model, origin)
     with there:
@@ -101,8 +116,10 @@ class PretrainedModel(nn.Module):
 
     def __init__(self, model: Decoder, origin: Path) -> None:
         super().__init__()
-        self.model, self.origin = model, origin
-        self.grid, self.config = self.parallel.grid, model.config
+        self.model = model
+        self.origin = origin
+        self.grid = self.parallel.grid
+        self.config = model.config
         self.train(model.training)
         self._samples_seen = 0
         """Samples of training so far, of all coordinates: dropout depends on them."""
@@ -121,7 +138,9 @@ class PretrainedModel(nn.Module):
     def tokenizer(self) -> Tokenizer | None:
         """What its tokens mean, if that came with it."""
         words = self.origin / "tokenizer.json"
-        return load_tokenizer(str(words), self.origin) if words.exists() else None
+        if words.exists():
+            return load_tokenizer(str(words), self.origin)
+        return None
 
     def forward(
         self,
@@ -176,7 +195,10 @@ class PretrainedModel(nn.Module):
                 f"max_new_tokens={max_new_tokens} after input_ids of the shape "
                 f"{list(input_ids.shape)}. At least one token follows [samples, tokens]. Use 20."
             )
-        ends = self.eos_token_ids if eos_token_id is None else _as_list(eos_token_id)
+        if eos_token_id is None:
+            ends = self.eos_token_ids
+        else:
+            ends = _as_list(eos_token_id)
         choose = make_sampler(
             temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p, seed=seed
         )
@@ -184,7 +206,10 @@ class PretrainedModel(nn.Module):
         said = generate_tokens(
             self.model, prompts, max_new_tokens, choose, ended=lambda words: words[-1] in ends
         )
-        known = [pad_token_id] if pad_token_id is not None else self._read_token_ids("pad_token_id")
+        if pad_token_id is not None:
+            known = [pad_token_id]
+        else:
+            known = self._read_token_ids("pad_token_id")
         fill = (known or ends or [0])[0]
         longest = max(map(len, said))
         more = [words + [fill] * (longest - len(words)) for words in said]
@@ -193,7 +218,10 @@ class PretrainedModel(nn.Module):
     @cached_property
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a text: those that came with the model."""
-        own = self.tokenizer if (self.origin / "config.toml").exists() else None
+        if (self.origin / "config.toml").exists():
+            own = self.tokenizer
+        else:
+            own = None
         return self._read_token_ids("eos_token_id") or (
             [own.eos_token_id] if own is not None else []
         )
@@ -203,7 +231,10 @@ class PretrainedModel(nn.Module):
         homes = (self.origin / import_export.ORIGIN_DIR, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
             there = safe_files.path_exists(path)
-            found = published.read_json_table(path, root=self.origin).get(key) if there else None
+            if there:
+                found = published.read_json_table(path, root=self.origin).get(key)
+            else:
+                found = None
             if found is not None:
                 return _checked_ids(found, key, path)
         return []
@@ -283,7 +314,8 @@ class PretrainedModel(nn.Module):
 
     def _gather_full_weight(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
         """A whole weight on all ranks, bit by bit. Communicates: all-reduce over all axes."""
-        parallel, device = self.parallel, self.device
+        parallel = self.parallel
+        device = self.device
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         whole = torch.zeros(shapes[name], dtype=dtype, device=device)
         weight = parallel.weights.get(name)
@@ -315,7 +347,10 @@ def prompts_from_mask(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
     """Tokens that a settings file names."""
-    listed = found if isinstance(found, list) else [found]
+    if isinstance(found, list):
+        listed = found
+    else:
+        listed = [found]
     if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in listed):
         raise DamageError(
             f"{path} has {key}={found!r:.80}. It is a token or a list of tokens, numbers from 0. "
@@ -325,4 +360,6 @@ def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
 
 
 def _as_list(ends: int | Sequence[int]) -> list[int]:
-    return [ends] if isinstance(ends, int) else list(ends)
+    if isinstance(ends, int):
+        return [ends]
+    return list(ends)

@@ -84,11 +84,9 @@ class GridModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Communicates: as the model, and to make the result whole."""
-        return (
-            self._call_like_hf(*args, **kwargs)
-            if self.is_huggingface
-            else self._call_directly(*args, **kwargs)
-        )
+        if self.is_huggingface:
+            return self._call_like_hf(*args, **kwargs)
+        return self._call_directly(*args, **kwargs)
 
     def _sample_numbers(self, count: int) -> Tensor | None:
         """The numbers of my samples, if they are trained on."""
@@ -124,11 +122,15 @@ class GridModel(nn.Module):
         signature = inspect.signature(type(self.model).forward)
         bound = signature.bind(self.model, *args, **kwargs)
         inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
-        parallel, shape = self.parallel, inputs["tokens"].shape
+        parallel = self.parallel
+        shape = inputs["tokens"].shape
         even = pad_inputs(inputs, parallel)
         even = {name: x for name, x in even.items() if name in signature.parameters}
         numbers = self._sample_numbers(shape[0])
-        numbers = None if numbers is None else pad_to_grid(numbers, parallel)
+        if numbers is None:
+            numbers = None
+        else:
+            numbers = pad_to_grid(numbers, parallel)
         if "targets" not in even:
             return compute_logits(self.model, even, shape, numbers)
         parallel.step_context.samples = numbers
@@ -160,7 +162,10 @@ def put_on_grid(
             "ranvier.parallelize and ranvier.call_on_full_batch for it."
         )
     how: AxisSizes = grid.degrees
-    inner = "features" if theirs else resolve_axes(how, grid.world_size, sizes, inner=inner).inner
+    if theirs:
+        inner = "features"
+    else:
+        inner = resolve_axes(how, grid.world_size, sizes, inner=inner).inner
     with torch.no_grad():
         for param in model.parameters():
             if not param.is_meta and grid.world_size > 1:
@@ -194,7 +199,8 @@ class AdamW(torch.optim.Optimizer):
         cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: GridModel
     ) -> AdamW:
         """From an optimizer whose groups had the parameters of these names."""
-        kinds, odd = dict[ParamGroup, int](), list[str]()
+        kinds = dict[ParamGroup, int]()
+        odd = list[str]()
         weights = lent.parallel.weights.values()
         for weight in (w for w in weights if w.trainable):
             number = members.get(weight.name, -1)
@@ -246,7 +252,8 @@ class AdamW(torch.optim.Optimizer):
 
         finite: another norm is an error. Communicates: as `Optimizer.norm`.
         """
-        norm, self.sharded_optimizer.clip = self.sharded_optimizer.grad_norm(), float(limit)
+        norm = self.sharded_optimizer.grad_norm()
+        self.sharded_optimizer.clip = float(limit)
         if finite and not bool(norm.isfinite()):
             raise NumericError(
                 f"The norm of the gradients is {float(norm)}. An update needs numbers. Look for "
@@ -295,7 +302,9 @@ class ShardedBatchSampler:
     """A batch sampler of which a rank gets its part of each batch."""
 
     def __init__(self, sampler: Any, grid: Grid, device: torch.device | str) -> None:
-        self.full_sampler, self.grid, self.device = sampler, grid, device
+        self.full_sampler = sampler
+        self.grid = grid
+        self.device = device
         self.sampler = getattr(sampler, "sampler", sampler)
         self.batch_size = getattr(sampler, "batch_size", None)
         self.drop_last = getattr(sampler, "drop_last", False)
@@ -342,7 +351,8 @@ class ShardedIterable:
     """A loader without numbered samples: every rank reads all and keeps its part of each batch."""
 
     def __init__(self, loader: Iterable[Any], grid: Grid) -> None:
-        self.loader, self.grid = loader, grid
+        self.loader = loader
+        self.grid = grid
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # asked only of those that have one
@@ -392,9 +402,13 @@ def checkpoint_tensors(
     lent: GridModel, optimizer: AdamW | None
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
     """What a loop goes on from, and what of it this rank writes."""
-    parallel, index = lent.parallel, lent.parallel.grid.index
+    parallel = lent.parallel
+    index = lent.parallel.grid.index
     owners = {w.name: w.bucket.is_owner_of(w) for w in parallel.weights.values()}
-    state = optimizer.sharded_optimizer.sharded_state() if optimizer is not None else {}
+    if optimizer is not None:
+        state = optimizer.sharded_optimizer.sharded_state()
+    else:
+        state = {}
     rest = {
         f"{w.name}{MASTER_SUFFIX}": (w.storage, w.shard)
         for w in parallel.weights.values()
@@ -416,7 +430,10 @@ def save_checkpoint(
     where: Path, lent: GridModel, optimizer: AdamW | None, facts: Mapping[str, Any]
 ) -> None:
     """Save as a directory that any grid reads. Communicates: as `checkpoint.saver.Saver`."""
-    groups = [] if optimizer is None else optimizer.group_settings()
+    if optimizer is None:
+        groups = []
+    else:
+        groups = optimizer.group_settings()
     try:
         told = json.loads(json.dumps({"facts": dict(facts), "groups": groups}))
     except (TypeError, ValueError) as error:
@@ -424,7 +441,8 @@ def save_checkpoint(
             f"What is to be saved beside model and optimizer is no JSON: {error}. Checkpoints hold "
             "tensors and plain facts, no pickles. Give numbers, texts, lists and tables."
         ) from None
-    grid, queue = lent.parallel.grid, lent.parallel.bucket_scheduler
+    grid = lent.parallel.grid
+    queue = lent.parallel.bucket_scheduler
     async_saver.save_and_wait(
         where, 0, checkpoint_tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device
     )

@@ -85,7 +85,8 @@ class WorkerGroup:
     """Local ranks from their start to their end."""
 
     def __init__(self, members: Sequence[ProcessInfo], task: RankTask, told: SignalRelay) -> None:
-        self.members, self.signal_relay = members, told
+        self.members = members
+        self.signal_relay = told
         self.heartbeats: list[Heartbeat] = []
         self.children: list[BaseProcess] = []
         self.notice_times: dict[int, float] = {}
@@ -111,7 +112,8 @@ class WorkerGroup:
 
         over: is told whether a rank has failed here, and tells whether one has elsewhere.
         """
-        eye, looked = watch.Watchdog(watchdog), 0.0
+        eye = watch.Watchdog(watchdog)
+        looked = 0.0
         while alive := self.alive_ranks():
             wait([self.children[i].sentinel for i in alive], timeout=0.1)
             self._notice_ends()
@@ -169,7 +171,10 @@ class WorkerGroup:
             early = self._is_starting()
             good = silent and child.exitcode == STOPPED_EXIT_CODE and not early
             self.has_failed = self.has_failed or not good
-            seconds = START_SECONDS if early else GRACE_SECONDS
+            if early:
+                seconds = START_SECONDS
+            else:
+                seconds = GRACE_SECONDS
             self._set_deadline(STOP_SECONDS if good else seconds)
 
     def _is_starting(self) -> bool:
@@ -187,11 +192,13 @@ class WorkerGroup:
 
     def _check_heartbeats(self, eye: watch.Watchdog) -> None:
         """Warn of a rank that lags, and end a hang."""
-        alive, beats = self.alive_ranks(), self.read_heartbeats()
+        alive = self.alive_ranks()
+        beats = self.read_heartbeats()
         for i, age in zip(alive, eye.silence_seconds([beats[i] for i in alive]), strict=True):
             if beats[i].section == DONE and age > DONE_SECONDS:
                 self.children[i].kill()  # it is done whatever keeps it from leaving
-        mine, pids = [beats[i] for i in alive], [self.children[i].pid for i in alive]
+        mine = [beats[i] for i in alive]
+        pids = [self.children[i].pid for i in alive]
         if not self.has_warned and mine and eye.is_over_limit(mine, watch.warning_limit):
             self.has_warned = True
             worst = watch.find_slowest_rank(mine, [watch.process_state(pid) for pid in pids])
@@ -212,7 +219,8 @@ class WorkerGroup:
             self.kill_ranks()
 
     def _rank_outcome(self, i: int) -> RankOutcome:
-        me, report = self.members[i], None
+        me = self.members[i]
+        report = None
         with contextlib.suppress(OSError, ValueError):
             report = json.loads(Path(me.error_file).read_text())
         return RankOutcome(
@@ -244,10 +252,17 @@ def launch_ranks(
     start_forkserver(preload)
     file_handles.require_handles(HANDLES_PER_RANK * nproc, f"A launcher of {nproc} ranks")
     policy = policy or RestartPolicy(grids=(("", nproc),))
-    key = new_key() if nodes is None else user_key()
-    board = None if nodes is None else RendezvousStore(nodes, key, timeout_seconds)
+    if nodes is None:
+        key = new_key()
+    else:
+        key = user_key()
+    if nodes is None:
+        board = None
+    else:
+        board = RendezvousStore(nodes, key, timeout_seconds)
     with SignalRelay() as told:
-        local, over = LocalAgent(key, task, told, policy.watchdog_seconds, ended), threading.Event()
+        local = LocalAgent(key, task, told, policy.watchdog_seconds, ended)
+        over = threading.Event()
         if nodes is None or board is None:
             return _run_single_node(local, policy, nproc)
         board.write_text(
@@ -292,7 +307,8 @@ class LocalAgent:
 
         store: where all ranks are on this node; listener: else that of rank 0, if it is here.
         """
-        places, first = order.local_ranks[str(node)], order.first_ranks[str(node)]
+        places = order.local_ranks[str(node)]
+        first = order.first_ranks[str(node)]
         shared = [
             SharedFile(f"rank{first + i}.{name}")
             for i in range(len(places))
@@ -333,7 +349,9 @@ class LocalAgent:
 
 def _run_single_node(local: LocalAgent, policy: RestartPolicy, nproc: int) -> int:
     """All attempts of a run on one node."""
-    history, places, began = RestartHistory(policy), list(range(nproc)), time.time()
+    history = RestartHistory(policy)
+    places = list(range(nproc))
+    began = time.time()
     while True:
         grid, (_, world) = history.grid_index, policy.grids[history.grid_index]
         order = LaunchOrder(
@@ -383,7 +401,8 @@ def _run_coordinator(local: LocalAgent, captain: Coordinator, timeout_seconds: f
 
 def _run_follower(local: LocalAgent, board: RendezvousStore) -> int:
     """This node's part of all attempts, as node 0 orders them."""
-    number, mine = 0, board.nodes.node_rank
+    number = 0
+    mine = board.nodes.node_rank
     while True:
         text = board.read_text(f"order/{number}")
         if text is None:
@@ -408,8 +427,12 @@ class FailureRelay:
     def __init__(
         self, board: RendezvousStore, attempt: int, captain: Coordinator | None = None
     ) -> None:
-        self.store, self.attempt, self.coordinator = board, attempt, captain
-        self._has_reported, self._last_poll, self._failed_elsewhere = False, 0.0, False
+        self.store = board
+        self.attempt = attempt
+        self.coordinator = captain
+        self._has_reported = False
+        self._last_poll = 0.0
+        self._failed_elsewhere = False
 
     def check_other_nodes(self, failed: bool) -> bool:
         """Whether a rank or a node has failed elsewhere."""

@@ -133,11 +133,9 @@ def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessIn
         it for it in LAUNCHERS if it.rank_variable in env and it.find_world_size_variable(env)
     ]
     if others and missing:
-        return (
-            _parse_process_info(others[0], env)
-            if env[others[0].find_world_size_variable(env)] != "1"
-            else None
-        )
+        if env[others[0].find_world_size_variable(env)] != "1":
+            return _parse_process_info(others[0], env)
+        return None
     if TORCHRUN.rank_variable not in env and not TORCHRUN.find_world_size_variable(env):
         return None
     if missing:
@@ -158,16 +156,17 @@ def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessIn
             f"{launcher.rank_variable}={rank} is not below {count}={world}. Ranks count from "
             "0. Mend one."
         )
-    local_world, known = (
-        world,
-        [name for name in launcher.local_world_size_variables if name in env],
-    )
+    local_world = world
+    known = [name for name in launcher.local_world_size_variables if name in env]
     if known:
         node = _parse_count(launcher.node_variable, env.get(launcher.node_variable, "0"))
         local_world = _parse_count(known[0], _count_on_node(env[known[0]], node))
     alone = bool(known) and local_world == world
     job = ".".join(env[name] for name in launcher.job_variables if name in env)
-    port = 20000 + zlib.crc32(job.encode()) % 20000 if job else 29500
+    if job:
+        port = 20000 + zlib.crc32(job.encode()) % 20000
+    else:
+        port = 29500
     return ProcessInfo(
         rank=rank,
         world_size=world,
@@ -198,13 +197,18 @@ def _count_on_node(text: str, node: int) -> str:
         if match is None:
             return text
         counts += [match[1]] * int(match[2] or 1)
-    return counts[node if node < len(counts) else 0] if counts else text
+    if counts:
+        return counts[node if node < len(counts) else 0]
+    return text
 
 
 def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
     """Where rank 0 listens: this node if it is alone, else the first host of the job."""
     names = [name for name in launcher.host_list_variables if env.get(name)]
-    every = parse_host_list(env[names[0]]) if names and not alone else []
+    if names and not alone:
+        every = parse_host_list(env[names[0]])
+    else:
+        every = []
     if alone or len(every) == 1 or (launcher.host_list_variables and not names):
         return "127.0.0.1"
     if every:
@@ -276,7 +280,10 @@ def keep_freed_memory() -> None:
 
 def prepare_sockets(me: ProcessInfo) -> None:
     """Have Gloo, and on one node NCCL, listen only on the interface by which rank 0 is reached."""
-    name = "lo" if me.store_file is not None else interface_towards(me.address)
+    if me.store_file is not None:
+        name = "lo"
+    else:
+        name = interface_towards(me.address)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if name == "lo":
@@ -291,11 +298,9 @@ def interface_towards(address: str) -> str:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(where)  # no packet is sent
                 own = probe.getsockname()[0]
-            return (
-                "lo"
-                if ipaddress.ip_address(own.partition("%")[0]).is_loopback
-                else _interface_of(own)
-            )
+            if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
+                return "lo"
+            return _interface_of(own)
     return ""
 
 
@@ -334,7 +339,8 @@ def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
 
 def use_deterministic_cublas() -> None:
     """Have cuBLAS sum in the same order each time; it looks when CUDA computes first."""
-    name, good = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    good = (":4096:8", ":16:8")
     if os.environ.setdefault(name, good[0]) not in good:
         raise PlanError(
             f"{name}={os.environ[name]!r} with train.deterministic=True. Products repeat their "

@@ -38,7 +38,10 @@ def build_grid(
     Communicates: with all ranks, unless they are a process group already.
     """
     me = read_process_info() or ProcessInfo()
-    here = torch.device(device) if device is not None else _local_device(me)
+    if device is not None:
+        here = torch.device(device)
+    else:
+        here = _local_device(me)
     world = _world_size(me)
     plan = resolve_axes(axes, world, sizes or {}, inner=inner)  # before anybody waits for anybody
     connected = _join_process_group(me, here)
@@ -54,12 +57,18 @@ def resolve_axes(
 
     Its batch says nothing: how samples are cut is a matter of whoever brings them.
     """
-    odd = [] if isinstance(axes, Plan) else sorted({*(axes or {})} - {*AXES})
+    if isinstance(axes, Plan):
+        odd = []
+    else:
+        odd = sorted({*(axes or {})} - {*AXES})
     if odd:
         raise PlanError(
             f"{', '.join(odd)}: no axis. The axes are {', '.join(AXES)}. Use one of these."
         )
-    plan = axes if isinstance(axes, Plan) else Plan(**dict[str, Any](axes or {}))
+    if isinstance(axes, Plan):
+        plan = axes
+    else:
+        plan = Plan(**dict[str, Any](axes or {}))
     known = {axis: max(size, 1) for axis, size in plan.degrees.items()}
     plan = replace(
         plan,
@@ -74,7 +83,9 @@ def resolve_axes(
 def _world_size(me: ProcessInfo) -> int:
     from torch import distributed
 
-    return distributed.get_world_size() if _has_process_group() else me.world_size
+    if _has_process_group():
+        return distributed.get_world_size()
+    return me.world_size
 
 
 def _has_process_group() -> bool:

@@ -22,12 +22,19 @@ RECORD_LAYOUT = struct.Struct("@ddqq32s192s")
 
 Native: a number is then written as a whole, and nobody reads half of it.
 """
-CLOCK, SLOWEST = struct.Struct("@d"), struct.Struct("@dd")
-STEP_AT, BEGUN_AT, SECTION_AT, LAST_AT = 16, 24, 32, 64
+CLOCK = struct.Struct("@d")
+SLOWEST = struct.Struct("@dd")
+STEP_AT = 16
+BEGUN_AT = 24
+SECTION_AT = 32
+LAST_AT = 64
 NUMBER = struct.Struct("@q")
 RECENT_STEPS = 100
 """Steps whose slowest is known."""
-START, STEP, END, DONE = "start", "step", "end", "done"
+START = "start"
+STEP = "step"
+END = "end"
+DONE = "done"
 
 
 @dataclass(frozen=True)

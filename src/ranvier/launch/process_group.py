@@ -66,7 +66,10 @@ def init_process_group(
         if file_handles.is_shortage(error):
             raise PlanError(file_handles.describe_shortage()) from error
         slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
-        where = "" if me.store_file is not None else f" at {me.address}:{me.port}"
+        if me.store_file is not None:
+            where = ""
+        else:
+            where = f" at {me.address}:{me.port}"
         first = str(error).partition("\n")[0].rstrip(".")
         raise CommunicationError(
             f"Rank {me.rank} of {me.world_size} could not join the others{where}: {first}. All "
@@ -110,7 +113,8 @@ def local_process_infos(world: int) -> list[ProcessInfo]:
 
     They are arguments of processes that `multiprocessing` starts.
     """
-    store, key = SharedFile("store"), new_key()
+    store = SharedFile("store")
+    key = new_key()
     return [
         ProcessInfo(
             rank=i,

@@ -113,7 +113,8 @@ class LaunchOrder:
 
 def assign_ranks(world: int, places: dict[int, list[int]]) -> dict[int, tuple[int, list[int]]]:
     """First rank and devices of each node: nodes are filled one after the other."""
-    parts, rank = {}, 0
+    parts = {}
+    rank = 0
     for node in sorted(places):
         mine = places[node][: world - rank]
         if mine:
@@ -135,9 +136,13 @@ class RendezvousStore:
     """
 
     def __init__(self, nodes: NodeInfo, key: str, timeout_seconds: float) -> None:
-        self.nodes, self._key = nodes, key
+        self.nodes = nodes
+        self._key = key
         first = nodes.node_rank == 0
-        listener = open_listener(nodes.host, nodes.port) if first else None
+        if first:
+            listener = open_listener(nodes.host, nodes.port)
+        else:
+            listener = None
         if listener is not None and is_hidden_loopback(nodes.host, listener.getsockname()[0]):
             print_message(
                 f"{nodes.host} is {listener.getsockname()[0]} on this node, which no other machine "
@@ -167,7 +172,8 @@ class RendezvousStore:
             if not self._store.check([name]):
                 return None
             signed = self._store.get(name).decode(errors="replace")
-        signature, text = signed[:SIGNATURE_LENGTH], signed[SIGNATURE_LENGTH:]
+        signature = signed[:SIGNATURE_LENGTH]
+        text = signed[SIGNATURE_LENGTH:]
         good = derive_prefix(self._key, "signed", name, text)
         return text if hmac.compare_digest(good.encode(), signature.encode()) else None
 
@@ -219,16 +225,15 @@ class Coordinator:
 
     def wait_for_nodes(self, seconds: float, told: GracefulStop) -> bool:
         """Wait until all nodes are there; False if told to stop before."""
-        limit, count = time.monotonic() + seconds, self.store.nodes.num_nodes
+        limit = time.monotonic() + seconds
+        count = self.store.nodes.num_nodes
         while len(self.local_ranks) < count:
             for node in range(count):
                 text = self.store.read_text(f"node/{node}")
                 if text is not None and node not in self.local_ranks:
                     facts = json.loads(text)
-                    self.local_ranks[node], self.hosts[node] = (
-                        list(range(facts["ranks"])),
-                        facts["host"],
-                    )
+                    self.local_ranks[node] = list(range(facts["ranks"]))
+                    self.hosts[node] = facts["host"]
             if told.signal:
                 return False
             if time.monotonic() > limit:
@@ -238,7 +243,8 @@ class Coordinator:
                     f"launch.nodes={count} must start. Start them, or use fewer."
                 )
             time.sleep(0.1)
-        world, there = self.history.policy.grids[0][1], sum(map(len, self.local_ranks.values()))
+        world = self.history.policy.grids[0][1]
+        there = sum(map(len, self.local_ranks.values()))
         if there != world:
             raise PlanError(
                 f"The nodes have {there} ranks, the plan {world}. All must start the same number. "

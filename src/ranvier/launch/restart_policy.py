@@ -86,13 +86,13 @@ class RankOutcome:
 
     def possible_causes(self, *, told: bool) -> Iterator[tuple[bool, float, AttemptResult]]:
         """Whether it only followed from another rank's end, when, and the end it makes."""
-        at = (
-            f" at step {self.heartbeat.step}"
-            if self.heartbeat.step >= 0
-            else " before its first step"
-        )
+        if self.heartbeat.step >= 0:
+            at = f" at step {self.heartbeat.step}"
+        else:
+            at = " before its first step"
         if self.report is not None:
-            code, text = int(self.report["code"]), str(self.report["message"])
+            code = int(self.report["code"])
+            text = str(self.report["message"])
             kind: ResultKind = "fault" if code == INTERNAL_EXIT_CODE else "error"
             when = float(self.report["time"])
             yield bool(self.report["secondary"]), when, self._attempt_result(kind, code, text)
@@ -198,7 +198,10 @@ class RestartHistory:
         """Whether all ranks are started again, and what people are told."""
         again = end.kind == "lost" or (end.kind == "fault" and self.policy.restart_on_error)
         if not again or not self.policy.max_restarts:
-            more = " All ranks were ended." if end.kind == "lost" else ""
+            if end.kind == "lost":
+                more = " All ranks were ended."
+            else:
+                more = ""
             return Decision(False, end.message + more, end.exit_code)
         self._record_failure(end)
         if self.idle_restarts == self.policy.max_restarts:
@@ -222,14 +225,18 @@ class RestartHistory:
         if grid is None or not self.policy.max_restarts:
             rule = f"{left} rank(s) are left. No grid of launch.grids fits, or launch.retries=0."
             return Decision(False, f"{end.message} {rule} Name a smaller grid.", LOST_EXIT_CODE)
-        self.grid_index, self.idle_restarts, self.blamed_ranks = grid, 0, []
+        self.grid_index = grid
+        self.idle_restarts = 0
+        self.blamed_ranks = []
         name, world = grids[grid]
         return Decision(True, f"{end.message} Going on with the grid {name} on {world} rank(s).")
 
     def _record_failure(self, end: AttemptResult) -> None:
         """Remember how an attempt ended."""
         if end.step > self.best_step:
-            self.best_step, self.idle_restarts, self.blamed_ranks = end.step, 0, []
+            self.best_step = end.step
+            self.idle_restarts = 0
+            self.blamed_ranks = []
         self.blamed_ranks.append(end.rank)
         why = end.message.splitlines()[0]
         failure = Failure(len(self.failures), end.step, why, self.policy.grids[self.grid_index][0])
@@ -239,15 +246,23 @@ class RestartHistory:
         """Go on with a smaller grid, or give up."""
         grids = self.policy.grids
         grid = largest_fitting_grid([world for _, world in grids], grids[self.grid_index][1] - 1)
-        where = f"step {self.best_step}" if self.best_step >= 0 else "the start"
+        if self.best_step >= 0:
+            where = f"step {self.best_step}"
+        else:
+            where = "the start"
         stuck = f"{end.message} {self.idle_restarts} restarts in a row got no further than {where}."
         if grid is None:
             remedy = "Mend the cause, or name a smaller grid in launch.grids."
             return Decision(
                 False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS_EXIT_CODE
             )
-        self.excluded_rank = self.blamed_ranks[0] if len({*self.blamed_ranks}) == 1 else None
-        self.grid_index, self.idle_restarts, self.blamed_ranks = grid, 0, []
+        if len({*self.blamed_ranks}) == 1:
+            self.excluded_rank = self.blamed_ranks[0]
+        else:
+            self.excluded_rank = None
+        self.grid_index = grid
+        self.idle_restarts = 0
+        self.blamed_ranks = []
         name, world = grids[grid]
         return Decision(True, f"{stuck} Going on with the grid {name} on {world} rank(s).")
 

@@ -17,7 +17,8 @@ class SharedFile:
     """An open file in memory; `multiprocessing` hands it to a process with its arguments."""
 
     def __init__(self, name: str, fd: int | None = None, path: str = "") -> None:
-        self.name, self.is_owner = name, fd is None
+        self.name = name
+        self.is_owner = fd is None
         self.fd, self.path = _open_memory_file(name) if fd is None else (fd, path)
 
     def __fspath__(self) -> str:
@@ -41,7 +42,8 @@ class SharedFile:
 
     def close(self) -> None:
         """Let go of it; others keep it."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)

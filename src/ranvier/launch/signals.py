@@ -69,7 +69,8 @@ class GracefulStop:
     """
 
     def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
-        self.quiet, self.patient = quiet, patient
+        self.quiet = quiet
+        self.patient = patient
         self.signal = 0
         """The first signal, 0 if none has come."""
         self.signal_time = 0.0
@@ -197,10 +198,8 @@ def report_errors(me: ProcessInfo, *, quiet: bool = False, trains: bool = True) 
 
 @contextlib.contextmanager
 def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterator[None]:
-    before, left = (
-        install_handlers(_raise_stop_requested if trains else _raise_interrupt),
-        threading.Event(),
-    )
+    before = install_handlers(_raise_stop_requested if trains else _raise_interrupt)
+    left = threading.Event()
 
     def heard(_: int) -> None:
         if trains and not left.wait(FIRST_SIGNAL_SECONDS):
@@ -214,7 +213,10 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
         if isinstance(error, BrokenPipeError) and not trains:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
-        where = f"rank {me.rank}: " if me.world_size > 1 else ""
+        if me.world_size > 1:
+            where = f"rank {me.rank}: "
+        else:
+            where = ""
         message, code = _describe_error(error)
         # A supervisor tells of stops and of other ranks' errors by itself.
         quiet = quiet or isinstance(error, StopRequested if me.error_file else OtherRankError)
@@ -268,7 +270,8 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
     from torch import distributed
 
     c10d: Any = distributed.distributed_c10d
-    store, left = c10d._get_default_store(), threading.Event()
+    store = c10d._get_default_store()
+    left = threading.Event()
 
     def look() -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
@@ -319,7 +322,10 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
     if isinstance(error, StopRequested):
         return NOTHING_SAVED_MESSAGE, STOPPED_EXIT_CODE
     if isinstance(error, KeyboardInterrupt):
-        number = error.args[0] if error.args else signal.SIGINT
+        if error.args:
+            number = error.args[0]
+        else:
+            number = signal.SIGINT
         return "Interrupted.", 128 + int(number)
     if isinstance(error, OSError) and error.errno in WRITE_ERRNOS:
         rule = "A run must be able to write there. Free space or choose another train.out."

@@ -143,7 +143,8 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        found, problem = [], getattr(error, "strerror", None) or str(error)
+        found = []
+        problem = getattr(error, "strerror", None) or str(error)
     for family, kind, protocol, _, where in found:
         listener = socket.socket(family, kind, protocol)
         try:
@@ -231,7 +232,10 @@ def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
         store = open_tcp_store(me.address, me.port, timeout_seconds)
         return with_prefix(derive_prefix(key, *context), store)
     prefix = derive_prefix(user_key(), *context)
-    listener = open_listener(me.address, me.port) if me.rank == 0 else None
+    if me.rank == 0:
+        listener = open_listener(me.address, me.port)
+    else:
+        listener = None
     store = open_tcp_store(me.address, me.port, timeout_seconds, listener=listener)
     store = with_prefix(prefix, store)
     check_same_key(store, me.rank == 0, f"{me.address}:{me.port}")

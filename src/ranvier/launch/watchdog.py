@@ -26,7 +26,8 @@ from ranvier.system.terminal import print
 START_SECONDS = 600.0
 """How long may pass before the first steps, in an evaluation, or after the last step."""
 CHECKPOINT_SECONDS = 420.0
-SLOWEST_STEP_FACTOR, MARGIN_SECONDS = 2.0, 30.0
+SLOWEST_STEP_FACTOR = 2.0
+MARGIN_SECONDS = 30.0
 """A step may take so many times the slowest of the last ones, and so much more."""
 DUMP_SIGNAL = signal.SIGQUIT
 """Asks a rank for its stacks."""
@@ -42,7 +43,10 @@ def silence_limit(beat: HeartbeatState, seconds: float) -> float:
         return seconds
     if beat.section == STEP and beat.slowest_step_seconds > 0.0:
         return SLOWEST_STEP_FACTOR * beat.slowest_step_seconds + MARGIN_SECONDS
-    usual = CHECKPOINT_SECONDS if beat.section == "checkpoint" else START_SECONDS
+    if beat.section == "checkpoint":
+        usual = CHECKPOINT_SECONDS
+    else:
+        usual = START_SECONDS
     return max(usual, seconds)
 
 
@@ -129,9 +133,13 @@ def describe_hang(
     seconds: float,
 ) -> str:
     """The message of a hang: which rank holds up the others, and where each is."""
-    worst, now = find_slowest_rank(beats, states), time.monotonic()
+    worst = find_slowest_rank(beats, states)
+    now = time.monotonic()
     beat = beats[worst]
-    stopped = ", where it was stopped from outside (SIGSTOP)" if states[worst] == "T" else ""
+    if states[worst] == "T":
+        stopped = ", where it was stopped from outside (SIGSTOP)"
+    else:
+        stopped = ""
     lines = [
         f"HangError: Rank {ranks[worst]} has given no sign of life for "
         f"{now - beat.begin_time:.0f} s in "
@@ -140,11 +148,10 @@ def describe_hang(
         "launch.watchdog."
     ]
     for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
-        did = (
-            f"operation {one.num_collectives}: {one.last_collective}"
-            if one.num_collectives
-            else "no operation yet"
-        )
+        if one.num_collectives:
+            did = f"operation {one.num_collectives}: {one.last_collective}"
+        else:
+            did = "no operation yet"
         ago = f"{now - one.begin_time:.1f} s ago"
         lines.append(f"rank {rank}: section {one.section}, step {one.step}, {did}, {ago}")
         lines.append(text or f"    no stack: it did not answer (state {letter or 'unknown'})")
@@ -154,7 +161,8 @@ def describe_hang(
 @contextlib.contextmanager
 def watch_for_hangs(pulse: Heartbeat, rank: int, seconds: float) -> Iterator[None]:
     """Inside, a thread ends this rank with its stacks shown when it hangs."""
-    ended, eye = threading.Event(), Watchdog(seconds)
+    ended = threading.Event()
+    eye = Watchdog(seconds)
 
     def look() -> None:
         while not ended.wait(1.0):

@@ -120,7 +120,8 @@ class SavedStorage:
         for user in (reference() for reference in self.users):
             if user is not None:
                 user.tensor = None
-        self.device_buffer, self.users = None, []
+        self.device_buffer = None
+        self.users = []
 
     def copy_to_device(self, lane: SideStream, now: StreamEvent) -> None:
         """Start to copy it back; the host's bytes are free as soon as that is done."""
@@ -129,7 +130,8 @@ class SavedStorage:
         self.device_buffer = torch.empty(self.size, dtype=torch.uint8, device=lane.device)
         with lane.run_after(now, self.copy_event):
             self.device_buffer.copy_(self.host_buffer, non_blocking=True)
-        self.copy_event, self.fetch_stream = lane.record_event(), lane
+        self.copy_event = lane.record_event()
+        self.fetch_stream = lane
         self.pool.return_buffer(self.host_buffer, self.copy_event)
         self.host_buffer = None
 
@@ -191,10 +193,17 @@ class ActivationOffload:
                 f"memory.activations={share} reached the blocks. It is a share in [0, 1]; -1 is "
                 "settled before (memory.fit=auto). Use for example 0.5."
             )
-        self.blocks, self.device, self.weights = list(blocks), device, weights
-        self.pool, self.last_block, self.min_bytes = pool, last, small
+        self.blocks = list(blocks)
+        self.device = device
+        self.weights = weights
+        self.pool = pool
+        self.last_block = last
+        self.min_bytes = small
         others = len([name for name in blocks if name != last])
-        self.offload_fraction = min(share * len(blocks) / others, 1.0) if others else 0.0
+        if others:
+            self.offload_fraction = min(share * len(blocks) / others, 1.0)
+        else:
+            self.offload_fraction = 0.0
         """Of the bytes of blocks that do not stay what goes."""
         self.offloaded_bytes = 0
         """Bytes copied to the host so far."""
@@ -224,14 +233,16 @@ class ActivationOffload:
         if name not in self.blocks or not torch.is_grad_enabled() or self.offload_fraction == 0.0:
             yield
             return
-        outer, self._current_call = self._current_call, self._begin_call(name)
+        outer = self._current_call
+        self._current_call = self._begin_call(name)
         try:
             with saved_tensors_hooks(self.pack, self.unpack):
                 yield
             with hide_from_dispatch_modes():
                 self._offload_call(self._current_call)
         finally:
-            self._previous_call, self._current_call = self._current_call, outer
+            self._previous_call = self._current_call
+            self._current_call = outer
 
     def _begin_call(self, name: str) -> _BlockCall:
         """A new call; blocks that follow each other belong to one pass."""
@@ -270,7 +281,10 @@ class ActivationOffload:
     def _saved_storage(self, x: Tensor, storage: torch.UntypedStorage) -> SavedStorage:
         """The storage of a tensor; the same for all tensors of it."""
         reference, known = self._storages_by_id.get(storage._cdata, (None, None))
-        kept = None if reference is None or reference.expired() or known is None else known()
+        if reference is None or reference.expired() or known is None:
+            kept = None
+        else:
+            kept = known()
         if kept is not None and not kept.is_changed(x):
             return kept
         with hide_from_dispatch_modes():
@@ -291,7 +305,8 @@ class ActivationOffload:
             if kept.size < self.min_bytes or kept.copied_version >= 0:
                 continue
             if self._start_phase is not None:
-                self._due_bytes, self._start_phase = self._start_phase * kept.size, None
+                self._due_bytes = self._start_phase * kept.size
+                self._start_phase = None
             self._due_bytes += self.offload_fraction * kept.size
             if self._due_bytes >= kept.size * (1.0 - 1e-9) and kept.copy_to_host(
                 self._to_host_stream, now
@@ -322,7 +337,10 @@ class ActivationOffload:
     def _fetch_storages(self, some: Iterable[SavedStorage]) -> None:
         """Start to bring what is not here."""
         away = [kept for kept in some if kept.device_buffer is None]
-        now = record_current_event(self.device) if away else None
+        if away:
+            now = record_current_event(self.device)
+        else:
+            now = None
         for kept in away:
             kept.copy_to_device(self._to_device_stream, now)
 

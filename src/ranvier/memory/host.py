@@ -41,12 +41,12 @@ class Arena:
 
     def __init__(self, size: int, device: torch.device, *, path: Path | None = None) -> None:
         """path: directory of the file that holds them; None: memory, pinned if device is CUDA."""
-        self.size, self.used_bytes = size, 0
-        held = (
-            _map_temporary_file(path, size)
-            if path is not None
-            else _map_anonymous_memory(max(size, 1))
-        )
+        self.size = size
+        self.used_bytes = 0
+        if path is not None:
+            held = _map_temporary_file(path, size)
+        else:
+            held = _map_anonymous_memory(max(size, 1))
         self.buffer = torch.frombuffer(held, dtype=torch.uint8)[:size]
         self.is_pinned = path is None and device.type == "cuda" and size > 0
         if path is None and size > 0:
@@ -62,7 +62,8 @@ class Arena:
     def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next part, as a tensor of this shape."""
         count = torch.Size(shape).numel() * dtype.itemsize
-        start, self.used_bytes = self.used_bytes, self.used_bytes + align_size(count)
+        start = self.used_bytes
+        self.used_bytes = self.used_bytes + align_size(count)
         assert start + count <= self.size, (self.used_bytes, self.size)
         return self.buffer[start : start + count].view(dtype).view(shape)
 
@@ -103,7 +104,8 @@ def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
 
 def _touch_pages(memory: Tensor) -> None:
     """Have all pages there, by several threads: one alone takes seconds for each ten GiB."""
-    start, size = memory.data_ptr(), memory.numel()
+    start = memory.data_ptr()
+    size = memory.numel()
     spans = [
         (start + at, min(TOUCH_CHUNK_BYTES, size - at)) for at in range(0, size, TOUCH_CHUNK_BYTES)
     ]
@@ -149,7 +151,8 @@ def _cgroup_free_bytes() -> list[int]:
         top = Path("/sys/fs/cgroup") / (kinds if "memory" in kinds else "")
         for folder in {top / where.lstrip("/"), top}:
             for limit, used in (("memory.max", "memory.current"), *_CGROUP_V1_FILES):
-                most, taken = _read_integer(folder / limit), _read_integer(folder / used)
+                most = _read_integer(folder / limit)
+                taken = _read_integer(folder / used)
                 if most is not None and taken is not None and most < 2**60:
                     found.append(max(most - taken + _page_cache_bytes(folder), 0))
     return found
@@ -173,14 +176,18 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_integer(path: Path) -> int | None:
     lines = _read_lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
+    if lines and lines[0].isdigit():
+        return int(lines[0])
+    return None
 
 
 def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
     """Bytes of host memory that each of so many ranks may keep things in; limit: GiB of a rank."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     there = max(int(available_host_bytes() - RESERVED_FRACTION * total), 0) // ranks
-    return min(there, int(limit * GIB)) if limit > 0.0 else there
+    if limit > 0.0:
+        return min(there, int(limit * GIB))
+    return there
 
 
 def check_host_memory(

@@ -20,7 +20,8 @@ class HostBufferPool:
 
     def __init__(self, arena: Callable[[int], Tensor], *, room: int) -> None:
         """arena: makes so many bytes on the host. room: how many there may be."""
-        self.make_arena, self.max_bytes = arena, room
+        self.make_arena = arena
+        self.max_bytes = room
         self.total_bytes = 0
         """Bytes of all buffers."""
         self._bytes_in_use = 0
@@ -55,7 +56,8 @@ class HostBufferPool:
                 if mark is not None:
                     mark.synchronize()
         self._free_buffers.clear()  # before as much is taken again
-        whole, at = self.make_arena(self.total_bytes), 0
+        whole = self.make_arena(self.total_bytes)
+        at = 0
         for size, count in counts.items():
             cut = whole[at : at + size * count].split(size)
             self._free_buffers[size] = [(piece, None) for piece in cut]

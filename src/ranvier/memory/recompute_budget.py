@@ -133,9 +133,9 @@ class StepMemory:
 
     def offloaded_fraction(self, away: float) -> float:
         """What waits on the host of blocks but the last, so that it is a share `away` of all."""
-        return (
-            min(away * self.num_blocks / (self.num_blocks - 1), 1.0) if self.num_blocks > 1 else 0.0
-        )
+        if self.num_blocks > 1:
+            return min(away * self.num_blocks / (self.num_blocks - 1), 1.0)
+        return 0.0
 
     def _pass_peaks(
         self, one: PassMemory, kinds: Sequence[RecomputeMode], away: float, stowed: bool
@@ -143,15 +143,23 @@ class StepMemory:
         """Moments of a pass."""
         kept = sum(one.blocks[kind].saved_bytes for kind in kinds)
         waiting = kept - away * (kept - one.blocks[kinds[-1]].saved_bytes)
-        before = 0 if stowed else self.num_blocks * one.earlier_block_grad
+        if stowed:
+            before = 0
+        else:
+            before = self.num_blocks * one.earlier_block_grad
         made = max(min(one.after_head, one.head_peak), 0)
-        enter, made = one.input_bytes - one.earlier_outside_grad, made + one.earlier_outside_grad
+        enter = one.input_bytes - one.earlier_outside_grad
+        made = made + one.earlier_outside_grad
         yield BudgetPeak(
             "head", one.input_bytes + round(waiting) + one.head_peak - made, before + made
         )
         for i, back in _critical_blocks(one, kinds, away):
-            block, later = one.blocks[kinds[i]], self.num_blocks - 1 - i
-            grads = min(later, 1) * one.block_grad if stowed else later * one.block_grad
+            block = one.blocks[kinds[i]]
+            later = self.num_blocks - 1 - i
+            if stowed:
+                grads = min(later, 1) * one.block_grad
+            else:
+                grads = later * one.block_grad
             grads += (1 if stowed else i + 1) * one.earlier_block_grad
             own = min(
                 max(one.block_grad - one.earlier_block_grad, 0),
@@ -175,9 +183,13 @@ class StepMemory:
         self, kinds: Sequence[RecomputeMode], away: float, stowed: bool
     ) -> Iterator[BudgetPeak]:
         """Moments of the first forward pass of the next step: gradients go as blocks are used."""
-        first, last = self.passes[0], self.passes[-1]
+        first = self.passes[0]
+        last = self.passes[-1]
         for i, back in _critical_blocks(first, kinds, away):
-            grads = 0 if stowed else (self.num_blocks - 1 - i) * last.block_grad
+            if stowed:
+                grads = 0
+            else:
+                grads = (self.num_blocks - 1 - i) * last.block_grad
             more = first.input_bytes + back + first.blocks[kinds[i]].forward_peak
             yield BudgetPeak("forward", more, grads + last.outside_grad)
 
@@ -234,14 +246,18 @@ def _critical_blocks(
     Between blocks of one kind bytes change evenly: two at each end of its run are enough. What
     the block before has sent away is there as well: it is going, or has come back already.
     """
-    at, base = 0, 0.0
+    at = 0
+    base = 0.0
     beside = 0.0
     for kind, group in groupby(kinds):
-        size, kept = len(list(group)), one.blocks[kind].saved_bytes
+        size = len(list(group))
+        kept = one.blocks[kind].saved_bytes
         for i in sorted({0, min(1, size - 1), max(size - 2, 0), size - 1}):
             back = base + i * kept * (1.0 - away)
             yield at + i, round(back + away * (kept if i else beside))
-        at, base, beside = at + size, base + size * kept * (1.0 - away), float(kept)
+        at = at + size
+        base = base + size * kept * (1.0 - away)
+        beside = float(kept)
 
 
 def choose_recompute_modes(need: StepMemory, available: int) -> tuple[RecomputeMode, ...] | None:
@@ -264,7 +280,8 @@ def candidate_modes(need: StepMemory) -> list[tuple[RecomputeMode, ...]]:
 
     A kind that keeps no less than a cheaper one is of no use.
     """
-    blocks, count = need.passes[0].blocks, need.num_blocks
+    blocks = need.passes[0].blocks
+    count = need.num_blocks
     known: list[RecomputeMode] = [kind for kind in RECOMPUTE_COST if kind in blocks]
     worth = [
         kind

@@ -33,7 +33,9 @@ class SavableResult:
     @property
     def seconds_per_byte(self) -> float:
         """Seconds saved for a byte."""
-        return self.seconds / self.bytes if self.bytes > 0 else math.inf
+        if self.bytes > 0:
+            return self.seconds / self.bytes
+        return math.inf
 
 
 def communication_seconds(

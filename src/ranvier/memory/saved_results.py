@@ -105,7 +105,9 @@ class SavePolicy:
     def open_results(self, *, selective: bool) -> SavedResults | None:
         """A queue for a call of a block; None if it would stay empty."""
         some = self.collectives != "again" and self.chosen_layers != frozenset()
-        return SavedResults(self, selective) if selective or some else None
+        if selective or some:
+            return SavedResults(self, selective)
+        return None
 
 
 @dataclass
@@ -125,18 +127,22 @@ class SavedResults:
     def block_run(self) -> Iterator[None]:
         """A run of the block, the first or the second."""
         trace = self.policy.trace
-        self.where = self.where if self.is_recompute else trace.where
-        before, trace.saved_results = trace.saved_results, self
+        if not self.is_recompute:
+            self.where = trace.where
+        before = trace.saved_results
+        trace.saved_results = self
         try:
             with trace.named_scope(self.where):
                 yield
         finally:
-            trace.saved_results, self.is_recompute = before, True
+            trace.saved_results = before
+            self.is_recompute = True
 
     def run_once(self, work: Callable[[], T]) -> T:
         """The result of work that communicates: of the first run, if it is kept."""
         keeping = self.policy
-        trace, where = keeping.trace, keeping.trace.where
+        trace = keeping.trace
+        where = keeping.trace.where
         if not keeping.saves_layer(where):
             return work()
         if self.is_recompute:

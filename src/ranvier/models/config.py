@@ -187,7 +187,9 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     def window_of_layer(self, layer: int) -> int:
         """Tokens that a token sees in a layer; 0: all."""
         here = not self.window_layers or layer in self.window_layers
-        return self.window if here else 0
+        if here:
+            return self.window
+        return 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
@@ -211,7 +213,8 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
 
     def find_problems(self) -> list[str]:
         """What cannot be, with value, rule and remedy."""
-        turned, found = int(self.head_dim * self.rope_share), self.find_expert_problems()
+        turned = int(self.head_dim * self.rope_share)
+        found = self.find_expert_problems()
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(
                 f"experts={self.experts} in each of layers={self.layers}. A model has at most "
@@ -224,7 +227,10 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
             )
         if turned % 2 and self.positions == "rope":
             share = f" · rope_share={self.rope_share} = {turned}" * (self.rope_share != 1.0)
-            even = f"{self.head_dim + 1}" if self.rope_share == 1.0 else "another of the two"
+            if self.rope_share == 1.0:
+                even = f"{self.head_dim + 1}"
+            else:
+                even = "another of the two"
             found.append(
                 f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. Use {even}."
             )

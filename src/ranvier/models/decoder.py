@@ -51,7 +51,9 @@ class LMHead(nn.Linear):
         logits = super().forward(x)
         if self.cap > 0.0:
             logits = torch.tanh(logits / self.cap) * self.cap
-        return logits if targets is None else cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        return cross_entropy(logits, targets)
 
 
 class CrossEntropy(nn.Module):
@@ -65,7 +67,8 @@ class CrossEntropy(nn.Module):
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """What CrossEntropy computes."""
     logits = logits.flatten(0, 1)
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
@@ -79,7 +82,10 @@ class OffsetRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[.., d]`."""
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        if x.dtype in (torch.bfloat16, torch.float16):
+            wide = x.float()
+        else:
+            wide = x
         weight = self.weight_offset + self.weight.to(wide.dtype)
         return F.rms_norm(wide, self.normalized_shape, weight, self.eps).to(x.dtype)
 
@@ -91,9 +97,13 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
-        self.window, self.cap = config.window_of_layer(layer), config.attention_cap
+        self.window = config.window_of_layer(layer)
+        self.cap = config.attention_cap
         scale = config.attention_scale
-        self.scale = (config.head_dim / scale) ** 0.5 if scale > 0.0 else 1.0
+        if scale > 0.0:
+            self.scale = (config.head_dim / scale) ** 0.5
+        else:
+            self.scale = 1.0
         """Of queries, so that scores are divided by another root."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """How whole samples attend; a faster way of the same may take its place."""
@@ -115,11 +125,16 @@ class AttentionCore(nn.Module):
                 angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
             if not angles.is_floating_point():
                 angles = self.rotary(angles, q.dtype)
-            q, k = apply_rotary(q, angles), apply_rotary(k, angles)
-        q = q if self.scale == 1.0 else q * self.scale
+            q = apply_rotary(q, angles)
+            k = apply_rotary(k, angles)
+        if self.scale != 1.0:
+            q = q * self.scale
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)
-        window = 0 if self.window >= q.shape[1] else self.window
+        if self.window >= q.shape[1]:
+            window = 0
+        else:
+            window = self.window
         if documents is None and window and can_use_flash_kernel(q, self.cap):
             documents = Documents.one_per_sample(q.shape[0], q.shape[1], q.device)
         if documents is None:
@@ -146,8 +161,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        d, k, bias = config.embed, config.head_dim, config.has_bias("qkv")
-        self.head_dim, self.norms_all_heads = k, config.qk_whole
+        d = config.embed
+        k = config.head_dim
+        bias = config.has_bias("qkv")
+        self.head_dim = k
+        self.norms_all_heads = config.qk_whole
         self.qkv = FusedLinear(
             {
                 "q": nn.Linear(d, config.heads * k, bias=bias),
@@ -155,7 +173,10 @@ class Attention(nn.Module):
                 "v": nn.Linear(d, config.kv_heads * k, bias=bias),
             }
         )
-        widths = (config.heads * k, config.kv_heads * k) if self.norms_all_heads else (k, k)
+        if self.norms_all_heads:
+            widths = (config.heads * k, config.kv_heads * k)
+        else:
+            widths = (k, k)
         normed = config.qk_norm or config.qk_whole
         self.q_norm, self.k_norm = (
             build_rms_norm(config, width) if normed else nn.Identity() for width in widths
@@ -171,10 +192,12 @@ class Attention(nn.Module):
         """x, y: `[b, s, d]`."""
         q, k, v = apply_with_adapter(self, "qkv", x)
         if self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # (b, s, h, k)
         if not self.norms_all_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         out: Tensor = apply_with_adapter(self, "o", self.core(q, k, v, angles, documents))
         return out
 
@@ -207,17 +230,30 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        before, after = config.norms != "after", config.norms != "before"
-        self.norm1 = build_norm(config) if before else nn.Identity()
+        before = config.norms != "after"
+        after = config.norms != "before"
+        if before:
+            self.norm1 = build_norm(config)
+        else:
+            self.norm1 = nn.Identity()
         self.attention = Attention(config, layer)
-        self.after1 = build_norm(config) if after else nn.Identity()
-        self.norm2 = build_norm(config) if before else nn.Identity()
+        if after:
+            self.after1 = build_norm(config)
+        else:
+            self.after1 = nn.Identity()
+        if before:
+            self.norm2 = build_norm(config)
+        else:
+            self.norm2 = nn.Identity()
         if config.has_experts(layer):
             self.mlp: nn.Module = MoELayer(config)
             self.dims = self.dims | {"mlp": ("expert", "mlp", "embed")}
         else:
             self.mlp = (GatedMLP if config.activation in GATED_FUNCTIONS else UngatedMLP)(config)
-        self.after2 = build_norm(config) if after else nn.Identity()
+        if after:
+            self.after2 = build_norm(config)
+        else:
+            self.after2 = nn.Identity()
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(
@@ -338,18 +374,18 @@ class Decoder(nn.Module):
         documents = normalize_documents(documents)
         angles = None  # once for all
         if self.rotary is not None:
-            long = (
-                document_lengths(documents, positions.device)
-                if self.config.rope == "longrope"
-                else None
-            )
+            if self.config.rope == "longrope":
+                long = document_lengths(documents, positions.device)
+            else:
+                long = None
             angles = self.rotary(positions, x.dtype, long)
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
             x = self.head(x, targets) if scored else x
-            x = x if targets is None or not scored else self._add_aux_loss(x)
+            if not (targets is None or not scored):
+                x = self._add_aux_loss(x)
         assert x is not None
         return x
 
@@ -358,6 +394,9 @@ class Decoder(nn.Module):
         extra = loss.new_zeros(())
         for mixture in self.moe_layers:
             if mixture.aux_loss is not None:
-                extra, mixture.aux_loss = extra + mixture.aux_loss.to(loss.dtype), None
+                extra = extra + mixture.aux_loss.to(loss.dtype)
+                mixture.aux_loss = None
         self.aux_loss = extra.detach()
-        return loss + extra if extra.requires_grad else loss
+        if extra.requires_grad:
+            return loss + extra
+        return loss

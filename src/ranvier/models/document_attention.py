@@ -82,7 +82,9 @@ def normalize_documents(documents: Documents | Tensor | None) -> Documents | Non
         documents = Documents.from_ids(documents)
     if documents is None or not documents.lengths:
         return documents
-    return None if all(len(cuts) == 1 for cuts in documents.lengths) else documents
+    if all(len(cuts) == 1 for cuts in documents.lengths):
+        return None
+    return documents
 
 
 def document_lengths(documents: Documents | None, device: torch.device) -> Tensor | None:
@@ -95,12 +97,16 @@ def document_lengths(documents: Documents | None, device: torch.device) -> Tenso
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: float = 0.0) -> Tensor:
     """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
-    shared, seq = q.shape[2] != k.shape[2], q.shape[1]
+    shared = q.shape[2] != k.shape[2]
+    seq = q.shape[1]
     window = 0 if window >= seq else window
     if cap > 0.0:
         return _softcap_attention(q, k, v, window, cap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    mask = ~_masked_keys(seq, window, q.device) if window else None
+    if window:
+        mask = ~_masked_keys(seq, window, q.device)
+    else:
+        mask = None
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not window, enable_gqa=shared)
     return y.transpose(1, 2)
 
@@ -108,7 +114,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: floa
 def _masked_keys(seq: int, window: int, device: torch.device) -> Tensor:
     """Which keys a query does not see: later ones, and those before its window `[s, s]`."""
     ones = torch.ones(seq, seq, dtype=torch.bool, device=device)
-    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+    if window:
+        return ones.triu(1) | ones.tril(-window)
+    return ones.triu(1)
 
 
 def _attention_probs(q: Tensor, k: Tensor, window: int, cap: float) -> tuple[Tensor, Tensor]:
@@ -121,7 +129,9 @@ def _attention_probs(q: Tensor, k: Tensor, window: int, cap: float) -> tuple[Ten
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in KERNEL_DTYPES else dtype
+    if dtype in KERNEL_DTYPES:
+        return torch.float32
+    return dtype
 
 
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float) -> Tensor:
@@ -180,8 +190,11 @@ def packed_attention_backward(
 
     With a cap c, S = c tanh(T / c): dT = dS (1 - (S / c)²).
     """
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    groups = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5
     for at in _indices_by_length(bounds):
         # (documents, kv heads, heads that share one, length, k)
         a, d = (x[at].transpose(1, 2).unflatten(1, (-1, groups)) for x in (q, dy))
@@ -191,7 +204,8 @@ def packed_attention_backward(
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         if cap > 0.0:
             ds = ds * (1.0 - (scores / cap) ** 2)
-        p, ds = p.to(q.dtype), ds.to(q.dtype)
+        p = p.to(q.dtype)
+        ds = ds.to(q.dtype)
         dq[at] = (ds @ b).flatten(1, 2).transpose(1, 2)
         dk[at] = (ds.transpose(-1, -2) @ a).sum(2).transpose(1, 2)
         dv[at] = (p.transpose(-1, -2) @ d).sum(2).transpose(1, 2)
@@ -209,7 +223,9 @@ def can_use_flash_kernel(q: Tensor, cap: float = 0.0) -> bool:
 
 def _contiguous_heads(x: Tensor) -> Tensor:
     """As the kernel takes it: heads without gaps, such as those of a packed k and v."""
-    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
+    if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
+        return x
+    return x.contiguous()
 
 
 # ---- one operation for the compiler -----------------------------------------------------
@@ -221,7 +237,8 @@ def attend_documents(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `inside`, and what its backward needs: logarithms of sums, state of no generator."""
     if not can_use_flash_kernel(q, cap):
-        y, none = packed_attention(q, k, v, bounds, window, cap), q.new_empty(0)
+        y = packed_attention(q, k, v, bounds, window, cap)
+        none = q.new_empty(0)
         return y.contiguous(), none, none.clone()
     longest = int(most)
     q, k, v = map(_contiguous_heads, (q, k, v))
@@ -233,7 +250,9 @@ def attend_documents(
 
 def _window_sizes(window: int) -> dict[str, int]:
     """How many keys before and behind itself a query sees, as the kernel counts them."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    if window:
+        return {"window_size_left": window - 1, "window_size_right": 0}
+    return {}
 
 
 @attend_documents.register_fake
@@ -265,7 +284,8 @@ def attend_documents_backward(
     if not can_use_flash_kernel(q, cap):
         # an operation cannot use autograd
         return packed_attention_backward(dy, q, k, v, bounds, window, cap)
-    longest, none = int(most), torch.empty(0, device=q.device)
+    longest = int(most)
+    none = torch.empty(0, device=q.device)
     dy, q, k, v = map(_contiguous_heads, (dy, q, k, v))
     ends = (bounds, bounds, longest, longest)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(

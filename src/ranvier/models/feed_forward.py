@@ -44,7 +44,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        d, f, bias = config.embed, config.mlp, config.has_bias("mlp")
+        d = config.embed
+        f = config.mlp
+        bias = config.has_bias("mlp")
         self.enter = FusedLinear(
             {"gate": nn.Linear(d, f, bias=bias), "up": nn.Linear(d, f, bias=bias)}
         )
@@ -95,6 +97,9 @@ class UngatedMLP(nn.Module):
 
 def apply_with_adapter(module: nn.Module, name: str, x: Tensor) -> Any:
     """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
-    layer, adapters = getattr(module, name), getattr(module, "adapters", None)
+    layer = getattr(module, name)
+    adapters = getattr(module, "adapters", None)
     y = layer(x)
-    return y if adapters is None or name not in adapters else adapters[name](x, y, layer)
+    if adapters is None or name not in adapters:
+        return y
+    return adapters[name](x, y, layer)

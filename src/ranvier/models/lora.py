@@ -43,7 +43,8 @@ class DoraMagnitude(nn.Module):
 
     def __init__(self, out: int, scale: float) -> None:
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(out)), scale
+        self.weight = nn.Parameter(torch.ones(out))
+        self.scale = scale
 
     def forward(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
         """The factor `[out]`; the norm is as good as constant."""
@@ -109,10 +110,15 @@ class Adapter(nn.Module):
         """y, which the layer made of x, with what is added to it."""
         parts = self.a(self.dropout(x))  # (b, s, r) each
         added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
-        ys = list(y) if isinstance(y, tuple) else [y]
+        if isinstance(y, tuple):
+            ys = list(y)
+        else:
+            ys = [y]
         for place, name, more in zip(self.layer_indices, self.names, added, strict=True):
             ys[place] = self._add_to_output(ys[place], self.scale * more, layer, name)
-        return tuple(ys) if isinstance(y, tuple) else ys[0]
+        if isinstance(y, tuple):
+            return tuple(ys)
+        return ys[0]
 
     def _add_to_output(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
         """One output with what is added to it; a bias is not scaled."""
@@ -214,7 +220,10 @@ def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Ada
             base, _, _ = adapter.layer_with_a_and_b(layer, name)
             assert isinstance(base, nn.Linear), name
             single = base is layer
-            first = SHARED_A if hasattr(adapter.a, SHARED_A) else name
+            if hasattr(adapter.a, SHARED_A):
+                first = SHARED_A
+            else:
+                first = name
             found[f"{above}.{group}{'' if single else f'.{name}'}.weight"] = AdaptedWeight(
                 f"{path}.a.{first}.weight",
                 f"{path}.b.{name}.weight",

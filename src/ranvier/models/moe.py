@@ -89,12 +89,20 @@ class Router:
         """gain · x Wᵀ, wide; of a part of the features a part of the sum. x: `[t, d]`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         found = F.linear(x.to(wide), weight.to(wide))  # (t, E)
-        return found if self.logit_scale == 1.0 else found * self.logit_scale
+        if self.logit_scale == 1.0:
+            return found
+        return found * self.logit_scale
 
     def route_tokens(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
         """logits: `[t, E]`, wide; bias: `[E]`."""
-        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
-        wanted = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
+        if self.score_function == "softmax":
+            scores = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
+        if bias is None:
+            wanted = scores.detach()
+        else:
+            wanted = scores.detach() + bias.to(scores.dtype)
         experts = wanted.topk(self.top_k, dim=-1).indices  # (t, k)
         weights = scores.gather(1, experts)
         if self.norm_topk_prob:
@@ -118,7 +126,10 @@ class Router:
         seq: tokens of whole sequences; before: choices of earlier parts of them, `[b, E]`.
         """
         hot = F.one_hot(routes.experts.view(sequences, -1), self.num_experts)  # (b, s·k, E)
-        place = hot.cumsum(1) if before is None else hot.cumsum(1) + before.unsqueeze(1)
+        if before is None:
+            place = hot.cumsum(1)
+        else:
+            place = hot.cumsum(1) + before.unsqueeze(1)
         mine = place.gather(2, routes.experts.view(sequences, -1, 1)).view_as(routes.experts)
         return mine <= self.expert_capacity(seq)
 
@@ -133,11 +144,9 @@ class Router:
             scores = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
         sums = scores.view(len(counts), -1, self.num_experts).sum(1)  # (b, E)
         found = self.aux_loss_coeff * self.num_experts * (shares * sums).sum()
-        return (
-            found + self.z_loss_coeff * logits.logsumexp(-1).square().sum()
-            if self.z_loss_coeff > 0.0
-            else found
-        )
+        if self.z_loss_coeff > 0.0:
+            return found + self.z_loss_coeff * logits.logsumexp(-1).square().sum()
+        return found
 
 
 class MoELayer(nn.Module):
@@ -145,11 +154,11 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        d, f, e = config.embed, config.expert_width, config.experts
-        self.rule, self.has_gate = (
-            Router.from_config(config),
-            config.activation in GATED_ACTIVATIONS,
-        )
+        d = config.embed
+        f = config.expert_width
+        e = config.experts
+        self.rule = Router.from_config(config)
+        self.has_gate = config.activation in GATED_ACTIVATIONS
         self.activation = config.activation
         self.function: Callable[[Tensor], Tensor] = {**GATED_FUNCTIONS, **UNGATED_FUNCTIONS}[
             config.activation
@@ -182,14 +191,16 @@ class MoELayer(nn.Module):
         kept = torch.ones_like(routes.experts, dtype=torch.bool)
         if rule.capacity_factor > 0.0:
             kept = rule.capacity_mask(routes, b, s, None)
-        self.aux_loss = (
-            rule.compute_aux_loss(logits, routes, counts, s) if self._adds_aux_loss else None
-        )
+        if self._adds_aux_loss:
+            self.aux_loss = rule.compute_aux_loss(logits, routes, counts, s)
+        else:
+            self.aux_loss = None
         if self.training and self.bias is not None:
             found = counts.sum(0)
-            self.tokens_per_expert = (
-                found if self.tokens_per_expert is None else self.tokens_per_expert + found
-            )
+            if self.tokens_per_expert is None:
+                self.tokens_per_expert = found
+            else:
+                self.tokens_per_expert = self.tokens_per_expert + found
         y = torch.zeros_like(flat, dtype=logits.dtype)  # (t, d)
         for e in range(rule.num_experts):
             token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)

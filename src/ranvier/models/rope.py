@@ -38,7 +38,10 @@ class RotaryEmbedding(nn.Module):
         each sample is one text, and ends with the largest of its positions. So what fills a sample
         up, with a position of the text, counts as little as the other samples do.
         """
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if dtype == torch.float64:
+            wide = torch.float64
+        else:
+            wide = torch.float32
         steps = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=wide)
         frequency = self.compute_frequencies(steps, 1)
         if self.config.rope == "longrope":
@@ -48,7 +51,8 @@ class RotaryEmbedding(nn.Module):
             far = self.compute_frequencies(steps, self.config.rope_original + 1)
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
-        cos, sin = angle.cos(), angle.sin()
+        cos = angle.cos()
+        sin = angle.sin()
         found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)
         if self.config.rope_attention != 1.0:
             found = found * self.config.rope_attention
@@ -60,22 +64,25 @@ class RotaryEmbedding(nn.Module):
         # as others write it: to the last bit, which counts at far positions
         frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.rotary_dim)
         if config.rope == "longrope":
-            factors = config.rope_long if seq > config.rope_original else config.rope_short
+            if seq > config.rope_original:
+                factors = config.rope_long
+            else:
+                factors = config.rope_short
             return frequency / torch.tensor(factors, dtype=steps.dtype, device=steps.device)
         if config.rope_scale == 1.0:
             return frequency
         if config.rope == "linear":
             return frequency / config.rope_scale
-        kept = (
-            _llama3_keep_ratio(frequency, config)
-            if config.rope == "llama3"
-            else self._yarn_keep_ratio(steps)
-        )
+        if config.rope == "llama3":
+            kept = _llama3_keep_ratio(frequency, config)
+        else:
+            kept = self._yarn_keep_ratio(steps)
         return frequency * (kept + (1.0 - kept) / config.rope_scale)
 
     def _yarn_keep_ratio(self, steps: Tensor) -> Tensor:
         """How much of each frequency is kept, falling evenly from pair to pair (YaRN)."""
-        config, k = self.config, self.rotary_dim
+        config = self.config
+        k = self.rotary_dim
 
         def pair(turns: float) -> float:
             """The number of the pair that turns so often in the original length."""
@@ -83,7 +90,8 @@ class RotaryEmbedding(nn.Module):
             return k * math.log(length) / (2 * math.log(config.rope_theta))
 
         low, high = config.rope_turns
-        first, last = max(math.floor(pair(high)), 0), min(math.ceil(pair(low)), k - 1)
+        first = max(math.floor(pair(high)), 0)
+        last = min(math.ceil(pair(low)), k - 1)
         width = last - first if last != first else 0.001
         return 1.0 - ((steps / 2 - first) / width).clamp(0.0, 1.0)
 

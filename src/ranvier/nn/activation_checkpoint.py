@@ -81,14 +81,20 @@ def checkpoint_block(
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    keeping, samples, selective = moment.save_policy, moment.samples, kind == "selective"
+    keeping = moment.save_policy
+    samples = moment.samples
+    selective = kind == "selective"
     compiling = torch.compiler.is_compiling()
-    results = None if compiling else keeping.open_results(selective=selective)
+    if compiling:
+        results = None
+    else:
+        results = keeping.open_results(selective=selective)
 
     def run(*inputs: Any) -> Any:
         if compiling:  # the graph reads the samples of its own pass, and may change nothing
             return forward(*inputs, **kwargs)
-        before, moment.samples = moment.samples, samples
+        before = moment.samples
+        moment.samples = samples
         try:
             if results is None:
                 return forward(*inputs, **kwargs)
@@ -149,6 +155,8 @@ def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
             saved = group != depth
         elif name.startswith("_c10d_functional::"):
             group = args[-1]
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        if saved:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -40,7 +40,8 @@ class AttentionCore(ParallelLayer):
     def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         q, k = (("batch", "seq", dim, "head_dim") for dim in ("heads", "kv_heads"))
-        ids, y = ("batch", "seq"), ("batch", "seq", "heads")
+        ids = ("batch", "seq")
+        y = ("batch", "seq", "heads")
         config = _example_config()
         return [LayerExample(lambda twin: twin(config), ("heads",), [q, k, k, ids, ids], [y])]
 
@@ -62,7 +63,9 @@ class AttentionCore(ParallelLayer):
     def _local_samples(self, x: Any, tokens: int) -> Any:
         """What concerns my samples, which have so many tokens."""
         if isinstance(x, Tensor):
-            return x if x.shape[0] == 1 else local_slice(x, self.batch_axis, 0)
+            if x.shape[0] == 1:
+                return x
+            return local_slice(x, self.batch_axis, 0)
         if x is None or self.batch_axis.size == 1:
             return x
         return x.narrow(self.batch_axis.index * tokens, tokens)

@@ -108,7 +108,9 @@ def backend_with_fallback(name: str) -> AttentionFunction:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # what is compiled is what was tried; a graph cannot ask about the device
         good = torch.compiler.is_compiling() or supports_inputs(name, q, k, v)
-        return function(q, k, v) if good else sdpa_attention(q, k, v)
+        if good:
+            return function(q, k, v)
+        return sdpa_attention(q, k, v)
 
     return attend
 

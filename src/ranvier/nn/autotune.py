@@ -68,7 +68,10 @@ class Autotuner:
         self.device = torch.device(device)
         self.cache_path = path
         """Where choices are kept; None: nowhere but here."""
-        self.results: TuningTable = {} if path is None else read_cache(path)
+        if path is None:
+            self.results: TuningTable = {}
+        else:
+            self.results = read_cache(path)
 
     @classmethod
     def for_device(cls, device: torch.device | str) -> Autotuner:
@@ -98,7 +101,8 @@ class Autotuner:
         """
         taken: dict[str, list[float]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
-        passing, begun = False, time.perf_counter()
+        passing = False
+        begun = time.perf_counter()
         for turn in range(self.warmup_samples + self.max_samples):
             for name, way in ways.items():
                 if name in failed:
@@ -215,4 +219,6 @@ def read_cache(path: Path) -> TuningTable:
 
 
 def _dict_items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items()) if isinstance(value, dict) else []
+    if isinstance(value, dict):
+        return list(value.items())
+    return []

@@ -76,7 +76,9 @@ class CompiledBlocks:
 
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
-        self.trace, self.step_context, self.is_enabled = trace, moment, True
+        self.trace = trace
+        self.step_context = moment
+        self.is_enabled = True
         # Graphs hang on the code: with one of another model's nothing would be noted here.
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
         self.compiled_function = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
@@ -113,7 +115,9 @@ class CompiledBlocks:
             out = out[0], block.mlp_to_residual(block.mlp(out[1]))  # type: ignore[operator]
         if left:
             return DeferredResidual(*out)
-        return out[0] + out[1] if travels else out
+        if travels:
+            return out[0] + out[1]
+        return out
 
     def _call_graph(
         self,
@@ -126,7 +130,8 @@ class CompiledBlocks:
         """Call the graph; the trace gets what it communicates."""
         if key in self.graph_events and not self.trace.enabled:
             return self.compiled_function(*how, self.step_context, block, *args)
-        where, depth = self.trace.where, len(self.trace.outer_scopes)
+        where = self.trace.where
+        depth = len(self.trace.outer_scopes)
         try:
             with self.trace.record_events() as noted:
                 out = self.compiled_function(*how, self.step_context, block, *args)
@@ -141,4 +146,6 @@ class CompiledBlocks:
 
 def _graph_key(arg: Any) -> Any:
     """What a graph depends on of an argument."""
-    return (arg.shape, arg.requires_grad) if isinstance(arg, Tensor) else type(arg)
+    if isinstance(arg, Tensor):
+        return (arg.shape, arg.requires_grad)
+    return type(arg)

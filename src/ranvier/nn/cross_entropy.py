@@ -83,7 +83,8 @@ class CrossEntropy(ParallelLayer):
     @staticmethod
     def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
-        logits, targets = ("batch", "seq", "vocab"), ("batch", "seq")
+        logits = ("batch", "seq", "vocab")
+        targets = ("batch", "seq")
         return [LayerExample(lambda twin: twin(), ("vocab",), [logits, targets], [()])]
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -108,7 +109,10 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor, mine: VocabShard) -
     x = _at_least_float32(logits)[:, : mine.valid_columns]
     peak = collectives.all_reduce(_max_logits(x.detach()), mine.axis, "max").wait()
     column, here = _local_targets(targets, mine)
-    hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here if mine.valid_columns else x.sum(1)
+    if mine.valid_columns:
+        hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here
+    else:
+        hit = x.sum(1)
     sums = reduce_from_axis(torch.stack([(x - peak.unsqueeze(1)).exp().sum(1), hit]), mine.axis)
     return ((sums[0].log() + peak - sums[1]) * (targets != IGNORE_INDEX)).sum()
 
@@ -134,10 +138,8 @@ def _score_full_vocab(
     logits: Tensor, targets: Tensor, mine: VocabShard, gradient: Tensor | None
 ) -> Tensor:
     """`score` where a rank has all columns and there is no kernel."""
-    column, counted = (
-        _local_targets(targets, mine)[0].unsqueeze(1),
-        (targets != IGNORE_INDEX).unsqueeze(1),
-    )
+    column = _local_targets(targets, mine)[0].unsqueeze(1)
+    counted = (targets != IGNORE_INDEX).unsqueeze(1)
     losses = []
     for rows in _token_chunks(logits):
         here = logits[rows, : mine.valid_columns]
@@ -170,11 +172,10 @@ def score_each_token(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tenso
     peak, sums, hit = logit_statistics(logits, targets, mine)
     highest, log_sum, hit = _combine_statistics(peak, sums, hit, mine)
     none = torch.full_like(targets, torch.iinfo(torch.int64).max)
-    best = (
-        logits[:, : mine.valid_columns].argmax(1) + mine.first_column
-        if mine.valid_columns
-        else none
-    )
+    if mine.valid_columns:
+        best = logits[:, : mine.valid_columns].argmax(1) + mine.first_column
+    else:
+        best = none
     first = collectives.all_reduce(
         torch.where(peak == highest, best, none), mine.axis, "min"
     ).wait()
@@ -205,13 +206,18 @@ def logit_statistics(
             logits, targets, first=mine.first_column, valid=mine.valid_columns, gradient=gradient
         )
     column, here = _local_targets(targets, mine)
-    peaks, sums, hits = [], [], []
+    peaks = []
+    sums = []
+    hits = []
     for rows in _token_chunks(logits):
         x = _at_least_float32(logits[rows])[:, : mine.valid_columns]
         peak = _max_logits(x)
         peaks.append(peak)
         sums.append((x - peak.unsqueeze(1)).exp_().sum(1))
-        hit = x.gather(1, column[rows].unsqueeze(1)).squeeze(1) if mine.valid_columns else peak
+        if mine.valid_columns:
+            hit = x.gather(1, column[rows].unsqueeze(1)).squeeze(1)
+        else:
+            hit = peak
         hits.append(torch.where(here[rows], hit, 0.0))
     return torch.cat(peaks), torch.cat(sums), torch.cat(hits)
 
@@ -271,7 +277,9 @@ def _local_targets(targets: Tensor, mine: VocabShard) -> tuple[Tensor, Tensor]:
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return x.float()
+    return x
 
 
 def _max_logits(x: Tensor) -> Tensor:

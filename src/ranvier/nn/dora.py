@@ -53,7 +53,9 @@ class DoraMagnitude(ParallelLayer):
                 *(_gather_matrix(one) for one in (layer, a, b)), self.scale
             )
             norm = reduce_from_axis(here, self.axis).sqrt().to(self.weight.dtype)
-        return norm if b.used_slice is None else norm.narrow(*b.used_slice)
+        if b.used_slice is None:
+            return norm
+        return norm.narrow(*b.used_slice)
 
     @property
     def cost_model(self) -> DoraNormCost:
@@ -65,5 +67,8 @@ class DoraMagnitude(ParallelLayer):
 def _gather_matrix(layer: Linear) -> Tensor:
     """The weight as it lies but for depth, `[out, in]`."""
     compiling = torch.compiler.is_compiling()  # a graph for all blocks reads no handle
-    weight = layer.gather_weight() if compiling else layer.handles["weight"].unsharded_data()
+    if compiling:
+        weight = layer.gather_weight()
+    else:
+        weight = layer.handles["weight"].unsharded_data()
     return weight.flatten(0, -2)

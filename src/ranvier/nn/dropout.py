@@ -27,7 +27,8 @@ class Dropout(ParallelLayer):
         super().__init__(site)
         (dim,) = dims
         assert isinstance(dim, str), dims
-        self.dim, self.p = dim, serial.p
+        self.dim = dim
+        self.p = serial.p
         self.rng_stream = torch.tensor(
             counter_rng.random_key(site.step_context.seed, "dropout", site.name)
         )

@@ -66,7 +66,8 @@ class Embedding(ParallelLayer):
     @staticmethod
     def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
-        ids, y = [("batch", "seq")], [("batch", "seq", "embed")]
+        ids = [("batch", "seq")]
+        y = [("batch", "seq", "embed")]
         return [
             LayerExample(lambda twin: twin(29, 16), ("vocab", "embed"), ids, y),
             LayerExample(lambda twin: twin(29, 16, padding_idx=3), ("vocab", "embed"), ids, y),
@@ -87,16 +88,17 @@ class Embedding(ParallelLayer):
             else:
                 y = apply_autograd(_EmbeddingFunction, ids, self, self.weight)
         # Above a frozen table something may be trained: all that follows has the same backward.
-        return y if weight.trainable else y.requires_grad_(torch.is_grad_enabled())
+        if weight.trainable:
+            return y
+        return y.requires_grad_(torch.is_grad_enabled())
 
     def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Indices into my rows, and which ids are mine."""
         local = ids - self.first_row
-        mine = (
-            (local >= 0) & (local < rows)
-            if self.has_split_rows
-            else torch.ones_like(ids, dtype=torch.bool)
-        )
+        if self.has_split_rows:
+            mine = (local >= 0) & (local < rows)
+        else:
+            mine = torch.ones_like(ids, dtype=torch.bool)
         return local.clamp(0, rows - 1), mine
 
     def _look_up_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
@@ -105,13 +107,16 @@ class Embedding(ParallelLayer):
         if self.padding_idx is not None:  # its row is read but gets no gradient, as in torch
             pad = (ids == self.padding_idx).unsqueeze(-1)
             y = torch.where(pad, y.detach(), y)
-        return y * mine.unsqueeze(-1) if self.has_split_rows else y
+        if self.has_split_rows:
+            return y * mine.unsqueeze(-1)
+        return y
 
     @property
     def cost_model(self) -> EmbeddingCost:
         """Scatter the looked-up rows; gather the gradient of all tokens, if it is trained."""
         weight = self.handles["weight"]
-        shape, trained = weight.sharding.shape, weight.trainable
+        shape = weight.sharding.shape
+        trained = weight.trainable
         return EmbeddingCost(self.site.name, self.site.layout_context, shape, self.rows, trained)
 
 

@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 from ranvier import launch
 from ranvier.nn.layer import apply_autograd
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 SIZE_MULTIPLE = 16
 """What all sizes of a product must be multiples of."""
 MIN_AMAX = 2.0**-100
@@ -50,7 +51,9 @@ class Float8Linear:
     @property
     def grad_dtype(self) -> torch.dtype:
         """The type of gradients: more range, or where each row has a scale more digits."""
-        return E5M2 if self.granularity == "tensorwise" else E4M3
+        if self.granularity == "tensorwise":
+            return E5M2
+        return E4M3
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """x Wᵀ."""
@@ -137,7 +140,10 @@ def scaled_matmul(
     a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: sums may be rounded more often."""
-    right = b.inverse_scale if b.inverse_scale.dim() == 0 else b.inverse_scale.t()
+    if b.inverse_scale.dim() == 0:
+        right = b.inverse_scale
+    else:
+        right = b.inverse_scale.t()
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
         y = a.values.to(wide) @ b.values.to(wide).t()

@@ -58,9 +58,13 @@ class FusedLinear(ParallelLayer):
         wide as another are packed, unless all are to be treated alike. In the bucket they must lie
         one after the other, whole over depth.
         """
-        layers, self.packed_layers = self.layers, []
+        layers = self.layers
+        self.packed_layers = []
         widths = [math.prod(layer.handles["weight"].sharding.local_shape[:-1]) for layer in layers]
-        limit = widest if all_alike else min(widest, max(widths) // 2)
+        if all_alike:
+            limit = widest
+        else:
+            limit = min(widest, max(widths) // 2)
         start = 0
         while start < len(layers):
             stop = start + 1
@@ -80,8 +84,10 @@ class FusedLinear(ParallelLayer):
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
         ranks: dict[str, Sequence[Dim]] = {"q": ("rank", "embed"), "k": ("rank", "embed")}
         shared: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
-        outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
-        rank, groups = ("batch", "seq", "rank"), ("batch", "seq", "kv_heads")
+        outer = ("batch", "seq", "embed")
+        inner = ("batch", "seq", "heads")
+        rank = ("batch", "seq", "rank")
+        groups = ("batch", "seq", "kv_heads")
         return [
             LayerExample(
                 lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
@@ -161,7 +167,8 @@ def are_adjacent(before: Linear, layer: Linear) -> bool:
 
     And is multiplied in the same way.
     """
-    a, b = before.handles["weight"], layer.handles["weight"]
+    a = before.handles["weight"]
+    b = layer.handles["weight"]
     plain = not any(one.is_split or one.is_transposed or one.used_slice for one in (before, layer))
     plain = plain and before.matmul_backend == layer.matmul_backend
     return plain and a.bucket is b.bucket and a.offset + a.num_elements == b.offset
@@ -170,7 +177,9 @@ def are_adjacent(before: Linear, layer: Linear) -> bool:
 def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
     """The weights of layers that follow each other as one matrix `[Σn, i]`."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
-    bucket, start, stop = first.bucket, first.offset, last.offset + last.num_elements
+    bucket = first.bucket
+    start = first.offset
+    stop = last.offset + last.num_elements
     with bucket.temporary_storage():
         flat = bucket.data[start:stop]
     matrix = flat.view(-1, first.sharding.local_shape[-1]).requires_grad_(first.trainable)

@@ -92,7 +92,9 @@ class LayerContext:
     def block_name(self) -> str:
         """Name of the block around the leaf (an element of a list); empty outside of any."""
         inside = re.match(r"(.*\.\d+)\.", self.name)
-        return inside.group(1) if inside else ""
+        if inside:
+            return inside.group(1)
+        return ""
 
     @property
     def layout_context(self) -> LayoutContext:

@@ -81,7 +81,8 @@ class Linear(ParallelLayer):
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        weight, bias = serial.weight, serial.bias
+        weight = serial.weight
+        bias = serial.bias
         assert isinstance(weight, torch.nn.Parameter), type(weight)
         assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
         self.linear_weight = LinearWeight(
@@ -91,11 +92,10 @@ class Linear(ParallelLayer):
             weight.requires_grad,
             self.is_transposed,
         )
-        self.in_dim, self.out_dim = self.linear_weight.in_dim, self.linear_weight.out_dim
-        self.num_packed, self.linear_comm = (
-            self.linear_weight.num_packed,
-            self.linear_weight.linear_comm,
-        )
+        self.in_dim = self.linear_weight.in_dim
+        self.out_dim = self.linear_weight.out_dim
+        self.num_packed = self.linear_weight.num_packed
+        self.linear_comm = self.linear_weight.linear_comm
         self.comm_axes = self._resolve_comm_axes()
         """Axis and dim of the gather of the input, and of the scatter of the output."""
         self.copy_axis = site.axis(*filter(None, [self.linear_comm.copy_axis]))
@@ -144,7 +144,8 @@ class Linear(ParallelLayer):
         ]
 
     def _resolve_comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
-        move, site = self.linear_comm, self.site
+        move = self.linear_comm
+        site = self.site
         gathered = site.whole_sequence and move.gather.dim == 1
         from_axis, to_axis = (
             site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
@@ -171,26 +172,40 @@ class Linear(ParallelLayer):
             for cut in self.output_sharding.splits[0]
             if cut.axis == self.linear_comm.scatter.axis
         ]
-        return cuts[0].ranks // cuts[0].replicas if cuts else 1
+        if cuts:
+            return cuts[0].ranks // cuts[0].replicas
+        return 1
 
     def gather_weight(self) -> Tensor:
         """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
         if not torch.compiler.is_compiling():
             self.handles["weight"].bucket.unshard()
-        return self.handles["weight"].unsharded_param() if self.is_split else self.weight
+        if self.is_split:
+            return self.handles["weight"].unsharded_param()
+        return self.weight
 
     def local_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (out, in), what I use of it."""
-        matrix = weight.flatten(1).T if self.is_transposed else weight.flatten(0, -2)
-        return matrix if self.used_slice is None else matrix.narrow(*self.used_slice)
+        if self.is_transposed:
+            matrix = weight.flatten(1).T
+        else:
+            matrix = weight.flatten(0, -2)
+        if self.used_slice is None:
+            return matrix
+        return matrix.narrow(*self.used_slice)
 
     def weight_grad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dW in the shape in which the weight is stored."""
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        grad = x.T @ dy if self.is_transposed else self.matmul_backend.grad_w(dy, x)
+        x = x.flatten(0, -2)
+        dy = dy.flatten(0, -2)
+        if self.is_transposed:
+            grad = x.T @ dy
+        else:
+            grad = self.matmul_backend.grad_w(dy, x)
         shape = self.handles["weight"].sharding.unsharded_shape
         if self.used_slice is not None:
-            part, grad = grad, grad.new_zeros(shape)
+            part = grad
+            grad = grad.new_zeros(shape)
             grad.narrow(*self.used_slice).copy_(part)
         return grad.view(shape)
 
@@ -213,17 +228,22 @@ class Linear(ParallelLayer):
 
     def fused_cost_model(self, layers: Sequence[Linear], *, apart: bool = False) -> LinearCost:
         """What predicts the product of layers, of which this is the first."""
-        factors, whole = tuple(layer.linear_weight for layer in layers), self.site.whole_sequence
+        factors = tuple(layer.linear_weight for layer in layers)
+        whole = self.site.whole_sequence
         return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
 
 def _low_rank_examples() -> list[LayerExample]:
     """Layers from and to a dim that is whole; 3 fit no axis, so that depth pads."""
     sizes = {**EXAMPLE_SIZES, "rank": 3}
-    outer, rank = ("batch", "seq", "embed"), ("batch", "seq", "rank")
+    outer = ("batch", "seq", "embed")
+    rank = ("batch", "seq", "rank")
     made = []
     for name, size in (("embed", 16), ("heads", 32), ("kv_heads", 8), ("mlp", 24)):
-        other = outer if name == "embed" else ("batch", "seq", name)
+        if name == "embed":
+            other = outer
+        else:
+            other = ("batch", "seq", name)
         made.append(LayerExample(_layer_factory(3, size), (name, "rank"), [rank], [other], sizes))
         if name != "kv_heads":  # nothing reads these
             made.append(
@@ -301,7 +321,9 @@ def parallel_linear_reference(
 
 def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
     """What each layer reads of the gathered input."""
-    return list(x.chunk(len(layers), -1)) if apart else [x] * len(layers)
+    if apart:
+        return list(x.chunk(len(layers), -1))
+    return [x] * len(layers)
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -321,8 +343,11 @@ class _ParallelLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         if _needs_weight_grad(layers):
             ctx.save_for_backward(x)
-        ctx.layers, ctx.site, ctx.apart = layers, site, apart
-        results, work = site.grid.trace.saved_results, partial(_linear_forward, x, layers, apart)
+        ctx.layers = layers
+        ctx.site = site
+        ctx.apart = apart
+        results = site.grid.trace.saved_results
+        work = partial(_linear_forward, x, layers, apart)
         if results is None:
             return work()
         if not layers[0].fused_cost_model(layers).saves_output(x.shape[-1], results.selective):
@@ -333,8 +358,10 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        layers, site = ctx.layers, ctx.site
-        trace, hide = site.grid.trace, "dx" in site.bucket_scheduler.overlap
+        layers = ctx.layers
+        site = ctx.site
+        trace = site.grid.trace
+        hide = "dx" in site.bucket_scheduler.overlap
         (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
         with trace.named_scope(site.name):
             again = None
@@ -356,7 +383,10 @@ class _ParallelLinear(torch.autograd.Function):
                     )
                     for d, layer in zip(dys, layers, strict=True)
                 ]
-                dx = torch.cat(terms, -1) if ctx.apart else _sum_tensors(terms)
+                if ctx.apart:
+                    dx = torch.cat(terms, -1)
+                else:
+                    dx = _sum_tensors(terms)
                 # in flight while dW is computed
                 pending = collectives.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:

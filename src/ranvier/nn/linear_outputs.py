@@ -21,20 +21,22 @@ if TYPE_CHECKING:
 
 def buffer_dim(dim: int) -> int:
     """The dim of the buffer that is scattered."""
-    return 2 if dim == -1 else dim
+    if dim == -1:
+        return 2
+    return dim
 
 
 def pack_outputs(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
     """Outputs `[b, s, n_i]` before the scatter in one buffer."""
     if dim != -1:
-        return ys[0] if len(ys) == 1 else torch.cat(list(ys), -1)
+        if len(ys) == 1:
+            return ys[0]
+        return torch.cat(list(ys), -1)
     blocks = []
     for y, layer in zip(ys, layers, strict=True):
         for one in y.unflatten(-1, (layer.num_packed, -1)).unbind(-2):
-            block, copies = (
-                one.unflatten(-1, (layer.num_scatter_parts, -1)),
-                axis.size // layer.num_scatter_parts,
-            )
+            block = one.unflatten(-1, (layer.num_scatter_parts, -1))
+            copies = axis.size // layer.num_scatter_parts
             blocks.append(block if copies == 1 else block.repeat_interleave(copies, 2))
     return _concat_features(blocks)  # (b, s, col, m)
 
@@ -58,7 +60,9 @@ def unpack_output_grads(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: i
 
 def _concat_features(parts: Sequence[Tensor]) -> Tensor:
     """Features of all; one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), -1)
 
 
 def unpack_outputs(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
@@ -70,8 +74,13 @@ def unpack_outputs(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor
 
 def pack_output_grads(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
     """Gradients of the outputs on this rank in one buffer, as it was scattered."""
-    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
-    return dy.unsqueeze(2) if dim == -1 else dy
+    if len(grads) == 1:
+        dy = grads[0]
+    else:
+        dy = torch.cat(list(grads), -1)
+    if dim == -1:
+        return dy.unsqueeze(2)
+    return dy
 
 
 def output_widths(layers: Sequence[Linear]) -> list[list[int]]:

@@ -65,7 +65,8 @@ class LMHead(Linear):
     @staticmethod
     def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
-        x, targets = ("batch", "seq", "embed"), ("batch", "seq")
+        x = ("batch", "seq", "embed")
+        targets = ("batch", "seq")
         return [
             LayerExample(lambda twin: twin(16, 29), ("vocab", "embed"), [x, targets], [()]),
             LayerExample(
@@ -104,22 +105,31 @@ class LMHead(Linear):
                     logits.flatten(0, 1), targets.flatten(), self.vocab_shard
                 )
             needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-            factor = torch.ones((), device=x.device) if needed else None
-            known = self.site.step_context.loss_scale if needed else None
+            if needed:
+                factor = torch.ones((), device=x.device)
+            else:
+                factor = None
+            if needed:
+                known = self.site.step_context.loss_scale
+            else:
+                known = None
             loss: Tensor = apply_autograd(
                 _ChunkedLoss, x, targets, self, factor, known, self.weight
             )
         return loss
 
     def _softcap_logits(self, logits: Tensor) -> Tensor:
-        return torch.tanh(logits / self.cap) * self.cap if self.cap > 0.0 else logits
+        if self.cap > 0.0:
+            return torch.tanh(logits / self.cap) * self.cap
+        return logits
 
     @torch.no_grad()
     def _score_each_token(self, x: Tensor, targets: Tensor) -> Tensor:
         """What each target `[b/col, s]` is worth, a chunk of tokens at a time."""
         (from_axis, from_dim), _ = self.comm_axes
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
-        matrix, found = self.local_matrix(self.handles["weight"].unsharded_data()), list[Tensor]()
+        matrix = self.local_matrix(self.handles["weight"].unsharded_data())
+        found = list[Tensor]()
         cuts = chunk_slices(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
         matrix = self.align_rows(matrix)
         for cut in cuts:
@@ -144,7 +154,9 @@ class LMHead(Linear):
         ):
             return matrix
         missing = align_columns(matrix.shape[0], matrix.element_size()) - matrix.shape[0]
-        return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
+        if missing:
+            return F.pad(matrix, (0, 0, 0, missing))
+        return matrix
 
     @property
     def cost_model(self) -> LMHeadCost:
@@ -175,15 +187,23 @@ class _ChunkedLoss(torch.autograd.Function):
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         handle = leaf.handles["weight"]
         matrix = leaf.local_matrix(handle.unsharded_data())  # (V/row, d/col)
-        needed, factor = one is not None, one if known is None else known
-        dx = whole.new_empty(whole.shape) if needed and x.requires_grad else None
+        needed = one is not None
+        factor = one if known is None else known
+        if needed and x.requires_grad:
+            dx = whole.new_empty(whole.shape)
+        else:
+            dx = None
         dw: Tensor | None = None
         loss = torch.zeros((), dtype=leaf.site.bucket_scheduler.reduce_dtype, device=x.device)
         shape = whole.shape
         if leaf.keeps_logits_local:
-            whole, targets = whole.flatten(0, 1).unsqueeze(0), targets.flatten().unsqueeze(0)
+            whole = whole.flatten(0, 1).unsqueeze(0)
+            targets = targets.flatten().unsqueeze(0)
         samples, tokens, _ = whole.shape
-        dx = None if dx is None else dx.view(whole.shape)
+        if dx is None:
+            dx = None
+        else:
+            dx = dx.view(whole.shape)
         cuts = chunk_slices(tokens, samples * matrix.shape[0] * x.element_size())
         matrix = leaf.align_rows(matrix)
         for cut in cuts:
@@ -210,20 +230,27 @@ class _ChunkedLoss(torch.autograd.Function):
             del y  # before the next chunk takes as much
         if dx is not None:
             dx = collectives.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
-        ctx.leaf, ctx.dx, ctx.dw, ctx.taken = leaf, dx, dw, False
+        ctx.leaf = leaf
+        ctx.dx = dx
+        ctx.dw = dw
+        ctx.taken = False
         ctx.scaled = known is not None
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw, handle = ctx.dx, ctx.dw, ctx.leaf.handles["weight"]
+        dx = ctx.dx
+        dw = ctx.dw
+        handle = ctx.leaf.handles["weight"]
         if ctx.taken:
             raise RuntimeError(
                 f"{ctx.leaf.site.name}: backward ran a second time through the same loss. Its "
                 "gradients are made once, in forward. Compute the loss again."
             )
-        ctx.dx, ctx.dw, ctx.taken = None, None, True
+        ctx.dx = None
+        ctx.dw = None
+        ctx.taken = True
         if not ctx.scaled:
             dx, dw = (None if x is None else x.mul_(grad) for x in (dx, dw))
         if dw is not None:
@@ -260,7 +287,9 @@ def _accumulate_weight_grad(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: LM
     host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
     if x.dtype == wide or host or leaf.matmul_backend != PlainMatmul():
         new = leaf.matmul_backend.grad_w(dy, x).to(wide)
-        return new if sum_ is None else sum_.add_(new)
+        if sum_ is None:
+            return new
+        return sum_.add_(new)
     if sum_ is None:
         return torch.mm(dy.T, x, out_dtype=wide)
     return torch.addmm(sum_, dy.T, x, out_dtype=wide, out=sum_)

@@ -41,7 +41,8 @@ class Norm(ParallelLayer):
                 f"{site.name} has the dims {tuple(dims)}. A norm has one dim. Name one."
             )
         self.dim = dims[0]
-        weight, bias = serial.weight, getattr(serial, "bias", None)
+        weight = serial.weight
+        bias = getattr(serial, "bias", None)
         if not isinstance(weight, torch.nn.Parameter):
             raise ShardingError(f"{site.name} has no weight. A norm on the grid has one. Add it.")
         self.size = weight.numel()
@@ -85,13 +86,18 @@ class RMSNorm(Norm):
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         eps = getattr(serial, "eps", getattr(serial, "variance_epsilon", None))
-        self.eps = None if eps is None else float(eps)
+        if eps is None:
+            self.eps = None
+        else:
+            self.eps = float(eps)
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
-        outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
-        shared, head = ("batch", "seq", "kv_heads"), ("batch", "seq", "heads", "head_dim")
+        outer = ("batch", "seq", "embed")
+        inner = ("batch", "seq", "heads")
+        shared = ("batch", "seq", "kv_heads")
+        head = ("batch", "seq", "heads", "head_dim")
         return [
             LayerExample(lambda twin: twin(16, eps=1e-5), ("embed",), [outer], [outer]),
             LayerExample(lambda twin: twin(32), ("heads",), [inner], [inner]),
@@ -102,10 +108,15 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
         weight = _at_least_float32(self.weight)
-        weight = weight if self.weight_offset == 0.0 else self.weight_offset + weight
+        if self.weight_offset != 0.0:
+            weight = self.weight_offset + weight
         with self.trace_scope():
             wide = _at_least_float32(x)
-            eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps  # as in torch
+            # as in torch
+            if self.eps is None:
+                eps = torch.finfo(wide.dtype).eps
+            else:
+                eps = self.eps
             eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
             if eager and x.dtype == weight.dtype:
                 found: Tensor = apply_autograd(_RMSNormFunction, x, weight, eps, self)
@@ -141,7 +152,10 @@ class _RMSNormFunction(torch.autograd.Function):
             here = (product @ weight).view(root.shape)
             mean = sum_gradients(here, norm.axis) / (norm.size * norm.num_replicas)
         dx = (dy * weight).mul_(root).addcmul_(x, mean.mul_(root).mul_(root).mul_(root), value=-1.0)
-        dw = root.flatten() @ product if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            dw = root.flatten() @ product
+        else:
+            dw = None
         return dx, dw, None, None
 
 
@@ -184,4 +198,6 @@ class LayerNorm(Norm):
 
 def _at_least_float32(x: Tensor) -> Tensor:
     """At least fp32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return x.float()
+    return x

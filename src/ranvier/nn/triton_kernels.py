@@ -149,7 +149,8 @@ def cast_transpose(
     rows, columns = x.shape
     a = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
     b = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
-    R, C = 64, 128
+    R = 64
+    C = 128
     _cast_transpose_kernel[(triton.cdiv(rows, R), triton.cdiv(columns, C))](
         x, x.stride(0), scale, a, b, rows, columns, torch.finfo(dtype).max,
         PLAIN=plain, TURNED=turned, R=R, C=C, num_warps=4,

@@ -43,7 +43,10 @@ class UpdateScalars:
     ) -> UpdateScalars:
         """Compute them once for all tensors; bias corrections in float64."""
         step = step.double()
-        rate = lr if isinstance(lr, Tensor) else torch.full_like(step, lr)
+        if isinstance(lr, Tensor):
+            rate = lr
+        else:
+            rate = torch.full_like(step, lr)
         numbers = [
             good,
             torch.ones_like(step) if factor is None else factor,

@@ -29,7 +29,8 @@ from ranvier.optim.low_precision_states import BLOCK_SIZE, MIN_BLOCK_SCALE, Mome
 HAS_TRITON = launch.has_triton()
 triton: Any = importlib.import_module("triton") if HAS_TRITON else None
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
-BLOCK_ELEMENTS, WARP_ELEMENTS = 1024, 128
+BLOCK_ELEMENTS = 1024
+WARP_ELEMENTS = 128
 """Of a program, which has a block where moments have 8 bits, and of a warp: four elements a thread,
 which are 16 bytes in fp32. With more, fp32 and bf16 would want different threads for an element and
 change places in shared memory."""
@@ -61,7 +62,8 @@ def can_use_kernel(
     key: RoundingKey | None = None,
 ) -> bool:
     """Whether the kernel of a GPU takes these tensors."""
-    mean, square = moments.mean, moments.square
+    mean = moments.mean
+    square = moments.square
     tensors = [weight, grad, mean, square, *([] if out is None else [out])]
     return (
         HAS_TRITON
@@ -103,7 +105,8 @@ def fused_adamw(
     if can_use_cpu_kernel(weight, moments):
         if now.should_update:
             grad = grad.to(weight.dtype)
-            grad = grad if now.grad_factor is None else grad * now.grad_factor.to(weight.dtype)
+            if now.grad_factor is not None:
+                grad = grad * now.grad_factor.to(weight.dtype)
             cpu_adamw([CpuUpdate(weight, grad, moments)], now=now, **rest)
             if out is not None:
                 out.copy_(weight)
@@ -113,14 +116,18 @@ def fused_adamw(
         return
     assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
-    end, coded = weight.numel(), moments.scales is not None
-    even, size = (
-        end - end % (BLOCK_SIZE if coded else VECTOR_MULTIPLE),
-        BLOCK_SIZE if coded else BLOCK_ELEMENTS,
-    )
-    fresh1, fresh2 = 1.0 - now.betas[0], 1.0 - now.betas[1]
+    end = weight.numel()
+    coded = moments.scales is not None
+    even = end - end % (BLOCK_SIZE if coded else VECTOR_MULTIPLE)
+    if coded:
+        size = BLOCK_SIZE
+    else:
+        size = BLOCK_ELEMENTS
+    fresh1 = 1.0 - now.betas[0]
+    fresh2 = 1.0 - now.betas[1]
     for start, stop in pairwise(sorted({0, *range(0, even, MAX_LAUNCH_ELEMENTS), even, end})):
-        part, here = moments.slice_range(start, stop), slice(start, stop)
+        part = moments.slice_range(start, stop)
+        here = slice(start, stop)
         with torch.cuda.device_of(weight):
             _adamw_kernel[(triton.cdiv(stop - start, size),)](
                 *(weight[here], grad[here], part.mean, part.square),
@@ -216,11 +223,13 @@ def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
     if key is None:
         return [0] * 8
     planes, rows, columns = ([(1, 0, 1)] * 2 + key.merged_dims)[-3:]
-    pitch, plane = columns[2], rows[2] * columns[2]
+    pitch = columns[2]
+    plane = rows[2] * columns[2]
     above, column = divmod(key.first + start, columns[0])
     before, row = divmod(above, rows[0])
     base = (before + planes[1]) * plane + (row + rows[1]) * pitch + column + columns[1]
-    skip, jump = pitch - columns[0], plane - rows[0] * pitch
+    skip = pitch - columns[0]
+    jump = plane - rows[0] * pitch
     return [key.seed, base, column, columns[0], row, rows[0], skip, jump]
 
 
@@ -229,7 +238,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
     On CUDA every element is read once and no tensor of squares is made.
     """
-    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    if any(x.dtype == torch.float64 for x in tensors):
+        wide = torch.float64
+    else:
+        wide = torch.float32
     if tensors[0].is_meta:  # it stands for a device with the kernel
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     if not tensors[0].is_cuda:
@@ -237,7 +249,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     some = [x for x in tensors if x.numel() > 0]
     if not some or not all(can_sum_squares(x) for x in some):
         parts = [x.to(wide).square().sum() for x in some]
-        return torch.stack(parts).sum() if parts else tensors[0].new_zeros((), dtype=wide)
+        if parts:
+            return torch.stack(parts).sum()
+        return tensors[0].new_zeros((), dtype=wide)
     return partial_square_sums(some).sum()
 
 
@@ -341,13 +355,15 @@ def _encode_block(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ign
         full = tl.where(scale > 0.0, scale, 1.0)
         y = size * tl.div_rn(16129.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(y)), 126.0)
-        above, gap = y - c * c, 2.0 * c + 1.0
+        above = y - c * c
+        gap = 2.0 * c + 1.0
     else:
         scale = tl.where(scale > 0.0, tl.maximum(scale, TINY), 0.0)
         full = tl.where(scale > 0.0, scale, 1.0)
         y = size * tl.div_rn(4228250625.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(y))), 254.0)
-        above, gap = y - (c * c) * (c * c), (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
+        above = y - (c * c) * (c * c)
+        gap = (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
     c = tl.where((bits.to(tl.float32) + 0.5) * gap < above * 65536.0, c + 1.0, c)
     if MEAN:
         c = tl.where(x < 0.0, -c, c)
@@ -390,7 +406,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
         index = _global_index(start + offsets, base, column, columns, row, rows, skip, jump, DIMS)
         bits = _random_bits(index, tl.load(count), seed)
         if mean.dtype.element_ty == tl.bfloat16:
-            m, v = _round_to_bf16(m, bits >> 16), _round_to_bf16(v, bits & 0xFFFF)
+            m = _round_to_bf16(m, bits >> 16)
+            v = _round_to_bf16(v, bits & 0xFFFF)
         else:
             m, scale1 = _encode_block(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
             v, scale2 = _encode_block(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 1.0, 2.0**24
+INITIAL_SCALE = 2.0**16
+MIN_SCALE = 1.0
+MAX_SCALE = 2.0**24
 GROWTH_INTERVAL = 500
 """Good steps after which the scale doubles."""
 

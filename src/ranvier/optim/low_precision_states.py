@@ -74,7 +74,10 @@ class RoundingKey:
     @classmethod
     def for_weight(cls, name: str, place: Shard, *, seed: int = 0) -> RoundingKey:
         """The elements of a part of a weight. Padding gets bits of some other elements."""
-        first = 0 if place.flat_range is None else place.flat_range[0]
+        if place.flat_range is None:
+            first = 0
+        else:
+            first = place.flat_range[0]
         stream = counter_rng.random_key(seed, "moments", name)
         return cls(stream, place.local_shape, place.global_offset, place.global_shape, first)
 
@@ -102,12 +105,14 @@ class RoundingKey:
     def global_index(self, count: int, device: torch.device) -> Tensor:
         """Places of the first `count` elements in the flattened whole: `[count]` (int64)."""
         at = torch.arange(self.first, self.first + count, device=device)
-        index, stride = torch.zeros_like(at), 1
+        index = torch.zeros_like(at)
+        stride = 1
         (_, start, _), *inner = self.merged_dims
         for size, begin, whole in reversed(inner):
             row = at // size
             index += (at - row * size + begin) * stride
-            at, stride = row, stride * whole
+            at = row
+            stride = stride * whole
         return index + (at + start) * stride
 
     def random_bits(self, step: Tensor, count: int) -> Tensor:
@@ -146,7 +151,10 @@ class Moments:
         """Those of a new run."""
         kept = moment_dtype(kind, master)
         mean, square = (torch.zeros(count, dtype=kept, device=device) for _ in range(2))
-        scales = torch.zeros(2, -(-count // BLOCK_SIZE), device=device) if kind == "int8" else None
+        if kind == "int8":
+            scales = torch.zeros(2, -(-count // BLOCK_SIZE), device=device)
+        else:
+            scales = None
         return cls(mean, square, scales)
 
     @property
@@ -156,7 +164,8 @@ class Moments:
 
     def slice_range(self, start: int, stop: int) -> Moments:
         """Those of the elements `[start, stop)`, in the same memory."""
-        mean, square = self.mean[start:stop], self.square[start:stop]
+        mean = self.mean[start:stop]
+        square = self.square[start:stop]
         if self.scales is None:
             return Moments(mean, square)
         assert start % BLOCK_SIZE == 0, (
@@ -221,7 +230,10 @@ def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, 
     p = (x - a) / (b - a), in the units of the codes. draw: from 0.5 to 2¹⁶ - 0.5, `[n]`. Division
     is exact to the last bit, so the largest magnitude never falls below its level.
     """
-    count, top, x, draw = x.numel(), MAX_CODE[which], _pad_to_blocks(x), _pad_to_blocks(draw)
+    count = x.numel()
+    top = MAX_CODE[which]
+    x = _pad_to_blocks(x)
+    draw = _pad_to_blocks(draw)
     size = x.abs().float()
     scale = size.amax(1, keepdim=True)
     if which == "mean":
@@ -233,10 +245,12 @@ def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, 
     y = size * (torch.full_like(full, float(top) ** CODE_POWER[which]) / full)
     if which == "mean":  # levels c²: the next one is 2c + 1 away
         c = y.sqrt().floor().clamp(max=top - 1)
-        above, gap = y - c * c, 2.0 * c + 1.0
+        above = y - c * c
+        gap = 2.0 * c + 1.0
     else:  # levels c⁴
         c = y.sqrt().sqrt().floor().clamp(max=top - 1)
-        above, gap = y - (c * c) * (c * c), (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
+        above = y - (c * c) * (c * c)
+        gap = (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
     c = c + (draw * gap < above * 65536.0)
     if which == "mean":
         c = torch.where(x < 0.0, -c, c)

@@ -15,7 +15,10 @@ def cosine_decay(done: float, *, floor: float) -> float:
 
 def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
     """1 until the last share `cooldown`, then linear to `floor`."""
-    left = min((1.0 - done) / cooldown, 1.0) if cooldown > 0.0 else 1.0
+    if cooldown > 0.0:
+        left = min((1.0 - done) / cooldown, 1.0)
+    else:
+        left = 1.0
     return floor + (1.0 - floor) * left
 
 

@@ -95,9 +95,14 @@ class Optimizer:
 
         moments: their type; narrow ones are rounded at random. home: where states rest.
         """
-        self.bucket_scheduler, self.grid = queue, queue.grid
-        self.lr, self.betas, self.eps, self.clip = lr, betas, eps, clip
-        self.lr_factors, self.grad_scaler = dict(factors or {}), scale
+        self.bucket_scheduler = queue
+        self.grid = queue.grid
+        self.lr = lr
+        self.betas = betas
+        self.eps = eps
+        self.clip = clip
+        self.lr_factors = dict(factors or {})
+        self.grad_scaler = scale
         self.weight_decays: dict[ParamGroup, float] = {"matrix": decay}
         """Weight decay of each group of weights; of others none."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
@@ -153,11 +158,10 @@ class Optimizer:
         grads = self.bucket_scheduler.finish_gradients()
         norm, factor = self._norm_and_factor(grads, votes)
         self.is_norm_finite = norm.isfinite()
-        good = (
-            self.is_norm_finite & ~self.vote_results[:vetoes].any()
-            if vetoes
-            else self.is_norm_finite
-        )
+        if vetoes:
+            good = self.is_norm_finite & ~self.vote_results[:vetoes].any()
+        else:
+            good = self.is_norm_finite
         lr = self.lr if lr is None else lr
         now = UpdateScalars.for_update(self.num_updates + 1.0, good, factor, self.betas, lr)
         if self.before_update is not None:
@@ -211,17 +215,21 @@ class Optimizer:
         )
         if self.grad_scaler is not None:
             norm = norm / self.grad_scaler.scale
-        factor = clip_factor(norm, self.clip) if self.clip > 0.0 else None
+        if self.clip > 0.0:
+            factor = clip_factor(norm, self.clip)
+        else:
+            factor = None
         if self.grad_scaler is not None:
             factor = (1.0 if factor is None else factor) / self.grad_scaler.scale
         return norm, factor
 
     def _update_buckets(self, grads: Sequence[tuple[Bucket, Pieces]], now: UpdateScalars) -> None:
         """Update all buckets: first those whose states are here, then those that come."""
-        rule, known = (
-            partial(self._update_tile, now),
-            HostScalars.copy_from(now) if self._updates_on_cpu else None,
-        )
+        rule = partial(self._update_tile, now)
+        if self._updates_on_cpu:
+            known = HostScalars.copy_from(now)
+        else:
+            known = None
         together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] = {}
         collect = partial(self._batch_cpu_update, together, rule)
         for bucket, pieces in grads:
@@ -282,7 +290,8 @@ class Optimizer:
         self, now: UpdateScalars, tile: Tile, held: StateTensors, grad: Tensor, out: Tensor | None
     ) -> None:
         """Update the states of a tile, and its working weights."""
-        bucket, group = tile.bucket, tile.bucket.weights[0].param_group
+        bucket = tile.bucket
+        group = tile.bucket.weights[0].param_group
         working = out
         if out is None and bucket.sparsity_mask is None:
             working = bucket.take_data_shard(bucket.data)[tile.as_slice]
@@ -317,7 +326,8 @@ class Optimizer:
         """What the bits come from with which moments are rounded."""
         if tile.weight is None:
             return None
-        bucket, weight = tile.bucket, tile.weight
+        bucket = tile.bucket
+        weight = tile.weight
         if weight not in self._rounding_keys:
             self._rounding_keys[weight] = RoundingKey.for_weight(
                 weight.name, bucket.state_shard(weight)
@@ -353,10 +363,8 @@ class Optimizer:
 
     def sparse_state(self) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
         """`state` without copies of pruned weights: of these what stays, and where."""
-        state, sparse = (
-            self._export_states([b for b in self.buckets if b.sparsity_mask is None]),
-            {},
-        )
+        state = self._export_states([b for b in self.buckets if b.sparsity_mask is None])
+        sparse = {}
         for bucket in self.buckets:
             if bucket.sparsity_mask is None:
                 continue
@@ -365,10 +373,15 @@ class Optimizer:
             numbers = {**self._decoded_states(bucket), MASK: none}
             for weight in bucket.weights:
                 here = mask[slice(*bucket.dense_state_range(weight))]
-                bits, span = pack_bits(here), slice(*bucket.state_range(weight))
+                bits = pack_bits(here)
+                span = slice(*bucket.state_range(weight))
                 for kind, flat in numbers.items():
-                    values = none if kind == MASK else flat[span]
-                    name, size = f"{weight.name}.{kind}", len(here)
+                    if kind == MASK:
+                        values = none
+                    else:
+                        values = flat[span]
+                    name = f"{weight.name}.{kind}"
+                    size = len(here)
                     dense = torch.empty(size, dtype=values.dtype, device="meta")
                     state[name] = dense, bucket.state_shard(weight)
                     sparse[name] = CompressedTensor(values, bits, size)
@@ -499,7 +512,8 @@ class Optimizer:
             self.before_update()
         self.bucket_scheduler.wait_for_updates()
         self.state_store.synchronize()
-        self._exported_states, self._rounding_keys = {}, {}
+        self._exported_states = {}
+        self._rounding_keys = {}
         if not keep:
             del self.state_store
         for bucket, mask in pruning.bucket_masks(self.bucket_scheduler, choice):
@@ -514,7 +528,8 @@ class Optimizer:
 
     def _prune_with_states(self, bucket: Bucket, mask: Tensor | None) -> None:
         """Prune a bucket and its states."""
-        wholes, device = StateTensors(), self.bucket_scheduler.device
+        wholes = StateTensors()
+        device = self.bucket_scheduler.device
         for kind, part in self._decoded_states(bucket).items():
             with self.grid.trace.named_scope(bucket.name):
                 whole = collectives.all_gather(
@@ -538,9 +553,18 @@ def _state_dtypes(
 ) -> dict[str, torch.dtype]:
     """Types of the states of a bucket; of weights that are wide themselves there is no copy."""
     working = bucket.data.dtype
-    master = torch.float32 if working in (torch.bfloat16, torch.float16) else working
-    kind = moments if bucket.weights[0].param_group != "vector" else "master"
+    if working in (torch.bfloat16, torch.float16):
+        master = torch.float32
+    else:
+        master = working
+    if bucket.weights[0].param_group != "vector":
+        kind = moments
+    else:
+        kind = "master"
     away = bucket.host_data is not None or (home.update_device == "cpu" and home.states != "device")
     away = away or bucket.sparsity_mask is not None
-    own = {"master": master} if master != working or away else {}
+    if master != working or away:
+        own = {"master": master}
+    else:
+        own = {}
     return {**own, "mean": moment_dtype(kind, master), "square": moment_dtype(kind, master)}

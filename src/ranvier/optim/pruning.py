@@ -41,7 +41,10 @@ INF_BITS = 0x7F800000
 
 def is_prunable(weight: ShardedParameter) -> bool:
     """Whether a weight is a matrix of a layer, or those of its experts, that is trained."""
-    dims = 3 if weight.dims[:1] == ("expert",) else 2
+    if weight.dims[:1] == ("expert",):
+        dims = 3
+    else:
+        dims = 2
     matrix = (
         weight.param_group == "matrix" and len(weight.dims) == dims and "vocab" not in weight.dims
     )
@@ -54,7 +57,9 @@ def _prunable_weights(queue: BucketScheduler) -> list[ShardedParameter]:
 
 def num_matrices(weight: ShardedParameter) -> int:
     """Matrices that a weight consists of: one, or as many as there are experts."""
-    return weight.shard.global_shape[0] if weight.dims[0] == "expert" else 1
+    if weight.dims[0] == "expert":
+        return weight.shard.global_shape[0]
+    return 1
 
 
 def num_kept_elements(elements: int, sparsity: float) -> int:
@@ -64,7 +69,9 @@ def num_kept_elements(elements: int, sparsity: float) -> int:
 
 def sparsity_at(step: int, sparsity: float, until: int) -> float:
     """Sparsity after so many steps: s (1 - (1 - t / until)³), quick at first, then slower."""
-    return sparsity * (1.0 - (1.0 - min(step / until, 1.0)) ** 3) if until else sparsity
+    if until:
+        return sparsity * (1.0 - (1.0 - min(step / until, 1.0)) ** 3)
+    return sparsity
 
 
 # ---- choices ----------------------------------------------------------------------------
@@ -103,7 +110,9 @@ def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
     found = dict(zip(weights, (PruneThresholds(*pair) for pair in pairs), strict=True))
 
     def choice(weight: ShardedParameter) -> Tensor | None:
-        return _mask_above(weight, found[weight]) if weight in found else None
+        if weight in found:
+            return _mask_above(weight, found[weight])
+        return None
 
     return choice
 
@@ -155,9 +164,10 @@ def bucket_masks(
             if chosen is not None:
                 chosen = chosen.to(here.device) & here
                 gone |= (chosen != here).any()
-            mask[weight.offset : weight.offset + weight.num_elements] = (
-                here if chosen is None else chosen
-            )
+            if chosen is None:
+                mask[weight.offset : weight.offset + weight.num_elements] = here
+            else:
+                mask[weight.offset : weight.offset + weight.num_elements] = chosen
         with queue.grid.trace.named_scope(bucket.name):
             anywhere = collectives.all_reduce(gone, axis, "max").wait()
         yield bucket, mask if int(anywhere) else None
@@ -223,7 +233,9 @@ def _magnitude_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """Keys in the order of places in the whole, the first one first."""
-    place, number, stride = weight.shard, torch.zeros((), dtype=torch.int64), 1
+    place = weight.shard
+    number = torch.zeros((), dtype=torch.int64)
+    stride = 1
     number = number.to(weight.bucket.bucket_scheduler.device)
     for index, dim in _element_indices(weight, a, b):
         number = number + (index + place.global_offset[dim]) * stride
@@ -243,9 +255,11 @@ def _matrix_index(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 def _mask_above(weight: ShardedParameter, limits: PruneThresholds) -> Tensor:
     """Which elements of my shard stay."""
-    found, ties = [], bool((limits.min_tie_key > 1).any())
+    found = []
+    ties = bool((limits.min_tie_key > 1).any())
     for a, b in _shard_chunks(weight):
-        keys, matrix = _magnitude_keys(weight, a, b), _matrix_index(weight, a, b)
+        keys = _magnitude_keys(weight, a, b)
+        matrix = _matrix_index(weight, a, b)
         limit = limits.min_key[matrix]
         same = keys == limit
         if ties:
@@ -268,7 +282,10 @@ def _find_thresholds(
     Communicates: a histogram a matrix and digit over all axes but pipe.
     """
     sizes = [num_matrices(weight) for weight in weights]
-    axis, low, left, equal = _weight_axis(queue), torch.zeros_like(wanted), wanted, wanted
+    axis = _weight_axis(queue)
+    low = torch.zeros_like(wanted)
+    left = wanted
+    equal = wanted
     for shift in reversed(range(0, bits, DIGIT_BITS)):
         known = zip(weights, low.split(sizes), strict=True)
         counts = torch.cat([_digit_histogram(w, keys, prefix, shift) for w, prefix in known])
@@ -291,7 +308,8 @@ def _digit_histogram(
     prefix: `[matrices]`; counts: `[matrices, digits]`. Of ranks that hold the same part only the
     first counts it.
     """
-    bucket, base = weight.bucket, 1 << DIGIT_BITS
+    bucket = weight.bucket
+    base = 1 << DIGIT_BITS
     bins = len(prefix) * (base + 1)  # of each matrix one more, for keys with another prefix
     counts = torch.zeros(bins, dtype=torch.int64, device=bucket.bucket_scheduler.device)
     if (
@@ -299,7 +317,8 @@ def _digit_histogram(
         and bucket.bucket_scheduler.data_axis.index == 0
     ):
         for a, b in _shard_chunks(weight):
-            key, matrix = keys(weight, a, b).to(torch.int64), _matrix_index(weight, a, b)
+            key = keys(weight, a, b).to(torch.int64)
+            matrix = _matrix_index(weight, a, b)
             digit = (key >> shift) - prefix[matrix] * base
             outside = (digit < 0) | (digit >= base) | (key == 0)
             digit = digit.masked_fill_(outside, base) + matrix * (base + 1)

@@ -98,9 +98,10 @@ class StateStore:
         for bucket in kinds:
             self.scales |= self._allocate_scales(bucket)
         self._slots: list[TileSlot] = []
-        self._streams = (
-            [SideStream(device, first=name == "update") for name in STREAM_NAMES] if away else []
-        )
+        if away:
+            self._streams = [SideStream(device, first=name == "update") for name in STREAM_NAMES]
+        else:
+            self._streams = []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._rules: UpdateRules | None = None
@@ -144,7 +145,8 @@ class StateStore:
         """
         self.invalidate_slots()
         self._slots = []  # other kinds need other buffers
-        before, self.state_dtypes[bucket] = self.states.pop(bucket), types
+        before = self.states.pop(bucket)
+        self.state_dtypes[bucket] = types
         self.scales = {tile: x for tile, x in self.scales.items() if tile.bucket is not bucket}
         self.tiles[bucket] = list(split_into_tiles(bucket, types, self.placement.tile_elements))
         self._offloaded_tiles = [
@@ -160,7 +162,8 @@ class StateStore:
             blocks = [align_size(8 * tile.num_blocks) for tile in self.tiles[bucket]]
             sizes = [align_size(bucket.data_shard_size * dtype.itemsize) for dtype in new.values()]
             more = sum(sizes) + sum(blocks)
-            self._arena = self._allocate_arena(more) if more else self._arena
+            if more:
+                self._arena = self._allocate_arena(more)
             self.states[bucket] = lasting | {
                 kind: self._allocate_zeros(bucket, (bucket.data_shard_size,), dtype)
                 for kind, dtype in new.items()
@@ -193,17 +196,25 @@ class StateStore:
         kept += [(tile.bucket, "scales", x) for tile, x in self.scales.items()]
         for bucket, kind, x in kept:
             here, away = found.get(kind, (0, 0))
-            size = (0, x.nbytes) if self.is_offloaded(bucket) else (x.nbytes, 0)
+            if self.is_offloaded(bucket):
+                size = (0, x.nbytes)
+            else:
+                size = (x.nbytes, 0)
             found[kind] = here + size[0], away + size[1]
         hosted = self.placement.update_device == "cpu"
-        staging = NUM_SLOTS * self.slot_bytes() if self._offloaded_tiles else 0
+        if self._offloaded_tiles:
+            staging = NUM_SLOTS * self.slot_bytes()
+        else:
+            staging = 0
         return {**found, "staging": (0, staging) if hosted else (staging, 0)}
 
     # ---- an update ----------------------------------------------------------------------
 
     def update_resident_tile(self, tile: Tile, pieces: Pieces, rule: UpdateRule) -> None:
         """Update a tile whose states rest on the device."""
-        held, bucket, out = self.tile_states(tile), tile.bucket, None
+        held = self.tile_states(tile)
+        bucket = tile.bucket
+        out = None
         if bucket.host_data is not None:
             out = torch.empty(tile.stop - tile.start, dtype=bucket.data.dtype, device=self.device)
         for at, grad in grads_in_tile(tile, pieces):
@@ -224,7 +235,8 @@ class StateStore:
         self._rules = rules  # what they read lives as long as they are needed
         for bucket, pieces in work:
             bucket.pending_update = self._updating[bucket] = PendingUpdate(self.device, pieces)
-        begin, parts = record_current_event(self.device), dict(work)
+        begin = record_current_event(self.device)
+        parts = dict(work)
         hosted = self.placement.update_device == "cpu"
         how = partial(
             self._update_on_host if hosted else self._update_on_device, parts, rules, begin
@@ -234,7 +246,8 @@ class StateStore:
             self._run_inline(how)
             return
         for updating in self._updating.values():
-            updating.event_ready, updating.raise_failure = threading.Event(), self._raise_error
+            updating.event_ready = threading.Event()
+            updating.raise_failure = self._raise_error
         # No daemon: one that copies while the interpreter ends would take the process down.
         self._thread = threading.Thread(target=self._run_in_thread, args=(how,))
         self._thread.start()
@@ -288,7 +301,9 @@ class StateStore:
             done = middle.record_event()
             with outward.run_after(done):
                 self._write_back_tile(slot, tile)
-            slot.free_event, slot.tile, slot.grads = outward.record_event(), None, []
+            slot.free_event = outward.record_event()
+            slot.tile = None
+            slot.grads = []
             if i + NUM_SLOTS < len(order):
                 follows = order[i + NUM_SLOTS]
                 self._load_tile(i, follows, parts[follows.bucket], begin)
@@ -324,7 +339,8 @@ class StateStore:
 
     def _slot_shapes(self, tile: Tile) -> dict[str, tuple[int, torch.dtype]]:
         """Elements and types of what a tile brings, and of what its update needs besides."""
-        bucket, count = tile.bucket, tile.stop - tile.start
+        bucket = tile.bucket
+        count = tile.stop - tile.start
         extra = {
             "grad": (count, bucket.bucket_scheduler.reduce_dtype),
             "out": (count, bucket.data.dtype),
@@ -335,11 +351,14 @@ class StateStore:
         if tile.num_blocks:
             shapes["scales"] = (2 * tile.num_blocks, torch.float32)
         # Gradient and new weights are not on the device either, if weights rest on the host.
-        return shapes if bucket.host_data is None else {**shapes, **extra}
+        if bucket.host_data is None:
+            return shapes
+        return {**shapes, **extra}
 
     def _carve_tensors(self, memory: Tensor, tile: Tile) -> StateTensors:
         """Tensors for a tile, one after the other in a slot."""
-        found, at = StateTensors(), 0
+        found = StateTensors()
+        at = 0
         for name, (count, dtype) in self._slot_shapes(tile).items():
             found[name] = memory[at : at + count * dtype.itemsize].view(dtype)
             at += align_size(count * dtype.itemsize)
@@ -354,7 +373,8 @@ class StateStore:
 
         pieces: gradients, once they are known; those that are on the host come as well.
         """
-        slot, inward = self._get_slot(i), self._streams[0]
+        slot = self._get_slot(i)
+        inward = self._streams[0]
         if slot.tile is not tile:
             slot.tile, slot.tensors = tile, self._carve_tensors(slot.memory, tile)
             with inward.run_after(slot.free_event):
@@ -393,7 +413,8 @@ class StateStore:
         out: Tensor | None,
     ) -> None:
         """Update what of a tile a gradient covers."""
-        span, start = slice(at, at + grad.numel()), tile.start + at
+        span = slice(at, at + grad.numel())
+        start = tile.start + at
         held = {kind: states[kind][span] for kind in self.state_dtypes[tile.bucket]}
         if tile.num_blocks:
             assert at == 0 and start + grad.numel() == tile.stop, (at, grad.shape, tile)
@@ -412,7 +433,8 @@ class StateStore:
             for tile in self._offloaded_tiles
             for x in grads_in_tile(tile, parts[tile.bucket])
         ]
-        tiles, waiting = [tile for tile, _, _ in jobs], deque(jobs)
+        tiles = [tile for tile, _, _ in jobs]
+        waiting = deque(jobs)
         del jobs
         parts.clear()  # what is not waiting is let go of
         slots = self._host_slots()
@@ -448,7 +470,8 @@ class StateStore:
 
     def _copy_weights_back(self, slot: TileSlot, tile: Tile, at: int, new: Tensor) -> StreamEvent:
         """Start to bring new weights to where they rest."""
-        inward, start = self._streams[0], tile.start + at
+        inward = self._streams[0]
+        start = tile.start + at
         with inward.run_after():
             tile.bucket.write_data_shard(start, new)
         slot.free_event = inward.record_event()

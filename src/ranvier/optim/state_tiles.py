@@ -56,13 +56,21 @@ def state_locations(
 ) -> dict[Bucket, StateLocation]:
     """Where the states of each bucket rest; vectors are too few to be worth a way."""
     found: dict[Bucket, StateLocation] = {}
-    left = home.device_bytes if home.states == "split" else 0
+    if home.states == "split":
+        left = home.device_bytes
+    else:
+        left = 0
     for bucket, types in kinds.items():
         size = sum(bucket.data_shard_size * dtype.itemsize for dtype in types.values())
         small = bucket.weights[0].param_group == "vector" or size == 0
         stays = home.states == "device" or small or size <= left
         left -= size if stays and not small else 0
-        found[bucket] = "device" if stays else "file" if home.states == "file" else "host"
+        if stays:
+            found[bucket] = "device"
+        elif home.states == "file":
+            found[bucket] = "file"
+        else:
+            found[bucket] = "host"
     return found
 
 
@@ -78,13 +86,17 @@ def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int
     for start, stop, weight in spans:
         for at in range(start, stop, step):
             count = min(step, stop - at)
-            blocks = -(-count // BLOCK_SIZE) if types["mean"] == torch.uint8 else 0
+            if types["mean"] == torch.uint8:
+                blocks = -(-count // BLOCK_SIZE)
+            else:
+                blocks = 0
             yield Tile(bucket, at, at + count, weight, blocks)
 
 
 def grads_in_tile(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
     """What of a gradient falls on a tile, with where in the tile it begins."""
     for start, grad in pieces:
-        low, high = max(start, tile.start), min(start + grad.numel(), tile.stop)
+        low = max(start, tile.start)
+        high = min(start + grad.numel(), tile.stop)
         if low < high:
             yield low - tile.start, grad[low - start : high - start]

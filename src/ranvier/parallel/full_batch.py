@@ -119,15 +119,25 @@ class FullBatchInputs:
                 "the same number of samples (dim 0) and of tokens (dim 1). Give what has no "
                 "samples as a buffer of the model."
             )
-        degrees, table = parallel.grid.degrees, parallel.table
+        degrees = parallel.grid.degrees
+        table = parallel.table
         (batch,) = counts
         replicas = math.prod(degrees[axis] for axis in table.activation_rule("mlp")["batch"])
         tokens = degrees["row"] * degrees["context"]
         folds = not lengths and tokens * degrees["col"] > 1
-        multiple = replicas * tokens if folds else replicas
+        if folds:
+            multiple = replicas * tokens
+        else:
+            multiple = replicas
         filled = -(-batch // multiple) * multiple
-        fold = (replicas, filled // replicas) if folds else None
-        seq = next(iter(lengths), None) if fold is None else fold[1]
+        if folds:
+            fold = (replicas, filled // replicas)
+        else:
+            fold = None
+        if fold is None:
+            seq = next(iter(lengths), None)
+        else:
+            seq = fold[1]
         if fold is not None:
             dims = {name: ("batch", "seq", *of[1:]) for name, of in dims.items()}
         _refuse_uneven(parallel, seq, tokens, batch, filled)
@@ -167,7 +177,9 @@ class FullBatchInputs:
     @property
     def model_samples(self) -> int:
         """Samples as the model sees them, of all ranks."""
-        return self.padded_samples if self.fold_shape is None else self.fold_shape[0]
+        if self.fold_shape is None:
+            return self.padded_samples
+        return self.fold_shape[0]
 
 
 def _input_dims(
@@ -225,10 +237,14 @@ def _observe_layers(
     parallel: ParallelModel, feed: FullBatchInputs, parts: Mapping[str, Tensor]
 ) -> Iterator[LastLayerOutput]:
     """Watch which layer reads an input, and which runs last; compiled blocks are left alone."""
-    seen, names = LastLayerOutput(), {id(x): name for name, x in parts.items()}
+    seen = LastLayerOutput()
+    names = {id(x): name for name, x in parts.items()}
 
     def before(leaf: nn.Module, args: tuple[Any, ...]) -> None:
-        name = names.get(id(args[0])) if args else None
+        if args:
+            name = names.get(id(args[0]))
+        else:
+            name = None
         if name is not None and isinstance(leaf, Linear):
             _refuse_other_region(leaf, name, feed)
 
@@ -253,7 +269,8 @@ def _observe_layers(
 
 def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None:
     """Refuse an input that lies otherwise than the layer that reads it expects."""
-    have, parallel = feed.layouts[name], feed.parallel
+    have = feed.layouts[name]
+    parallel = feed.parallel
     want = ActivationLayout.from_dims((*have.dims[:-1], leaf.in_dim), parallel.table)
     if have.parts_per_dim(parallel.grid) != want.parts_per_dim(parallel.grid):
         raise ShardingError(
@@ -271,12 +288,20 @@ def _full_output(output: Any, dims: Any, feed: FullBatchInputs, seen: LastLayerO
     if isinstance(output, Tensor):
         return _full_tensor(output, dims, feed, seen)
     if isinstance(output, Mapping):
-        by_name = dims if isinstance(dims, Mapping) else {}
+        if isinstance(dims, Mapping):
+            by_name = dims
+        else:
+            by_name = {}
         return {key: _full_output(x, by_name.get(key), feed, seen) for key, x in output.items()}
     if isinstance(output, (tuple, list)):
-        each = dims if isinstance(dims, list) else [None] * len(output)
+        if isinstance(dims, list):
+            each = dims
+        else:
+            each = [None] * len(output)
         found = [_full_output(x, of, feed, seen) for x, of in zip(output, each, strict=True)]
-        return found if isinstance(output, list) else tuple(found)
+        if isinstance(output, list):
+            return found
+        return tuple(found)
     return output
 
 
@@ -284,14 +309,23 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
     """The full tensor of which each rank has a part. Communicates: all-gather over its axes."""
     if y.dim() == 0:
         return _full_number(y, dims, feed, seen)
-    layout = _layout_from_shape(y, feed, seen) if dims is None else _layout_from_dims(y, dims, feed)
-    vocab = feed.parallel.sizes["vocab"] if layout.dims[-1] == "vocab" else None
-    y = y if vocab is None else _pad_vocabulary(y, feed.parallel)
+    if dims is None:
+        layout = _layout_from_shape(y, feed, seen)
+    else:
+        layout = _layout_from_dims(y, dims, feed)
+    if layout.dims[-1] == "vocab":
+        vocab = feed.parallel.sizes["vocab"]
+    else:
+        vocab = None
+    if vocab is not None:
+        y = _pad_vocabulary(y, feed.parallel)
     y = layout.gather_from_ranks(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
     if feed.fold_shape is not None and layout.dims[:2] == ("batch", "seq"):
         y = y.flatten(0, 1)
-    return y[: feed.num_samples] if layout.dims[0] == "batch" else y
+    if layout.dims[0] == "batch":
+        return y[: feed.num_samples]
+    return y
 
 
 def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
@@ -300,7 +334,10 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
     grid = parallel.grid
     if grid.world_size == 1:
         return y
-    word = "sum" if dims is None and seen.has_loss and y is seen.output else dims
+    if dims is None and seen.has_loss and y is seen.output:
+        word = "sum"
+    else:
+        word = dims
     if word not in LOSS_REDUCTIONS:
         raise ShardingError(
             "The model returned one number. Each rank has computed it from its own part of the "
@@ -315,13 +352,17 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
             "or return the outputs and compute the loss from the full ones."
         )
     # The loss of a vocabulary is the same on all ranks that divide it; others are of each rank.
-    axis = parallel.token_axis if seen.has_loss else grid.axis(*AXES)
+    if seen.has_loss:
+        axis = parallel.token_axis
+    else:
+        axis = grid.axis(*AXES)
     return reduce_from_axis(y if word == "sum" else y / axis.size, axis)
 
 
 def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> ActivationLayout:
     """The layout of an output whose dims the model names."""
-    parallel, names = feed.parallel, tuple(dims)
+    parallel = feed.parallel
+    names = tuple(dims)
     if feed.fold_shape is not None and names[:1] == ("batch",) and "seq" not in names:
         names = ("batch", "seq", *names[1:])
     if len(names) != y.dim():
@@ -344,7 +385,10 @@ def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> 
 def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) -> ActivationLayout:
     """The layout that the shape of an output tells: residual stream, or inside of a block."""
     parallel = feed.parallel
-    last = seen.layer.out_dim if isinstance(seen.layer, Linear) else "embed"
+    if isinstance(seen.layer, Linear):
+        last = seen.layer.out_dim
+    else:
+        last = "embed"
     expected = []
     for name in dict.fromkeys((last, "embed", "mlp")):
         before = ("batch",) if feed.seq_len is None else ("batch", "seq")
@@ -371,6 +415,7 @@ def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) 
 
 def _pad_vocabulary(y: Tensor, parallel: ParallelModel) -> Tensor:
     """My part of a vocabulary with its padding, which a layer leaves out without gradients."""
-    degrees, region = parallel.grid.degrees, parallel.table.activation_rule("vocab")
+    degrees = parallel.grid.degrees
+    region = parallel.table.activation_rule("vocab")
     sharding = Sharding.from_dims([parallel.sizes["vocab"]], ["vocab"], region, degrees)
     return F.pad(y, (0, sharding.local_shape[0] - y.shape[-1]))

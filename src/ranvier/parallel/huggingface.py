@@ -38,7 +38,10 @@ from ranvier.sharding import Dim, Sharding, ShardingTable
 LayerDims = dict[str, tuple[Dim, ...]]
 LayerFactories = Mapping[type[torch.nn.Module], Callable[..., ParallelLayer]]
 
-COLUMN_PARALLEL, ROW_PARALLEL, PER_HEAD, EMBEDDING = "enter", "leave", "head", "look up"
+COLUMN_PARALLEL = "enter"
+ROW_PARALLEL = "leave"
+PER_HEAD = "head"
+EMBEDDING = "look up"
 TP_STYLES = {
     "colwise": COLUMN_PARALLEL,
     "colwise_gather_output": COLUMN_PARALLEL,
@@ -175,7 +178,9 @@ def adapt_model(
 
 def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
     """All that keeps a model from running on the grid."""
-    config, name, problems = model.config, type(model).__name__, []
+    config = model.config
+    name = type(model).__name__
+    problems = []
     if inner == "samples" and grid.degrees["col"] > 1:
         problems.append(
             f"inner='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging Face "
@@ -217,7 +222,10 @@ def _find_attention_dropout(model: Any) -> Iterator[str]:
         layer = getattr(module, "attn_dropout", None)
         p = getattr(module, "attention_dropout", getattr(layer, "p", 0.0))
         if p:
-            key = "attention_dropout" if layer is None else "attn_pdrop"
+            if layer is None:
+                key = "attention_dropout"
+            else:
+                key = "attn_pdrop"
             yield (
                 f"{path} drops attention probabilities ({key}={p}). Their random masks would "
                 f"depend on the grid. Build the model with {key}=0.0."
@@ -271,7 +279,8 @@ def _matching_layers(model: Any, pattern: str) -> list[str]:
 
 def _dims_from_style(path: str, style: str) -> tuple[Dim, ...]:
     """Dims of a layer from its style and the end of its name."""
-    move, inside = TP_STYLES.get(style), INNER_DIMS.get(path.rpartition(".")[2])
+    move = TP_STYLES.get(style)
+    inside = INNER_DIMS.get(path.rpartition(".")[2])
     if move is None or (move in (COLUMN_PARALLEL, ROW_PARALLEL) and inside is None):
         raise ShardingError(
             f"The tensor-parallel plan says {style!r} of {path}. Known styles are "
@@ -282,7 +291,9 @@ def _dims_from_style(path: str, style: str) -> tuple[Dim, ...]:
     if move == EMBEDDING:
         return ("vocab", "embed")
     assert inside is not None
-    return (inside, "embed") if move == COLUMN_PARALLEL else ("embed", inside)
+    if move == COLUMN_PARALLEL:
+        return (inside, "embed")
+    return ("embed", inside)
 
 
 def _is_inner_layer(dims: tuple[Dim, ...]) -> bool:
@@ -293,7 +304,8 @@ def _is_inner_layer(dims: tuple[Dim, ...]) -> bool:
 
 def dim_units(config: Any) -> dict[str, int]:
     """Units of each dim, as a model of ours carries them in `sizes`."""
-    heads, embed = config.num_attention_heads, config.hidden_size
+    heads = config.num_attention_heads
+    embed = config.hidden_size
     mlp = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     return {
         "embed": embed,
@@ -308,7 +320,9 @@ def initial_stds(config: Any) -> dict[str, float]:
     """Deviation of initial weights, by the end of a layer's name, for models without values."""
     std = float(config.initializer_range)
     out = std / float(2 * config.num_hidden_layers) ** 0.5
-    return {".c_proj": out, "": std} if config.model_type == "gpt2" else {"": std}
+    if config.model_type == "gpt2":
+        return {".c_proj": out, "": std}
+    return {"": std}
 
 
 # ---- the model -----------------------------------------------------------------------------------

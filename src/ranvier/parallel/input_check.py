@@ -47,7 +47,10 @@ def tensor_digest(x: Tensor) -> int:
     """A number of 62 bits that depends on shape, type and every element of a tensor."""
     held = x.detach().cpu().contiguous()
     text = f"{tuple(held.shape)} {held.dtype}".encode()
-    data = held.view(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+    if held.numel():
+        data = held.view(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        data = b""
     return int.from_bytes(hashlib.sha256(text + data).digest()[:8], "big") >> 2
 
 
@@ -82,7 +85,8 @@ def check_inputs(
     by_rank = np.empty((grid.world_size, len(expected), 2), dtype=np.int64)
     by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
     places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
-    digests, constant = places[..., 0], places[..., 1] == CONSTANT_FLAG
+    digests = places[..., 0]
+    constant = places[..., 1] == CONSTANT_FLAG
     for number, one in enumerate(expected):
         for name in one.equal_over:
             _check_equal_over_axis(one.name, digests[..., number], name, grid, remedy)
@@ -115,7 +119,8 @@ def _check_distinct_over_axis(
     names: str, values: Digests, axis: str, grid: Grid, remedy: str
 ) -> None:
     """No rank of an axis may have all digests of the first one; positions alone may be equal."""
-    along, size = AXES.index(axis), grid.degrees[axis]
+    along = AXES.index(axis)
+    size = grid.degrees[axis]
     if size == 1:
         return
     same = (values == np.take(values, [0], along)).all(-1)

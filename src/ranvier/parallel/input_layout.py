@@ -45,7 +45,10 @@ class ActivationLayout:
                 "once. Change "
                 "input_dims or output_dims of the model."
             )
-        region = {**TOKEN_AXES} if not features else {**table.activation_rule(features[0])}
+        if not features:
+            region = {**TOKEN_AXES}
+        else:
+            region = {**table.activation_rule(features[0])}
         return cls(dims, tuple(region.get(dim, ()) for dim in dims))
 
     def scatter_to_ranks(self, x: Tensor, grid: Grid) -> Tensor:
@@ -70,7 +73,10 @@ class ActivationLayout:
     def missing_axes(self, grid: Grid, table: ShardingTable) -> list[str]:
         """Axes with several ranks that split tokens there, but none of the dims."""
         features = [dim for dim in self.dims if dim in FEATURE_DIMS]
-        region = TOKEN_AXES if not features else table.activation_rule(features[0])
+        if not features:
+            region = TOKEN_AXES
+        else:
+            region = table.activation_rule(features[0])
         held = {axis for axes in self.axes for axis in axes}
         needed = (axis for name in ("batch", "seq") for axis in region[name])
         return [axis for axis in needed if axis not in held and grid.degrees[axis] > 1]

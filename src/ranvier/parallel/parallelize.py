@@ -146,9 +146,9 @@ class ParallelModel:
         """My part of every parameter."""
         self.bucket_scheduler.wait_for_updates()
         state = {name: (weight.storage, weight.shard) for name, weight in self.weights.items()}
-        return (
-            state if self.load_balancer is None else {**state, **self.load_balancer.sharded_state}
-        )
+        if self.load_balancer is None:
+            return state
+        return {**state, **self.load_balancer.sharded_state}
 
     def load_full_state(self, whole: Mapping[str, Tensor]) -> None:
         """Take my part of whole tensors."""
@@ -176,7 +176,10 @@ class ParallelModel:
             events += leaf.events(flow, recomputed=self._is_recomputed(name))
         events += self.pipeline.micro_batch_events(flow)
         gathers, scatters = self._depth_events()
-        kept = 1 if self.bucket_scheduler.keep_unsharded else micro_batches
+        if self.bucket_scheduler.keep_unsharded:
+            kept = 1
+        else:
+            kept = micro_batches
         return (events + scatters) * micro_batches + gathers * kept
 
     def _is_recomputed(self, name: str) -> bool:
@@ -284,7 +287,8 @@ def parallelize(
     """
     _refuse_bad_arguments(model, recompute, compiled)
     create_stage_groups(grid, how or PipelineConfig())
-    dtype, where = _resolve_dtype(model, dtype), _resolve_device(device, model)
+    dtype = _resolve_dtype(model, dtype)
+    where = _resolve_device(device, model)
     if grid.trace.check_collectives:
         _check_same_values(model, grid, where)
     if huggingface.is_huggingface_model(model):
@@ -404,7 +408,9 @@ def _resolve_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which gradients are added up."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return dtype
 
 
 def _build_parallel_model(
@@ -438,11 +444,10 @@ def _build_parallel_model(
     )
     blocks = [name for name in _block_names(model) if not isinstance(here[name], OtherStageLayer)]
     kinds = dict.fromkeys(blocks, recompute)
-    compiled = (
-        CompiledBlocks(site.grid.trace, site.step_context, site.compile_backend)
-        if site.compile_backend
-        else None
-    )
+    if site.compile_backend:
+        compiled = CompiledBlocks(site.grid.trace, site.step_context, site.compile_backend)
+    else:
+        compiled = None
     norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
     outside = [name for name in norms if compiled is not None and not found[name].site.block_name]
     for name in [*kinds, *outside]:
@@ -531,7 +536,8 @@ def _swap_layers(
     order = {path: i for i, path in enumerate(modules)}
     # In the order of the model: a tied weight bears its first name, as in named_parameters().
     for path in sorted(names, key=lambda name: order.get(name, order.get(_parent_path(name), 0))):
-        parent, attribute = model.get_submodule(_parent_path(path)), path.rpartition(".")[2]
+        parent = model.get_submodule(_parent_path(path))
+        attribute = path.rpartition(".")[2]
         if not hasattr(parent, attribute):
             raise ShardingError(
                 f"dims names {path!r}, which the model has not. A name in dims is a layer or a "
@@ -628,7 +634,12 @@ def _block_of_each_weight(
         above = layer.rpartition(".")[0]
         if isinstance(model.get_submodule(above), FusedLinear):
             layer = above
-        blocks[name] = VECTORS if len(weight.dims) == 1 else inside.group(1) if inside else layer
+        if len(weight.dims) == 1:
+            blocks[name] = VECTORS
+        elif inside:
+            blocks[name] = inside.group(1)
+        else:
+            blocks[name] = layer
     return blocks
 
 

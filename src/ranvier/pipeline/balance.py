@@ -19,7 +19,8 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
     largest of some cut need not be looked at, nor beginnings from which no such cut is reached.
     """
     total = [0.0, *accumulate(costs)]
-    parts, limit = len(costs), _max_range_cost(costs, total, count)
+    parts = len(costs)
+    limit = _max_range_cost(costs, total, count)
     # best[n]: (largest, squares, firsts) of the first n parts in k ranges
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for k in range(1, count + 1):
@@ -52,7 +53,8 @@ def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) 
             start = min(max(stop, start), len(costs) - (left - 1))
         return start == len(costs)
 
-    low, high = max(total[-1] / count, max(costs)), total[-1]
+    low = max(total[-1] / count, max(costs))
+    high = total[-1]
     while high - low > RELATIVE_TOLERANCE * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -125,14 +125,18 @@ class PipelineExecutor:
         self.stage_axis: Axis = self.grid.axis_without_group(*STAGE_AXES)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
         if self.stage.num_stages > 1:
-            channel = HOST_CHANNEL if self.grid.backend == "nccl" else ""
+            if self.grid.backend == "nccl":
+                channel = HOST_CHANNEL
+            else:
+                channel = ""
             self.stage_axis = self.grid.axis(*STAGE_AXES, channel=channel)
         self.is_leader = self.stage_axis.index == 0
         """Whether I say what my stage does next."""
         self.rendezvous_links: RendezvousLinks | None = None
         """What transfers need that stages agree on."""
         if self.stage.num_stages > 1 and self.grid.rendezvous:
-            count, spread = self.stage.num_stages, bool(self.stage.vocab_layers)
+            count = self.stage.num_stages
+            spread = bool(self.stage.vocab_layers)
             channels = channel_links(count, len(self.stage.chunks), spread=spread)
             self.rendezvous_links = RendezvousLinks(
                 self.grid, self.device, [*channels], partial(link_channel, count)
@@ -217,7 +221,9 @@ class _ForwardOnlyPolicy:
         """A fixed order, as all ranks of a stage must have the same: chunk after chunk."""
         each = self.shape.micro_batches
         job = Job("F", now.num_done % each, now.num_done // each)
-        return job if job in ready else None
+        if job in ready:
+            return job
+        return None
 
 
 class PipelineStep:
@@ -232,9 +238,14 @@ class PipelineStep:
         factor: Tensor,
         plain: bool,
     ) -> None:
-        self.executor, self.micro_batches, self.policy = runtime, micros, policy
-        self.on_loss, self.loss_scale, self.head_knows_scale = scored, factor, plain
-        stage, forward_only = runtime.stage, isinstance(policy, _ForwardOnlyPolicy)
+        self.executor = runtime
+        self.micro_batches = micros
+        self.policy = policy
+        self.on_loss = scored
+        self.loss_scale = factor
+        self.head_knows_scale = plain
+        stage = runtime.stage
+        forward_only = isinstance(policy, _ForwardOnlyPolicy)
         self.shape = PipelineShape(
             stage.num_stages,
             len(micros),
@@ -272,7 +283,8 @@ class PipelineStep:
 
     def run(self) -> None:
         """Take all jobs."""
-        at, stage = self.executor, self.executor.stage
+        at = self.executor
+        stage = self.executor.stage
         if self.record_times:
             at.job_records, at.start_time = [], time.perf_counter()
         if stage.num_stages > 1:
@@ -302,12 +314,16 @@ class PipelineStep:
             )
             raise CommunicationError(words) from error
         if self.record_times:
-            at.arrival_log, at.policy_choices = self.transport.arrival_log, self.policy_choices
+            at.arrival_log = self.transport.arrival_log
+            at.policy_choices = self.policy_choices
 
     def _announce_messages(self) -> None:
         """Say which messages of this step will come and be sent."""
-        stage, each, transport = self.executor.stage, len(self.micro_batches), self.transport
-        before, behind = (stage.index - 1) % stage.num_stages, (stage.index + 1) % stage.num_stages
+        stage = self.executor.stage
+        each = len(self.micro_batches)
+        transport = self.transport
+        before = (stage.index - 1) % stage.num_stages
+        behind = (stage.index + 1) % stage.num_stages
         training = not self.shape.forward_only
         for chunk in range(len(stage.chunks)):
             if not stage.is_first_chunk(chunk):
@@ -361,9 +377,10 @@ class PipelineStep:
         Transfers that are posted before it are posted.
         """
         while True:
-            chosen = (
-                self._choose_work() if self.executor.is_leader or not self.follows_leader else None
-            )
+            if self.executor.is_leader or not self.follows_leader:
+                chosen = self._choose_work()
+            else:
+                chosen = None
             if self.follows_leader:
                 chosen = self._follow_leader(chosen)
             if isinstance(chosen, Job):
@@ -407,7 +424,9 @@ class PipelineStep:
         order = torch.tensor(self._encode_order(chosen))
         with self.executor.grid.trace.named_scope("pipeline.order"):
             told = collectives.broadcast(order, self.executor.stage_axis).wait()
-        return chosen if self.executor.is_leader else self._decode_order(told.tolist())
+        if self.executor.is_leader:
+            return chosen
+        return self._decode_order(told.tolist())
 
     def _encode_order(self, chosen: Job | Transfer | None) -> list[int]:
         """An order as numbers."""
@@ -416,7 +435,10 @@ class PipelineStep:
         elif isinstance(chosen, Job):
             numbers = [ORDER_JOB, JOB_KINDS.index(chosen.kind), chosen.micro, chosen.chunk]
         else:
-            op = ORDER_SEND if chosen.op == "send" else ORDER_RECEIVE
+            if chosen.op == "send":
+                op = ORDER_SEND
+            else:
+                op = ORDER_RECEIVE
             (way, place), form = chosen.key, encode_form(chosen.form)
             numbers = [op, MESSAGE_KINDS.index(way), place, chosen.number, chosen.peer, *form]
         return numbers + [0] * (ORDER_NUMBERS - len(numbers))
@@ -481,7 +503,9 @@ class PipelineStep:
         if ready and ready[0].kind == "H":
             if isinstance(self.transport, RendezvousTransport):
                 assert self.vocab_parallel is not None
-                return ready[0] if self.vocab_parallel.all_ready(self.transport) else None
+                if self.vocab_parallel.all_ready(self.transport):
+                    return ready[0]
+                return None
             return ready[0]
         if self.progress.is_complete:
             return None
@@ -516,7 +540,8 @@ class PipelineStep:
 
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
         """Wait for messages until something is so; a message that does not come ends the step."""
-        at, start = self.executor, time.perf_counter()
+        at = self.executor
+        start = time.perf_counter()
         limit = at.grid.timeout_seconds
         while True:
             seen = self.transport.version
@@ -530,7 +555,10 @@ class PipelineStep:
                 came = self.transport.wait_for_change(seen, limit)
             except LostMessageError as lost:
                 key = lost.key or key or self._first_missing_key()
-                number = lost.number if lost.key else self.transport.num_arrived.get(key, 0)
+                if lost.key:
+                    number = lost.number
+                else:
+                    number = self.transport.num_arrived.get(key, 0)
                 words = describe_lost_message(self.executor, key, number, lost.error)
                 raise CommunicationError(words) from lost
             if not came:
@@ -544,12 +572,16 @@ class PipelineStep:
     def _wait_cause(self, start: float) -> tuple[Key, int]:
         """The message that ended a wait: the last that came."""
         log = [entry for entry in self.transport.arrival_log if entry[2] >= start]
-        key = log[-1][0] if log else self._first_missing_key()
+        if log:
+            key = log[-1][0]
+        else:
+            key = self._first_missing_key()
         return key, log[-1][1] if log else self.transport.num_arrived.get(key, 0)
 
     def _first_missing_key(self) -> Key:
         """What a stage that can do nothing waits for: of all that is to come the first."""
-        stage, each = self.executor.stage, len(self.micro_batches)
+        stage = self.executor.stage
+        each = len(self.micro_batches)
         for chunk in range(len(stage.chunks)):
             done = self.progress.count_done("F", chunk)
             if (
@@ -574,7 +606,9 @@ class PipelineStep:
 
     def _ready_jobs(self) -> list[Job]:
         """Jobs that can be done now: of each kind and chunk the next, if it can."""
-        stage, each, found = self.executor.stage, len(self.micro_batches), list[Job]()
+        stage = self.executor.stage
+        each = len(self.micro_batches)
+        found = list[Job]()
         if self.vocab_parallel is not None and self.vocab_parallel.can_run_head():
             found.append(Job("H", self.vocab_parallel.num_scored))
         for chunk in range(len(stage.chunks)):
@@ -604,38 +638,41 @@ class PipelineStep:
 
     def begin_micro_batch(self, m: int, *, last: bool = False) -> MicroBatch:
         """Have layers work on a micro-batch."""
-        at, micro = self.executor, self.micro_batches[m]
+        at = self.executor
+        micro = self.micro_batches[m]
         at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
         at.step_context.samples = micro.samples
         return micro
 
     def _run_forward(self, job: Job) -> None:
-        stage, moment = self.executor.stage, self.executor.step_context
+        stage = self.executor.stage
+        moment = self.executor.step_context
         last = job.micro == len(self.micro_batches) - 1
         micro = self.begin_micro_batch(job.micro, last=last and stage.num_stages == 1)
-        x, more = None, dict[str, bool]()
+        x = None
+        more = dict[str, bool]()
         if not stage.is_first_chunk(job.chunk):
             x = self.take_message(FORWARD, job.chunk)
             x.requires_grad_(torch.is_grad_enabled())
         final = stage.is_last_chunk(job.chunk)
         if self.vocab_parallel is not None:
-            x = (
-                self.vocab_parallel.sum_embedding_rows(job.micro)
-                if stage.is_first_chunk(job.chunk)
-                else x
-            )
+            if stage.is_first_chunk(job.chunk):
+                x = self.vocab_parallel.sum_embedding_rows(job.micro)
             more = {"scored": False}
         moment.defer_residual_add = self.head_knows_scale and stage.num_stages == 1
-        moment.loss_scale, moment.loss_grad_scale = (
-            self.loss_scale if final and self.head_knows_scale else None,
-            self.loss_scale,
-        )
+        if final and self.head_knows_scale:
+            moment.loss_scale = self.loss_scale
+        else:
+            moment.loss_scale = None
+        moment.loss_grad_scale = self.loss_scale
         try:
             y = stage.run_parts(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
-            moment.loss_scale, moment.defer_residual_add = None, False
+            moment.loss_scale = None
+            moment.defer_residual_add = False
         if not self.shape.forward_only:
-            loss, edge = final and self.vocab_parallel is None, None
+            loss = final and self.vocab_parallel is None
+            edge = None
             if y.requires_grad:  # else nothing before it is trained
                 edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
             self.saved_forwards[job.chunk, job.micro] = _SavedForward(x, edge)
@@ -653,7 +690,8 @@ class PipelineStep:
             self.transport.release_message(x)
 
     def _run_backward(self, job: Job) -> None:
-        at, stage = self.executor, self.executor.stage
+        at = self.executor
+        stage = self.executor.stage
         last = job.micro == len(self.micro_batches) - 1
         kept = self.saved_forwards.pop((job.chunk, job.micro))
         if stage.num_stages > 1:  # alone, backward goes on where forward ended
@@ -664,10 +702,11 @@ class PipelineStep:
             dy = self.loss_scale
         else:
             dy = self.vocab_parallel.sum_head_grads(job.micro)
-        at.step_context.deferred_weight_grads, at.step_context.loss_grad_scale = (
-            [] if self.shape.split_backward else None,
-            self.loss_scale,
-        )
+        if self.shape.split_backward:
+            at.step_context.deferred_weight_grads = []
+        else:
+            at.step_context.deferred_weight_grads = None
+        at.step_context.loss_grad_scale = self.loss_scale
         try:
             if isinstance(kept.output_edge, Tensor):
                 kept.output_edge.backward(dy.to(kept.output_edge.dtype))
@@ -682,7 +721,10 @@ class PipelineStep:
         if last and self.rendezvous and self.shape.chunks > 1 and not self._defers_reductions:
             # In the order of virtual stages, which is the same in all replicas.
             at.bucket_scheduler.flush_reductions()
-        messages = [] if stage.is_last_chunk(job.chunk) else [dy]
+        if stage.is_last_chunk(job.chunk):
+            messages = []
+        else:
+            messages = [dy]
         if kept.stage_input is not None and stage.is_first_chunk(job.chunk):
             assert self.vocab_parallel is not None and kept.stage_input.grad is not None, job
             self.vocab_parallel.send_embedding_grad(job.micro, kept.stage_input.grad)

@@ -42,7 +42,8 @@ def late_gradient_schedule(
 
 def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> Iterator[Job]:
     """The jobs of a stage; a gradient of another stage comes when it can do nothing else."""
-    now, seen = StageProgress(shape, stage), dict[Job, int]()
+    now = StageProgress(shape, stage)
+    seen = dict[Job, int]()
     while not now.is_complete:
         ready = [job for job in _next_jobs(now) if _can_run(job, now)]
         for job in ready:
@@ -174,7 +175,10 @@ def one_f_one_b_snapshots(
 
     More micro-batches than three rounds bring no other turns.
     """
-    rounds = micro_batches % stages + 3 * stages if stages > 1 else ALL_PASSES
+    if stages > 1:
+        rounds = micro_batches % stages + 3 * stages
+    else:
+        rounds = ALL_PASSES
     return _interleaved_snapshots(
         PipelineShape(stages, min(micro_batches, rounds), chunks), stage, groups, moves
     )
@@ -192,7 +196,8 @@ def _drop_covered(found: Iterable[JobSnapshot]) -> SnapshotGroups:
     """Turns without those beside which another is the same but for more that is there."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], JobSnapshot]] = {}
     for one in dict.fromkeys(found):
-        some, mine = alike.setdefault(one.kind_key, {}), one.memory_counts
+        some = alike.setdefault(one.kind_key, {})
+        mine = one.memory_counts
         if not any(_covers_all(other, mine) for other in some):
             for other in [other for other in some if _covers_all(mine, other)]:
                 del some[other]
@@ -212,7 +217,8 @@ def _iterate_snapshots(
     jobs: Iterable[Job], shape: PipelineShape, stage: int, groups: tuple[int, ...], moves: bool
 ) -> Iterator[JobSnapshot]:
     """One turn for each job."""
-    each, final = shape.micro_batches, "W" if shape.split_backward else "B"
+    each = shape.micro_batches
+    final = "W" if shape.split_backward else "B"
     ends = (0, 0), (shape.stages - 1, shape.chunks - 1)
     forward, backward, weights = ([0] * shape.chunks for _ in range(3))
     behind: tuple[JobKind, int] | None = None
@@ -220,7 +226,8 @@ def _iterate_snapshots(
     enters = [(job.kind, job.chunk) == ("F", 0) for job in row if job.kind != "W"]
     seen = 0
     for job in row:
-        kind, at = job.kind, job.chunk
+        kind = job.kind
+        at = job.chunk
         seen += kind != "W"
         made, back = ([_pass_level(n, each) for n in counts] for counts in (weights, backward))
         backward[at] += kind == "B"
@@ -246,12 +253,15 @@ def _iterate_snapshots(
             and (behind[0], groups[behind[1]], made[behind[1]] == _pass_level(1, each)),
         )
         forward[at] += kind == "F"
-        behind = (kind, at) if moves and kind != "F" else behind
+        if moves and kind != "F":
+            behind = (kind, at)
 
 
 def _pass_level(count: int, each: int) -> int:
     """So many passes of a step, as `Turn.before` has them."""
-    return ALL_PASSES if count == each else min(count, SEVERAL_PASSES)
+    if count == each:
+        return ALL_PASSES
+    return min(count, SEVERAL_PASSES)
 
 
 def _by_group(

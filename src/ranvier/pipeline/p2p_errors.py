@@ -32,8 +32,14 @@ def describe_lost_message(
     at: PipelineExecutor, key: Key, number: int, error: BaseException | None
 ) -> str:
     """Of a message that does not come; error: what its receive says, else time is over."""
-    why = f" ({error})" if error is not None else ""
-    within = "" if error is not None else f" within {at.grid.timeout_seconds:g} s"
+    if error is not None:
+        why = f" ({error})"
+    else:
+        why = ""
+    if error is not None:
+        within = ""
+    else:
+        within = f" within {at.grid.timeout_seconds:g} s"
     return (
         f"Stage {at.stage.index} (rank {at.grid.rank}) did not get "
         f"{describe_message(at, key, number)}"
@@ -53,7 +59,10 @@ def describe_message(at: PipelineExecutor, key: Key, number: int) -> str:
     if way in (FORWARD, BACKWARD):
         other = (stage.index + (-1 if way == FORWARD else 1)) % stage.num_stages
     between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
-    of_chunk = f" of chunk {chunk}" if between else ""
+    if between:
+        of_chunk = f" of chunk {chunk}"
+    else:
+        of_chunk = ""
     return (
         f"the {MESSAGE_CONTENTS[way]} of micro-batch {number}{of_chunk} from stage {other} ({way})"
     )
@@ -64,7 +73,10 @@ def describe_unsent_message(
 ) -> str:
     """Of a message that cannot be sent."""
     stage = at.stage
-    other = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages if to is None else to
+    if to is None:
+        other = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages
+    else:
+        other = to
     return (
         f"Stage {stage.index} (rank {at.grid.rank}) could not send the {MESSAGE_CONTENTS[way]} of "
         f"micro-batch {number} to stage {other} ({way}): {error}. {STAGES_RULE}"

@@ -90,7 +90,8 @@ class ModelStage:
 
     def describe_stages(self) -> list[str]:
         """One line for each virtual stage: its parts and its share of the work."""
-        total, bounds = sum(self.stage_costs) or 1.0, [*self.stage_starts, len(self.part_names)]
+        total = sum(self.stage_costs) or 1.0
+        bounds = [*self.stage_starts, len(self.part_names)]
         return [
             f"stage {v % self.num_stages}: {self.part_names[a]}"
             f"{f' to {self.part_names[b - 1]}' if b - a > 1 else ''}, {cost / total:.1%} of "
@@ -123,10 +124,16 @@ def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
     def through(
         x: Tensor | None, parts: slice, tokens: Tensor, targets: Tensor | None = None, **_: Any
     ) -> Tensor:
-        y: Any = tokens if x is None else x
+        if x is None:
+            y: Any = tokens
+        else:
+            y = x
         for layer in list(model.children())[parts]:
             scored = isinstance(layer, LMHead | CrossEntropy) or getattr(layer, "vocab_shard", None)
-            y = layer(y, targets) if scored else layer(y)
+            if scored:
+                y = layer(y, targets)
+            else:
+                y = layer(y)
         result: Tensor = y
         return result
 
@@ -162,9 +169,10 @@ def partition_model(
             f"pipe={count} with chunks={how.chunks} makes {virtual} virtual stages of "
             f"{len(parts)} parts. Each needs one at least. Use pipe·chunks of at most {len(parts)}."
         )
-    firsts = (
-        (0, *how.stage_starts) if how.stage_starts else partition_by_cost(tuple(costs), virtual)
-    )
+    if how.stage_starts:
+        firsts = (0, *how.stage_starts)
+    else:
+        firsts = partition_by_cost(tuple(costs), virtual)
     bounds = [*firsts, len(parts)]
     if len(firsts) != virtual or any(a >= b for a, b in pairwise(bounds)):
         raise PlanError(

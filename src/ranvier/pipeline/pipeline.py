@@ -70,7 +70,8 @@ class Pipeline:
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Orders inside the stage and the loss of a step."""
-        policy, seat = self.policy_for_step(micro_batches), self.stage_spec
+        policy = self.policy_for_step(micro_batches)
+        seat = self.stage_spec
         count = traffic.count_orders(
             seat,
             micro_batches,

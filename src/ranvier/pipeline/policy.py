@@ -48,7 +48,9 @@ class PipelineShape:
         """Kinds of jobs."""
         if self.forward_only:
             return ("F",)
-        return ("F", "B", "W") if self.split_backward else ("F", "B")
+        if self.split_backward:
+            return ("F", "B", "W")
+        return ("F", "B")
 
     @property
     def num_jobs(self) -> int:
@@ -121,7 +123,9 @@ class FixedSchedule:
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """The next one in the order, once it is ready."""
         job = self.jobs[now.stage][now.num_done]
-        return job if job in ready else None
+        if job in ready:
+            return job
+        return None
 
 
 Priority = Literal["backward", "first", "forward"]
@@ -147,9 +151,18 @@ class MessageDrivenPolicy:
 
     def __str__(self) -> str:
         same = len(set(self.credits)) == 1
-        held = str(self.credits[0]) if same else ", ".join(map(str, self.credits))
-        first = "first come" if self.priority == "first" else f"{self.priority} first"
-        waiting = ", weight gradients while it waits" if self.split_backward else ""
+        if same:
+            held = str(self.credits[0])
+        else:
+            held = ", ".join(map(str, self.credits))
+        if self.priority == "first":
+            first = "first come"
+        else:
+            first = f"{self.priority} first"
+        if self.split_backward:
+            waiting = ", weight gradients while it waits"
+        else:
+            waiting = ""
         return f"{first}, at most {held} micro-batches a stage{waiting}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:

@@ -84,10 +84,15 @@ def choose_policy(
         ]
         even = replace(times, jitter=0.0)
         whole, apart = (simulate_step(shape, policy, even).seconds for policy in found)
-        return found[1] if apart < SPLIT_GAIN * whole else found[0]
+        if apart < SPLIT_GAIN * whole:
+            return found[1]
+        return found[0]
     if name not in POLICY_NAMES:
         near = difflib.get_close_matches(name, POLICY_NAMES, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(POLICY_NAMES)}."
+        if near:
+            hint = f"Did you mean {near[0]}?"
+        else:
+            hint = f"Use one of {', '.join(POLICY_NAMES)}."
         raise PlanError(f"policy={name!r} is unknown. Policies have names. {hint}")
     if problems := times.problems(shape):
         raise PlanError(problems)
@@ -127,16 +132,22 @@ def credits_for(shape: PipelineShape, times: JobTimes) -> int:
 
     With chunks: what the interleaved order keeps in place of S, and chunks' own times.
     """
-    S, V = shape.stages, shape.chunks
+    S = shape.stages
+    V = shape.chunks
     period = (sum(times.forward) + sum(times.backward) + sum(times.weight)) / (S * V)
     delay = 2 * sum(link_seconds(shape, times)[:-1])
-    extra = math.ceil(delay / period - 1e-9) if period else 0
+    if period:
+        extra = math.ceil(delay / period - 1e-9)
+    else:
+        extra = 0
     return (S if V == 1 else 2 * (S - 1) + (V - 1) * S + 1) + extra
 
 
 def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[SchedulingPolicy]:
     """What `message` chooses from within room for so many activations; fixed orders first."""
-    S, M, V = shape.stages, shape.micro_batches, shape.chunks
+    S = shape.stages
+    M = shape.micro_batches
+    V = shape.chunks
     if room < V:
         raise PlanError(
             f"limit={room} is less than chunks={V}. A micro-batch leaves an activation in each "
@@ -186,7 +197,9 @@ def _fastest_policy(
     gains = [(trials.step_seconds(usual, seed) - trials.step_seconds(pick, seed)) for seed in proof]
     # Two standard errors, and more for few steps, whose spread is itself uncertain.
     doubt = (2 + 5 / len(gains)) * stdev(gains) / math.sqrt(len(gains))
-    return pick.policy if fmean(gains) > doubt else usual.policy
+    if fmean(gains) > doubt:
+        return pick.policy
+    return usual.policy
 
 
 @dataclass(eq=False)
@@ -201,7 +214,8 @@ class PolicyTrials:
     """Plays candidates with the same luck."""
 
     def __init__(self, shape: PipelineShape, times: JobTimes) -> None:
-        self.shape, self.times = shape, times
+        self.shape = shape
+        self.times = times
         self.job_seconds: dict[tuple[bool, int], JobSeconds] = {}
 
     def step_seconds(self, option: PolicyCandidate, seed: int) -> float:

@@ -16,7 +16,8 @@ from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape
 
 def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
     """All forwards, chunk after chunk, then all backwards; keeps every activation."""
-    micros, chunks = range(shape.micro_batches), range(shape.chunks)
+    micros = range(shape.micro_batches)
+    chunks = range(shape.chunks)
     jobs = [Job("F", m, c) for c in chunks for m in micros]
     jobs += [Job("B", m, c) for c in reversed(chunks) for m in micros]
     return FixedSchedule("gpipe", (tuple(jobs),) * shape.stages)
@@ -30,7 +31,8 @@ def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
             "Use interleaved or message, or chunks=1."
         )
     micros = range(shape.micro_batches)
-    forwards, backwards = [Job("F", m) for m in micros], [Job("B", m) for m in micros]
+    forwards = [Job("F", m) for m in micros]
+    backwards = [Job("B", m) for m in micros]
     lead = [shape.stages - s - 1 for s in range(shape.stages)]
     return FixedSchedule("1f1b", tuple(_alternate_jobs(forwards, backwards, n) for n in lead))
 
@@ -40,7 +42,9 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
 
     Bubble `(stages - 1)(f + b) / chunks` if stages divide the micro-batches.
     """
-    S, M, V = shape.stages, shape.micro_batches, shape.chunks
+    S = shape.stages
+    M = shape.micro_batches
+    V = shape.chunks
     if V == 1:
         return replace(one_f_one_b_schedule(shape), name="interleaved")
     # The last group is filled up and then left out: jobs need only jobs of their own micro-batch,
@@ -92,7 +96,8 @@ def _alternate_jobs(
 def _delay_weight_grads(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
     """The same jobs, and after each backward the weight gradients of the `lag`-th before it."""
     weights = [Job("W", job.micro, job.chunk) for job in jobs if job.kind == "B"]
-    row, seen = [], 0
+    row = []
+    seen = 0
     for job in jobs:
         row.append(job)
         if job.kind == "B":

@@ -54,7 +54,8 @@ class JobTimes:
         given = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         wanted = {name: size for name, values in given.items() if name != "weight" or values}
         if isinstance(self.link, tuple):
-            given["link"], wanted["link"] = self.link, size - 1
+            given["link"] = self.link
+            wanted["link"] = size - 1
         found = [
             f"{name} has {len(given[name])} times. A step of {shape.stages} stages with "
             f"{shape.chunks} chunks each needs {count}. Give {count}."
@@ -70,7 +71,8 @@ def even_times(
     shape: PipelineShape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
 ) -> JobTimes:
     """Equal times; those given are of a stage, all its chunks together."""
-    size, chunks = shape.stages * shape.chunks, shape.chunks
+    size = shape.stages * shape.chunks
+    chunks = shape.chunks
     return JobTimes(
         forward=(forward / chunks,) * size,
         backward=(backward / chunks,) * size,
@@ -111,7 +113,9 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Share of time without computing: `1 - busy / (stages · seconds)`."""
         total = self.shape.stages * self.seconds
-        return 1 - sum(self.busy_seconds) / total if total else 0.0
+        if total:
+            return 1 - sum(self.busy_seconds) / total
+        return 0.0
 
     @property
     def one_f_one_b_peaks(self) -> tuple[int, ...]:
@@ -206,7 +210,9 @@ def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Rand
     """Times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
     if not sigma:
         return [base] * count
-    gauss, exp, middle = chance.gauss, math.exp, -sigma * sigma / 2
+    gauss = chance.gauss
+    exp = math.exp
+    middle = -sigma * sigma / 2
     return [base * exp(gauss(middle, sigma)) for _ in range(count)]
 
 
@@ -230,9 +236,17 @@ class Simulation:
         lengths: JobSeconds,
         links: Sequence[float],
     ) -> None:
-        stages, chunks, micros = shape.stages, shape.chunks, shape.micro_batches
-        self.shape, self.policy, self.job_seconds, self.link_seconds = shape, policy, lengths, links
-        self.refusal_cause: WaitCause = "credit" if policy.is_dynamic else "order"
+        stages = shape.stages
+        chunks = shape.chunks
+        micros = shape.micro_batches
+        self.shape = shape
+        self.policy = policy
+        self.job_seconds = lengths
+        self.link_seconds = links
+        if policy.is_dynamic:
+            self.refusal_cause: WaitCause = "credit"
+        else:
+            self.refusal_cause = "order"
         self.kind_offset: dict[JobKind, int] = {"F": 0, "B": chunks, "W": 2 * chunks}
         # One object for each job, shared by all stages: events carry references to them.
         self.jobs = [
@@ -246,7 +260,8 @@ class Simulation:
         self.ready: list[list[Job]] = [[] for _ in range(stages)]
         self.arrived = [[0] * (chunks * len(shape.job_kinds)) for _ in range(stages)]
         self.is_working = [False] * stages
-        self.held_activations, self.peak_activations = [0] * stages, [0] * stages
+        self.held_activations = [0] * stages
+        self.peak_activations = [0] * stages
         self.free_since = [0.0] * stages
         self.was_refused = [False] * stages
         self.wait_seconds: list[dict[WaitCause, float]] = [{} for _ in range(stages)]
@@ -258,7 +273,8 @@ class Simulation:
         self.arrived[0][0] = self.shape.micro_batches
         self.ready[0].append(self.jobs[0][0])
         self._start_job(0, 0.0)
-        events, working = self.events, self.is_working
+        events = self.events
+        working = self.is_working
         touched: list[int] = []
         while events:
             time = events[0][0]
@@ -301,7 +317,10 @@ class Simulation:
 
     def _record_wait(self, stage: int, time: float) -> None:
         """Account for the time since the stage was free; what came first is what it waited for."""
-        cause: WaitCause = "activation" if self.ready[stage][0].kind == "F" else "gradient"
+        if self.ready[stage][0].kind == "F":
+            cause: WaitCause = "activation"
+        else:
+            cause = "gradient"
         if self.was_refused[stage]:
             cause = self.refusal_cause
         causes = self.wait_seconds[stage]
@@ -350,7 +369,8 @@ class Simulation:
         heappush(self.events, (time, self.event_count, stage, job, ended))
 
     def _describe_deadlock(self, progress: StageProgress) -> str:
-        stage, shape = progress.stage, self.shape
+        stage = progress.stage
+        shape = self.shape
         if isinstance(self.policy, FixedSchedule):
             job = self.policy.jobs[stage][progress.num_done]
         else:

@@ -94,7 +94,10 @@ def build_stage(
         ]
         if len(set(stages)) > 1:
             axis = grid.axis_subset("pipe", sorted(set(stages)))
-            weight.tied_axis = axis if weight.owners else None
+            if weight.owners:
+                weight.tied_axis = axis
+            else:
+                weight.tied_axis = None
         if not weight.owners:
             del site.weights[name]
     if how.vocab_over_pipe:

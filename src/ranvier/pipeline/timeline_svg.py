@@ -25,9 +25,13 @@ RECORDED_CAUSES = ("activation", "gradient", "credit", "order")
 """Waits that a real run notes."""
 JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1"}
 """Classes of the plots."""
-MAX_BOXES, MAX_CELLS = 5_000, 12_000
+MAX_BOXES = 5_000
+MAX_CELLS = 12_000
 """Most boxes with words of their own; most cells of a step that has more."""
-WIDTH, LEFT, RIGHT, BOTTOM = 1000, 64, 16, 40
+WIDTH = 1000
+LEFT = 64
+RIGHT = 16
+BOTTOM = 40
 LIGHTEST_OPACITY = 0.45
 """Opacity of the last of many chunks."""
 
@@ -77,7 +81,9 @@ class TimelineChart:
     def bubble_fraction(self) -> float:
         """Share of time without computing."""
         total = self.seconds * len(self.lanes)
-        return max(0.0, 1 - sum(lane.busy_seconds for lane in self.lanes) / total) if total else 0.0
+        if total:
+            return max(0.0, 1 - sum(lane.busy_seconds for lane in self.lanes) / total)
+        return 0.0
 
     @property
     def one_f_one_b_peaks(self) -> tuple[int, ...]:
@@ -112,7 +118,8 @@ def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
     """The picture of a step of a real run, from what its timeline.json holds."""
     try:
         rows = [[TimelineBar(*entry) for entry in stage] for stage in table["stages"]]
-        micro_batches, chunks = int(table["micro_batches"]), int(table["chunks"])
+        micro_batches = int(table["micro_batches"])
+        chunks = int(table["chunks"])
         seconds = float(table["seconds"])
         good = math.isfinite(seconds) and min(micro_batches, chunks, len(rows)) > 0
         good = good and all(_is_valid_bar(bar, chunks) for row in rows for bar in row)
@@ -139,7 +146,10 @@ def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
     """A stage of a real run: what it kept and waited for follows from what it did."""
     jobs = tuple(sorted((bar for bar in bars if bar.kind in JOB_NAMES), key=lambda bar: bar.start))
     pauses = tuple(bar for bar in bars if bar.kind not in JOB_NAMES)
-    last = "W" if any(bar.kind == "W" for bar in jobs) else "B"
+    if any(bar.kind == "W" for bar in jobs):
+        last = "W"
+    else:
+        last = "B"
     held = peak = 0
     waits: dict[str, float] = defaultdict(float)
     for bar in jobs:
@@ -163,7 +173,9 @@ def format_time(value: float, unit: str = "s") -> str:
         return "0"
     size, name = (1.0, "s") if value >= 1 else (1e-3, "ms") if value >= 1e-3 else (1e-6, "µs")
     number = value / size
-    return f"{number:.4g} {name}" if number < 1000 else f"{number:,.0f} {name}"
+    if number < 1000:
+        return f"{number:.4g} {name}"
+    return f"{number:,.0f} {name}"
 
 
 # ---- tables ---------------------------------------------------------------------------------
@@ -215,7 +227,10 @@ def chrome_trace(pictures: Sequence[TimelineChart]) -> dict[str, Any]:
         for stage, lane in enumerate(picture.lanes):
             events.append(_metadata_event("thread_name", number, stage, f"stage {stage}"))
             for bar in (*lane.jobs, *lane.wait_bars):
-                name = f"{bar.kind}{bar.micro}" if bar.kind in JOB_NAMES else f"wait for {bar.kind}"
+                if bar.kind in JOB_NAMES:
+                    name = f"{bar.kind}{bar.micro}"
+                else:
+                    name = f"wait for {bar.kind}"
                 events.append(
                     {
                         "name": name,
@@ -245,8 +260,12 @@ def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") 
     high = min(22.0, max(5.0, 600 / max(rows, 1)))
     longest = max((picture.seconds for picture in pictures), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest
-    count = 0 if jobs <= MAX_BOXES else max(1, min(WIDTH - LEFT - RIGHT, MAX_CELLS // rows))
-    out, y = _draw_legend(pictures, merged=count > 0), 56.0
+    if jobs <= MAX_BOXES:
+        count = 0
+    else:
+        count = max(1, min(WIDTH - LEFT - RIGHT, MAX_CELLS // rows))
+    out = _draw_legend(pictures, merged=count > 0)
+    y = 56.0
     for picture in pictures:
         out.append(
             f'<text class="ink" x="8" y="{y + 14:.0f}">{_escape_xml(picture.caption)}</text>'
@@ -276,7 +295,8 @@ def _escape_xml(text: str) -> str:
 def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str]:
     """Which colour is which job."""
     used = {bar.kind for picture in pictures for lane in picture.lanes for bar in lane.jobs}
-    out, x = [], 8.0
+    out = []
+    x = 8.0
     for kind, name in JOB_NAMES.items():
         if kind in used:
             out.append(
@@ -284,7 +304,10 @@ def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str
             )
             out.append(f'<text x="{x + 18:g}" y="43">{name}</text>')
             x += 100
-    notes = ["very many jobs: filled as far as the stage worked"] if merged else []
+    if merged:
+        notes = ["very many jobs: filled as far as the stage worked"]
+    else:
+        notes = []
     if not merged and any(picture.chunks > 1 for picture in pictures):
         notes = ["later chunks are lighter"]
     out.append(f'<text x="{x + 18:g}" y="43">{"; ".join(notes)}</text>' if notes else "")
@@ -315,7 +338,8 @@ def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> 
     for stage, lane in enumerate(picture.lanes):
         top = y + stage * high
         for bar in lane.jobs:
-            x, width = LEFT + bar.start * scale, (bar.stop - bar.start) * scale
+            x = LEFT + bar.start * scale
+            width = (bar.stop - bar.start) * scale
             words = _describe_job(bar, stage, picture)
             gap = 0.8 if width > 3 else 0.0
             groups[bar.kind, bar.chunk].append(
@@ -338,8 +362,12 @@ def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> 
 def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
     """A job in words."""
     unit = "s" if picture.unit == "s" else ""
-    chunk = f", chunk {bar.chunk}" if picture.chunks > 1 else ""
-    when, long = format_time(bar.start, unit), format_time(bar.stop - bar.start, unit)
+    if picture.chunks > 1:
+        chunk = f", chunk {bar.chunk}"
+    else:
+        chunk = ""
+    when = format_time(bar.start, unit)
+    long = format_time(bar.stop - bar.start, unit)
     return f"{JOB_NAMES[bar.kind]} {bar.micro}{chunk}, stage {stage}: at {when}, takes {long}"
 
 
@@ -356,11 +384,13 @@ def _draw_cells(
                 inside = min(bar.stop, (place + 1) * cell) - max(bar.start, place * cell)
                 shares[bar.kind][place] += max(inside, 0.0) / cell
                 place += 1
-        bottom, filled = y + (stage + 1) * high - 0.5, dict[int, float]()
+        bottom = y + (stage + 1) * high - 0.5
+        filled = dict[int, float]()
         for kind, row in shares.items():
             path = []
             for place, share in sorted(row.items()):
-                low, size = filled.get(place, 0.0), share * (high - 1)
+                low = filled.get(place, 0.0)
+                size = share * (high - 1)
                 filled[place] = low + size
                 if size > 0.05:
                     x = LEFT + place * wide
@@ -380,5 +410,8 @@ def _draw_time_axis(y: float, scale: float, longest: float, unit: str) -> Iterat
         text = format_time(i * step, "s" if unit == "s" else "")
         yield f'<path class="axis" d="M{x:.1f},{y:.1f}v5"/>'
         yield f'<text class="middle" x="{x:.1f}" y="{y + 19:.1f}">{text}</text>'
-    name = "time" if unit == "s" else f"time in {unit}"
+    if unit == "s":
+        name = "time"
+    else:
+        name = f"time in {unit}"
     yield f'<text class="end" x="{WIDTH - RIGHT}" y="{y + 35:.1f}">{_escape_xml(name)}</text>'

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from ranvier.cost.layers import ActivationShape, LayoutContext
 from ranvier.trace import Event
 
-FORWARD, BACKWARD = "forward", "backward"
-EMBEDDING_ROWS, HEAD_INPUT, HEAD_GRAD_PART, EMBEDDING_GRAD = "rows", "final", "part", "return"
+FORWARD = "forward"
+BACKWARD = "backward"
+EMBEDDING_ROWS = "rows"
+HEAD_INPUT = "final"
+HEAD_GRAD_PART = "part"
+EMBEDDING_GRAD = "return"
 """Of a spread vocabulary: looked-up rows, what the head gets, parts of its gradient, that of the
 embedding."""
 MESSAGE_KINDS = (FORWARD, BACKWARD, EMBEDDING_ROWS, HEAD_INPUT, HEAD_GRAD_PART, EMBEDDING_GRAD)
@@ -55,11 +59,9 @@ def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
             add("send", FORWARD)
             add("receive", BACKWARD)
     if seat.vocab_over_pipe:
-        others, first, last = (
-            seat.num_stages - 1,
-            seat.index == 0,
-            seat.index == seat.num_stages - 1,
-        )
+        others = seat.num_stages - 1
+        first = seat.index == 0
+        last = seat.index == seat.num_stages - 1
         for way, sender in ((EMBEDDING_ROWS, not first), (HEAD_GRAD_PART, not last)):
             add("send" if sender else "receive", way, 1 if sender else others)
         for way, sender in ((HEAD_INPUT, last), (EMBEDDING_GRAD, first)):
@@ -93,7 +95,9 @@ def count_orders(
     if rendezvous:
         transfers = len(micro_batch_events(seat, 0)) * micro_batches
         return jobs + transfers + 1 + (seat.vocab_over_pipe and seat.index > 0)
-    return jobs if dynamic or seat.vocab_over_pipe else 0
+    if dynamic or seat.vocab_over_pipe:
+        return jobs
+    return 0
 
 
 def link_channel(count: int, way: str, sender: int, to: int) -> str:
@@ -109,12 +113,15 @@ def link_channel(count: int, way: str, sender: int, to: int) -> str:
     between = way in (FORWARD, BACKWARD)
     if count == 2 or (between and abs(sender - to) == 1):
         return direction
-    return f"wrap {direction}" if between else way
+    if between:
+        return f"wrap {direction}"
+    return way
 
 
 def channel_links(count: int, chunks: int, *, spread: bool) -> dict[str, list[tuple[int, int]]]:
     """Stages that send to each other, as (from, to), by channel."""
-    last, found = count - 1, dict[str, dict[tuple[int, int], None]]()
+    last = count - 1
+    found = dict[str, dict[tuple[int, int], None]]()
 
     def add(way: str, sender: int, to: int) -> None:
         if sender != to:

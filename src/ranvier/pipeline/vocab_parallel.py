@@ -26,13 +26,12 @@ class VocabParallel:
     """The work of one step on the vocabulary."""
 
     def __init__(self, step: PipelineStep) -> None:
-        self.step, self.executor = step, step.executor
+        self.step = step
+        self.executor = step.executor
         stage = self.executor.stage
         self.embed, self.head = stage.vocab_layers
-        self.is_first_stage, self.is_last_stage = (
-            stage.index == 0,
-            stage.index == stage.num_stages - 1,
-        )
+        self.is_first_stage = stage.index == 0
+        self.is_last_stage = stage.index == stage.num_stages - 1
         self.other_stages = [s for s in range(stage.num_stages) if s != stage.index]
         self.num_scored = 0
         """Micro-batches whose loss is computed."""
@@ -47,8 +46,10 @@ class VocabParallel:
 
     def announce_messages(self) -> None:
         """Say which messages will come and be sent."""
-        count, transport = len(self.step.micro_batches), self.step.transport
-        training, last = not self.step.shape.forward_only, self.executor.stage.num_stages - 1
+        count = len(self.step.micro_batches)
+        transport = self.step.transport
+        training = not self.step.shape.forward_only
+        last = self.executor.stage.num_stages - 1
         me = self.executor.stage.index
         for other in self.other_stages:
             if self.is_first_stage:
@@ -131,7 +132,8 @@ class VocabParallel:
 
         Communicates: as the head; my part of the gradient to the last stage.
         """
-        step, m = self.step, self.num_scored
+        step = self.step
+        m = self.num_scored
         micro = step.begin_micro_batch(m)
         if self.is_last_stage:
             y = self.head_inputs.pop(m)
@@ -139,7 +141,10 @@ class VocabParallel:
             y = step.take_message(HEAD_INPUT, self.executor.stage.num_stages - 1)
         y = y.requires_grad_(not step.shape.forward_only)
         moment = self.executor.step_context
-        moment.loss_scale = step.loss_scale if step.head_knows_scale else None
+        if step.head_knows_scale:
+            moment.loss_scale = step.loss_scale
+        else:
+            moment.loss_scale = None
         try:
             loss = self.head(y, micro.inputs.get("targets"))
         finally:

@@ -34,7 +34,8 @@ class PredictedCandidate:
     @property
     def sort_key(self) -> tuple[object, ...]:
         """What is better: less time; of times equal to three digits the simpler layout."""
-        plan, degrees = self.plan, self.plan.degrees
+        plan = self.plan
+        degrees = self.plan.degrees
         axes = sum(size > 1 for size in degrees.values())
         extras = (
             self.candidate.states != "device",
@@ -75,10 +76,16 @@ def layout_family(plan: Plan) -> str:
     if plan.col > 1:
         return "2-D, 3-D"
     if plan.row > 1:
-        return "row x depth" if plan.depth > 1 else "row"
+        if plan.depth > 1:
+            return "row x depth"
+        return "row"
     if plan.depth > 1:
-        return "HSDP" if plan.data > 1 else "FSDP"
-    return "DDP" if plan.data > 1 else "one device"
+        if plan.data > 1:
+            return "HSDP"
+        return "FSDP"
+    if plan.data > 1:
+        return "DDP"
+    return "one device"
 
 
 def find_baselines(

@@ -146,7 +146,9 @@ class Device:
     def measured_rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
         """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""
         rows = [row for row in self.rates if row.kind == kind]
-        return nearest_rate(rows, ranks).value if rows else usual
+        if rows:
+            return nearest_rate(rows, ranks).value
+        return usual
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,10 @@ def read_cluster(path: Path) -> Cluster:
             "measure`."
         ) from None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
-        missing = "there is no " if isinstance(error, KeyError) else ""
+        if isinstance(error, KeyError):
+            missing = "there is no "
+        else:
+            missing = ""
         raise PlanError(
             f"cluster file {path} cannot be read: {missing}{error!s:.200}. It has the fields that "
             "`ranvier measure` writes. Measure again or mend it."
@@ -329,13 +334,18 @@ def _parse_device(facts: Mapping[str, Any]) -> Device:
         made["reach"] = Efficiency(**made["reach"])
     if "aliases" in made:
         made["aliases"] = tuple(made["aliases"])
-    return replace(find_device(base), **made) if base else Device(**made)
+    if base:
+        return replace(find_device(base), **made)
+    return Device(**made)
 
 
 def _parse_cluster(facts: Mapping[str, Any]) -> Cluster:
     made = dict(facts)
     one = made["device"]
-    made["device"] = find_device(one) if isinstance(one, str) else _parse_device(one)
+    if isinstance(one, str):
+        made["device"] = find_device(one)
+    else:
+        made["device"] = _parse_device(one)
     for name in ("link", "network"):
         made[name] = Link(**made[name])
     if "host" in made:
@@ -375,4 +385,6 @@ def _format_value(x: Any) -> str:
         return "[" + ", ".join(map(_format_value, x)) + "]"
     if isinstance(x, str):
         return '"' + x.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
-    return f"{x:.6g}" if isinstance(x, float) and (abs(x) >= 1e6 or abs(x) < 1e-3) else repr(x)
+    if isinstance(x, float) and (abs(x) >= 1e6 or abs(x) < 1e-3):
+        return f"{x:.6g}"
+    return repr(x)

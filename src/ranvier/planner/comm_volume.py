@@ -33,7 +33,8 @@ STEP_VOTES = 3
 """Numbers that a training step has voted on, besides the norm."""
 TOKEN_COUNT_BYTES = 8
 """Bytes of the number of tokens of a step."""
-ROUTER_COUNTERS, ROUTER_COUNTER_BYTES = 4, 8
+ROUTER_COUNTERS = 4
+ROUTER_COUNTER_BYTES = 8
 """Numbers of each mixture in a step besides the load of each expert, and bytes of one."""
 CACHE_SIZE = 1 << 16
 """Results that are kept of each kind."""
@@ -153,7 +154,8 @@ def block_param_specs(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey
 ) -> tuple[ParamSpec, ...]:
     """The weights of one such part; those of blocks are of the block `part.name`."""
-    ground, block = spot.layout_context(model), part.name if part.is_block else ""
+    ground = spot.layout_context(model)
+    block = part.name if part.is_block else ""
     return tuple(piece for leaf in part.layers for piece in leaf.param_specs("", block, ground))
 
 
@@ -173,7 +175,8 @@ def build_stage_blocks(
     model: ModelSpec, stage: int, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
 ) -> StageBlocks:
     """The parts of a stage. firsts: first part of each virtual stage."""
-    every, seat = model.parts_in_order, StageSpec(stage, count, chunks, spread)
+    every = model.parts_in_order
+    seat = StageSpec(stage, count, chunks, spread)
     order = [part for one in part_ranges(firsts, len(every))[stage::count] for part in every[one]]
     if spread and count > 1:  # embedding and head are everywhere
         if every[0] not in order:
@@ -250,7 +253,9 @@ def stage_bucket_specs(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey
 ) -> tuple[tuple[str, BucketSpec, int], ...]:
     """Name of the part, lot, and how many equal ones there are, of all weights of a stage."""
-    degrees, found, vectors = dict(zip(AXES, spot.degrees, strict=True)), [], list[ParamSpec]()
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    found = []
+    vectors = list[ParamSpec]()
     for part, count in stage.block_counts:
         pieces = block_param_specs(model, part, spot.weight_key)
         if not part.is_block:
@@ -281,11 +286,15 @@ def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tupl
     """How often the weights of a part (and of a layer outside of blocks) are gathered."""
     alone = stage.stage_spec.num_stages == 1
     once = ("embedding",) if alone else ("embedding", "head")
-    forward, backward = list[str](), list[str]()
+    forward = list[str]()
+    backward = list[str]()
     names: dict[str, tuple[str, str]] = {}
     for number, part in enumerate(stage.blocks):
         for leaf in part.layers:
-            block = str(number) if part.is_block else leaf.tied or leaf.name
+            if part.is_block:
+                block = str(number)
+            else:
+                block = leaf.tied or leaf.name
             if _has_matrix(leaf):
                 own = part.name if part.is_block else block
                 names.setdefault(block, (part.name, own))  # a tied weight is the first one's
@@ -320,7 +329,8 @@ def step_comm_volume(
     often a stage's leader says what is next; None: as the policy of the plan does, which may have
     to be simulated first.
     """
-    spot, micros = ShardingKey.from_plan(plan), plan.num_micro_batches
+    spot = ShardingKey.from_plan(plan)
+    micros = plan.num_micro_batches
     here = build_stage_blocks(
         model, stage, plan.pipe, plan.chunks, find_stage_starts(model, plan, flow.seq), plan.spread
     )
@@ -328,7 +338,8 @@ def step_comm_volume(
         model, here, spot, flow, micros, plan.recompute != "none" and not kept
     )
     rows += _weight_volumes(model, here, spot, flow, micros, plan.gathered == "keep")
-    ground, types = spot.layout_context(model), element_sizes(flow)
+    ground = spot.layout_context(model)
+    types = element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
     rows += _count_events("", "pipe", traffic.micro_batch_events(here.stage_spec, size), micros)
     region = ground.table.activation_rule("vocab")
@@ -340,9 +351,10 @@ def step_comm_volume(
     rows += _count_events("", "update", _router_load_events(model, ground), 1)
     inside = ground.axis_group(*traffic.STAGE_AXES).names
     if orders is None:
-        orders = (
-            _count_orders(model, plan, flow.seq, here.stage_spec) if plan.pipe > 1 and inside else 0
-        )
+        if plan.pipe > 1 and inside:
+            orders = _count_orders(model, plan, flow.seq, here.stage_spec)
+        else:
+            orders = 0
     last = traffic.step_events(here.stage_spec, inside, types.grad_bytes, orders=orders)
     return StepCommVolume((*rows, *_count_events("", "step", last, 1)))
 
@@ -382,7 +394,8 @@ def _activation_volumes(
     again: bool,
 ) -> list[CommVolume]:
     """What passes communicate."""
-    rows, inside = list[CommVolume](), spot.activation_key
+    rows = list[CommVolume]()
+    inside = spot.activation_key
     for part, count in stage.block_counts:
         for row in pass_volumes(model, part, inside, flow):
             if again or row.phase != "again":
@@ -412,7 +425,8 @@ def _weight_volumes(
     keep: bool,
 ) -> list[CommVolume]:
     """What weights and gradients communicate."""
-    rows, types = list[CommVolume](), element_sizes(flow)
+    rows = list[CommVolume]()
+    types = element_sizes(flow)
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     times_of = count_gathers(model, stage, keep)
     for part, phase, event, count in bucket_events(model, stage, spot, types):
@@ -434,8 +448,10 @@ def bucket_events(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, types: ElementSizes
 ) -> tuple[tuple[str, CommPhase, Event, int], ...]:
     """Part, phase, event and number of lots of what each lot communicates once."""
-    ground, found = spot.layout_context(model), list[tuple[str, CommPhase, Event, int]]()
-    depth, data = ground.axis_group("depth"), ground.axis_group("data")
+    ground = spot.layout_context(model)
+    found = list[tuple[str, CommPhase, Event, int]]()
+    depth = ground.axis_group("depth")
+    data = ground.axis_group("data")
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
         if bulk.is_depth_sharded:
@@ -463,7 +479,8 @@ def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
     """The policy with which the stages of a plan take turns; simulated once."""
     splits = plan.compile != "on" and not plan.spread
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
-    firsts, inside = find_stage_starts(model, plan, seq), ShardingKey.from_plan(plan).activation_key
+    firsts = find_stage_starts(model, plan, seq)
+    inside = ShardingKey.from_plan(plan).activation_key
     costs = _part_costs(model, inside, seq)
     sums = tuple(sum(costs[one]) for one in part_ranges(firsts, len(costs)))
     return _build_policy(plan.policy, shape, sums, plan.jitter, plan.credits, splits)

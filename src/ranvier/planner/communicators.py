@@ -33,7 +33,8 @@ PEER_BYTES = 10 * MIB
 the first collective loads, and of the connection to a rank that is sent to point to point. Measured
 with torch 2.11 and NCCL 2.28.9 on an H200: 8 ranks on one GPU, sockets between them,
 NCCL_RUNTIME_CONNECT=0. `ranvier doctor` measures all but the last on other machines."""
-HOST_CHANNEL, CONTROL_CHANNEL = "host", "control"
+HOST_CHANNEL = "host"
+CONTROL_CHANNEL = "control"
 """Channels of `grid`, which imports numpy: orders inside a stage, and what the hosts of stages tell
 each other."""
 GLOO_CHANNELS = (HOST_CHANNEL, CONTROL_CHANNEL)
@@ -72,7 +73,9 @@ class CommunicatorSpec:
     @property
     def backend(self) -> Backend:
         """What carries its messages on GPUs."""
-        return "gloo" if self.channel in GLOO_CHANNELS else "nccl"
+        if self.channel in GLOO_CHANNELS:
+            return "gloo"
+        return "nccl"
 
 
 def list_communicators(
@@ -140,7 +143,8 @@ def _channel_uses(
 ) -> Iterator[ChannelUse]:
     """What steps communicate over; the same line may come several times."""
     ground = spot.layout_context(model)
-    degrees, region = ground.degrees, ground.table.activation_rule("vocab")
+    degrees = ground.degrees
+    region = ground.table.activation_rule("vocab")
 
     def along(*axes: str) -> dict[str, int]:
         return {axis: degrees[axis] for axis in axes}
@@ -181,7 +185,10 @@ def _activation_axes(
     found = dict[tuple[str, ...], int]()
     for part in model.parts:
         for row in pass_volumes(model, part, inside, flow):
-            peers = degrees["expert"] - 1 if row.op == "all_to_all" else 0
+            if row.op == "all_to_all":
+                peers = degrees["expert"] - 1
+            else:
+                peers = 0
             found[row.axis] = max(found.get(row.axis, 0), peers)
     return tuple(found.items())
 

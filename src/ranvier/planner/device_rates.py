@@ -37,7 +37,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """The rates of a device, in well under a second."""
     with torch.no_grad():
         to_device, to_host = _host_link_rates(device)
-        flops, memory = _matmul_rate(device, dtype), _memory_rate(device)
+        flops = _matmul_rate(device, dtype)
+        memory = _memory_rate(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return DeviceRates(flops, memory, to_device, to_host, _cpu_adam_rate(_copy_bytes(device) // 2))
@@ -61,7 +62,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 384
+    if device.type == "cuda":
+        size = 8192
+    else:
+        size = 384
     x, y = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2.0 * size**3 / _time_best(device, lambda: x @ y)
 
@@ -73,12 +77,15 @@ def _memory_rate(device: torch.device) -> float:
 
 
 def _copy_bytes(device: torch.device) -> int:
-    return 2**27 if device.type == "cuda" else 2**23
+    if device.type == "cuda":
+        return 2**27
+    return 2**23
 
 
 def _host_link_rates(device: torch.device) -> tuple[float, float]:
     """Bytes a second to the device and from it, both at once; a bus may slow down then."""
-    size, cuda = _copy_bytes(device), device.type == "cuda"
+    size = _copy_bytes(device)
+    cuda = device.type == "cuda"
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ways: list[tuple[Tensor, Tensor]] = [(there[0], host[0]), (host[1], there[1])]

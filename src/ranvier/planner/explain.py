@@ -54,7 +54,8 @@ def format_degrees(plan: Plan) -> str:
 
 def describe_candidate(found: PredictedCandidate) -> str:
     """All that tells a layout from others but its micro-batch and recomputation."""
-    plan, words = found.plan, [format_degrees(found.plan)]
+    plan = found.plan
+    words = [format_degrees(found.plan)]
     if plan.col > 1 and plan.inner == "features":
         words.append("features")
     if plan.chunks > 1:
@@ -76,7 +77,9 @@ def _innermost_axes(plan: Plan) -> list[str]:
 
 def format_seconds(value: float) -> str:
     """A time in a few characters."""
-    return f"{1000 * value:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+    if value < 0.9995:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s"
 
 
 def part_shares(prediction: Prediction, least: float = MIN_SHOWN_SHARE) -> list[tuple[str, float]]:
@@ -90,7 +93,8 @@ def part_shares(prediction: Prediction, least: float = MIN_SHOWN_SHARE) -> list[
 
 def table_row(found: PredictedCandidate) -> tuple[str, ...]:
     """The cells of a layout under `HEAD`."""
-    it, plan = found.prediction, found.plan
+    it = found.prediction
+    plan = found.plan
     parts = " ".join(f"{name} {format_percent(share)}" for name, share in part_shares(it))
     figures = (
         format_seconds(it.step_seconds),
@@ -151,7 +155,8 @@ def baseline_table(result: SearchResult) -> list[str]:
 
 def summarize_choice(result: SearchResult) -> str:
     """The choice and why, in one line."""
-    best, it = result.best, result.best.prediction
+    best = result.best
+    it = result.best.prediction
     return (
         f"{describe_candidate(best)}, micro-batch {best.plan.micro_batch}, recompute "
         f"{best.plan.recompute}: "
@@ -162,10 +167,14 @@ def summarize_choice(result: SearchResult) -> str:
 
 def explain_choice(result: SearchResult) -> list[str]:
     """The choice in a few sentences."""
-    best, it = result.best, result.best.prediction
+    best = result.best
+    it = result.best.prediction
     low, high = it.interval
     kind = layout_family(best.plan)
-    named = f" ({kind})" if kind not in format_degrees(best.plan) else ""
+    if kind not in format_degrees(best.plan):
+        named = f" ({kind})"
+    else:
+        named = ""
     said = [
         f"{describe_candidate(best)}{named}: {format_seconds(it.step_seconds)} a step (80 % of "
         "such predictions lie between "
@@ -184,7 +193,8 @@ def explain_choice(result: SearchResult) -> list[str]:
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
     """What compiled blocks of split layers gain, although they overlap less."""
-    best, wish = result.best, result.request
+    best = result.best
+    wish = result.request
     if best.plan.compile == "on" and wish.plan.compile != "on":
         plain = replace(best.candidate, plan=replace(best.plan, compile="auto"))
         spent = sum(predict.step_seconds_by_part(wish.workload, plain, wish.cluster).values())
@@ -200,7 +210,8 @@ def _join_words(words: Sequence[str]) -> str:
 
 def describe_bottleneck(result: SearchResult) -> str:
     """What keeps it from being faster."""
-    best, it = result.best, result.best.prediction
+    best = result.best
+    it = result.best.prediction
     faster = [
         one
         for one in result.oversized_candidates
@@ -234,10 +245,13 @@ def describe_bottleneck(result: SearchResult) -> str:
 def _describe_slowest_stage(result: SearchResult) -> str:
     """That the slowest stage binds, if the others wait for it more than for the first and last
     micro-batch."""
-    best, wish = result.best, result.request
-    plan, bubble = best.plan, best.prediction.seconds_by_part["bubble"]
+    best = result.best
+    wish = result.request
+    plan = best.plan
+    bubble = best.prediction.seconds_by_part["bubble"]
     times = predict.stage_seconds(wish.workload, best.candidate, wish.cluster)
-    slowest, mean = max(times), sum(times) / len(times)
+    slowest = max(times)
+    mean = sum(times) / len(times)
     if 2 * plan.num_micro_batches * (slowest - mean) < bubble:
         return ""
     at = times.index(slowest)
@@ -285,11 +299,9 @@ def _main_difference(slow: Prediction, fast: Prediction) -> str:
         for n in sorted(names)
     }
     name = max(more, key=lambda n: more[n])
-    return (
-        f", mostly for {PART_LABELS[name]} (+{format_seconds(more[name])})"
-        if more[name] > 0
-        else ""
-    )
+    if more[name] > 0:
+        return f", mostly for {PART_LABELS[name]} (+{format_seconds(more[name])})"
+    return ""
 
 
 def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
@@ -315,7 +327,8 @@ def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
 def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
     """What the busiest stage of a layout moves over row and col in a step, how fast, and what of it
     nothing hides."""
-    plan, job = found.plan, wish.workload
+    plan = found.plan
+    job = wish.workload
     size = {"fp32": 4, "fp64": 8}.get(job.dtype, 2)
     flow = ActivationShape(plan.micro_batch, job.seq, size, max(size, 4))
     words = []
@@ -327,7 +340,10 @@ def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
             continue
         total = max(_axis_traffic(job, plan, flow, axis))
         pace = GIB / links.collective_seconds(wish.cluster, "all_gather", GIB, ranks)
-        place = "inside nodes" if ranks.num_nodes == 1 else "between nodes"
+        if ranks.num_nodes == 1:
+            place = "inside nodes"
+        else:
+            place = "between nodes"
         words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.seconds_by_part.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return (
@@ -352,7 +368,8 @@ def _axis_traffic(
 
 def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[str, Any]:
     """The settings of a layout by their dotted names, where they are not the default."""
-    plan, usual = found.plan, Plan()
+    plan = found.plan
+    usual = Plan()
     names = (
         *("inner", "chunks", "gathered", "recompute", "compile", "order", "policy"),
         *("micro_batch", "batch"),
@@ -372,7 +389,10 @@ def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Seque
     chosen = candidate_settings(found, wish)
     words = ["ranvier train", *carried]
     for name, value in chosen.items():
-        text = " ".join(value) if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            text = " ".join(value)
+        else:
+            text = value
         words.append(f"--{name.replace('_', '-')} {text}")
     cluster = wish.cluster
     if cluster.nodes > 1:

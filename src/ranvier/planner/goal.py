@@ -49,7 +49,8 @@ MAX_QUICK_SEARCHES = 16
 SHAPE_FIELDS = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
 MODEL_WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
-WIDTH_PER_LAYER, LLAMA3_VOCAB = 110.0, 128256
+WIDTH_PER_LAYER = 110.0
+LLAMA3_VOCAB = 128256
 """Width / layers of Llama 3 (102 to 130), and its vocabulary."""
 SIZE_TOLERANCE = 0.15
 """How far a number of parameters may be from that of a named size and still mean it."""
@@ -87,7 +88,10 @@ class GoalResult:
 
 def parse_goal(text: str) -> Goal:
     """A goal from words with commas between them."""
-    tokens, seconds, size, parameters = 0.0, 0.0, "", 0.0
+    tokens = 0.0
+    seconds = 0.0
+    size = ""
+    parameters = 0.0
     for word in filter(None, (part.strip().lower() for part in text.split(","))):
         if word in MODEL_SIZES:
             size = word
@@ -127,7 +131,9 @@ def nearest_named_size(parameters: float) -> str:
 
     counts = {name: ModelConfig.from_size(name).num_parameters for name in MODEL_SIZES}
     near = min(counts, key=lambda name: abs(counts[name] - parameters))
-    return near if abs(counts[near] - parameters) <= SIZE_TOLERANCE * parameters else ""
+    if abs(counts[near] - parameters) <= SIZE_TOLERANCE * parameters:
+        return near
+    return ""
 
 
 def llama_like_config(parameters: float) -> DecoderConfig:
@@ -144,7 +150,8 @@ def llama_like_config(parameters: float) -> DecoderConfig:
 
 def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
     """As many layers of this width as make so many parameters, an even number."""
-    heads, mlp = embed // 128, embed * 7 // 2
+    heads = embed // 128
+    mlp = embed * 7 // 2
     kv_heads = heads if heads % 8 else 8
     block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
     layers = max(round((parameters - 2 * LLAMA3_VOCAB * embed) / block / 2) * 2, 2)
@@ -194,7 +201,10 @@ class NodeTrials:
 
     def reaches_goal(self, nodes: int, *, whole: bool = False) -> bool:
         """Whether so many nodes are seen to reach the goal."""
-        result = self.full_search(nodes) if whole else self.quick_search(nodes)
+        if whole:
+            result = self.full_search(nodes)
+        else:
+            result = self.quick_search(nodes)
         before = self.best_by_nodes.get(nodes)
         if result is not None and result.feasible_candidates:
             seconds = self.goal.tokens / result.best.prediction.tokens_per_second
@@ -239,7 +249,8 @@ def find_fewest_nodes(
     first: a guess. told: is told of each number of nodes that was tried.
     """
     tries = NodeTrials(goal, searches, told)
-    low, high = 0, tries.first_shareable(_few_divisors(min(first, most)))
+    low = 0
+    high = tries.first_shareable(_few_divisors(min(first, most)))
     high = (
         high
         or tries.first_shareable(range(min(first, most), 0, -1))

@@ -78,7 +78,8 @@ def render_report(
 def _render_chart(result: SearchResult) -> str:
     """Time against memory of all layouts, coloured by family."""
     it = result.best.prediction
-    groups, left = [], 0
+    groups = []
+    left = 0
     for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
         for faint, several in (
             (True, result.oversized_candidates),
@@ -107,7 +108,8 @@ def _render_chart(result: SearchResult) -> str:
 
 def is_shown(one: PredictedCandidate, result: SearchResult) -> bool:
     """Whether the chart has a layout."""
-    it, best = one.prediction, result.best.prediction
+    it = one.prediction
+    best = result.best.prediction
     return (
         it.step_seconds <= MAX_TIME_RATIO * best.step_seconds
         and it.memory.total_bytes <= MAX_MEMORY_RATIO * best.limit

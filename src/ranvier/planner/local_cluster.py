@@ -22,14 +22,14 @@ def measured_cluster_path(device: str) -> Path:
 def load_measured_cluster(device: str = "") -> Cluster | None:
     """What was measured here, of a device or (empty) last; None if nothing was."""
     if device:
-        return (
-            cluster.read_cluster(measured_cluster_path(device))
-            if measured_cluster_path(device).exists()
-            else None
-        )
+        if measured_cluster_path(device).exists():
+            return cluster.read_cluster(measured_cluster_path(device))
+        return None
     own = launch.cache_dir().glob(f"cluster-{_slugify_name(platform.node())}-*.toml")
     newest = max(own, key=lambda file: file.stat().st_mtime, default=None)
-    return None if newest is None else cluster.read_cluster(newest)
+    if newest is None:
+        return None
+    return cluster.read_cluster(newest)
 
 
 def _slugify_name(name: str) -> str:

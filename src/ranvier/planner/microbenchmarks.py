@@ -168,7 +168,9 @@ class Microbenchmark:
             last.synchronize()
             taken: float = first.elapsed_time(last) / 1e3
             return taken / count
-        begin, busy, done = time.perf_counter(), time.process_time(), 0
+        begin = time.perf_counter()
+        busy = time.process_time()
+        done = 0
         while done < 2 or time.perf_counter() - begin < self.shapes.min_seconds:
             work()
             done += 1
@@ -217,7 +219,9 @@ class Microbenchmark:
         x, w, dy = random_tensors(
             [(t, i), (o, i), (t, o)], DTYPES.get(kind, torch.bfloat16), self.device
         )
-        forward, into, weight = (t, o, i), (t, i, o), (o, i, t)
+        forward = (t, o, i)
+        into = (t, i, o)
+        weight = (o, i, t)
         if kind in DTYPES:
             yield "y", forward, self.time_call(lambda: x @ w.t())
             yield "dx", into, self.time_call(lambda: dy @ w)
@@ -287,7 +291,8 @@ class Microbenchmark:
     def _time_attention(
         self, way: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
     ) -> tuple[float, float]:
-        forward, y = self.time_call(partial(way, q, k, v)), way(q, k, v)
+        forward = self.time_call(partial(way, q, k, v))
+        y = way(q, k, v)
         back = partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
         return forward, self.time_call(back)
 
@@ -299,7 +304,10 @@ class Microbenchmark:
             torch.zeros(self.shapes.update_parameters, device=self.device) for _ in range(3)
         )
         grad = torch.zeros_like(weight, dtype=kind)
-        out = grad.clone() if kind != weight.dtype else None
+        if kind != weight.dtype:
+            out = grad.clone()
+        else:
+            out = None
         one, good = (
             torch.ones((), device=self.device, dtype=t) for t in (torch.float64, torch.bool)
         )

@@ -45,7 +45,8 @@ LayerKind = Literal[
 loss; a look-up; an RMSNorm and a LayerNorm; an attention core; a router with its experts; the
 lengths of DoRA; where Hugging Face's modules gather the sequence; a loss by itself."""
 SPEC_FOLDER = Path(__file__).parent / "lists"
-ENTRY, EXIT = "entry", "exit"
+ENTRY = "entry"
+EXIT = "exit"
 """Names of the parts around blocks."""
 SPEC_FORMAT = 1
 """Of the files; lists of another format are made anew."""
@@ -82,14 +83,19 @@ class LayerSpec:
         """Numbers of its weights, without those of other layers."""
         if self.kind == "mixture":
             return self.num_expert_parameters + self.shape[0] * self.shape[2]
-        own = 0 if self.tied or not self.shape else math.prod(self.shape)
+        if self.tied or not self.shape:
+            own = 0
+        else:
+            own = math.prod(self.shape)
         bias = self._bias_size if self.bias else 0
         return own + bias + sum(leaf.num_parameters for leaf in self.inside)
 
     @property
     def num_expert_parameters(self) -> int:
         """Numbers of the weights of all its experts."""
-        return self.matrices * math.prod(self.shape) if self.kind == "mixture" else 0
+        if self.kind == "mixture":
+            return self.matrices * math.prod(self.shape)
+        return 0
 
     @property
     def _bias_size(self) -> int:
@@ -97,7 +103,8 @@ class LayerSpec:
 
     def build_layer(self, prefix: str, ground: LayoutContext) -> LayerCost:
         """What it communicates and computes on a ground."""
-        name, dims = f"{prefix}{self.name}", [d if isinstance(d, str) else d[1] for d in self.dims]
+        name = f"{prefix}{self.name}"
+        dims = [d if isinstance(d, str) else d[1] for d in self.dims]
         match self.kind:
             case "linear" | "siblings" | "apart":
                 factors = tuple(leaf._build_factor(ground) for leaf in self.inside or (self,))
@@ -134,13 +141,19 @@ class LayerSpec:
         if self.kind == "mixture":
             yield from self._expert_param_specs(name, block, ground)
             return
-        dims, kind, trained = self.dims, self.kind, self.trainable
+        dims = self.dims
+        kind = self.kind
+        trained = self.trainable
         if kind in ("linear", "head", "embedding"):
-            rule, degrees = ground.table.weight_rule, ground.degrees
+            rule = ground.table.weight_rule
+            degrees = ground.degrees
             cut = Sharding.from_dims(
                 self.shape, dims, rule, degrees, units=ground.units, depth=True
             )
-            group: ParamGroup = "embedding" if kind == "embedding" or self.tied else "matrix"
+            if kind == "embedding" or self.tied:
+                group: ParamGroup = "embedding"
+            else:
+                group = "matrix"
             owner = self.tied or name
             yield ParamSpec(f"{owner}.weight", block or owner, cut, group, trained)
         if kind in ("rms", "layer", "lengths"):
@@ -161,7 +174,8 @@ class LayerSpec:
             "down": ((expert, embed, mlp), (e, d, f)),
         }
         for own, (dims, shape) in found.items():
-            rule, degrees = ground.table.weight_rule, ground.degrees
+            rule = ground.table.weight_rule
+            degrees = ground.degrees
             cut = Sharding.from_dims(shape, dims, rule, degrees, units=ground.units, depth=True)
             yield ParamSpec(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
 
@@ -271,14 +285,17 @@ class ModelSpec:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
             found = tuple(_layer_from_dict(leaf) for leaf in part["leaves"])
             parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers))
-        units, traits = facts["units"], facts["traits"]
+        units = facts["units"]
+        traits = facts["traits"]
         return cls(facts["name"], tuple(parts), units, facts["blocks"], traits)
 
 
 def _count_trainable(leaf: LayerSpec) -> int:
     if leaf.inside:
         return sum(map(_count_trainable, leaf.inside))
-    return leaf.num_parameters if leaf.trainable else 0
+    if leaf.trainable:
+        return leaf.num_parameters
+    return 0
 
 
 def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
@@ -338,7 +355,8 @@ def dense_decoder(
     def normed(name: str) -> LayerSpec:
         return LayerSpec(name, norm, ("embed",), (embed,), biases and norm == "layer")
 
-    width, narrow = heads * head_dim, kv_heads * head_dim
+    width = heads * head_dim
+    narrow = kv_heads * head_dim
     qkv = (
         linear("q", "heads", "embed", width, embed),
         linear("k", "kv_heads", "embed", narrow, embed),
@@ -390,7 +408,8 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
 
     from ranvier import launch
 
-    config, lora = asdict(run.model), asdict(run.lora)
+    config = asdict(run.model)
+    lora = asdict(run.lora)
     size = config.pop("size")
     if run.lora.rank == 0 and _is_shipped_size(run):
         return load_shipped_spec(size)

@@ -80,7 +80,10 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
 def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec | None:
     """A layer as the planner sees it; None: one that neither communicates nor has weights."""
     if isinstance(leaf, FusedLinear):
-        kind: LayerKind = "apart" if isinstance(leaf, GroupedInputLinear) else "siblings"
+        if isinstance(leaf, GroupedInputLinear):
+            kind: LayerKind = "apart"
+        else:
+            kind = "siblings"
         inside = tuple(_linear_spec(n, one) for n, one in leaf.named_children())
         whole = leaf.layers[0].site.whole_sequence
         return LayerSpec(name, kind, inside=inside, whole=whole)
@@ -92,7 +95,8 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
             name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window
         )
     if isinstance(leaf, MoELayer):
-        up, mixture = leaf.handles["up"], leaf.cost_model
+        up = leaf.handles["up"]
+        mixture = leaf.cost_model
         return LayerSpec(
             name,
             "mixture",
@@ -110,18 +114,23 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
         assert not leaf.handles, f"{name} has weights that the planner does not know"
         return None
     weight = leaf.handles["weight"]
-    shape, trained = weight.sharding.shape, weight.trainable
+    shape = weight.sharding.shape
+    trained = weight.trainable
     if isinstance(leaf, Embedding):
         return LayerSpec(name, "embedding", (leaf.rows, "embed"), shape, trainable=trained)
     if isinstance(leaf, DoraMagnitude):
         return LayerSpec(name, "lengths", leaf.dims, shape, trainable=trained)
-    kind = "rms" if leaf.num_sums == 1 else "layer"
+    if leaf.num_sums == 1:
+        kind = "rms"
+    else:
+        kind = "layer"
     return LayerSpec(name, kind, (leaf.dim,), shape, "bias" in leaf.handles, trained)
 
 
 def _linear_spec(name: str, leaf: nn.Module) -> LayerSpec:
     assert isinstance(leaf, Linear) and not leaf.is_transposed, name
-    factor, weight = leaf.linear_weight, leaf.handles["weight"]
+    factor = leaf.linear_weight
+    weight = leaf.handles["weight"]
     own = weight.name.rpartition(".")[0]
     return LayerSpec(
         name,

@@ -123,9 +123,9 @@ def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment
     if choice.weights == "device":
         return 0
     pair = min(2, case.sizes.num_blocks) * case.sizes.block_weights
-    return (
-        max(case.sizes.head_weights + case.sizes.block_weights, pair) if where == "head" else pair
-    )
+    if where == "head":
+        return max(case.sizes.head_weights + case.sizes.block_weights, pair)
+    return pair
 
 
 def _has_measured_fetches(case: FitProblem) -> bool:
@@ -136,7 +136,10 @@ def _has_measured_fetches(case: FitProblem) -> bool:
 def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
     """Bytes of weights on the device, beside what was measured."""
     sizes = case.sizes
-    resting = sizes.weight_bytes if choice.weights == "device" else sizes.resident_weights
+    if choice.weights == "device":
+        resting = sizes.weight_bytes
+    else:
+        resting = sizes.resident_weights
     return resting + (
         0 if _has_measured_fetches(case) else _fetched_weight_bytes(case, choice, where)
     )
@@ -144,7 +147,8 @@ def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int
 
 def _peak_moments(case: FitProblem, choice: Placement) -> list[tuple[BudgetPeak, int]]:
     """When most may be there, and the bytes of weights then."""
-    need, hosted = case.needs[choice.micro_batch], choice.weights == "host"
+    need = case.needs[choice.micro_batch]
+    hosted = choice.weights == "host"
     peaks = need.memory_peaks(
         choice.recompute_modes, away=choice.activations, stowed=hosted, waits=True
     )
@@ -168,26 +172,30 @@ def _staging_bytes(case: FitProblem, choice: Placement) -> tuple[int, int]:
 
 def _bytes_without_states(case: FitProblem, choice: Placement) -> tuple[int, int]:
     """Bytes on the device besides states: where all of them are there, and where some are not."""
-    moments, ring = (
-        _peak_moments(case, choice),
-        _staging_bytes(case, replace(choice, states="host"))[0],
-    )
+    moments = _peak_moments(case, choice)
+    ring = _staging_bytes(case, replace(choice, states="host"))[0]
     here = max(_moment_bytes(one) for one in moments if one[0].where != "forward")
     return case.library_bytes + here, case.library_bytes + max(map(_moment_bytes, moments)) + ring
 
 
 def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
     """The predicted table of a choice."""
-    sizes, need = case.sizes, case.needs[choice.micro_batch]
+    sizes = case.sizes
+    need = case.needs[choice.micro_batch]
     away = _offloaded_state_bytes(case, choice)
     moments = (one for one in _peak_moments(case, choice) if away or one[0].where != "forward")
     peak, weights = max(moments, key=_moment_bytes)
-    share = 1.0 - away / sizes.state_bytes if sizes.state_bytes else 1.0
-    come, rest = _fetched_weight_bytes(case, choice, peak.where), peak.activations
+    if sizes.state_bytes:
+        share = 1.0 - away / sizes.state_bytes
+    else:
+        share = 1.0
+    come = _fetched_weight_bytes(case, choice, peak.where)
+    rest = peak.activations
     parts = {"gathered weights": come}
     if _has_measured_fetches(case):  # in what was measured, with the activations
         parts["gathered weights"] = come = min(come, rest)
-        rest, weights = rest - come, weights + come
+        rest = rest - come
+        weights = weights + come
     for name, size, when in (
         ("logits", case.logit_bytes.get(choice.micro_batch, 0), ("head",)),
         ("gathered weights", sizes.gathered_weights, ("head", "block", "forward")),
@@ -196,7 +204,8 @@ def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
     ):
         if peak.where in when:
             size = min(size, rest)
-            parts[name], rest = parts.get(name, 0) + size, rest - size
+            parts[name] = parts.get(name, 0) + size
+            rest = rest - size
     device = {
         "weights": weights - come,
         "gradients": peak.gradients,
@@ -214,7 +223,8 @@ def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
 
 def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
     """Bytes on the host by category."""
-    sizes, need = case.sizes, case.needs[choice.micro_batch]
+    sizes = case.sizes
+    need = case.needs[choice.micro_batch]
     away = _offloaded_state_bytes(case, choice)
     found = {
         "activations": _offloaded_activations(need, choice),
@@ -231,7 +241,8 @@ def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
 
 def _offloaded_activations(need: StepMemory, choice: Placement) -> int:
     """Bytes of activations of a micro-batch that wait on the host; the last block's stay."""
-    blocks, share = need.passes[0].blocks, need.offloaded_fraction(choice.activations)
+    blocks = need.passes[0].blocks
+    share = need.offloaded_fraction(choice.activations)
     return round(share * sum(blocks[kind].saved_bytes for kind in choice.recompute_modes[:-1]))
 
 
@@ -240,8 +251,10 @@ def _offloaded_activations(need: StepMemory, choice: Placement) -> int:
 
 def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
     """The predicted time of a step."""
-    sizes, need = case.sizes, case.needs[choice.micro_batch]
-    away, blocks = _offloaded_state_bytes(case, choice), need.passes[0].blocks
+    sizes = case.sizes
+    need = case.needs[choice.micro_batch]
+    away = _offloaded_state_bytes(case, choice)
+    blocks = need.passes[0].blocks
     hosted = choice.weights == "host"
     moved = StepTraffic(
         saved_activations=need.num_blocks * max(block.saved_bytes for block in blocks.values()),
@@ -276,7 +289,8 @@ def enumerate_fits(case: FitProblem) -> Iterator[FitResult]:
 
 def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
     """Micro-batches, and where weights and activations may lie."""
-    given, free = case.given_placement, case.open_settings
+    given = case.given_placement
+    free = case.open_settings
     for micro in case.needs:
         for weights in WEIGHT_LOCATIONS if "weights" in free else (given.weights,):
             for away in OFFLOAD_FRACTIONS if "activations" in free else (given.activations,):
@@ -329,7 +343,8 @@ def _state_placements(
     case: FitProblem, choice: Placement, rests: tuple[int, int]
 ) -> Iterator[Placement]:
     """Where the states of a choice may rest: as many on the device as there is room for."""
-    states, free = case.sizes.state_bytes, "states" in case.open_settings
+    states = case.sizes.state_bytes
+    free = "states" in case.open_settings
     if not free and not (choice.states == "split" and "resident" in case.open_settings):
         yield choice
         return
@@ -406,7 +421,8 @@ def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
 
 def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) -> list[str]:
     """What was chosen and why: two to four lines. found: all that fits."""
-    time, where = fit.seconds, predict_breakdown(case, fit.placement).where
+    time = fit.seconds
+    where = predict_breakdown(case, fit.placement).where
     lines = [
         f"memory: {_format_gib(fit.device_bytes)} of {_format_gib(case.device_limit)} GiB, "
         f"most {where}: "
@@ -459,7 +475,10 @@ def describe_placement(case: FitProblem, choice: Placement) -> str:
     out = [f"micro-batch {choice.micro_batch}", f"recomputation of blocks: {blocks}"]
     away = _offloaded_state_bytes(case, choice)
     if away:
-        where = "in a file" if choice.states == "file" else "on the host"
+        if choice.states == "file":
+            where = "in a file"
+        else:
+            where = "on the host"
         out.append(f"{_format_gib(away)} GiB of states {where}, updated on the {choice.update}")
     if choice.weights == "host":
         out.append("weights on the host")

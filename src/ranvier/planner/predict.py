@@ -136,7 +136,8 @@ def merge_predictions(several: Sequence[Prediction]) -> Prediction:
     """One prediction for layouts of which one runs: the middle of their times, on logarithms, and
     the most of their memory."""
     order = sorted(several, key=lambda one: one.step_seconds)
-    shortest, longest = order[0].step_seconds, order[-1].step_seconds
+    shortest = order[0].step_seconds
+    longest = order[-1].step_seconds
     total = math.sqrt(shortest * longest)
     near = min(order, key=lambda one: abs(math.log(one.step_seconds / total)))
     parts = {
@@ -161,10 +162,14 @@ def predict_step(
     played: bool = True,
 ) -> Prediction:
     """The prediction for one layout; played: as of `memory`."""
-    plan, device = layout.plan, cluster.device
+    plan = layout.plan
+    device = cluster.device
     setup = _compute_context(job, layout, cluster, runtime)
     parts = step_seconds_by_part(job, layout, cluster, runtime)
-    name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
+    if layout.fp8 and "fp8" in device.peak:
+        name = "fp8"
+    else:
+        name = job.dtype
     table = predict_memory(job, layout, cluster, runtime, compiled=setup.is_compiled, played=played)
     spare = runtime.released_reserve * table.device.get("fragmentation", 0)
     return Prediction(
@@ -182,7 +187,9 @@ def predict_step(
 def _error_factors(cluster: Cluster) -> tuple[float, float]:
     """How far from their prediction such steps are."""
     device = cluster.device
-    return UNKNOWN_CHIP if device.reach == Efficiency() and not device.products else ERROR_INTERVAL
+    if device.reach == Efficiency() and not device.products:
+        return UNKNOWN_CHIP
+    return ERROR_INTERVAL
 
 
 @lru_cache(maxsize=4)  # who compares ways of a layout asks for the best of them again
@@ -201,7 +208,8 @@ def step_seconds_by_part(
 
 def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch on each stage of a layout of ours."""
-    plan, setup = layout.plan, _compute_context(job, layout, cluster, RANVIER)
+    plan = layout.plan
+    setup = _compute_context(job, layout, cluster, RANVIER)
     if cluster.cores:
         busy = shared_cores.shared_stage_seconds(
             job.model, plan, setup, cluster, RANVIER, packed=job.packs_documents
@@ -220,7 +228,8 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
 
 def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> float:
     """Seconds of a step in which blocks compute, whatever else it waits for."""
-    plan, setup = layout.plan, _compute_context(job, layout, cluster, RANVIER)
+    plan = layout.plan
+    setup = _compute_context(job, layout, cluster, RANVIER)
     blocks = [part for part in job.model.parts if part.is_block]
     times = (compute.block_times(part, cluster.device, setup, RANVIER) for part in blocks)
     each = (one.forward + one.backward for one in times)
@@ -230,7 +239,9 @@ def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) ->
 
 def default_schedule(chunks: int) -> Literal["1f1b", "interleaved"]:
     """The order of a pipeline whose time and memory have closed forms."""
-    return "1f1b" if chunks == 1 else "interleaved"
+    if chunks == 1:
+        return "1f1b"
+    return "interleaved"
 
 
 def predict_memory(
@@ -249,7 +260,8 @@ def predict_memory(
     """
     if isinstance(runtime, Foreign):
         return runtime.memory(job, layout)
-    plan, size = layout.plan, compute.DTYPE_BYTES[job.dtype]
+    plan = layout.plan
+    size = compute.DTYPE_BYTES[job.dtype]
     other = plan.policy != default_schedule(plan.chunks) and (played or plan.policy != "message")
     found = space.peak_memory(
         job.model,
@@ -388,12 +400,15 @@ class _StepEstimate:
 
     def time_blocks(self) -> list[tuple[BlockSpec, BlockTimes, dict[str, float]]]:
         """Times of each kind of block in a micro-batch, and what it waits for by part."""
-        plan, runtime, overlaps = self.candidate.plan, self.framework, self.overlapped_comm
+        plan = self.candidate.plan
+        runtime = self.framework
+        overlaps = self.overlapped_comm
         found = []
         for part in self.workload.model.parts:
             if not part.is_block:
                 continue
-            times, spoken = self.time_block(part), self.comm_time.for_part(part)
+            times = self.time_block(part)
+            spoken = self.comm_time.for_part(part)
             again = _recompute_seconds(times, plan.recompute, runtime)
             waits = {"again": again}
             under = sum(spoken.overlappable_seconds.values())
@@ -409,7 +424,10 @@ class _StepEstimate:
                 )
                 waits["expert"] = self.exposed_seconds(waits["expert"], beside)
             behind = times.forward + times.backward + again
-            able = behind if "gather" in overlaps else 0.0
+            if "gather" in overlaps:
+                able = behind
+            else:
+                able = 0.0
             waits["depth"] = self.exposed_seconds(spoken.depth_seconds, able)
             near = self.rank_groups["context",]
             ring = communication.ring_attention_seconds(
@@ -423,7 +441,8 @@ class _StepEstimate:
 
     def time_block(self, part: BlockSpec) -> BlockTimes:
         """Times of a block, with adding up its gradient where there are several micro-batches."""
-        device, runtime = self.cluster.device, self.framework
+        device = self.cluster.device
+        runtime = self.framework
         times = compute.block_times(part, device, self.compute_context, runtime)
         if self.candidate.plan.num_micro_batches == 1:
             return times
@@ -438,14 +457,16 @@ class _StepEstimate:
 
     def edge_times(self) -> tuple[BlockTimes, BlockTimes]:
         """What embedding and head compute in a micro-batch, forward and backward."""
-        model, device = self.workload.model, self.cluster.device
+        model = self.workload.model
+        device = self.cluster.device
         entry = compute.embedding_seconds(model.parts[0], device, self.compute_context)
         head = compute.head_seconds(model.parts[-1], device, self.compute_context, self.framework)
         return _edge_block_times(*entry), _edge_block_times(*head)
 
     def edge_waits(self) -> tuple[dict[str, float], dict[str, float]]:
         """What embedding and head wait for in a micro-batch, by part: nothing hides it."""
-        plan, parts = self.candidate.plan, self.workload.model.parts
+        plan = self.candidate.plan
+        parts = self.workload.model.parts
         found = []
         for part in (parts[0], parts[-1]):
             own = self.comm_time.for_part(part)
@@ -469,12 +490,15 @@ class _StepEstimate:
 
     def seconds_by_part(self) -> dict[str, float]:
         """Seconds of a step by part."""
-        plan, laps = self.candidate.plan, self.time_parts()
+        plan = self.candidate.plan
+        laps = self.time_parts()
         micro = plan.num_micro_batches
         slowest, mean = self.slowest_and_mean_stage(laps)
-        found, share = dict.fromkeys(STEP_PARTS, 0.0), micro / plan.pipe
+        found = dict.fromkeys(STEP_PARTS, 0.0)
+        share = micro / plan.pipe
         for part, times, waits in laps.values():
-            core, n = times.attention + times.attention_backward, share * part.count
+            core = times.attention + times.attention_backward
+            n = share * part.count
             found["attention"] += n * core
             found["compute"] += n * (times.forward + times.backward - core)
             for name, spent in waits.items():
@@ -495,7 +519,9 @@ class _StepEstimate:
 
         forward: seconds of a forward pass, behind which states on the host are updated.
         """
-        plan, model, spoken = self.candidate.plan, self.workload.model, self.comm_time
+        plan = self.candidate.plan
+        model = self.workload.model
+        spoken = self.comm_time
         if not spoken.by_stage:
             back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
             data = self.exposed_reduction_seconds(
@@ -506,19 +532,19 @@ class _StepEstimate:
                 "data": data,
                 **self.update_seconds(communication.rank_parameters(model, plan), forward),
             }
-        found, backward = [], {name: times.backward for name, (_, times, _) in laps.items()}
+        found = []
+        backward = {name: times.backward for name, (_, times, _) in laps.items()}
         for one in spoken.by_stage:
             numbers = communication.rank_parameters_of_stage(
                 model, one.stage, plan.row * plan.col, plan.expert
             )
-            spent, back = (
-                self.update_seconds(numbers, forward),
-                self.stage_total(one.stage, backward),
-            )
+            spent = self.update_seconds(numbers, forward)
+            back = self.stage_total(one.stage, backward)
             spent["data"] = self.exposed_reduction_seconds(
                 one.grad_reduction + one.weight_gather, BACKWARD_OVERLAP_SHARE * back
             )
-            spent["expert"], spent["other"] = one.expert_reduction, one.other_seconds
+            spent["expert"] = one.expert_reduction
+            spent["other"] = one.other_seconds
             found.append(spent)
         return max(found, key=lambda spent: sum(spent.values()))
 
@@ -531,7 +557,8 @@ class _StepEstimate:
 
     def slowest_and_mean_stage(self, laps: TimesByPart) -> tuple[float, float]:
         """Seconds of a micro-batch on the slowest stage and on a mean one."""
-        plan, model = self.candidate.plan, self.workload.model
+        plan = self.candidate.plan
+        model = self.workload.model
         spent = {name: _total_seconds(times, waits) for name, (_, times, waits) in laps.items()}
         mean = sum(part.count * spent[part.name] for part in model.parts) / plan.pipe
         if plan.pipe == 1:
@@ -539,17 +566,20 @@ class _StepEstimate:
         if self.comm_time.by_stage:
             slowest = max(self.stage_total(one.stage, spent) for one in self.comm_time.by_stage)
             return max(slowest, mean), mean
-        entry, head = spent[model.parts[0].name], spent[model.parts[-1].name]
+        entry = spent[model.parts[0].name]
+        head = spent[model.parts[-1].name]
         lap = (mean * plan.pipe - entry - head) / model.num_layers
         if plan.spread:
             return mean, mean
-        blocks, cut = model.num_layers, self.framework.stage_partition
+        blocks = model.num_layers
+        cut = self.framework.stage_partition
         most = _slowest_stage_blocks(plan.pipe, plan.chunks, blocks, cut, entry / lap, head / lap)
         return max(most * lap, mean), mean
 
     def exposed_message_seconds(self) -> float:
         """What of the messages of a micro-batch between stages nothing hides."""
-        plan, runtime = self.candidate.plan, self.framework
+        plan = self.candidate.plan
+        runtime = self.framework
         if plan.pipe == 1:
             return 0.0
         width = self.workload.model.units["embed"] / plan.col
@@ -572,9 +602,12 @@ class _StepEstimate:
 
         numbers: weights of a rank, gathered over depth.
         """
-        plan, runtime, cluster = self.candidate.plan, self.framework, self.cluster
+        plan = self.candidate.plan
+        runtime = self.framework
+        cluster = self.cluster
         shards = plan.depth * (plan.data * plan.context if runtime.shards_states else 1)
-        own, ranks = numbers / shards, self.compute_context.ranks
+        own = numbers / shards
+        ranks = self.compute_context.ranks
         if self.candidate.states == "host":
             away = offload.StepTraffic(0, 0, round(own * runtime.state_bytes), round(own), 0, 0, 0)
             whole = offload.offloaded_update_seconds(away, _host_rates(cluster), cpu=False)

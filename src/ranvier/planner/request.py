@@ -52,11 +52,9 @@ def load_model_spec(run: RunConfig) -> ModelSpec:
     """The leaves of the model of a run; those of a named size need no torch."""
     named = run.model.size != IMPORTED_SIZE and run.model == ModelConfig.from_size(run.model.size)
     plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.is_enabled
-    return (
-        model_spec.load_shipped_spec(run.model.size)
-        if plain
-        else model_spec.resolve_model_spec(run)
-    )
+    if plain:
+        return model_spec.load_shipped_spec(run.model.size)
+    return model_spec.resolve_model_spec(run)
 
 
 def assume_batch_and_seq(
@@ -94,19 +92,26 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
         batch = odd * 2 ** max(math.ceil(math.log2(least / seq / odd) - 1e-9), 0)
         why = f"at least one sequence for each of {devices:,} devices"
         if each < devices * seq:
-            why = (
-                f"{format_number(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is "
-                "assumed"
-                if least == each
-                else f"at least {MIN_TOKENS_PER_DEVICE} tokens for each of {devices:,} devices"
-            )
+            if least == each:
+                why = (
+                    f"{format_number(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is "
+                    "assumed"
+                )
+            else:
+                why = f"at least {MIN_TOKENS_PER_DEVICE} tokens for each of {devices:,} devices"
     return batch, why
 
 
 def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
     """What a run computes in a step."""
-    wanted = "bf16" if precision == "fp8" else precision or run.train.dtype
-    dtype = ("fp32" if cluster.cores else "bf16") if wanted == "auto" else wanted
+    if precision == "fp8":
+        wanted = "bf16"
+    else:
+        wanted = precision or run.train.dtype
+    if wanted == "auto":
+        dtype = "fp32" if cluster.cores else "bf16"
+    else:
+        dtype = wanted
     if dtype != "fp64" and cluster.device.peak and dtype not in cluster.device.peak:
         raise PlanError(
             f"{cluster.device.name} has no {dtype}. It multiplies in "
@@ -133,7 +138,10 @@ def build_request(
             "(H100 and later). Use --precision bf16."
         )
     fixed = frozenset(name for name in (*AXES, *SEARCHED_FIELDS) if f"plan.{name}" in given)
-    states = run.memory.states if "memory.states" in given else None
+    if "memory.states" in given:
+        states = run.memory.states
+    else:
+        states = None
     if states not in (None, "device", "host"):
         states = "host"  # split and file keep less on the device than the search can say
     return SearchRequest(

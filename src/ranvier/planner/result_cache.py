@@ -131,7 +131,8 @@ def _pack_entry(facts: Mapping[str, Any], key: str) -> bytes:
 
 
 def _unpack_entry(data: bytes, key: str) -> dict[str, Any]:
-    checksum, packed = data[:32], data[32:]
+    checksum = data[:32]
+    packed = data[32:]
     text = zlib.decompressobj().decompress(packed, MAX_ENTRY_BYTES)
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError("the checksum differs")
@@ -142,8 +143,12 @@ def _unpack_entry(data: bytes, key: str) -> dict[str, Any]:
 
 
 def _result_to_dict(result: SearchResult) -> dict[str, Any]:
-    every, usual = (*result.feasible_candidates, *result.oversized_candidates), result.request.plan
-    same = [getattr(every[0].prediction, name) for name in SHARED_FIELDS] if every else []
+    every = (*result.feasible_candidates, *result.oversized_candidates)
+    usual = result.request.plan
+    if every:
+        same = [getattr(every[0].prediction, name) for name in SHARED_FIELDS]
+    else:
+        same = []
     assert all([getattr(one.prediction, name) for name in SHARED_FIELDS] == same for one in every)
     return {
         "same": same,
@@ -157,7 +162,8 @@ def _result_to_dict(result: SearchResult) -> dict[str, Any]:
 
 def _candidate_to_row(found: PredictedCandidate, usual: Plan) -> list[Any]:
     """A layout: what of its plan differs from that of the request, and what is predicted."""
-    plan, it = found.plan, found.prediction
+    plan = found.plan
+    it = found.prediction
     own = {field.name: getattr(plan, field.name) for field in fields(plan)}
     own = {name: value for name, value in own.items() if value != getattr(usual, name)}
     memory = [dict(it.memory.device), dict(it.memory.host), it.memory.where]

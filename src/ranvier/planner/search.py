@@ -84,7 +84,8 @@ MICRO_BATCH_PARTS = (
     "pipe",
 )
 """Parts of a step that each micro-batch has."""
-FIRST_LOOK_SECONDS, MAX_FIRST_LOOK_SECONDS = 0.2, 0.6
+FIRST_LOOK_SECONDS = 0.2
+MAX_FIRST_LOOK_SECONDS = 0.6
 """Seconds in which guesses are tried before a search that is watched: at most, and if none fits."""
 AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
@@ -140,7 +141,9 @@ class SearchRequest:
 
     def field_choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
         """What a field of the plan may be: several things, or what is settled."""
-        return (getattr(self.plan, name),) if name in self.fixed_fields else several
+        if name in self.fixed_fields:
+            return (getattr(self.plan, name),)
+        return several
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,12 @@ def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
     found = {}
     for axis in wish.searched_axes:
         given = wish.fixed_degrees.get(axis)
-        sizes = divisors(wish.world_size) if given is None else [given] if given > 0 else []
+        if given is None:
+            sizes = divisors(wish.world_size)
+        elif given > 0:
+            sizes = [given]
+        else:
+            sizes = []
         found[axis] = [size for size in sizes if _divides_alone(wish, axis, size)]
     return found
 
@@ -214,7 +222,8 @@ def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
 
 def valid_grids(wish: SearchRequest) -> tuple[list[Plan], int]:
     """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
-    found, kept = [], 0
+    found = []
+    kept = 0
     for sizes in enumerate_degrees(wish.world_size, degree_choices(wish)):
         able = [plan for plan in plans_of_degrees(wish, sizes) if is_allowed(wish, plan)]
         found += able
@@ -224,15 +233,19 @@ def valid_grids(wish: SearchRequest) -> tuple[list[Plan], int]:
 
 def _count_factorisations(wish: SearchRequest) -> int:
     """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
-    rest, count, free = wish.world_size, 1, len(wish.searched_axes) - len(wish.fixed_degrees)
+    rest = wish.world_size
+    count = 1
+    free = len(wish.searched_axes) - len(wish.fixed_degrees)
     known = math.prod(wish.fixed_degrees.values())
     if known < 1 or rest % known or (free == 0 and rest != known):
         return 0
-    rest, prime = rest // known, 2
+    rest = rest // known
+    prime = 2
     while rest > 1:
         power = 0
         while rest % prime == 0:
-            rest, power = rest // prime, power + 1
+            rest = rest // prime
+            power = power + 1
         count *= math.comb(power + free - 1, power) if power else 1
         prime += 1
     return count
@@ -248,10 +261,16 @@ def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
 def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[Plan]:
     """A plan of these degrees for each way in which col may split what is inside."""
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
-    chunks = 2 if wish.plan.policy == "interleaved" and sizes["pipe"] > 1 else 1
+    if wish.plan.policy == "interleaved" and sizes["pipe"] > 1:
+        chunks = 2
+    else:
+        chunks = 1
     fixed = {"chunks": chunks, "gathered": "again", "order": (), **_fixed_values(wish)}
     for inner in wish.field_choices("inner", both):
-        least = sizes["col"] if inner == "samples" else 1
+        if inner == "samples":
+            least = sizes["col"]
+        else:
+            least = 1
         changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
         if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
             changes["micro_batch"] = wish.plan.micro_batch
@@ -268,7 +287,8 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
     """Micro-batches to try, spread evenly over the sizes that divide a rank's share."""
     if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
         return [wish.plan.micro_batch]
-    share, multiple = plan.batch // plan.num_replicas, plan.micro_batch
+    share = plan.batch // plan.num_replicas
+    multiple = plan.micro_batch
     most = max(MAX_MICRO_BATCH_TOKENS // wish.workload.seq, multiple)
     sizes = [n for n in divisors(share) if n % multiple == 0 and n <= most]
     if len(sizes) <= MAX_MICRO_BATCHES:
@@ -312,7 +332,10 @@ def is_message_driven(wish: SearchRequest) -> bool:
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
     """A plan with more and more computed again, here and elsewhere, up to what fits."""
     again = plan.depth > 1 and plan.num_micro_batches > 1
-    places: Sequence[DeviceOrHost] = (wish.states,) if wish.states else ("device", "host")
+    if wish.states:
+        places: Sequence[DeviceOrHost] = (wish.states,)
+    else:
+        places = ("device", "host")
     if wish.cluster.cores and not wish.states:  # there device and host are one memory
         places = ("device",)
     ways = wish.field_choices("gathered", ("keep", "again") if again else ("again",))
@@ -384,11 +407,13 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     A graph does not overlap what it communicates, but its kernels pass over memory less often. Who
     gives all degrees asks about that run, as it is.
     """
-    split, given = plan.depth * plan.row * plan.col > 1, math.prod(wish.fixed_degrees.values())
+    split = plan.depth * plan.row * plan.col > 1
+    given = math.prod(wish.fixed_degrees.values())
     able = wish.allows_compile and plan.compile == "auto" and not wish.cluster.cores
     if not able or not split or given == wish.world_size:
         return plan
-    graph, where = replace(plan, compile="on"), wish.states or "device"
+    graph = replace(plan, compile="on")
+    where = wish.states or "device"
     spent = sum(
         step_seconds_by_part(
             wish.workload, _build_candidate(wish, graph, where), wish.cluster
@@ -398,11 +423,9 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     if spent > block_compute_seconds(
         wish.workload, plain, wish.cluster
     ):  # else it hides less than it saves
-        return (
-            plan
-            if sum(step_seconds_by_part(wish.workload, plain, wish.cluster).values()) <= spent
-            else graph
-        )
+        if sum(step_seconds_by_part(wish.workload, plain, wish.cluster).values()) <= spent:
+            return plan
+        return graph
     return graph
 
 
@@ -433,7 +456,8 @@ def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
     """What `_rough` left out; where nothing fits, larger micro-batches do not either."""
     some = plan_variants(wish, plan)
     few = sum(one.chunks == some[0].chunks for one in some[:2])
-    found, large = list[PredictedCandidate](), dict[int, int]()
+    found = list[PredictedCandidate]()
+    large = dict[int, int]()
     for one in some[few:]:
         if one.num_micro_batches > 1 and one.micro_batch >= large.get(one.chunks, one.batch):
             continue  # one micro-batch alone adds up no gradients
@@ -446,7 +470,9 @@ def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
 
 def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
     """A layout with other orders of its axes, where they make a difference."""
-    plan, seen, made = found.plan, {_used_axes(found.plan, ())}, []
+    plan = found.plan
+    seen = {_used_axes(found.plan, ())}
+    made = []
     for axes in AXIS_ORDERS:
         order = tuple(axis for axis in axes if plan.degrees[axis] > 1)
         shape = _used_axes(plan, order)
@@ -526,10 +552,16 @@ def search_layouts(
     report: is told the best layout so far, and how many were predicted, again and again.
     """
     began = time.perf_counter()
-    progress = None if report is None else SearchProgress(report)
+    if report is None:
+        progress = None
+    else:
+        progress = SearchProgress(report)
     if progress is not None:
         _first_look(wish, progress)
-    seen = None if progress is None else progress.add_results
+    if progress is None:
+        seen = None
+    else:
+        seen = progress.add_results
     every, refused = valid_grids(wish)
     tasks = {
         "rough": partial(_search_roughly, wish),
@@ -567,7 +599,8 @@ def _best_of_styles(
     wish: SearchRequest, everything: Sequence[PredictedCandidate]
 ) -> list[PredictedCandidate]:
     """The best layouts of each style, of different degrees and micro-batches."""
-    found, node = dict[Candidate, PredictedCandidate](), wish.cluster.per_node
+    found = dict[Candidate, PredictedCandidate]()
+    node = wish.cluster.per_node
     fits = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)
     for of in STYLES.values():
         seen = dict[tuple[object, ...], PredictedCandidate]()
@@ -583,7 +616,8 @@ def _best_of_styles(
 
 def _more_chunks(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
     """A layout with the numbers of chunks that `variants` leaves out."""
-    plan, made = found.plan, list[Plan]()
+    plan = found.plan
+    made = list[Plan]()
     for chunks in range(2, min(wish.dim_sizes["layers"] // plan.pipe, MAX_CHUNKS) + 1):
         if plan.pipe > 1 and chunks not in CHUNK_CHOICES:
             made.append(with_schedule(wish, replace(plan, chunks=chunks)))
@@ -617,7 +651,8 @@ def _check_message_driven(
     those before it do not fit so."""
     failed = [*tight]
     for i, one in enumerate(fits[:MAX_REORDERED]):
-        plan, where = one.plan, one.candidate.states
+        plan = one.plan
+        where = one.candidate.states
         if plan.pipe == 1:
             return fits[i:], failed
         for kind in wish.field_choices(
@@ -636,7 +671,8 @@ def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> Se
     What splits a layer stays; pipe, data and depth share the other ranks, each about as before. It
     may find nothing where `search` does.
     """
-    began, plans = time.perf_counter(), dict[Plan, None]()
+    began = time.perf_counter()
+    plans = dict[Plan, None]()
     for one in [
         one
         for result in known
@@ -675,7 +711,10 @@ def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
 
 def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[int]:
     """Micro-batches near that of a plan: the next to it, the least, and that of so many a step."""
-    least = plan.col if plan.inner == "samples" else 1
+    if plan.inner == "samples":
+        least = plan.col
+    else:
+        least = 1
     sizes = micro_batch_choices(wish, replace(plan, micro_batch=least))
     smaller = [size for size in sizes if size <= plan.micro_batch]
     larger = [size for size in sizes if size >= plan.micro_batch]
@@ -707,11 +746,14 @@ def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
 
     Chunks may balance stages better, and so fit where one of them nearly does.
     """
-    plan, it = found.plan, found.prediction
+    plan = found.plan
+    it = found.prediction
     able = plan.pipe > 1 and plan.chunks == 1 and "chunks" not in wish.fixed_fields
     most = min(wish.dim_sizes["layers"] // plan.pipe, CHUNK_CHOICES[-1])
     if not able or "policy" in wish.fixed_fields or most < 2:
-        return it.step_seconds if it.fits_memory else math.inf
+        if it.fits_memory:
+            return it.step_seconds
+        return math.inf
     if it.memory.total_bytes > CHUNK_MEMORY_RATIO * it.limit:
         return math.inf
     once = sum(it.seconds_by_part[name] for name in MICRO_BATCH_PARTS) / plan.num_micro_batches

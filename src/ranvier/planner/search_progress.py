@@ -47,7 +47,8 @@ class SearchProgressPrinter:
             return
         if found.candidate == self.shown_candidate and not self.is_terminal:
             return
-        self.last_shown, self.shown_candidate = spent, found.candidate
+        self.last_shown = spent
+        self.shown_candidate = found.candidate
         plan = found.plan
         text = (
             f"best so far: {explain.format_seconds(found.prediction.step_seconds)} per step with "

@@ -96,8 +96,10 @@ def _unconstrained_plan(wish: SearchRequest) -> Any:
 
 def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
     """Layouts can be divided, but none fits."""
-    wish, least = result.request, result.oversized_candidates[0].prediction
-    device, limit = wish.cluster.device, least.limit
+    wish = result.request
+    least = result.oversized_candidates[0].prediction
+    device = wish.cluster.device
+    limit = least.limit
     remedies = [
         *_suggest_more_devices(wish, again),
         *_suggest_shorter_seq(wish, again),
@@ -117,13 +119,16 @@ def _suggest_more_devices(wish: SearchRequest, again: RequestChanger) -> Iterato
     """More devices of a node, or more nodes, on which something fits; one less does not."""
     if wish.cluster.cores:
         return
-    node, known = again("nodes", 1).cluster.per_node, math.prod(wish.fixed_degrees.values())
+    node = again("nodes", 1).cluster.per_node
+    known = math.prod(wish.fixed_degrees.values())
     sizes = [("devices", n) for n in range(wish.world_size + 1, node) if n % known == 0]
     first = wish.world_size // node + 1
     sizes += [("nodes", n) for n in range(first, MAX_NODES + 1) if n * node % known == 0]
-    low, high = -1, 0
+    low = -1
+    high = 0
     while high < len(sizes) and not has_fitting_layout(again(*sizes[high])):
-        low, high = high, 2 * high + 1
+        low = high
+        high = 2 * high + 1
     if high >= len(sizes):
         return
     while high - low > 1:
@@ -133,7 +138,10 @@ def _suggest_more_devices(wish: SearchRequest, again: RequestChanger) -> Iterato
 
 
 def _format_cluster_size(name: str, number: int, node: int) -> str:
-    more = f" ({number * node} devices)" if name == "nodes" else ""
+    if name == "nodes":
+        more = f" ({number * node} devices)"
+    else:
+        more = ""
     return f"{name}={number}{more}"
 
 
@@ -187,8 +195,12 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
 def _explain_indivisible(wish: SearchRequest) -> str:
     """No factorisation can be divided."""
     settled = " ".join(f"{axis}={size}" for axis, size in wish.fixed_degrees.items())
-    settled = f" with {settled}" if settled else ""
-    heads, layers = wish.dim_sizes.get("heads"), wish.dim_sizes["layers"]
+    if settled:
+        settled = f" with {settled}"
+    else:
+        settled = ""
+    heads = wish.dim_sizes.get("heads")
+    layers = wish.dim_sizes["layers"]
     return (
         f"{wish.world_size} devices cannot share this job{settled}: batch={wish.workload.batch}, "
         f"seq={wish.workload.seq}, heads={heads}, layers={layers}. Ranks divide samples, "
@@ -203,7 +215,10 @@ def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[st
         if name not in wish.fixed_fields:
             continue
         given = getattr(wish.plan, name)
-        values = divisors(wish.world_size) if name in AXES else divisors(wish.workload.batch)
+        if name in AXES:
+            values = divisors(wish.world_size)
+        else:
+            values = divisors(wish.workload.batch)
         values.sort(key=lambda size: abs(math.log(size / max(given, 1))))
         for value in values:
             if value != given and is_divisible(again(f"plan.{name}", value)):
@@ -241,7 +256,10 @@ def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterat
     )
     if whole * node > wish.world_size and whole <= MAX_NODES and able(whole):
         yield _format_cluster_size("nodes", whole, node)
-    fewer = _largest_smaller(wish.world_size // node, able) if wish.world_size % node == 0 else 0
+    if wish.world_size % node == 0:
+        fewer = _largest_smaller(wish.world_size // node, able)
+    else:
+        fewer = 0
     if fewer:
         yield _format_cluster_size("nodes", fewer, node)
         return

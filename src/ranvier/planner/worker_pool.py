@@ -95,7 +95,8 @@ class _WorkQueue:
         while self.piece_starts:
             ready = wait([*self.piece_starts])
             for pipe in [one for one in self.piece_starts if one in ready]:
-                start, results = self.piece_starts.pop(pipe), self.receive_piece(pipe)
+                start = self.piece_starts.pop(pipe)
+                results = self.receive_piece(pipe)
                 self.send_piece(pipe)
                 found[start] = results
                 self.on_results(results)

@@ -24,14 +24,18 @@ def raise_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MAX_HANDLES if hard == resource.RLIM_INFINITY else min(hard, MAX_HANDLES)
+        if hard == resource.RLIM_INFINITY:
+            wanted = MAX_HANDLES
+        else:
+            wanted = min(hard, MAX_HANDLES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def require_handles(count: int, purpose: str) -> None:
     """Refuse what needs more handles than are left; purpose: what needs them, as a subject."""
-    limit, opened = _handle_limit(), _open_count()
+    limit = _handle_limit()
+    opened = _open_count()
     if opened + count + RESERVED_HANDLES > limit:
         raise PlanError(
             f"This process has {opened} files open and may open {limit}. {purpose} needs {count}, "
@@ -69,7 +73,9 @@ def _handle_limit() -> int:
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return MAX_HANDLES if soft == resource.RLIM_INFINITY else soft
+        if soft == resource.RLIM_INFINITY:
+            return MAX_HANDLES
+        return soft
     return MAX_HANDLES
 
 

@@ -76,7 +76,8 @@ def open_untrusted(
     one that the file lies in. limit: None: that of its name.
     """
     root = path.parent if root is None else root
-    limit = size_limit(path.name) if limit is None else limit
+    if limit is None:
+        limit = size_limit(path.name)
     *folders, name = path.relative_to(root).parts
     try:
         folder = os.open(root, DIRECTORY_FLAGS)
@@ -92,7 +93,8 @@ def open_untrusted(
 
 def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None) -> bytes:
     """The content of a file that `open_untrusted` accepts."""
-    limit = size_limit(path.name) if limit is None else limit
+    if limit is None:
+        limit = size_limit(path.name)
     with open_untrusted(path, root=root, limit=limit) as file:
         content = file.read(limit + 1)
     if len(content) > limit:  # it has grown since, or its file system does not know its size
@@ -172,7 +174,9 @@ def _hub_blob_name(target: str, path: Path) -> str | None:
     *above, name = target.split("/")
     own = path.parent.resolve().parent.name == "snapshots"
     plain = name not in ("", ".", "..")
-    return name if own and plain and above == ["..", "..", "blobs"] else None
+    if own and plain and above == ["..", "..", "blobs"]:
+        return name
+    return None
 
 
 def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:

@@ -35,7 +35,9 @@ def _escape_match(found: re.Match[str]) -> str:
     code = ord(found[0])
     if code < 0x100:
         return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"
 
 
 def print(

@@ -44,10 +44,8 @@ def needs_planning(run: RunConfig, world: int) -> bool:
 
 def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPrediction]:
     """The run with the layout that the planner finds best, and what it says of it."""
-    known, plan = (
-        train.resolve_device_and_dtype(run, train.resolve_device(run, ProcessInfo())),
-        run.plan,
-    )
+    known = train.resolve_device_and_dtype(run, train.resolve_device(run, ProcessInfo()))
+    plan = run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "batch", "layout"}
@@ -79,7 +77,9 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
 
 def _states_location(run: RunConfig) -> DeviceOrHost:
     """Where states rest, as the planner knows it."""
-    return "device" if run.memory.states == "device" else "host"
+    if run.memory.states == "device":
+        return "device"
+    return "host"
 
 
 def prefer_simplest(result: SearchResult) -> SearchResult:
@@ -179,7 +179,10 @@ def build_workload(run: RunConfig) -> Workload:
 
 def detect_cluster(device: torch.device, ranks: int) -> Cluster:
     """What is known of this machine."""
-    name = train.device_name(device) if device.type == "cuda" else "cpu"
+    if device.type == "cuda":
+        name = train.device_name(device)
+    else:
+        name = "cpu"
     found = local_cluster.load_measured_cluster(name)
     if found is not None:
         return found
@@ -192,7 +195,8 @@ def detect_cluster(device: torch.device, ranks: int) -> Cluster:
 
 def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
     """The machine with so many ranks on so many nodes; on a CPU they share its memory."""
-    count, device = world // nodes, machine.device
+    count = world // nodes
+    device = machine.device
     if machine.cores:
         device = replace(device, memory=device.memory / count)
     return replace(machine, device=device, nodes=nodes, per_node=count)

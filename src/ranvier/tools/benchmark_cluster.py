@@ -68,14 +68,20 @@ def count_local_ranks(nproc: int) -> int:
 def measure_as_rank(to: str, me: ProcessInfo) -> int:
     """Measure as one rank; the first writes the file. Communicates: all collectives."""
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", me.local_rank)
+    else:
+        device = torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     began = time.perf_counter()
     with join_process_group(me, "nccl" if cuda else "gloo", 600.0):
         made = ClusterBenchmark(me, device).measure_cluster()
         if me.rank == 0:
-            path = Path(to) if to else local_cluster.measured_cluster_path(made.device.name)
+            if to:
+                path = Path(to)
+            else:
+                path = local_cluster.measured_cluster_path(made.device.name)
             cluster.write_cluster(made, path)
             print(*describe_cluster(made), sep="\n")
             print(f"Measured in {time.perf_counter() - began:.0f} s: {path}")
@@ -140,8 +146,12 @@ class ClusterBenchmark:
 
     def measure_collectives(self, ranks: int) -> list[MeasuredCollective]:
         """Collectives in groups of each size, while `ranks` work at once."""
-        found, kind = [], self.device.type
-        many = ranks_per_core(ranks) if kind == "cpu" else 0.0
+        found = []
+        kind = self.device.type
+        if kind == "cpu":
+            many = ranks_per_core(ranks)
+        else:
+            many = 0.0
         for size, axis in self.axes.items():
             if 1 < size <= ranks and ranks % size == 0:
                 self.print_once(f"  {ranks} ranks: collectives of groups of {size}")
@@ -194,7 +204,10 @@ def _average_ranks(row: MeasuredRow, axis: Axis) -> MeasuredRow:
     """The row of the mean rank. Communicates: its numbers over the axis."""
     names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
-    device = "cuda" if axis.size > 1 and torch.cuda.is_available() else "cpu"
+    if axis.size > 1 and torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     total = collectives.all_reduce(mine.to(device), axis).wait() / axis.size
     return replace(row, **dict(zip(names, total.tolist(), strict=True)))
 
@@ -218,7 +231,8 @@ def estimate_cluster(ranks: int) -> Cluster:
     Ranks that share cores are slower in proportion.
     """
     cores = os.cpu_count() or 1
-    many, before = ranks_per_core(ranks), torch.get_num_threads()
+    many = ranks_per_core(ranks)
+    before = torch.get_num_threads()
     torch.set_num_threads(max(cores // ranks, 1))
     rows = [
         replace(_scale_row(row, many), ranks=ranks)
@@ -254,7 +268,10 @@ def build_cluster(
     """The cluster that rows describe; what was not measured comes from a data sheet."""
     own = build_device(device, rows)
     like = next((one for one in _built_in_clusters() if one.device.name == own.name), None)
-    narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type == "cuda":
+        narrow = torch.bfloat16
+    else:
+        narrow = torch.float32
     side = device_rates.measure_rates(device, narrow)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     inside = _link_from_rows([one for one in links if one.nodes == 1])
@@ -294,7 +311,8 @@ def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
     try:
         return replace(cluster.find_device(facts.name), memory=float(facts.total_memory), **more)
     except PlanError:  # without a data sheet
-        peak, count = best, facts.multi_processor_count
+        peak = best
+        count = facts.multi_processor_count
         return Device(
             facts.name, float(facts.total_memory), alone["memory"], peak, cores=count, **more
         )

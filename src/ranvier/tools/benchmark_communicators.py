@@ -63,7 +63,10 @@ class CommunicatorCost:
 
     def total_seconds(self, count: int, on_host: int) -> float:
         """Seconds to make so many, and so many over Gloo."""
-        made = self.first_seconds + (count - 1) * self.further_seconds if count else 0.0
+        if count:
+            made = self.first_seconds + (count - 1) * self.further_seconds
+        else:
+            made = 0.0
         return made + on_host * self.host_seconds
 
 
@@ -91,7 +94,8 @@ def measure_communicator_cost(
     start_forkserver([__name__])
     context = multiprocessing.get_context("forkserver")  # a fork of this process has no CUDA
     deadline = time.monotonic() + limit_seconds
-    processes, pipes = [], list[Connection]()
+    processes = []
+    pipes = list[Connection]()
     for me in local_process_infos(MEASURING_RANKS):
         here, there = context.Pipe(duplex=False)
         task = context.Process(target=_run_rank, args=(me, gpus, limit_seconds, there), daemon=True)
@@ -119,7 +123,10 @@ def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> 
         found = "it ended without a word"
     if isinstance(found, CommunicatorSample):
         return found
-    why = f"nothing came within {limit_seconds:.0f} s" if late else found
+    if late:
+        why = f"nothing came within {limit_seconds:.0f} s"
+    else:
+        why = found
     raise CommunicationError(
         f"Two ranks of this machine could not make communicators: {why}. Ranks need the "
         "loopback interface and some hundred MiB of a GPU. Set NCCL_DEBUG=INFO for what NCCL says, "
@@ -132,7 +139,10 @@ def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection
     die_with_parent()
     if not read_environment("NCCL_DEBUG"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-    device = torch.device("cuda", me.rank % gpus) if gpus else torch.device("cpu")
+    if gpus:
+        device = torch.device("cuda", me.rank % gpus)
+    else:
+        device = torch.device("cpu")
     try:
         with join_process_group(
             me, "nccl" if gpus else "gloo", limit_seconds, share_gpu=gpus < me.world_size
@@ -151,7 +161,8 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
     begun = time.perf_counter()
     host = grid.axis("data", channel=HOST_CHANNEL)
     host_seconds = time.perf_counter() - begun
-    seconds, free = [], [_free_bytes(device, host)]
+    seconds = []
+    free = [_free_bytes(device, host)]
     for number in range(1 + EXTRA_COMMUNICATORS):
         begun = time.perf_counter()
         axis = grid.axis("data", channel=f"{number}" if number else "")
@@ -166,6 +177,9 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
 def _free_bytes(device: torch.device, host: Axis) -> int:
     """Free bytes of a device while no rank makes anything. Communicates: one number, twice."""
     collectives.all_reduce(torch.ones(1), host).wait()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = 0
     collectives.all_reduce(torch.ones(1), host).wait()
     return free

@@ -26,16 +26,20 @@ from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
 from ranvier.train.train import resolve_device_and_dtype
 
-FEW_BLOCKS, MORE_BLOCKS = 2, 8
+FEW_BLOCKS = 2
+MORE_BLOCKS = 8
 """Blocks."""
-BLOCK_SEQ, BLOCK_WIDTH = 32, 64
+BLOCK_SEQ = 32
+BLOCK_WIDTH = 64
 BLOCK_REPEATS = 10
 
 
 def measure_block_rates(device: torch.device, *, fp8: bool) -> list[MeasuredRate]:
     """Seconds of the host for the forward pass of a block: `block`, and with 8 bits `block8`."""
     found = [MeasuredRate("block", _block_seconds(device, "off"))]
-    return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))] if fp8 else found
+    if fp8:
+        return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))]
+    return found
 
 
 def _block_seconds(device: torch.device, fp8: str) -> float:

@@ -66,13 +66,15 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
     run = runs.load_run_config(folder / "config.toml", in_run=True)
     seen = read_run_timing(folder, run)
     device = torch.device(run.train.device if run.train.device != "auto" else "cpu")
-    before = cluster.load_cluster(name) if name else detect_cluster(device, run.plan.world_size)
+    if name:
+        before = cluster.load_cluster(name)
+    else:
+        before = detect_cluster(device, run.plan.world_size)
     after = fit_cluster_to_run(run, seen, before)
-    path = (
-        Path(name)
-        if name.endswith(".toml")
-        else local_cluster.measured_cluster_path(before.device.name)
-    )
+    if name.endswith(".toml"):
+        path = Path(name)
+    else:
+        path = local_cluster.measured_cluster_path(before.device.name)
     print(
         f"{folder}: a step took {seen.seconds * 1e3:.4g} ms, {seen.exposed_seconds * 1e3:.4g} "
         "exposed"
@@ -113,7 +115,10 @@ def _fit_collectives(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
     factors = {
         key: _check_factor(_slowdown_factor(key, calls, made)) for key, calls in seen.calls.items()
     }
-    mean = median(factors.values()) if factors else usual
+    if factors:
+        mean = median(factors.values())
+    else:
+        mean = usual
     rows = tuple(
         _scale_collective(row, factors.get((row.op, row.size), mean)) for row in made.collectives
     )

@@ -103,7 +103,10 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
     run = run.check_and_resolve(world)
-    problems = [] if 1.0 <= load <= run.plan.expert else [_load_problem(run, load)]
+    if 1.0 <= load <= run.plan.expert:
+        problems = []
+    else:
+        problems = [_load_problem(run, load)]
     problems += [
         f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {DRY_RUN_RULE} "
         f"Leave memory.{name} out."
@@ -141,7 +144,8 @@ def dry_run(
     load: rows of its experts, in means of all ranks of expert. watched: bytes of tensors as well,
     which takes longer than the steps themselves.
     """
-    begun, run = time.perf_counter(), resolve_dry_run(run, world=world, rank=rank, load=load)
+    begun = time.perf_counter()
+    run = resolve_dry_run(run, world=world, rank=rank, load=load)
     with launch.fake_process_group(world, rank):
         grid = Grid.from_plan(run.plan, rank=rank, connected=True)
         model = build_model(run, grid, META, local_ranks=1)
@@ -180,7 +184,8 @@ def dry_run(
 
 def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
     """What a fake world cannot find out: the form of messages, orders; and the attention kernel."""
-    parallel, plan = get_parallel_model(model), run.plan
+    parallel = get_parallel_model(model)
+    plan = run.plan
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):
             leaf.serial.attend = flash_attention  # type: ignore[assignment]
@@ -189,11 +194,9 @@ def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
             leaf.assumed_load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
-    pipeline, runtime, micros = (
-        parallel.pipeline,
-        parallel.pipeline.executor,
-        plan.num_micro_batches,
-    )
+    pipeline = parallel.pipeline
+    runtime = parallel.pipeline.executor
+    micros = plan.num_micro_batches
     if plan.pipe > 1:
         policy = pipeline.policy_for_step(micros)
         jobs = replace(pipeline.step_shape(micros), split_backward=policy.split_backward)
@@ -209,16 +212,21 @@ class _PeakMemoryCounter(HostMemoryCounter):
 
     def __init__(self, before: Any, queue: BucketScheduler) -> None:
         super().__init__(before, lambda: live_gradients(queue))
-        self.queue, self.gradient_bytes, self.peak_layer = queue, 0, ""
+        self.queue = queue
+        self.gradient_bytes = 0
+        self.peak_layer = ""
 
     @property
     def peak_place(self) -> str:
         """When there are most: in a layer, or (an activation, a norm's end) between two."""
-        return f"in {self.peak_layer}" if self.peak_layer else "between layers"
+        if self.peak_layer:
+            return f"in {self.peak_layer}"
+        return "between layers"
 
     def on_new_peak(self) -> None:
         """Look at the gradients there are, and at what runs."""
-        found, self.peak_layer = dict[int, int](), self.queue.grid.trace.where
+        found = dict[int, int]()
+        self.peak_layer = self.queue.grid.trace.where
         for bucket in self.queue.buckets:
             for some in (bucket.grad, bucket.final_grads):
                 for x in [] if some is None else some.parts.values():
@@ -228,7 +236,8 @@ class _PeakMemoryCounter(HostMemoryCounter):
 
 def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[CollectiveCalls, ...]:
     """Calls by operation and axis."""
-    counts, sizes = Counter[tuple[str, tuple[str, ...]]](), Counter[tuple[str, tuple[str, ...]]]()
+    counts = Counter[tuple[str, tuple[str, ...]]]()
+    sizes = Counter[tuple[str, tuple[str, ...]]]()
     axes: dict[tuple[int, ...], tuple[str, ...]] = {}
     for call in calls:
         if call.ranks not in axes:
@@ -242,7 +251,8 @@ def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
     """The axes along which ranks differ."""
     flat = grid.ranks.reshape(-1).tolist()
     place = {rank: i for i, rank in enumerate(flat)}
-    steps, size = dict[str, int](), 1
+    steps = dict[str, int]()
+    size = 1
     for axis in reversed(AXES):
         steps[axis] = size
         size *= grid.degrees[axis]
@@ -281,7 +291,10 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
     for row in found.collectives:
         name = "·".join(row.axis)
         out.append(f"{name:<24}{row.op:<16}{row.calls:>8}{row.bytes / 1e6:>14.3f}")
-    nobody = [] if found.collectives else ["none: one rank talks to nobody"]
+    if found.collectives:
+        nobody = []
+    else:
+        nobody = ["none: one rank talks to nobody"]
     return [*out, *nobody, "", *breakdown.format_breakdown(found.memory)]
 
 

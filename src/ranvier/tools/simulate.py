@@ -66,8 +66,12 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
     print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
     told = wanted.jitter is not None or times.jitter > 0.0
-    expected = times if told else replace(times, jitter=plan.jitter)
-    pictures, refused = dict[str, TimelineChart](), dict[str, str]()
+    if told:
+        expected = times
+    else:
+        expected = replace(times, jitter=plan.jitter)
+    pictures = dict[str, TimelineChart]()
+    refused = dict[str, str]()
     for name in names:
         try:
             splits = not plan.spread
@@ -83,7 +87,10 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
             pictures[name] = timeline_svg.chart_of_simulation(
                 f"simulated, {name}", step, unit=source.unit
             )
-    tables = [source.recorded_step] if source.recorded_step else []
+    if source.recorded_step:
+        tables = [source.recorded_step]
+    else:
+        tables = []
     tables.append(pictures[plan.policy])
     for picture in tables:
         print(f"\n{timeline_svg.text_table(picture)}")
@@ -112,7 +119,8 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
     """Times from a table or a run, from the run itself if it has some that fit, or from work."""
     if path and not Path(path).is_dir():
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
-    folder, note = Path(path or run.train.out or "."), list[str]()
+    folder = Path(path or run.train.out or ".")
+    note = list[str]()
     if path or (run.train.out and (folder / pipeline.TIMELINE_FILE).exists()):
         source = times_from_run(folder)
         size = len(source.times.forward)
@@ -202,7 +210,10 @@ def _parse_numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
     """A list of numbers, or one for all."""
     if value is None:
         return ()
-    values = value if isinstance(value, list) else [value] * count
+    if isinstance(value, list):
+        values = value
+    else:
+        values = [value] * count
     if any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
         raise PlanError(f"{what}={value!r} is no list of numbers. Times are. Write [0.01, 0.02].")
     return tuple(map(float, values))
@@ -214,9 +225,11 @@ def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, f
     for word in words:
         stage, _, factor = word.partition("=")
         try:
-            number, slow = int(stage), float(factor)
+            number = int(stage)
+            slow = float(factor)
         except ValueError:
-            number, slow = -1, math.nan
+            number = -1
+            slow = math.nan
         if not 0 <= number < shape.stages or not 0 < slow < math.inf:
             raise PlanError(
                 f"straggler {word!r} is not valid. It is STAGE=FACTOR with a stage below "
@@ -252,10 +265,8 @@ def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str
     best = min((one.seconds for one in pictures.values()), default=0.0)
     lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
     for name, one in pictures.items():
-        step, ratio = (
-            timeline_svg.format_time(one.seconds, one.unit),
-            one.seconds / best if best else 1.0,
-        )
+        step = timeline_svg.format_time(one.seconds, one.unit)
+        ratio = one.seconds / best if best else 1.0
         keeps = max(lane.peak_activations for lane in one.lanes)
         lines.append(f"{name:<12} {step:>24} {one.bubble_fraction:>8.1%} {keeps:>6} {ratio:>8.3f}")
     lines += [f"{name:<12} does not fit: {why}" for name, why in refused.items()]
@@ -265,7 +276,12 @@ def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str
 def _make_output_dir(run: RunConfig, out: str) -> Path:
     """Where drawings go: as asked for, to the run, or here."""
     own = Path(run.train.out)
-    folder = Path(out) if out else own if (own / "config.toml").exists() else Path(".")
+    if out:
+        folder = Path(out)
+    elif (own / "config.toml").exists():
+        folder = own
+    else:
+        folder = Path(".")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

@@ -75,17 +75,23 @@ class UpcycledWeights:
 
     def row_parts(self, name: str) -> Iterator[RowPart]:
         """The rows of a tensor: of one with experts the same rows for each of them."""
-        origin, shape = self._origin_name(name), self.shapes[name]
+        origin = self._origin_name(name)
+        shape = self.shapes[name]
         if not origin:
             place = Shard(shape, (0,) * len(shape), shape, shape)
-            std, dtype = self.config.init_std, self.dtype_of(name)
+            std = self.config.init_std
+            dtype = self.dtype_of(name)
             yield 0, counter_rng.init_shard(place, seed=self.seed, name=name, std=std, dtype=dtype)
             return
         whole = self.dense.read_tensor(origin)
         if (len(shape) == 2 and ".mlp." not in name) or len(shape) == 1:
             yield 0, whole
             return
-        hidden = 1 if origin.endswith("down.weight") else 0  # the dim of hidden units
+        # the dim of hidden units
+        if origin.endswith("down.weight"):
+            hidden = 1
+        else:
+            hidden = 0
         shared = self.config.shared_mlp
         if len(shape) == 3:
             width = whole.shape[hidden] - shared
@@ -101,7 +107,10 @@ class UpcycledWeights:
         if len(self.shapes[name]) == 3:
             block, _, layer = name.rpartition(".mlp.")
             gated = f"{block}.mlp.enter.gate.weight" in self._dense_shapes
-            enter = "enter." if gated and layer != "down" else ""
+            if gated and layer != "down":
+                enter = "enter."
+            else:
+                enter = ""
             return f"{block}.mlp.{enter}{layer}.weight"
         return name.replace(".mlp.shared.", ".mlp.", 1)
 

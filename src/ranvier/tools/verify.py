@@ -40,7 +40,8 @@ from ranvier.train import train
 from ranvier.train.build_stage import pipeline_config
 from ranvier.train.step import forward_backward
 
-ONE_PASS_LIMIT, AFTER_STEPS_LIMIT = 1e-12, 1e-9
+ONE_PASS_LIMIT = 1e-12
+AFTER_STEPS_LIMIT = 1e-9
 """Largest difference, relative to the largest magnitude of a tensor."""
 ON_OTHER_STAGE = -1.0
 """Difference of what lies on another stage; if no rank has it, something is wrong."""
@@ -62,7 +63,8 @@ def required_ranks(plan: Plan) -> int:
 
 def shrink_run(run: RunConfig) -> RunConfig:
     """The run with a model as small as its grid allows."""
-    plan, model = run.plan.without_measuring, run.model
+    plan = run.plan.without_measuring
+    model = run.model
     inside = plan.row * (plan.col if plan.inner == "features" else 1)
     heads, kv_heads = _shrink_heads(model.heads, model.kv_heads, plan.row, inside)
     period = plan.row * plan.col * plan.depth
@@ -70,11 +72,18 @@ def shrink_run(run: RunConfig) -> RunConfig:
     while vocab < 24:
         vocab += period
     seq = plan.row * max(-(-8 // plan.row), 2)
-    micro = 2 * plan.col if plan.inner == "samples" else 2
+    if plan.inner == "samples":
+        micro = 2 * plan.col
+    else:
+        micro = 2
     micro_batches = min(plan.num_micro_batches, 2 * plan.pipe)
     # of a pruning pattern N:M rows on a rank are whole groups
-    group = run.prune.pattern_n_m[1] if run.prune.pattern_n_m else 1
-    narrow, wide = plan.col * group, inside * group
+    if run.prune.pattern_n_m:
+        group = run.prune.pattern_n_m[1]
+    else:
+        group = 1
+    narrow = plan.col * group
+    wide = inside * group
     head_dim = math.lcm(4, group)
     small = replace(
         model,
@@ -124,7 +133,8 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, A
     if model.experts == 0:
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
-    ranks, layers = plan.row * plan.col * group, min(model.layers, max(2, plan.pipe * plan.chunks))
+    ranks = plan.row * plan.col * group
+    layers = min(model.layers, max(2, plan.pipe * plan.chunks))
     return {
         "experts": experts,
         "experts_top": min(model.experts_top, experts),
@@ -140,7 +150,8 @@ def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int
     """The fewest heads with the same ratio and the same number of ranks that share a kv head."""
     common = math.gcd(heads, kv_heads)
     for times in range(1, common + 1):
-        h, kv = heads // common * times, kv_heads // common * times
+        h = heads // common * times
+        kv = kv_heads // common * times
         same = all(
             _kv_head_sharing(kv, ranks) == _kv_head_sharing(kv_heads, ranks)
             for ranks in (row, inside)
@@ -187,7 +198,8 @@ class SerialSteps:
         cls, model: nn.Module, batch: Batch, run: RunConfig, decays: Mapping[str, bool]
     ) -> SerialSteps:
         """A few steps of torch's AdamW."""
-        optim, named = run.optim, list(model.named_parameters())
+        optim = run.optim
+        named = list(model.named_parameters())
         optimizer = torch.optim.AdamW(
             [{"params": [p], "weight_decay": optim.decay * decays[name]} for name, p in named],
             lr=run.peak_lr,
@@ -205,7 +217,10 @@ class SerialSteps:
             found.losses.append(loss.item() - found.aux_losses[-1])
             if step == 0:
                 found.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
-            limit = optim.clip if optim.clip > 0.0 else math.inf
+            if optim.clip > 0.0:
+                limit = optim.clip
+            else:
+                limit = math.inf
             found.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
             for mixture in getattr(model, "moe_layers", ()):
@@ -282,28 +297,33 @@ def _verify_short_run(run: RunConfig, me: ProcessInfo, grid: Grid, device: torch
 
 def _describe_features(run: RunConfig) -> str:
     """What the run does besides, in words."""
-    memory, pruned = run.memory, run.prune
-    words = (
-        [f"pruned to {pruned.pattern or f'{pruned.sparsity:.0%} zeros'}"]
-        if pruned.is_enabled
-        else []
-    )
+    memory = run.memory
+    pruned = run.prune
+    if pruned.is_enabled:
+        words = [f"pruned to {pruned.pattern or f'{pruned.sparsity:.0%} zeros'}"]
+    else:
+        words = []
     words += [f"states in {memory.states} memory"] if memory.states != "device" else []
     words += ["weights in host memory"] if memory.weights == "host" else []
     words += [f"{memory.activations:.0%} of activations on the host"] if memory.activations else []
-    return f" {', '.join(words)}" if words else ""
+    if words:
+        return f" {', '.join(words)}"
+    return ""
 
 
 def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
     """Where the comparison runs: on the CPU, unless it is asked for over NCCL."""
-    return torch.device("cpu") if run.train.backend != "nccl" else train.resolve_device(run, me)
+    if run.train.backend != "nccl":
+        return torch.device("cpu")
+    return train.resolve_device(run, me)
 
 
 def compare_with_serial(
     run: RunConfig, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Comparison], list[str], list[Event]]:
     """Findings of this rank, lines on communication that was not predicted, and the events."""
-    batch, serial = random_batch(run).to(device), serial.to(device)
+    batch = random_batch(run).to(device)
+    serial = serial.to(device)
     torch.manual_seed(run.train.seed)
     model = parallelize(
         build_decoder(run.model, run.lora).double(),
@@ -332,7 +352,8 @@ def compare_with_serial(
         clip=optim.clip,
     )
     with grid.trace.record_events() as events:
-        losses, norms = [forward_backward(model, micros).item()], []
+        losses = [forward_backward(model, micros).item()]
+        norms = []
         grads = _local_gradients(parallel)
         norms.append(optimizer.step().item())
         extras = [_mean_aux_loss(parallel, batch)]
@@ -377,7 +398,8 @@ def predict_events(
     parallel: ParallelModel, flow: ActivationShape, micro_batches: int
 ) -> list[Event]:
     """Communication of one step: passes, update, and the two numbers the step itself sums."""
-    axis, itemsize = parallel.token_axis, parallel.bucket_scheduler.reduce_dtype.itemsize
+    axis = parallel.token_axis
+    itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
     if axis.size > 1:
         events.append(Event("all_reduce", axis.names, 8, "step.tokens"))
@@ -399,7 +421,8 @@ def _compare_tensors(
 ) -> list[Comparison]:
     """Gradients and weights of this rank against its part of the whole ones."""
     floor = max(grad.abs().max().item() for grad in reference.grads.values())
-    findings, state = list[Comparison](), parallel.sharded_state()
+    findings = list[Comparison]()
+    state = parallel.sharded_state()
     for name in (name for name, (_, trained, _) in parallel.weight_summaries.items() if trained):
         want = reference.grads[name]
         size = want.abs().max().item()
@@ -409,7 +432,8 @@ def _compare_tensors(
             _compare_local_part(f"gradient of {name}", grads.get(name), want, scale, ONE_PASS_LIMIT)
         )
         if not zero:  # Adam makes full steps of rounding noise
-            after, want = f"weight {name} after {COMPARED_STEPS} steps", reference.weights[name]
+            after = f"weight {name} after {COMPARED_STEPS} steps"
+            want = reference.weights[name]
             size = want.abs().max().item()
             findings.append(
                 _compare_local_part(after, state.get(name), want, size, AFTER_STEPS_LIMIT)
@@ -448,7 +472,8 @@ def _worst_of_ranks(
 def _print_report(
     run: RunConfig, findings: list[Comparison], lines: list[str], events: list[Event], others: int
 ) -> None:
-    plan, model = run.plan, run.model
+    plan = run.plan
+    model = run.model
     shape = (
         " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
         or "one rank"
@@ -473,5 +498,8 @@ def _print_report(
 
 def _print_comparisons(findings: list[Comparison]) -> None:
     for finding in findings:
-        mark = "" if finding.is_within_limit else "  DIFFERS"
+        if finding.is_within_limit:
+            mark = ""
+        else:
+            mark = "  DIFFERS"
         print(f"{finding.quantity:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")

@@ -47,7 +47,8 @@ from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, para
 from ranvier.train import train
 from ranvier.train.resume import run_directory as folders
 
-SAVED_STEPS, TOTAL_STEPS = 2, 3
+SAVED_STEPS = 2
+TOTAL_STEPS = 3
 """Steps of the first run, and of both together."""
 NOISE_RATIO = 1e-10
 """A gradient this much smaller than the model's largest is rounding noise of a true zero."""
@@ -67,7 +68,8 @@ class RunVerification:
 
 def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
     """A shrunk run that trains in a directory for so many steps, in float64."""
-    memory, pruned = run.memory, run.prune
+    memory = run.memory
+    pruned = run.prune
     if memory.states == "file":
         memory = replace(memory, path=str(folder))
     if pruned.masks:  # they fit the whole model only
@@ -119,7 +121,9 @@ def train_and_judge(
                 code = train.train(now, me, [_read_index_path(folder)])
             assert code == 0, f"a run of {steps} steps ended with {code}"
         broadcast_text("", grid, device)  # all is saved
-        return judge_run(run, folder) if grid.rank == 0 else RunVerification()
+        if grid.rank == 0:
+            return judge_run(run, folder)
+        return RunVerification()
 
 
 @contextlib.contextmanager
@@ -127,7 +131,10 @@ def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Itera
     """A new directory that all ranks see, beside the run's if it has one; removed in the end."""
     made = ""
     if grid.rank == 0:
-        near = Path(run.train.out).parent if run.train.out else None
+        if run.train.out:
+            near = Path(run.train.out).parent
+        else:
+            near = None
         made = tempfile.mkdtemp(prefix="ranvier-verify-", dir=near)
     folder = Path(broadcast_text(made, grid, device))
     try:
@@ -257,7 +264,10 @@ class SerialRun:
     ) -> None:
         """One step with the learning rate of its run."""
         optim = run.optim
-        steps = SAVED_STEPS if step < SAVED_STEPS else TOTAL_STEPS
+        if step < SAVED_STEPS:
+            steps = SAVED_STEPS
+        else:
+            steps = TOTAL_STEPS
         part = lr_factor(
             step,
             kind=optim.schedule,
@@ -279,7 +289,10 @@ class SerialRun:
                 param.grad.mul_(self.masks[name].view(param.shape))
             if step == 0 and param.grad is not None:
                 self.max_grads[name] = float(param.grad.abs().max())
-        limit = optim.clip if optim.clip > 0.0 else math.inf
+        if optim.clip > 0.0:
+            limit = optim.clip
+        else:
+            limit = math.inf
         self.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         with torch.no_grad():  # what is pruned later has moments still
@@ -346,12 +359,16 @@ def judge_run(run: RunConfig, folder: Path) -> RunVerification:
 
 
 def _reload_note(step: int) -> str:
-    return " (reloaded)" if step > SAVED_STEPS else ""
+    if step > SAVED_STEPS:
+        return " (reloaded)"
+    return ""
 
 
 def _relative_difference(have: Any, want: float) -> float:
     """How far a number is off; one that is not there is off for ever."""
-    return abs(have - want) / abs(want) if isinstance(have, float) else math.inf
+    if isinstance(have, float):
+        return abs(have - want) / abs(want)
+    return math.inf
 
 
 def _max_relative_error(have: Tensor | None, want: Tensor) -> float:

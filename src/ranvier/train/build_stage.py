@@ -72,7 +72,8 @@ def gather_timeline(
 
     Communicates: a text of each stage over all axes.
     """
-    grid, runtime = parallel.grid, parallel.pipeline.executor
+    grid = parallel.grid
+    runtime = parallel.pipeline.executor
     mine = [
         [
             done.kind,
@@ -124,7 +125,8 @@ def stage_leaders(grid: Grid) -> list[int]:
 
 def _part_seconds(runtime: PipelineExecutor) -> dict[str, float]:
     """Seconds of a micro-batch of my parts: of a chunk, shared out by the work of its parts."""
-    stage, found = runtime.stage, dict[str, float]()
+    stage = runtime.stage
+    found = dict[str, float]()
     for chunk, parts in enumerate(stage.chunks):
         jobs = [d for d in runtime.job_records if d.chunk == chunk and d.kind in ("F", "B", "W")]
         count = max(sum(d.kind == "F" for d in jobs), 1)

@@ -25,7 +25,8 @@ class CudaGraphStep:
     """`train_step`, recorded after a few steps and replayed from then on."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.steps_taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 

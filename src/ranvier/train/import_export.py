@@ -167,7 +167,9 @@ def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
     from ranvier.data.tokenizer import check_tokenizer
 
     words = here / "tokenizer.json"
-    return check_tokenizer(words, model.config.vocab) if words.exists() else []
+    if words.exists():
+        return check_tokenizer(words, model.config.vocab)
+    return []
 
 
 def _copy_model_files(source: Path, here: Path) -> list[str]:
@@ -220,7 +222,10 @@ def write_atomically(out: Path) -> Iterator[Path]:
 def copy_origin_files(start: str, into: Path) -> None:
     """Keep what came with the model that a new run takes its weights from, for its export."""
     source = Path(start)
-    origin = source.parent.parent if directory.CHECKPOINT_NAME.fullmatch(source.name) else source
+    if directory.CHECKPOINT_NAME.fullmatch(source.name):
+        origin = source.parent.parent
+    else:
+        origin = source
     if safe_files.path_exists(origin / ORIGIN_DIR) and not (into / ORIGIN_DIR).exists():
         (into / ORIGIN_DIR).mkdir()
         for name in (ORIGIN_PATH_FILE, *ORIGIN_FILES):
@@ -232,12 +237,17 @@ def copy_origin_files(start: str, into: Path) -> None:
 def init_from(run: RunConfig) -> RunConfig:
     """A new run with the model of what it takes its weights from, and the words it knows."""
     source = find_model(run.train.start)
-    origin = source.parent.parent if directory.CHECKPOINT_NAME.fullmatch(source.name) else source
+    if directory.CHECKPOINT_NAME.fullmatch(source.name):
+        origin = source.parent.parent
+    else:
+        origin = source
     if (origin / "config.toml").exists():
-        model, words = load_config_from_dir(origin).model, origin / "tokenizer.json"
+        model = load_config_from_dir(origin).model
+        words = origin / "tokenizer.json"
     else:
         with PublishedModel.open(source) as there:
-            model, words = to_model_config(there.config), there.folder / "tokenizer.json"
+            model = to_model_config(there.config)
+            words = there.folder / "tokenizer.json"
     data = run.data
     if words.exists() and data.tokenizer == DataConfig().tokenizer:
         data = replace(data, tokenizer=str(words.absolute()))
@@ -266,10 +276,8 @@ def export_model(
         )
     if shard < 1:
         raise PlanError(f"shard={shard} bytes. A file holds a tensor at least. Use 5000000000.")
-    run, checkpoint = (
-        load_config_from_dir(origin),
-        find_checkpoint(origin, None if step < 0 else step),
-    )
+    run = load_config_from_dir(origin)
+    checkpoint = find_checkpoint(origin, None if step < 0 else step)
     kind, theirs = resolve_family(origin, run, family)
     source = open_checkpoint(checkpoint)
     sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.tensor_specs.items()}
@@ -311,10 +319,8 @@ def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") 
         raise PlanError(
             f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
         )
-    run, checkpoint = (
-        load_config_from_dir(origin),
-        find_checkpoint(origin, None if step < 0 else step),
-    )
+    run = load_config_from_dir(origin)
+    checkpoint = find_checkpoint(origin, None if step < 0 else step)
     kind, _ = resolve_family(origin, run)
     told_by = origin / ORIGIN_DIR / ORIGIN_PATH_FILE
     base = None
@@ -330,7 +336,10 @@ def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") 
 def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Family, dict[str, Any]]:
     """The family of a run's model, and its config.json: the one it came with if it still fits."""
     kept = origin / ORIGIN_DIR / "config.json"
-    before = published.read_json_table(kept, root=origin) if safe_files.path_exists(kept) else {}
+    if safe_files.path_exists(kept):
+        before = published.read_json_table(kept, root=origin)
+    else:
+        before = {}
     config = DecoderConfig(**{f.name: getattr(run.model, f.name) for f in fields(DecoderConfig)})
     try:
         if before and wanted in ("", before.get("model_type")):
@@ -355,7 +364,10 @@ def _is_same_model(one: DecoderConfig, other: DecoderConfig) -> bool:
 def weight_reader(source: CheckpointSource, run: RunConfig) -> Callable[[str], Tensor]:
     """Reads the whole of a weight by its name, with its adapter merged into it."""
     there = run.lora.rank > 0 and any(".adapters." in name for name in source.tensor_specs)
-    known = adapted_weights(run.model, run.lora) if there else {}
+    if there:
+        known = adapted_weights(run.model, run.lora)
+    else:
+        known = {}
 
     def some(names: Sequence[str]) -> Mapping[str, Tensor]:
         found = source.read_tensors([f"{name}.master" for name in names])
@@ -376,17 +388,19 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     Those of the model that a run came from, whatever its family, as ids are those of its tokenizer;
     of a run of our own the end of the tokenizer. None is named, too: else a family has its own.
     """
-    kept = origin / ORIGIN_DIR if (origin / "config.toml").exists() else origin
+    if (origin / "config.toml").exists():
+        kept = origin / ORIGIN_DIR
+    else:
+        kept = origin
     if (kept / "config.json").exists():
         before = published.read_json_table(kept / "config.json")
         if before == theirs:  # it goes out as it came
             return {}
         family = FAMILIES.get(str(before.get("model_type")))
-        meant = (
-            dict(zip(SPECIAL_TOKEN_KEYS, family.token_ids, strict=True))
-            if family is not None
-            else {}
-        )
+        if family is not None:
+            meant = dict(zip(SPECIAL_TOKEN_KEYS, family.token_ids, strict=True))
+        else:
+            meant = {}
         known = range(int(theirs["vocab_size"]))
         default = {key: number for key, number in meant.items() if number in known}
         return {
@@ -397,13 +411,19 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     from ranvier.data.tokenizer import load_tokenizer
 
     words = origin / "tokenizer.json"
-    end = load_tokenizer(str(words), origin).eos_token_id if words.exists() else None
+    if words.exists():
+        end = load_tokenizer(str(words), origin).eos_token_id
+    else:
+        end = None
     return {**dict.fromkeys(SPECIAL_TOKEN_KEYS), "eos_token_id": end}
 
 
 def copy_tokenizer_files(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     """Tokenizer and generation settings: as they came, else made from the run's."""
-    kept = origin / ORIGIN_DIR if (origin / "config.toml").exists() else origin
+    if (origin / "config.toml").exists():
+        kept = origin / ORIGIN_DIR
+    else:
+        kept = origin
     for name in ORIGIN_FILES:
         if name != "config.json":
             _copy_if_present(kept / name, here / name, origin)

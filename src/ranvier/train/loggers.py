@@ -51,7 +51,9 @@ def format_metrics(row: MetricsRow, steps: int) -> str:
 
 
 def _format_number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)
+    if value is None:
+        return "not finite"
+    return format(value, form)
 
 
 @contextmanager
@@ -73,7 +75,8 @@ def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
 @contextmanager
 def tolerate_failures(name: str, log: AbstractContextManager[MetricsSink]) -> Iterator[MetricsSink]:
     """A log that may fail once it has begun: the run goes on without it, and says so once."""
-    sink, failed = log.__enter__(), False
+    sink = log.__enter__()
+    failed = False
 
     def warn(error: Exception) -> None:
         nonlocal failed

@@ -50,7 +50,8 @@ def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
     """Refuse to start from a run with adapters without them, or with others."""
     if not any(ADAPTER_INFIX in name for name in manifest.tensors):
         return
-    start, theirs = run.train.start, dict(manifest.facts.get("config", {}).get("lora", {}))
+    start = run.train.start
+    theirs = dict(manifest.facts.get("config", {}).get("lora", {}))
     mine = json.loads(json.dumps(asdict(run.lora)))
     other = [key for key in FIXED_LORA_SETTINGS if key in theirs and theirs[key] != mine[key]]
     if not other and run.lora.rank > 0:
@@ -75,7 +76,8 @@ def init_adapters(trainer: Trainer) -> None:
 
     Communicates: with DoRA, weights over depth and the lengths of their rows.
     """
-    run, parallel = trainer.run, get_parallel_model(trainer.model)
+    run = trainer.run
+    parallel = get_parallel_model(trainer.model)
     if run.lora.rank == 0:
         return
     for _, adapter, layer in named_adapters(trainer.model):

@@ -56,7 +56,10 @@ PEAK_BANDWIDTH = {
 
 def peak_bandwidth(device: torch.device) -> float | None:
     """Bytes the device's memory can move in a second; None where that is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = ""
     found = (speed for word, speed in PEAK_BANDWIDTH.items() if word in name)
     return next((speed * 1e9 for speed in found), None)
 
@@ -99,7 +102,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat one is slow
         return int(held["allocated_bytes"]["all"]["peak"])
-    unit = 1 if sys.platform == "darwin" else 1024
+    if sys.platform == "darwin":
+        unit = 1
+    else:
+        unit = 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
@@ -145,7 +151,9 @@ class DeferredRead:
 
 def finite_or_none(value: float | None) -> float | None:
     """A number as JSON can hold it: None for what is not finite."""
-    return value if value is not None and math.isfinite(value) else None
+    if value is not None and math.isfinite(value):
+        return value
+    return None
 
 
 @dataclass

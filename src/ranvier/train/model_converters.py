@@ -40,7 +40,8 @@ def choose_arithmetic(
 
     Communicates: what rank 0 has measured, as texts over all axes.
     """
-    parallel, dtype = get_parallel_model(model), next(iter(model.parameters())).dtype
+    parallel = get_parallel_model(model)
+    dtype = next(iter(model.parameters())).dtype
     notes = _choose_attention(run, parallel, grid, device, dtype, flow)
     if run.train.fp8 != "off":
         least = replace(flow, samples=candidate_micro_batches(run.plan, flow.seq)[-1])
@@ -72,13 +73,15 @@ def _choose_attention(
     model, some = run.model, next(iter(parallel.layers.values()))  # a stage may have no attention
     ranks = grid.axis_without_group(*parallel.table.feature_axes("heads")).size
     samples = max(some.site.layout_context.local_tokens(flow, "heads") // flow.seq, 1)
-    heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
+    heads = model.heads // ranks
+    groups = max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
-    mine = (
-        attention_backends.choose_backend(*shape, dtype, device, Autotuner.for_device(device))
-        if grid.rank == 0
-        else ""
-    )
+    if grid.rank == 0:
+        mine = attention_backends.choose_backend(
+            *shape, dtype, device, Autotuner.for_device(device)
+        )
+    else:
+        mine = ""
     name = broadcast_text(mine, grid, device)
     for leaf in (leaf for leaf in parallel.layers.values() if isinstance(leaf, AttentionCore)):
         leaf.serial.attend = attention_backends.backend_with_fallback(name)  # type: ignore[assignment]
@@ -145,7 +148,9 @@ def _matrix_shape(layer: Linear) -> tuple[int, int]:
     size = 1
     for extent in out:
         size *= extent
-    return (into, size) if layer.is_transposed else (size, into)
+    if layer.is_transposed:
+        return (into, size)
+    return (size, into)
 
 
 def _input_tokens(layer: Linear, flow: ActivationShape) -> int:

@@ -51,17 +51,20 @@ class PredictionCheck:
     def add_step(self, row: Mapping[str, Any], *, counted: bool) -> str:
         """Note a step; a line for people after the first few. counted: its tensors are."""
         self.step_seconds.append(float(row["seconds"]))
-        self.memory = int(row["memory"]) if counted else 0
-        return self.summary_line() if len(self.step_seconds) == CHECK_AFTER_STEPS else ""
+        if counted:
+            self.memory = int(row["memory"])
+        else:
+            self.memory = 0
+        if len(self.step_seconds) == CHECK_AFTER_STEPS:
+            return self.summary_line()
+        return ""
 
     @property
     def median_seconds(self) -> float:
         """The median time of a step; 0 before the first that counts."""
-        return (
-            median(self.step_seconds[WARMUP_STEPS:])
-            if len(self.step_seconds) > WARMUP_STEPS
-            else 0.0
-        )
+        if len(self.step_seconds) > WARMUP_STEPS:
+            return median(self.step_seconds[WARMUP_STEPS:])
+        return 0.0
 
     def summary_line(self) -> str:
         """Predicted and measured, in a sentence."""
@@ -86,14 +89,18 @@ class PredictionCheck:
 
 
 def _format_time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+    if seconds < 1.0:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 def prediction_section(facts: Any) -> str:
     """The section of a report on a prediction and what came of it; nothing if there is none."""
     try:
-        said, measured = StepPrediction(**facts["predicted"]), facts["measured"]
-        taken, held = float(measured["seconds"]), float(measured["memory"])
+        said = StepPrediction(**facts["predicted"])
+        measured = facts["measured"]
+        taken = float(measured["seconds"])
+        held = float(measured["memory"])
     except (TypeError, KeyError, ValueError):
         return ""
     rows = [_table_row("seconds of a step", said.seconds, taken, 1.0)]

@@ -73,7 +73,10 @@ def prepare_corpus(
     preparing.refuse_other_content(folder)
     chats = _has_chats(inputs, field, format)
     words = _load_or_train_tokenizer(inputs, tokenizer, vocab, field, chats=chats)
-    chat = ChatEncoder(load_chat_template(words, tokenizer, template), words) if chats else None
+    if chats:
+        chat = ChatEncoder(load_chat_template(words, tokenizer, template), words)
+    else:
+        chat = None
     with tokenization_progress() as progress:
         preparing.prepare_corpus(
             inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress

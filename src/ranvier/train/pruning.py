@@ -42,7 +42,8 @@ def keep_all(weight: ShardedParameter) -> Tensor | None:
 
 def choose_masks(run: RunConfig, parallel: ParallelModel, step: int) -> MaskFunction:
     """What stays after so many steps, from the weights as they are. Communicates: counts."""
-    config, queue = run.prune, parallel.bucket_scheduler
+    config = run.prune
+    queue = parallel.bucket_scheduler
     if config.masks:
         return run_and_raise_together(
             lambda: load_mask_file(Path(config.masks), parallel), parallel.grid, queue.device
@@ -60,7 +61,10 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
     config = run.prune
     if not config.is_enabled:
         return
-    own = directory.find_checkpoints(Path(run.train.out) / "checkpoints") if run.train.out else []
+    if run.train.out:
+        own = directory.find_checkpoints(Path(run.train.out) / "checkpoints")
+    else:
+        own = []
     goes_on = bool(own) or run.checkpoint.resume not in ("auto", "never")
     if config.masks and goes_on and not Path(config.masks).exists():
         return
@@ -72,7 +76,8 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
 
 def is_update_due(run: RunConfig, step: int) -> bool:
     """Whether masks are renewed before the step after so many."""
-    every, until = run.prune.every, run.prune.until
+    every = run.prune.every
+    until = run.prune.until
     return 0 < step <= until and (step % every == 0 or step == until)
 
 
@@ -87,7 +92,8 @@ def update_masks(trainer: Trainer) -> None:
 
 def sparsity_lines(trainer: Trainer) -> list[str]:
     """A line on how much is pruned. Communicates: two numbers over all axes."""
-    config, parallel = trainer.run.prune, get_parallel_model(trainer.model)
+    config = trainer.run.prune
+    parallel = get_parallel_model(trainer.model)
     if not config.is_enabled:
         return []
     counts = torch.zeros(2, dtype=torch.int64, device=trainer.device)
@@ -99,18 +105,21 @@ def sparsity_lines(trainer: Trainer) -> list[str]:
             and trainer.grid.index["data"] == 0
         ):
             every = torch.Size(weight.shard.valid_shape).numel()
-            kept, end = bucket.sparsity_mask, weight.offset + weight.num_elements
-            stay = (
-                every
-                if kept is None
-                else kept.compressed_offset(end) - kept.compressed_offset(weight.offset)
-            )
+            kept = bucket.sparsity_mask
+            end = weight.offset + weight.num_elements
+            if kept is None:
+                stay = every
+            else:
+                stay = kept.compressed_offset(end) - kept.compressed_offset(weight.offset)
             counts += torch.tensor([stay, every], device=trainer.device)
     stay, every = collectives.all_reduce(counts, world_axis(trainer.grid)).wait().tolist()
     experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
     line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
     line += ", each expert's of their own" if experts else ""
-    grows = f", to be {config.sparsity:.2%} after step {config.until}" if config.every else ""
+    if config.every:
+        grows = f", to be {config.sparsity:.2%} after step {config.until}"
+    else:
+        grows = ""
     return [line + grows]
 
 
@@ -141,7 +150,8 @@ class MaskLoader:
 
     def read_masks(self, checkpoint: Path) -> None:
         """Read the masks of a checkpoint, or its weights where it has no masks."""
-        run, manifest = self.trainer.run, manifests.read_manifest(checkpoint)
+        run = self.trainer.run
+        manifest = manifests.read_manifest(checkpoint)
         if not manifest.facts.get("weights"):
             self.mask_function = load_checkpoint_masks(
                 checkpoint, manifest, get_parallel_model(self.trainer.model)
@@ -189,7 +199,9 @@ def load_checkpoint_masks(
 
     def choice(weight: ShardedParameter) -> Tensor | None:
         found = bits.get(weight.name)
-        return None if found is None else unpack_bits(found)[: weight.num_elements]
+        if found is None:
+            return None
+        return unpack_bits(found)[: weight.num_elements]
 
     return choice
 
@@ -226,7 +238,8 @@ def _check_mask_shapes(
     """Refuse masks of what the model has not or what is not pruned, and of other shapes."""
     odd = []
     for name, shape in shapes.items():
-        weight, known = parallel.weights.get(name), parallel.weight_summaries.get(name)
+        weight = parallel.weights.get(name)
+        known = parallel.weight_summaries.get(name)
         if known is None:
             odd.append(f"{name}, which the model has not")
         elif known[:2] != ("matrix", True) or (
@@ -236,7 +249,10 @@ def _check_mask_shapes(
         elif weight is not None and shape != _full_shape(weight):
             odd.append(f"{name} of the shape {list(shape)}, not {list(_full_shape(weight))}")
     if odd or not shapes:
-        more = f" ({len(odd)} in all)" if len(odd) > 5 else ""
+        if len(odd) > 5:
+            more = f" ({len(odd)} in all)"
+        else:
+            more = ""
         raise PlanError(
             f"prune.masks={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks are of "
             "matrices of layers, by their names in the checkpoints of the run (without .master). "

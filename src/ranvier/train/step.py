@@ -29,7 +29,9 @@ def forward_backward(
     Communicates: all-reduce of the number of tokens and of the loss, and all that the model does.
     """
     parallel = get_parallel_model(model)
-    queue, axis, trace = parallel.bucket_scheduler, parallel.token_axis, parallel.grid.trace
+    queue = parallel.bucket_scheduler
+    axis = parallel.token_axis
+    trace = parallel.grid.trace
     if parallel.grid.degrees["pipe"] > 1 and (model._forward_hooks or model._forward_pre_hooks):
         raise PlanError(
             f"{type(model).__name__} has forward hooks, but stages never call the whole model. "
@@ -46,7 +48,8 @@ def forward_backward(
         count = collectives.all_reduce(
             sum_in_order([(x != IGNORE_INDEX).sum() for x in samples]), axis
         ).wait()
-    share, losses = 1.0 / count.clamp(min=1).to(queue.reduce_dtype), list[Tensor]()
+    share = 1.0 / count.clamp(min=1).to(queue.reduce_dtype)
+    losses = list[Tensor]()
     parallel.pipeline.executor.forward_backward(
         _micro_inputs(batches),
         parallel.pipeline.policy_for_step(len(batches)),
@@ -78,7 +81,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     parallel = get_parallel_model(model)
     axis = parallel.token_axis
     parallel.bucket_scheduler.begin_step("evaluate")
-    was, _ = model.training, model.eval()
+    was = model.training
+    _ = model.eval()
     try:
         losses = parallel.pipeline.executor.run_forward(_micro_inputs(batches))
     finally:
@@ -151,17 +155,26 @@ def train_step(
     twice: does the passes in its own way (see `replay`).
     """
     scale = optimizer.grad_scaler
-    mendable = None if scale is None else ~scale.is_at_minimum()
+    if scale is None:
+        mendable = None
+    else:
+        mendable = ~scale.is_at_minimum()
 
     def work() -> Tensor:
         return forward_backward(model, batches, scale=None if scale is None else scale.scale)
 
-    loss = work() if twice is None else twice(work)
+    if twice is None:
+        loss = work()
+    else:
+        loss = twice(work)
     votes = torch.stack(
         [~loss.isfinite(), watch.nonfinite_steps > watch.max_nonfinite, loss > watch.loss_limit]
     )
     norm = optimizer.step(lr, votes=votes, vetoes=3 if watch.skips_spikes else 2)
-    finite = optimizer.is_norm_finite if mendable is None else optimizer.is_norm_finite | mendable
+    if mendable is None:
+        finite = optimizer.is_norm_finite
+    else:
+        finite = optimizer.is_norm_finite | mendable
     bad = optimizer.vote_results[0] | ~finite
     watch.nonfinite_steps.add_(bad)
     return StepResult(loss, norm, bad, optimizer.vote_results[2])

@@ -104,7 +104,12 @@ def resolve_device_and_dtype(
     has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = run.train.dtype
     if dtype == "auto":
-        dtype = "fp32" if device.type == "cpu" else "bf16" if has else "fp16"
+        if device.type == "cpu":
+            dtype = "fp32"
+        elif has:
+            dtype = "bf16"
+        else:
+            dtype = "fp16"
     if dtype == "bf16" and not has:
         raise PlanError(
             f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
@@ -127,7 +132,10 @@ def resolve_device_and_dtype(
         able = device.type == "cuda" and has_triton()
         whole = run.plan.depth * run.plan.row * run.plan.col == 1
         repeats = not run.train.deterministic or compiles_deterministically()
-        compiled = "on" if able and whole and repeats else "off"
+        if able and whole and repeats:
+            compiled = "on"
+        else:
+            compiled = "off"
     elif compiled == "on" and not (has_triton() if device.type == "cuda" else _has_cpp_compiler()):
         raise PlanError(
             f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
@@ -171,17 +179,26 @@ def default_local_ranks(run: RunConfig) -> int:
     """Local ranks where nobody has said how many: what the plan needs, in all devices there are."""
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     cuda = run.train.device != "cpu" and torch.cuda.is_available()
-    there = torch.cuda.device_count() if cuda else 1  # one process with all cores is the fastest
+    # one process with all cores is the fastest
+    if cuda:
+        there = torch.cuda.device_count()
+    else:
+        there = 1
     inferred = any(size == -1 for size in run.plan.degrees.values())
-    return known * max(there // known, 1) if inferred else known
+    if inferred:
+        return known * max(there // known, 1)
+    return known
 
 
 def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
     """Refuse a model whose weights and states alone cannot fit: a bound from below."""
-    plan, memory, width = run.plan, run.memory, DTYPES[run.train.dtype].itemsize
+    plan = run.plan
+    memory = run.memory
+    width = DTYPES[run.train.dtype].itemsize
     split = plan.pipe * plan.depth * plan.row * plan.col
     tokens = max(plan.micro_batch, 1) * run.data.seq
-    wide, free = max(width, 4), memory.fit == "auto"
+    wide = max(width, 4)
+    free = memory.fit == "auto"
     trained = run.trainable_parameters * run.prune.initial_density
     moment = {"bf16": 2, "int8": 1}.get(run.optim.moments, wide)
     state = 0.0
@@ -195,7 +212,8 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world_size
-    there = min(there, int(memory.limit * 2**30)) if memory.limit > 0.0 else there
+    if memory.limit > 0.0:
+        there = min(there, int(memory.limit * 2**30))
     if state + kept > there:
         raise PlanError(
             f"A rank needs {(state + kept) / 2**30:,.2f} GiB at least ({state / 2**30:,.2f} for "
@@ -230,7 +248,8 @@ def train(
     stored: tokenized corpora; None: the first rank of each machine sees to them. said: what the
     planner says of the run.
     """
-    began, device = time.perf_counter(), resolve_device(run, me)
+    began = time.perf_counter()
+    device = resolve_device(run, me)
     if device.type == "cuda":
         use_expandable_segments()
         torch.cuda.set_device(device)
@@ -256,18 +275,23 @@ def train(
     if restarted and _is_already_finished(run, grid, device):
         return 0  # a rank was lost when all was done
     folder, candidates, lines, handle = _acquire_dir(run, grid, device, restarted=restarted)
-    pulse, alone = Heartbeat(me.heartbeat_file), me.world_size > 1 and not me.heartbeat_file
+    pulse = Heartbeat(me.heartbeat_file)
+    alone = me.world_size > 1 and not me.heartbeat_file
     grid.trace.on_issue = pulse.record_collective
     watching = watch_for_hangs(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
     with handle or nullcontext(), watching:
-        placed, local = folders.with_dir(run, folder), me.local_world_size
+        placed = folders.with_dir(run, folder)
+        local = me.local_world_size
         trainer = Trainer.from_run(placed, grid, device, data, local_ranks=local)
         if device.type == "cuda" and trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
                 trainer.run, trainer.model, trainer.optimizer, device, local
             )
         trainer.notes += lines if said is None else [f"plan: {said.why}", *lines]
-        trainer.prediction_check = None if said is None else PredictionCheck(said)
+        if said is None:
+            trainer.prediction_check = None
+        else:
+            trainer.prediction_check = PredictionCheck(said)
         held = [folder]
         if run.checkpoint.every >= 0:
             held += [trainer.saver.folder]  # where it cannot write it need not begin
@@ -297,7 +321,9 @@ def train(
             trainer.watch_directory(directory)
             _train_and_record(trainer, folder, stop, origin=candidates[0] if candidates else None)
             max_over_ranks(0, grid, device)  # a launcher may end all ranks once one has ended
-    return STOPPED_EXIT_CODE if trainer.stop_signal and trainer.step < run.train.steps else 0
+    if trainer.stop_signal and trainer.step < run.train.steps:
+        return STOPPED_EXIT_CODE
+    return 0
 
 
 def _train_and_record(
@@ -335,9 +361,11 @@ def _acquire_dir(
         if grid.rank > 0:
             return None, None
         there = run.train.out and Path(run.train.out).is_dir()
-        held = (
-            folders.lock_dir(Path(run.train.out)) if there else None
-        )  # before anything is renamed
+        # before anything is renamed
+        if there:
+            held = folders.lock_dir(Path(run.train.out))
+        else:
+            held = None
         try:
             folder, candidates, lines = folders.acquire_dir(run, restarted=restarted)
         except BaseException:
@@ -370,11 +398,18 @@ def _training_loop(trainer: Trainer, folder: Path, stop: GracefulStop) -> None:
 
 def _report_startup(trainer: Trainer, folder: Path) -> None:
     """Say how long it took to get going: the first two steps are done."""
-    seconds, compiled = process_age_seconds(), ""
+    seconds = process_age_seconds()
+    compiled = ""
     if trainer.run.plan.compile == "on":
-        compiled = "found in the cache" if has_cached_graphs() else "compiled anew"
+        if has_cached_graphs():
+            compiled = "found in the cache"
+        else:
+            compiled = "compiled anew"
     if seconds > 0.0:
-        words = f" (blocks {compiled})" if compiled else ""
+        if compiled:
+            words = f" (blocks {compiled})"
+        else:
+            words = ""
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
     if trainer.memory_tracker.predicted_usage is not None:
         print(
@@ -398,7 +433,9 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     """
     if trainer.grid.rank > 0:
         return
-    run, parallel, data = trainer.run, get_parallel_model(trainer.model), trainer.data
+    run = trainer.run
+    parallel = get_parallel_model(trainer.model)
+    data = trainer.data
     resumed = origin is not None
     trainer.directory.check_present()
     lines = folders.write_header(folder, run, trainer.step, _other_run_dir(origin, folder))
@@ -412,10 +449,16 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     for line in (*data.summary_lines, fingerprint, *groups, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
-        verb = f"Going on after step {trainer.step}" if trainer.step else "Beginning"
+        if trainer.step:
+            verb = f"Going on after step {trainer.step}"
+        else:
+            verb = "Beginning"
         print(f"{verb} of {run.train.steps} in {folder}")
     sys.stdout.flush()
-    before = folders.read_run_json(folder) if resumed else {}
+    if resumed:
+        before = folders.read_run_json(folder)
+    else:
+        before = {}
     folders.update_run_json(
         folder,
         title=folder.name,
@@ -438,12 +481,19 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
 
 def _other_run_dir(origin: Path | None, folder: Path) -> Path | None:
     """The run of a checkpoint, if it is another than this."""
-    run = origin.absolute().parent.parent if origin is not None else None
-    return run if run is not None and run != folder.absolute() else None
+    if origin is not None:
+        run = origin.absolute().parent.parent
+    else:
+        run = None
+    if run is not None and run != folder.absolute():
+        return run
+    return None
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def _error_line(error: BaseException) -> str:
@@ -451,7 +501,9 @@ def _error_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if isinstance(error, RanvierError | OSError) and lines:
         return lines[0]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if lines:
+        return f"{type(error).__name__}: {lines[0]}"
+    return type(error).__name__
 
 
 def _try_optional(what: str, work: Callable[[], object]) -> str:
@@ -491,11 +543,15 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
 
 def _print_farewell(trainer: Trainer, folder: Path) -> None:
     """How the run ended, a sample of text, the report, and what to do next."""
-    run, saved = trainer.run, list[Path]()
+    run = trainer.run
+    saved = list[Path]()
     with suppress(RanvierError, OSError):
         saved = checkpoints_in(trainer.checkpoint_dir)
     stopped = trainer.stop_signal and trainer.step < run.train.steps
-    status = f"stopped by signal {trainer.stop_signal}" if stopped else "finished"
+    if stopped:
+        status = f"stopped by signal {trainer.stop_signal}"
+    else:
+        status = "finished"
     lines = _record_end(trainer, folder, status)  # before the sample: that may even end the process
     small = count_parameters(get_parallel_model(trainer.model)) <= MAX_SAMPLED_PARAMETERS
     words = run.train.prompt and (folder / "tokenizer.json").exists()
@@ -505,15 +561,22 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     for line in folders.restart_lines(folders.read_run_json(folder)):
         print(line)
     if stopped:
-        where = f"saved in {saved[-1]}" if saved else "not saved, as checkpoint.every=-1"
+        if saved:
+            where = f"saved in {saved[-1]}"
+        else:
+            where = "not saved, as checkpoint.every=-1"
         print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
         print(f"Go on with:\n  {command_line('ranvier', 'train', folder)}")
         return
     print("Try next:")
     if saved:
         prompt = f"{run.train.prompt.strip()} "
-        asks = [f"--prompt={prompt}"] if prompt[0] == "-" else ["--prompt", prompt]
-        asks = ["--chat", "YOUR QUESTION"] if trainer.data.chat_encoder else asks
+        if prompt[0] == "-":
+            asks = [f"--prompt={prompt}"]
+        else:
+            asks = ["--prompt", prompt]
+        if trainer.data.chat_encoder:
+            asks = ["--chat", "YOUR QUESTION"]
         more = ("--train.steps", 2 * run.train.steps)
         print(f"  {command_line('ranvier', 'generate', folder, *asks)}")
         print(f"  {command_line('ranvier', 'train', folder, *more)}")
@@ -523,7 +586,8 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
 
 def _show_sample(trainer: Trainer, folder: Path) -> None:
     """Print what the newest checkpoint says, and have it in run.json and the report."""
-    prompt, text = trainer.run.train.prompt, sample_text(folder, trainer)
+    prompt = trainer.run.train.prompt
+    text = sample_text(folder, trainer)
     print("\nA sample of text:\n")
     print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
     folders.update_run_json(folder, sample={"prompt": prompt, "text": text})
@@ -552,7 +616,8 @@ def count_trainable(parallel: ParallelModel) -> int:
 def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
     """One line for each group of weights: how many, learning rate, decay."""
     lines = []
-    count, every = count_trainable(parallel), count_parameters(parallel)
+    count = count_trainable(parallel)
+    every = count_parameters(parallel)
     if count < every:
         lines.append(f"trained: {count:,} of {every:,} parameters ({count / every:.2%})")
     for group in ("matrix", "embedding", "vector"):
@@ -562,7 +627,10 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
             if kind == group and trained
         ]
         count = sum(members)
-        decay = run.optim.decay if group == "matrix" else 0.0
+        if group == "matrix":
+            decay = run.optim.decay
+        else:
+            decay = 0.0
         lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr"))
         if members:
             lines.append(
@@ -579,12 +647,15 @@ def describe_grid(run: RunConfig) -> str:
 
 def device_name(device: torch.device) -> str:
     """A device as people call it."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU"
 
 
 def describe_run(trainer: Trainer) -> str:
     """One line on what is about to be trained."""
-    run, parallel = trainer.run, get_parallel_model(trainer.model)
+    run = trainer.run
+    parallel = get_parallel_model(trainer.model)
     return (
         f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
         f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {describe_grid(run)}"

@@ -147,19 +147,19 @@ class Trainer:
         dtype = DTYPES[run.train.dtype]
         model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
         pruning.init_masks(run, get_parallel_model(model))
-        micro, local_ranks = (
-            candidate_micro_batches(run.plan, run.data.seq)[0],
-            local_ranks or grid.world_size,
-        )
+        micro = candidate_micro_batches(run.plan, run.data.seq)[0]
+        local_ranks = local_ranks or grid.world_size
         flow = ActivationShape(micro, run.data.seq, dtype.itemsize, statistics_itemsize=4)
         notes = choose_arithmetic(run, model, grid, device, flow)
         found = resolve_memory(run, model, device, local_ranks=local_ranks)
-        run, optimizer = found.run, found.optimizer
+        run = found.run
+        optimizer = found.optimizer
         notes += saved_collectives.choose_saved_collectives(
             run, model, optimizer, device, local_ranks
         )
         notes += resolve_in_flight_limit(run, model, device, local_ranks)
-        plan, grid.trace.time_waits = run.plan, True
+        plan = run.plan
+        grid.trace.time_waits = True
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
@@ -179,7 +179,10 @@ class Trainer:
 
         stop: its `signal` is looked at before each step; all ranks end after the same one.
         """
-        first = self.compute_val_loss() if self.run.train.evaluate and self.step == 0 else None
+        if self.run.train.evaluate and self.step == 0:
+            first = self.compute_val_loss()
+        else:
+            first = None
         yield from self._run_until_rewind(stop, first)
         while self.guard.needs_rewind():
             self.rewind()
@@ -189,7 +192,9 @@ class Trainer:
 
     def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
         """Take steps to the end, or until the run has to go back."""
-        every, last, guard = self.run.train.evaluate, self.run.train.steps, self.guard
+        every = self.run.train.evaluate
+        last = self.run.train.steps
+        guard = self.guard
         before: PendingStep | None = None
         ended: DeviceEvent | None = None
         runtime = get_parallel_model(self.model).pipeline.executor
@@ -203,13 +208,15 @@ class Trainer:
                     if before is not None:  # that step was taken all the same
                         yield self.read_step(before, ended)
                     raise
-                under.val_loss, first = first, None
+                under.val_loss = first
+                first = None
                 if before is not None:
                     yield self.read_step(before, ended)
                     ended = before.numbers.ready_event
                 if guard.needs_rewind():  # what was just issued is thrown away, too
                     return
-                before, saved = under, self.is_due(self.run.checkpoint.every)
+                before = under
+                saved = self.is_due(self.run.checkpoint.every)
                 if self.is_due(every):
                     under.val_loss = self.compute_val_loss()
                 if (
@@ -235,7 +242,10 @@ class Trainer:
 
     def _is_comparison_due(self) -> bool:
         """Whether the copies of weights are compared after this step."""
-        every = self.run.guard.replicas if self.grid.world_size > 1 else 0
+        if self.grid.world_size > 1:
+            every = self.run.guard.replicas
+        else:
+            every = 0
         return every > 0 and self.step % every == 0
 
     def compare_replicas(self) -> None:
@@ -263,7 +273,8 @@ class Trainer:
 
     def _batch_maker(self) -> Callable[[int], list[Batch]]:
         """The micro-batches of this rank by the number of the step."""
-        run, offset = self.run, self.samples - self.step * self.run.plan.batch
+        run = self.run
+        offset = self.samples - self.step * self.run.plan.batch
 
         def make(step: int) -> list[Batch]:
             return load_micro_batches(
@@ -282,11 +293,14 @@ class Trainer:
 
         Communicates: all of a step; the largest signal and memory of all ranks.
         """
-        run, scale = self.run, self.optimizer.grad_scaler
+        run = self.run
+        scale = self.optimizer.grad_scaler
         self.meter.heartbeat.begin_section("step", self.step)
         pruning.update_masks(self)
         self.grid.trace.waited_events = []  # what lay between is no part of a step
-        begun, batches, lr = DeviceEvent(self.device), next(loader), self.next_lr()
+        begun = DeviceEvent(self.device)
+        batches = next(loader)
+        lr = self.next_lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
         status = torch.tensor(
             [signal, peak_memory_bytes(self.device), *self._save_status()],
@@ -300,15 +314,20 @@ class Trainer:
             self._saver.wait_for_copies()
         self.guard.update_limit(self.step)
         taken = self.take_step(on_device, lr, self.guard.step_limits, *self._pass_wrapper())
-        factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.scale
+        if scale is None:
+            factor = torch.full_like(taken.loss, math.nan)
+        else:
+            factor = scale.scale
         signals, held, *heard = largest.wait()
         if self.device.type == "cpu":  # here nothing is gained by reading it later
             self.stop_signal = int(signals)
         fate = [taken.loss, taken.grad_norm, taken.is_nonfinite, taken.is_spike]
         experts = moe.router_statistics(get_parallel_model(self.model).load_balancer)
         numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
-        self.step, self.samples = self.step + 1, self.samples + run.plan.batch
-        awaited, self.grid.trace.waited_events = self.grid.trace.waited_events, []
+        self.step = self.step + 1
+        self.samples = self.samples + run.plan.batch
+        awaited = self.grid.trace.waited_events
+        self.grid.trace.waited_events = []
         tokens = self.samples * run.data.seq
         return PendingStep(
             self.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
@@ -339,7 +358,8 @@ class Trainer:
 
     def next_lr(self) -> float:
         """The learning rate of the next step."""
-        run, optim = self.run, self.run.optim
+        run = self.run
+        optim = self.run.optim
         return run.peak_lr * lr_factor(
             self.step,
             kind=optim.schedule,
@@ -383,7 +403,10 @@ class Trainer:
         batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
         scale = self.optimizer.grad_scaler
         name = find_first_nonfinite(self.model, batches, None if scale is None else scale.scale)
-        cause = f"The first is {name}" if name else "Taken again, all are: a device may be faulty"
+        if name:
+            cause = f"The first is {name}"
+        else:
+            cause = "Taken again, all are: a device may be faulty"
         raise NumericError(
             f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
             f"finite. {cause}. At most guard.skips={self.run.guard.skips} such steps are left out; "
@@ -404,7 +427,8 @@ class Trainer:
 
     def compute_val_loss(self) -> float | None:
         """Mean loss of the held-out samples; None if there are none. Communicates: as forward."""
-        held_out, run = self.data.validation, self.run
+        held_out = self.data.validation
+        run = self.run
         if held_out is None:
             return None
         with self.meter.time_phase("evaluation"):
@@ -454,7 +478,8 @@ class Trainer:
             self.run.guard.replicas and not self._is_comparison_due()
         ):  # else it has been done just now
             self.compare_replicas()
-        saver, wait = self.saver, wait or not self.run.checkpoint.background
+        saver = self.saver
+        wait = wait or not self.run.checkpoint.background
         with self.meter.time_phase("checkpoint"):
             if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
                 self._skip_save(saver.step)
@@ -466,7 +491,9 @@ class Trainer:
                 )
                 if self._steps_read == self.step:
                     saver.add_facts(guard=self.guard.state_dict())
-            return saver.finish_saving() if wait else saver.last_checkpoint
+            if wait:
+                return saver.finish_saving()
+            return saver.last_checkpoint
 
     def _skip_save(self, before: int) -> None:
         self.skipped_saves += 1
@@ -487,9 +514,11 @@ class Trainer:
 
         Communicates: as `resume`.
         """
-        guard, after = self.guard, self.step
+        guard = self.guard
+        after = self.step
         assert guard.rewind_tokens is not None, after
-        samples, counts = guard.rewind_tokens // self.run.data.seq, guard.counts
+        samples = guard.rewind_tokens // self.run.data.seq
+        counts = guard.counts
         for line in self.resume_from(*self.latest_checkpoints()):
             self.warn_on_first_rank(line)
         self.samples = samples
@@ -513,7 +542,8 @@ class Trainer:
         if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
             return
         facts = gather_timeline(parallel, self.step, self.run.plan.num_micro_batches, self.device)
-        folder, timed = Path(self.run.train.out), facts["seconds"] > 0.0
+        folder = Path(self.run.train.out)
+        timed = facts["seconds"] > 0.0
         if self.grid.rank == 0 and folder.is_dir() and timed:
             try:
                 (folder / TIMELINE_FILE).write_text(json.dumps(facts))

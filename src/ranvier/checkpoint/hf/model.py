@@ -33,7 +33,8 @@ MAX_FILE_BYTES = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
 ByteProgress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of tensors that are no weights: masks and tables of older versions."""
@@ -99,7 +100,8 @@ class RowSlice:
             return theirs.unsqueeze(0)
         if entry.concat_dim == 1:
             theirs = theirs.narrow(0, self.first_row, self.num_rows)
-        theirs = theirs.T if entry.is_transposed else theirs
+        if entry.is_transposed:
+            theirs = theirs.T
         return theirs.narrow(entry.concat_dim, self.start, shape[entry.concat_dim])
 
 
@@ -125,7 +127,10 @@ class PublishedModel:
                 f"{path} is no safetensors file. A model is a directory with config.json and "
                 f"*.safetensors, or one such file. Give {path.parent}."
             )
-        folder = path if path.is_dir() else path.parent
+        if path.is_dir():
+            folder = path
+        else:
+            folder = path.parent
         theirs = read_json_table(folder / "config.json")
         try:
             family = find_family(theirs)
@@ -211,7 +216,8 @@ class PublishedModel:
         for entry in self.entries:
             start = 0
             for name in entry.our_names:
-                rows, pieces = self.shapes[name][0], found.setdefault(name, [])
+                rows = self.shapes[name][0]
+                pieces = found.setdefault(name, [])
                 if entry.expert_index >= 0:
                     pieces.append(RowSlice(entry, entry.expert_index, 1))
                 elif (
@@ -240,9 +246,11 @@ class PublishedModel:
 
     def _check_tensors(self) -> None:
         """Refuse weights that are missing, of another shape or type, or have no place here."""
-        problems, expected = [], {*self._stored_names.values()}
+        problems = []
+        expected = {*self._stored_names.values()}
         for entry in self.entries:
-            name, want = self._stored_names[entry.name], [*entry.compute_shape(self.shapes)]
+            name = self._stored_names[entry.name]
+            want = [*entry.compute_shape(self.shapes)]
             if name not in self.file_by_tensor:
                 problems.append(f"{entry.name} is not there")
                 continue
@@ -256,7 +264,10 @@ class PublishedModel:
             if not head and not name.endswith(IGNORED_SUFFIXES):
                 problems.append(f"{name} has no place in {self.family.model_type}")
         if problems:
-            more = f" ({len(problems)} in all)" if len(problems) > 5 else ""
+            if len(problems) > 5:
+                more = f" ({len(problems)} in all)"
+            else:
+                more = ""
             raise CheckpointError(
                 f"{self.folder} does not fit its config.json: {'; '.join(problems[:5])}{more}. "
                 "Weights are not left out in silence. Restore the files that belong together."
@@ -284,7 +295,8 @@ class PublishedModel:
 
         One after the other along dim 0 they are the tensor; most tensors are one part.
         """
-        high = self.shapes[name][0] if high is None else high
+        if high is None:
+            high = self.shapes[name][0]
         for piece in self._slices_by_name[name]:
             if piece.first_row < high and low < piece.first_row + piece.num_rows:
                 theirs = self.mapped_tensor(self._stored_names[piece.entry.name])
@@ -293,7 +305,9 @@ class PublishedModel:
     def load_tensor(self, name: str) -> Tensor:
         """One of our tensors: a view of the file that holds it, or one made of its experts."""
         parts = [part for _, part in self.row_parts(name)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The type that one of our tensors is stored in."""
@@ -350,7 +364,8 @@ def copy_rows(rows: Tensor, into: Tensor, place: Shard, first: int = 0) -> None:
         low = max(box.start[0], first)
         count = min(box.start[0] + box.size[0], first + len(rows)) - low
         if count > 0:
-            start, size = (low - first, *box.start[1:]), (count, *box.size[1:])
+            start = (low - first, *box.start[1:])
+            size = (count, *box.size[1:])
             source = rows[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
             offset = flat.storage_offset() + box.offset + (low - box.start[0]) * box.strides[0]
             flat.as_strided(size, box.strides, offset).copy_(source)
@@ -364,7 +379,10 @@ class TensorBytes:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.row_bytes = tensor[0].numel() * tensor.element_size() if tensor.dim() else 1
+        if tensor.dim():
+            self.row_bytes = tensor[0].numel() * tensor.element_size()
+        else:
+            self.row_bytes = 1
 
     def __len__(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
@@ -373,7 +391,8 @@ class TensorBytes:
         low, high, _ = part.indices(len(self))
         if self.tensor.is_contiguous():
             return memoryview(self.tensor.view(-1).view(torch.uint8).numpy()[low:high].data)
-        first, last = low // self.row_bytes, -(-high // self.row_bytes)
+        first = low // self.row_bytes
+        last = -(-high // self.row_bytes)
         some = self.tensor[first:last].contiguous().view(-1).view(torch.uint8).numpy()
         return memoryview(some[low - first * self.row_bytes : high - first * self.row_bytes].data)
 
@@ -410,7 +429,8 @@ def write_weights(source: TensorProvider, here: Path, progress: ByteProgress) ->
             held = 0
         groups[-1].append(name)
         held += size
-    total, done = sum(source.num_bytes(name) for name in source.shapes), 0
+    total = sum(source.num_bytes(name) for name in source.shapes)
+    done = 0
     for number, group in enumerate(groups):
         progress(done, total)
         done += sum(map(source.num_bytes, group))

@@ -28,7 +28,8 @@ from ranvier.models.lora import AdaptedWeight, adapted_weights
 from ranvier.sharding import ShardedStateDict
 from ranvier.system import safe_files
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
 """Largest rank and factor of an adapter."""
 NAME_PREFIX = "base_model.model."
@@ -84,7 +85,8 @@ class StoredAdapter:
 
 def read_adapter(path: Path, config: DecoderConfig) -> StoredAdapter:
     """An adapter of PEFT for a model with this config, of any family that can have it."""
-    table, shapes = _read_config(path), _tensor_shapes(path)
+    table = _read_config(path)
+    shapes = _tensor_shapes(path)
     _refuse_unknown_keys(path, table)
     modules = {
         name[len(NAME_PREFIX) :].removesuffix(NAME_SUFFIXES["a"])
@@ -243,7 +245,8 @@ def _is_targeted(table: Mapping[str, Any], name: str) -> bool:
             return re.fullmatch(what, name) is not None
         return any(name == one or name.endswith(f".{one}") for one in what or ())
 
-    targets, blocks = table.get("target_modules"), table.get("layers_to_transform")
+    targets = table.get("target_modules")
+    blocks = table.get("layers_to_transform")
     if targets == "all-linear" or named(table.get("exclude_modules")) or not named(targets):
         return False
     if blocks is None or blocks == [] or not isinstance(targets, list) or name in targets:
@@ -261,8 +264,10 @@ def _find_stacked(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> set[str]:
     """Packed layers with an A for each of ours; refuse ranks and scales that differ otherwise."""
-    rank, root = table.get("r", 8), bool(table.get("use_rslora"))
-    stacked, plain = set[str](), set[str]()
+    rank = table.get("r", 8)
+    root = bool(table.get("use_rslora"))
+    stacked = set[str]()
+    plain = set[str]()
     for module, entry in entries.items():
         have = shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0]
         said = _match_pattern(table, "rank_pattern", module, rank)
@@ -332,7 +337,8 @@ def _locate_slices(
     stacked: bool,
 ) -> Iterator[tuple[str, AdapterSlice]]:
     """Where our tensors lie in those of one of their layers."""
-    row, rank = 0, lora.rank
+    row = 0
+    rank = lora.rank
     for i, ours in enumerate(entry.our_names):
         own = weights[ours]
         out, into = own.shape
@@ -362,10 +368,8 @@ def _check_tensors(
     expected: dict[str, tuple[int, ...]] = {}
     for module, entry in entries.items():
         owns = [weights[ours] for ours in entry.our_names]
-        out, rank = (
-            sum(own.shape[0] for own in owns),
-            shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0],
-        )
+        out = sum(own.shape[0] for own in owns)
+        rank = shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0]
         theirs = {"a": (rank, owns[0].shape[1]), "b": (out, rank), "m": (out,)}
         for kind in "abm" if lora.dora else "ab":
             expected[f"{NAME_PREFIX}{module}{NAME_SUFFIXES[kind]}"] = theirs[kind]
@@ -390,7 +394,8 @@ def _refuse_mixed(
 ) -> None:
     """Refuse a B of packed layers that is not zero outside of the blocks on its diagonal."""
     with open_weights(path / WEIGHTS_FILE) as file:
-        b, row = file.get_tensor(name), 0
+        b = file.get_tensor(name)
+        row = 0
     for i, ours in enumerate(entry.our_names):
         out = weights[ours].shape[0]
         b[row : row + out, i * rank : (i + 1) * rank] = 0.0

@@ -63,7 +63,8 @@ def write_adapter(
             f"{checkpoint} has no adapter: lora.rank={lora.rank}. Only runs with a rank have one. "
             "Export the whole model."
         )
-    read, weights = weight_reader(checkpoint), adapted_weights(config, lora)
+    read = weight_reader(checkpoint)
+    weights = adapted_weights(config, lora)
     tensors: dict[str, Tensor] = {}
     adapted = []
     for entry in family.tensor_mappings(config):
@@ -164,12 +165,15 @@ def _adapter_config(
 
 
 def _shorten_number(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+    if value == int(value):
+        return int(value)
+    return value
 
 
 def _shortest_suffix(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
     """The shortest end of a name that means adapted layers only, in whichever block."""
-    parts, kinds = module.split("."), {re.sub(r"\.\d+\.", ".*.", name) for name in adapted}
+    parts = module.split(".")
+    kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in adapted}
     for count in (1, 2, 3):
         end = ".".join(parts[-count:])
         meant = [name for name in names if name.endswith(f".{end}")]
@@ -189,7 +193,8 @@ def merge_adapter(
     W + s · B A, with DoRA times m / its norm by rows. known: of `adapted_weights`; a weight that it
     has not is as it was.
     """
-    own, weight = known.get(name), read([name])[name]
+    own = known.get(name)
+    weight = read([name])[name]
     if own is None:
         return weight
     wide = torch.promote_types(weight.dtype, torch.float32)

@@ -71,7 +71,8 @@ def write_safetensors(
         groups[-1].append(one)
     where: dict[str, str] = {}
     held: dict[str, Tensor] = {}
-    total, done = sum(one.num_bytes for one in tensors), 0
+    total = sum(one.num_bytes for one in tensors)
+    done = 0
 
     def wrote(size: int) -> None:
         nonlocal done
@@ -81,7 +82,8 @@ def write_safetensors(
 
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        file = "model.safetensors" if len(groups) == 1 else file
+        if len(groups) == 1:
+            file = "model.safetensors"
         _write_file(here / file, group, functools.partial(_source_parts, read, held), wrote)
         where |= {one.name: file for one in group}
     if len(groups) > 1:
@@ -99,7 +101,8 @@ def _write_file(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in group:
-        word, end = DTYPE_NAMES[one.dtype], at + one.num_bytes
+        word = DTYPE_NAMES[one.dtype]
+        end = at + one.num_bytes
         header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -108,7 +111,10 @@ def _write_file(
         file.write(len(text).to_bytes(8, "little") + text)
         for one in group:
             parts = [_cast_checked(x, one) for x in read(one.entry)]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, one.entry.concat_dim)
+            if len(parts) == 1:
+                whole = parts[0]
+            else:
+                whole = torch.cat(parts, one.entry.concat_dim)
             whole = (whole.T if one.entry.is_transposed else whole).contiguous()
             file.write(whole.view(-1).view(torch.uint8).numpy().data)
             del parts, whole

@@ -74,16 +74,16 @@ def parse_conversation(record: Any, at: str) -> Conversation:
         raise _record_error(at, f"tools is a {type(tools).__name__}, not a list")
     head = record.get("system")
     if record.get("messages") is not None:
-        found, asked = _message_list(record, "messages", at), 0
+        found = _message_list(record, "messages", at)
+        asked = 0
     elif record.get("conversations") is not None:
-        found, asked = (
-            [_parse_sharegpt(x, at) for x in _message_list(record, "conversations", at)],
-            0,
-        )
+        found = [_parse_sharegpt(x, at) for x in _message_list(record, "conversations", at)]
+        asked = 0
     else:
         found, asked = _question_and_answer(record, at)
     if isinstance(head, str) and head and not (found and found[0].get("role") == "system"):
-        found, asked = [{"role": "system", "content": head}, *found], asked + 1
+        found = [{"role": "system", "content": head}, *found]
+        asked = asked + 1
     if not found:
         raise _record_error(at, "no message")
     messages = [_parse_message(one, number, at) for number, one in enumerate(found)]
@@ -111,7 +111,8 @@ def _message_list(record: Mapping[str, Any], name: str, at: str) -> list[dict[st
 
 def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[str, Any]], int]:
     """Messages of a question and its answer, and how many come before the answer."""
-    question, answer = _first_field(record, QUESTION_FIELDS), _first_field(record, ANSWER_FIELDS)
+    question = _first_field(record, QUESTION_FIELDS)
+    answer = _first_field(record, ANSWER_FIELDS)
     if question is None or answer is None:
         raise _record_error(at, f"the fields {', '.join(map(repr, record)) or 'none'}")
     more = record.get("input")
@@ -119,7 +120,10 @@ def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[
     if isinstance(asked, list):
         asked = _message_list(record, question, at)
     else:
-        text = f"{asked}\n\n{more}" if isinstance(more, str) and more else asked
+        if isinstance(more, str) and more:
+            text = f"{asked}\n\n{more}"
+        else:
+            text = asked
         asked = [{"role": "user", "content": text}]
     said = record[answer]
     if isinstance(said, list):
@@ -139,7 +143,8 @@ def _parse_sharegpt(one: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, Any]:
-    role, content = one.get("role"), one.get("content")
+    role = one.get("role")
+    content = one.get("content")
     if not isinstance(role, str) or not role:
         raise _record_error(at, f"message {number} has the role {role!r:.60}")
     if isinstance(content, list):

@@ -38,7 +38,8 @@ MAX_CHARACTERS = 20_000_000
 """Characters of a rendered text, and bytes of a conversation, at most."""
 MAX_TEMPLATES = 64
 """Templates that a worker holds before another one is started."""
-BEGIN_MARK, END_MARK = "\udff0", "\udff1"
+BEGIN_MARK = "\udff0"
+END_MARK = "\udff1"
 """Around what a generation block says, if it is asked for: no text has halves of pairs."""
 WORKER_PROGRAM = Path(__file__).with_name("template_worker.py")
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -60,7 +61,8 @@ class TemplateWorker:
     """A process that renders templates; it starts when it is first asked."""
 
     def __init__(self, *, seconds: float = RENDER_SECONDS, memory: int = MEMORY_BYTES) -> None:
-        self.seconds, self.memory = seconds, memory
+        self.seconds = seconds
+        self.memory = memory
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +81,10 @@ class TemplateWorker:
                 try:
                     return self._request_once(text, values, marks)
                 except WorkerEndedError as error:
-                    code = self._wait_for_exit() if error.code is None else error.code
+                    if error.code is None:
+                        code = self._wait_for_exit()
+                    else:
+                        code = error.code
                     if -code in TIMER_SIGNALS:
                         return {"refused": f"{self.seconds:g} s of the processor were not enough"}
                     if -code not in OUTSIDE_SIGNALS:
@@ -89,7 +94,8 @@ class TemplateWorker:
     def _request_once(
         self, text: str, values: Mapping[str, Any] | None, marks: bool
     ) -> dict[str, Any]:
-        channel, key = self._open_channel(), digest_of(text)
+        channel = self._open_channel()
+        key = digest_of(text)
         self._request_count += 1
         request = {
             "key": key,
@@ -147,7 +153,8 @@ class TemplateWorker:
 
     def _receive_bytes(self, channel: socket.socket, size: int) -> bytearray:
         """So many bytes. Seconds in which this process was stopped itself do not count."""
-        whole, waited = bytearray(), 0
+        whole = bytearray()
+        waited = 0
         while len(whole) < size:
             try:
                 piece = channel.recv(min(size - len(whole), 1 << 20))
@@ -201,14 +208,17 @@ class TemplateWorker:
             self._process.wait(5.0)
         code = self._process.returncode
         self.stop()
-        return -signal.SIGKILL if code is None else code
+        if code is None:
+            return -signal.SIGKILL
+        return code
 
     def stop(self) -> None:
         """End the worker."""
         if self._owner != os.getpid():
             self._forget_worker()
             return
-        process, channel = self._process, self._channel
+        process = self._process
+        channel = self._channel
         self._process = self._channel = None
         self._known_templates.clear()
         if channel is not None:
@@ -223,7 +233,9 @@ class TemplateWorker:
             self._channel.close()
         if self._process is not None:
             self._process.returncode = 0  # no child of this process
-        self._owner, self._process, self._channel = os.getpid(), None, None
+        self._owner = os.getpid()
+        self._process = None
+        self._channel = None
         self._known_templates.clear()
 
     def __enter__(self) -> TemplateWorker:
@@ -245,7 +257,8 @@ class SandboxedTemplate:
     """A template, and what it makes of values."""
 
     def __init__(self, text: str, origin: str, worker: TemplateWorker | None = None) -> None:
-        self.origin, self._text = origin, text
+        self.origin = origin
+        self._text = text
         self._worker = worker or shared_worker()
         reply = self._worker.send_request(text, None, marks=False)
         if "failed" in reply:  # a constant that cannot be: said again where it is rendered

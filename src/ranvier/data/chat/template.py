@@ -71,7 +71,10 @@ class ChatTemplate:
 
     def select_template(self, tools: Any = None) -> SandboxedTemplate:
         """The template of a conversation, with tools or without."""
-        named = "tool_use" if tools and "tool_use" in self.compiled_templates else "default"
+        if tools and "tool_use" in self.compiled_templates:
+            named = "tool_use"
+        else:
+            named = "default"
         return self.compiled_templates[named]
 
     def save(self, folder: Path) -> None:
@@ -87,21 +90,32 @@ def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -
     name: as for `tokenizer_of`; its files lie in the folder of the tokenizer.json.
     """
     folder = _tokenizer_folder(name)
-    config, tokens = read_tokenizer_config(folder), read_special_tokens(folder)
+    config = read_tokenizer_config(folder)
+    tokens = read_special_tokens(folder)
     end = {"eos_token": tokenizer.token_names[tokenizer.eos_token_id]}
     tokens = tokens or end
     texts = _parse_templates(
         config.pop("chat_template", None), folder / TOKENIZER_CONFIG if folder else Path()
     )
-    origin = str(folder / TOKENIZER_CONFIG) if folder else ""
+    if folder:
+        origin = str(folder / TOKENIZER_CONFIG)
+    else:
+        origin = ""
     config.pop("auto_map", None)  # code of strangers
-    beside = folder / TEMPLATE_FILE if folder else Path()
+    if folder:
+        beside = folder / TEMPLATE_FILE
+    else:
+        beside = Path()
     if file:
-        texts, origin = {"default": read_tokenizer_file(Path(file))}, file
+        texts = {"default": read_tokenizer_file(Path(file))}
+        origin = file
     elif folder is not None and os.path.lexists(beside):
-        texts, origin = {**texts, "default": read_tokenizer_file(beside)}, str(beside)
+        texts = {**texts, "default": read_tokenizer_file(beside)}
+        origin = str(beside)
     if "default" not in texts:
-        texts, origin, tokens = {"default": DEFAULT_TEMPLATE}, BUILT_IN, end | tokens
+        texts = {"default": DEFAULT_TEMPLATE}
+        origin = BUILT_IN
+        tokens = end | tokens
     return ChatTemplate(texts, tokens, origin, config)
 
 
@@ -111,7 +125,9 @@ def _tokenizer_folder(name: str | Path) -> Path | None:
     path = Path(name)
     if os.path.isdir(path):
         return path
-    return path.parent if path.name == "tokenizer.json" else None
+    if path.name == "tokenizer.json":
+        return path.parent
+    return None
 
 
 def _parse_templates(value: Any, path: Path) -> dict[str, str]:
@@ -121,7 +137,10 @@ def _parse_templates(value: Any, path: Path) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     try:
-        texts = value if isinstance(value, dict) else {x["name"]: x["template"] for x in value}
+        if isinstance(value, dict):
+            texts = value
+        else:
+            texts = {x["name"]: x["template"] for x in value}
         if all(isinstance(x, str) for pair in texts.items() for x in pair):
             return dict(texts)
     except (TypeError, KeyError):

@@ -101,7 +101,8 @@ class PublicNamespace(Namespace):
     """A namespace without names that begin with an underscore."""
 
     def __init__(*args: Any, **values: Any) -> None:
-        self, rest = args[0], args[1:]
+        self = args[0]
+        rest = args[1:]
         values = dict(*rest, **values)
         for name in values:
             refuse_private(name)
@@ -211,15 +212,21 @@ def set_timer(seconds: float) -> None:
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         most = resource.getrlimit(resource.RLIMIT_CPU)[1]
         soft = math.ceil(used + seconds) + 1
-        soft = soft if most == resource.RLIM_INFINITY else min(soft, most)
+        if most != resource.RLIM_INFINITY:
+            soft = min(soft, most)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, most))
 
 
 def receive_request(channel: socket.socket) -> tuple[int, bytes] | None:
     """The number and the body of the next request; None: there are no more."""
     head = _receive_bytes(channel, 16)
-    body = None if head is None else _receive_bytes(channel, int.from_bytes(head[:8]))
-    return None if head is None or body is None else (int.from_bytes(head[8:]), body)
+    if head is None:
+        body = None
+    else:
+        body = _receive_bytes(channel, int.from_bytes(head[:8]))
+    if head is None or body is None:
+        return None
+    return (int.from_bytes(head[8:]), body)
 
 
 def _receive_bytes(channel: socket.socket, size: int) -> bytes | None:
@@ -268,13 +275,15 @@ def end_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Have children answer requests, one after the other, until the parent has no more."""
-    memory, parent = int(sys.argv[1]), int(sys.argv[2])
+    memory = int(sys.argv[1])
+    parent = int(sys.argv[2])
     end_with_parent(parent)
     channel = socket.socket(fileno=0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # its parent decides when it ends
     warm_up()
-    code, own = SPENT_EXIT_CODE, os.getpid()
+    code = SPENT_EXIT_CODE
+    own = os.getpid()
     while code == SPENT_EXIT_CODE:
         child = os.fork()
         if child == 0:

@@ -29,7 +29,8 @@ from ranvier.data.chat.template import ChatTemplate
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, UnsafeInputError
 
-FIRST_MARK, LAST_MARK = 0xD800, 0xDC00
+FIRST_MARK = 0xD800
+LAST_MARK = 0xDC00
 """Marks before and behind the texts of message i: halves of surrogate pairs, at these and i."""
 MOST_MESSAGES = 0x3F0
 GUARD = "\udfff"
@@ -56,10 +57,11 @@ class ChatEncoder:
         """The tokens of a conversation, and which of them are to be learnt."""
         text, kept = self._render_plain(talk)
         if learn == "all":
-            spans, cut = (
-                [(0, len(text))],
-                None if self._ends_with_special(text) else len(text.rstrip()),
-            )
+            spans = [(0, len(text))]
+            if self._ends_with_special(text):
+                cut = None
+            else:
+                cut = len(text.rstrip())
         else:
             spans, cut = self.find_answers(talk, text)
         ids, places = self._encode_with_offsets(text[:cut], kept)
@@ -69,7 +71,10 @@ class ChatEncoder:
             if end > begin:  # a token that reaches into the answer is a part of it
                 said = text[begin:end]
                 # Without a prompt the spaces before it are, but not the end of another token.
-                spaces = 0 if self._generation_prompt else len(said) - len(said.lstrip(" "))
+                if self._generation_prompt:
+                    spaces = 0
+                else:
+                    spaces = len(said) - len(said.lstrip(" "))
                 reached = (starts >= begin) & (ends > begin) | (ends > begin + spaces)
                 inside = np.flatnonzero(reached & (starts < end))
                 mask[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
@@ -105,7 +110,10 @@ class ChatEncoder:
         except DataError:  # it may want more than a question and an answer
             tail = ""
         found = self._special_pattern.search(tail)
-        own = [] if found is None else [self.tokenizer.special_token_ids[found[0]]]
+        if found is None:
+            own = []
+        else:
+            own = [self.tokenizer.special_token_ids[found[0]]]
         return frozenset([*own, self.tokenizer.eos_token_id])
 
     # ---- text ------------------------------------------------------------------------------
@@ -190,13 +198,16 @@ class ChatEncoder:
                 "apart. Split the conversation."
             )
         places = self._marked_places(talk, text)
-        spans, ended, past = [], True, 0
+        spans = []
+        ended = True
+        past = 0
         for number in talk.assistant_turns:
             place, marks = places.get(number, ((None, None), "texts"))
             begin, stop = self._answer_borders(talk, text, number, place, past)
             tail = self._text_after_message(talk, text, number, stop, marks)
             end = self._end_offset(tail)
-            past, ended = stop + (end or len(tail.rstrip())), end > 0
+            past = stop + (end or len(tail.rstrip()))
+            ended = end > 0
             if talk.is_learned[number]:
                 spans.append((begin, past))
         last = talk.assistant_turns[-1] == len(talk.messages) - 1 and talk.is_learned[-1]
@@ -209,7 +220,9 @@ class ChatEncoder:
             raise self._answers_lost_error(
                 talk, "its generation blocks change when they are marked"
             )
-        spans, opened, place = [], 0, 0
+        spans = []
+        opened = 0
+        place = 0
         for piece in re.split(f"([{BEGIN_MARK}{END_MARK}])", marked):
             if piece == BEGIN_MARK:
                 opened = place
@@ -225,7 +238,8 @@ class ChatEncoder:
 
     def _marked_places(self, talk: Conversation, text: str) -> dict[int, tuple[MarkPlace, str]]:
         """Where the assistant's texts begin and end, as far as marks show it, and which marks."""
-        starts, ends = ("outer", "inner", "none"), ("outer", "inner")
+        starts = ("outer", "inner", "none")
+        ends = ("outer", "inner")
         places: dict[int, tuple[MarkPlace, str]] = {}
         for marks, start, end in product(("empty", "texts", "names"), starts, ends):
             messages = list(talk.messages)
@@ -287,7 +301,9 @@ class ChatEncoder:
         before = self._render_messages(talk, talk.messages[:number], prompt=True)
         added = before != self._render_messages(talk, talk.messages[:number])
         good = added and text.startswith(before) and len(before) >= past
-        return len(before) if good else None
+        if good:
+            return len(before)
+        return None
 
     def _message_end(self, talk: Conversation, text: str, number: int, begin: int) -> int:
         """Where the text of a message ends that no mark shows: before its last special token."""
@@ -297,7 +313,9 @@ class ChatEncoder:
                 talk, f"the end of message {number} cannot be found in it"
             )
         found = [one.start() for one in self._special_pattern.finditer(text, begin, len(whole))]
-        return found[-1] if found else begin + len(text[begin : len(whole)].rstrip())
+        if found:
+            return found[-1]
+        return begin + len(text[begin : len(whole)].rstrip())
 
     @cached_property
     def _generation_prompt(self) -> str:
@@ -310,7 +328,9 @@ class ChatEncoder:
             raise
         except DataError:  # it may want more than a question
             return ""
-        return full[len(bare) :] if full.startswith(bare) else ""
+        if full.startswith(bare):
+            return full[len(bare) :]
+        return ""
 
     def _partial_prompt_end(self, text: str, past: int, limit: int) -> int | None:
         """Behind the longest beginning of the prompt for an answer in a part of the text."""
@@ -329,7 +349,8 @@ class ChatEncoder:
         """
         if number == len(talk.messages) - 1:
             return text[stop:]
-        mark, before = chr(LAST_MARK + number), talk.messages[:number]
+        mark = chr(LAST_MARK + number)
+        before = talk.messages[:number]
         last = _mark_texts(talk.messages[number], number, "none", "outer", marks)
         try:
             marked = self._render_messages(talk, [*before, last])
@@ -337,14 +358,19 @@ class ChatEncoder:
                 tail = marked.rpartition(mark)[2]
             else:
                 whole = self._render_messages(talk, talk.messages[: number + 1])
-                tail = whole[stop:] if text.startswith(whole[:stop]) else ""
+                if text.startswith(whole[:stop]):
+                    tail = whole[stop:]
+                else:
+                    tail = ""
         except DataError:  # it takes no conversation that ends here
             found = self._special_pattern.search(text, stop)
             own = (
                 found is not None
                 and self.tokenizer.special_token_ids[found[0]] in self.end_token_ids
             )
-            return text[stop : found.end()] if found is not None and own else ""
+            if found is not None and own:
+                return text[stop : found.end()]
+            return ""
         return _common_prefix(tail, text[stop:])
 
     def _answers_lost_error(self, talk: Conversation, what: str) -> DataError:
@@ -408,7 +434,9 @@ def _split_pieces(text: str, kept: Sequence[CharSpan]) -> Iterator[tuple[int, in
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose reasoning has the names that templates look for."""
     found = next((message[x] for x in REASONING_KEYS if message.get(x) is not None), None)
-    return message if found is None else {"thinking": found, **message, REASONING_KEYS[0]: found}
+    if found is None:
+        return message
+    return {"thinking": found, **message, REASONING_KEYS[0]: found}
 
 
 def _map_texts(value: Any, change: Any, *, skip: Sequence[str] = ("role",)) -> Any:
@@ -445,13 +473,20 @@ def _mark_texts(
     marks: texts; empty: also in empty ones, which makes them true to a template that asks; names:
     also of tools that are called, for calls without any text.
     """
-    first, last = chr(FIRST_MARK + number), chr(LAST_MARK + number)
+    first = chr(FIRST_MARK + number)
+    last = chr(LAST_MARK + number)
 
     def around(text: str) -> str:
         if not text and marks != "empty":
             return text
-        left = len(text) - len(text.lstrip()) if start == "inner" else 0
-        right = len(text.rstrip()) if end == "inner" else len(text)
+        if start == "inner":
+            left = len(text) - len(text.lstrip())
+        else:
+            left = 0
+        if end == "inner":
+            right = len(text.rstrip())
+        else:
+            right = len(text)
         right = max(left, right)
         head = "" if start == "none" else first
         return f"{text[:left]}{head}{text[left:right]}{last}{text[right:]}"

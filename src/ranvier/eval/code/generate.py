@@ -49,7 +49,10 @@ class CodeTask:
 
     def build_program(self, said: str) -> str:
         """The whole program."""
-        closes = "\n" if self.stop else CLOSING_TEXT[self.language]
+        if self.stop:
+            closes = "\n"
+        else:
+            closes = CLOSING_TEXT[self.language]
         return f"{self.prompt}{said}{closes}\n{self.tests}\n"
 
 
@@ -68,7 +71,10 @@ def read_tasks(path: Path) -> list[CodeTask]:
     names = [task.task for task in tasks]
     twice = [name for name in names if names.count(name) > 1]
     if twice or not tasks:
-        what = f"has task {twice[0]!r} twice" if twice else "holds no task"
+        if twice:
+            what = f"has task {twice[0]!r} twice"
+        else:
+            what = "holds no task"
         raise DataError(f"{path} {what}. Each line is a task with a name of its own. Mend it.")
     return tasks
 
@@ -76,7 +82,10 @@ def read_tasks(path: Path) -> list[CodeTask]:
 def _parse_tasks(path: Path) -> Iterator[CodeTask]:
     needed = ("task", "language", "prompt", "tests")
     for number, line, value in read_json_lines(path, "Tasks"):
-        row = value if isinstance(value, dict) else {}
+        if isinstance(value, dict):
+            row = value
+        else:
+            row = {}
         missing = [name for name in needed if not isinstance(row.get(name), str)]
         stop = row.get("stop", [])
         good = isinstance(stop, list) and all(isinstance(one, str) for one in stop)
@@ -114,7 +123,8 @@ def attempt_tasks(
 
     length: most tokens that the model looks at. Communicates: as `Served.generate`.
     """
-    found, lacks = list[Attempt](), dict[str, None]()
+    found = list[Attempt]()
+    lacks = dict[str, None]()
     for number, task in enumerate(tasks):
         prompt = served.tokenizer.encode(task.prompt) or [served.tokenizer.prefix_token_id]
         if len(prompt) + wish.max_new_tokens > length:
@@ -123,7 +133,10 @@ def attempt_tasks(
                 f"{wish.max_new_tokens} to "
                 f"come, but the model looks at {length}. Both must fit. Use fewer --tokens."
             )
-        base = _time_baseline(task, limits, run) if task.baseline else None
+        if task.baseline:
+            base = _time_baseline(task, limits, run)
+        else:
+            base = None
         mine = GenerationConfig(
             **{**asdict(wish), "stops": task.stop_strings, "seed": wish.seed + number}
         )

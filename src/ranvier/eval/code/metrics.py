@@ -42,7 +42,9 @@ class CodeSample:
         """Baseline over seconds, 0 if it failed; None without baseline."""
         if self.baseline is None:
             return None
-        return self.baseline / self.seconds if self.passed else 0.0
+        if self.passed:
+            return self.baseline / self.seconds
+        return 0.0
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
@@ -50,7 +52,8 @@ def best_at_k(values: Sequence[float], k: int) -> float:
     count = len(values)
     assert 1 <= k <= count, (k, count)
     # weights relative to that of the largest, k / N: each is the one above it times a share
-    terms, weight = [], 1.0
+    terms = []
+    weight = 1.0
     for rank, value in zip(range(count, k - 1, -1), sorted(values, reverse=True), strict=False):
         terms.append(weight * value)
         weight *= (rank - k) / (rank - 1) if rank > 1 else 0.0
@@ -79,7 +82,8 @@ def compute_metrics(
         _check_k(here, ks)
         label = "" if counts == [1] else f"_{n}"
         for k in ks:
-            key, wholes = str(k), here.values()
+            key = str(k)
+            wholes = here.values()
             row = {
                 f"build{label}": [pass_at_k(len(s), sum(x.built for x in s), k) for s in wholes],
                 f"pass{label}": [pass_at_k(len(s), sum(x.passed for x in s), k) for s in wholes],
@@ -106,7 +110,10 @@ def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[in
     found: dict[str, dict[int, dict[int, CodeSample]]] = {}
     for one in samples:
         runs = found.setdefault(one.task, {}).setdefault(one.processes, {})
-        number = len(runs) if one.sample < 0 else one.sample
+        if one.sample < 0:
+            number = len(runs)
+        else:
+            number = one.sample
         if number in runs:
             raise DataError(
                 f"Sample {number} of task {one.task!r} on {one.processes} processes is there twice."
@@ -119,7 +126,9 @@ def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[in
 def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
     """Of all samples of a task; none if one has no baseline."""
     found = [one.speedup for one in samples]
-    return [value for value in found if value is not None] if None not in found else []
+    if None not in found:
+        return [value for value in found if value is not None]
+    return []
 
 
 def _best_speedups(runs: Mapping[int, Mapping[int, CodeSample]]) -> list[float]:
@@ -173,8 +182,12 @@ def _parse_sample(row: Any) -> CodeSample | str:
     if wrong:
         return wrong[0]
     try:
-        seconds, given = float(row.get("seconds") or 0.0), row.get("baseline")
-        baseline = None if given is None else float(given)
+        seconds = float(row.get("seconds") or 0.0)
+        given = row.get("baseline")
+        if given is None:
+            baseline = None
+        else:
+            baseline = float(given)
         processes, sample = (int(row.get(n, d)) for n, d in (("processes", 1), ("sample", -1)))
     except (ValueError, TypeError, OverflowError):
         return "seconds, baseline, processes and sample are numbers"

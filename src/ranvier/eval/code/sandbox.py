@@ -151,8 +151,10 @@ def _build_commands(
             f"Programs cannot be run on {sys.platform}. They are kept in by Linux. Run them there."
         )
     if language == "python":
-        name, source = str(work / "main.py"), f"{program}\nprint({word!r})\n"
-        build, start = [PYTHON, "-I", "-S", "-c", SYNTAX_CHECK, name], [PYTHON, "-I", "-S", name]
+        name = str(work / "main.py")
+        source = f"{program}\nprint({word!r})\n"
+        build = [PYTHON, "-I", "-S", "-c", SYNTAX_CHECK, name]
+        start = [PYTHON, "-I", "-S", name]
         return {"main.py": source}, [("build", build), ("run", start)]
     if language != "c":
         raise DataError(
@@ -191,13 +193,17 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
         os.close(report)
     assert process.stdout is not None
     stages = 3
-    limit, why = time.monotonic() + stages * limits.seconds + GRACE_SECONDS, ""
+    limit = time.monotonic() + stages * limits.seconds + GRACE_SECONDS
+    why = ""
     parts: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), told: bytearray()}
     open_ = set(parts)
     try:
         while open_ and not why:
             ready, _, _ = select.select(open_, [], [], max(limit - time.monotonic(), 0.0))
-            why = "" if ready else f"ran longer than {limits.seconds:g} s"
+            if ready:
+                why = ""
+            else:
+                why = f"ran longer than {limits.seconds:g} s"
             for handle in ready:
                 piece = os.read(handle, 1 << 16)
                 open_ -= set() if piece else {handle}
@@ -207,7 +213,8 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
     finally:
         if process.poll() is None:
             _kill_worker(process)
-        output, lines = parts[process.stdout.fileno()], parts[told]
+        output = parts[process.stdout.fileno()]
+        lines = parts[told]
         process.stdout.close()
         os.close(told)
     return bytes(output), _parse_report(bytes(lines)), why
@@ -259,7 +266,8 @@ def _judge_report(
         )
     if not runs:
         return SandboxResult(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
-    why, seconds = cut or _failure_of_command(runs[0], limits), float(runs[0]["seconds"])
+    why = cut or _failure_of_command(runs[0], limits)
+    seconds = float(runs[0]["seconds"])
     if not why and word not in text:
         why = "ended before its tests did"
     text = text.replace(f"{word}\n", "")
@@ -279,4 +287,6 @@ def _failure_of_command(line: dict[str, Any], limits: SandboxLimits) -> str:
         return f"used more than {limits.cpu_seconds} s of the processor"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
-    return f"exit code {code}" if code else ""
+    if code:
+        return f"exit code {code}"
+    return ""

@@ -24,11 +24,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x08000000
-PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SUBREAPER, SECCOMP, AMBIENT = 1, 4, 38, 36, 22, 47
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+NEWNS = 0x20000
+NEWUSER = 0x10000000
+NEWPID = 0x20000000
+NEWNET = 0x40000000
+NEWIPC = 0x08000000
+PDEATHSIG = 1
+DUMPABLE = 4
+NO_NEW_PRIVS = 38
+SUBREAPER = 36
+SECCOMP = 22
+AMBIENT = 47
+CREATE_RULESET = 444
+ADD_RULE = 445
+RESTRICT_SELF = 446
 NOBODY_UID = 65534
-READ_RIGHTS, WRITE_RIGHTS = 0b1101, 0b111_1111_1111_0010
+READ_RIGHTS = 0b1101
+WRITE_RIGHTS = 0b111_1111_1111_0010
 """Rights of Landlock on files: to execute, read and list; to write, remove, make, move and cut."""
 SYSTEM_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 """Directories of the system, which may be read."""
@@ -54,7 +66,8 @@ class SandboxWorker:
     """A job, what keeps it in, and what was not granted."""
 
     def __init__(self, job: dict[str, Any], report: int, *, inside: bool = False) -> None:
-        self.job, self.report_fd = job, report
+        self.job = job
+        self.report_fd = report
         self.in_bubblewrap = inside
         """Whether bubblewrap is around this process."""
         self.missing_guards: list[str] = job.get("lacks", [])
@@ -151,7 +164,10 @@ class SandboxWorker:
             lambda: self.probe_in_child(self.apply_seccomp),
             "seccomp",
         )
-        self.other_threads = 0 if self.is_isolated else self.count_user_threads()
+        if self.is_isolated:
+            self.other_threads = 0
+        else:
+            self.other_threads = self.count_user_threads()
         self.report_facts(lacks=self.missing_guards, guards=self.guards)
         for stage, command in self.job["commands"]:
             if not self.run_command(stage, command):
@@ -174,7 +190,8 @@ class SandboxWorker:
         )
         if self.in_bubblewrap:
             check_syscall(libc.prctl(AMBIENT, 4, 0, 0, 0))  # PR_CAP_AMBIENT_CLEAR_ALL
-            header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+            header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+            none = (ctypes.c_uint32 * 6)()
             check_syscall(libc.capset(header, none))  # neither this process nor commands have any
 
     def forbid_namespaces(self) -> None:
@@ -228,7 +245,8 @@ class SandboxWorker:
         python = self.job["python"]
         there = next((p for p in (python, *self.job["same"]) if os.access(p, os.X_OK)), python)
         for _, command in self.job["commands"]:
-            command[0] = there if command[0] == python else command[0]
+            if command[0] == python:
+                command[0] = there
         self.job["python"] = there
         tools = {command[0] for _, command in self.job["commands"]}
         for path in sorted({there, *tools} - {f"{self.work_dir}/main"}):  # main is yet to be built
@@ -241,7 +259,8 @@ class SandboxWorker:
 
     def unshare_namespaces(self) -> None:
         """Namespaces of its own: users, mounts, processes, network, messages."""
-        user, group = os.getuid(), os.getgid()
+        user = os.getuid()
+        group = os.getgid()
         check_syscall(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC))
         for name, text in (
             ("setgroups", "deny"),
@@ -277,7 +296,12 @@ class SandboxWorker:
         abi = check_syscall(libc.syscall(CREATE_RULESET, None, 0, 1))
         write = WRITE_RIGHTS & ~((1 << 13) * (abi < 2)) & ~((1 << 14) * (abi < 3))
         handled = (ctypes.c_uint64 * 3)(READ_RIGHTS | write, 3 * (abi >= 4), 3 * (abi >= 6))
-        size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+        if abi >= 6:
+            size = 24
+        elif abi >= 4:
+            size = 16
+        else:
+            size = 8
         rules = check_syscall(libc.syscall(CREATE_RULESET, handled, size, 0))
         for path in [*(f"/{name}" for name in SYSTEM_DIRS), *self.job["readable"]]:
             self.allow_path(rules, path, READ_RIGHTS)
@@ -320,7 +344,9 @@ class SandboxWorker:
         handle = os.pidfd_open(child)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
-        late, large, looks = False, False, 0
+        late = False
+        large = False
+        looks = 0
         while not poll.poll(1000 * WATCH_SECONDS):
             late = time.perf_counter() - start > self.job["seconds"]
             over = self.has_private_proc and self.memory_bytes() > self.job["total_memory"]
@@ -367,7 +393,8 @@ class SandboxWorker:
                 kind = getattr(resource, f"RLIMIT_{name}")
                 limit += self.other_threads if name == "NPROC" else 0
                 hard = resource.getrlimit(kind)[1]
-                limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+                if hard != resource.RLIM_INFINITY:
+                    limit = min(limit, hard)
                 resource.setrlimit(kind, (limit, limit))
             names = {"PATH": "/usr/bin:/bin", "HOME": self.work_dir, "TMPDIR": self.work_dir}
             if self.has_syscall_filter:

@@ -20,10 +20,18 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-LOAD, AND, EQUAL, GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+ALLOW = 0x7FFF0000
+KILL_PROCESS = 0x80000000
+ERRNO = 0x00050000
+LOAD = 0x20
+AND = 0x54
+EQUAL = 0x15
+GREATER = 0x25
+RETURN = 0x06
 """Instructions of classic BPF: A = a word of the call; A &= k; two jumps; the verdict."""
-NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
+NUMBER_OFFSET = 0
+ARCHITECTURE_OFFSET = 4
+ARGUMENTS_OFFSET = 16
 """Offsets in what the kernel shows of a call; an argument has 8 bytes, its low word first."""
 NEWEST_CALL = 466
 """The newest call that this table knows: removexattrat, of Linux 6.13."""
@@ -188,7 +196,10 @@ def build_filter(machine: str) -> bytes | None:
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
     ]
     for refusal in REFUSED_CALLS:
-        number = refusal.x86_64 if machine == "x86_64" else refusal.generic
+        if machine == "x86_64":
+            number = refusal.x86_64
+        else:
+            number = refusal.generic
         if number is not None:
             body = _compile_verdict(refusal)
             lines += [(EQUAL, 0, len(body), number), *body]

@@ -107,13 +107,16 @@ class Family:
     def activation_names(self) -> Mapping[str, str]:
         """Their activations and ours."""
         gated = any("gate" in name for name in self.layer_names)
-        return HF_GATED_ACTIVATIONS if gated else HF_ACTIVATIONS
+        if gated:
+            return HF_GATED_ACTIVATIONS
+        return HF_ACTIVATIONS
 
     def config_from_hf(self, config: HFConfig) -> DecoderConfig:
         """Our config of theirs; `UnknownError` names every key that has none."""
         config = {self.key_aliases.get(key, key): value for key, value in config.items()}
         theirs = {**self.default_config, **config}
-        problems, ours = list(self._find_unknown_keys(theirs)), dict(self.fixed_settings)
+        problems = list(self._find_unknown_keys(theirs))
+        ours = dict(self.fixed_settings)
         for key, name in self.config_keys.items():
             ours[name] = theirs.get(key)
         heads = ours["heads"] = _read_size(theirs, self._hf_key("heads"), "heads", problems)
@@ -121,7 +124,10 @@ class Family:
         if ours.get("kv_heads") is None:
             ours["kv_heads"] = heads
         if ours.get("head_dim") is None:
-            ours["head_dim"] = embed // heads if heads else 0
+            if heads:
+                ours["head_dim"] = embed // heads
+            else:
+                ours["head_dim"] = 0
             if heads and embed % heads:
                 problems.append(
                     describe_bad_key(
@@ -141,9 +147,10 @@ class Family:
         for name in ("attention_scale", "attention_cap", "logit_cap"):
             if name in ours:
                 none = ours[name] is None and name != "attention_scale"
-                ours[name] = (
-                    0.0 if none else _read_positive(ours[name], self._hf_key(name), problems)
-                )
+                if none:
+                    ours[name] = 0.0
+                else:
+                    ours[name] = _read_positive(ours[name], self._hf_key(name), problems)
         if "experts" in ours:
             ours |= self._read_moe(theirs, ours, problems)
         ours["tied"] = _read_flag(theirs, self._hf_key("tied"), problems)
@@ -151,7 +158,8 @@ class Family:
         layers = sorted({layer for some in given for layer in some})
         ours["biases"] = tuple(layers or self.fixed_settings.get("biases", ()))
         act = theirs.get(self.activation_key)
-        act = act if isinstance(act, str) else repr(act)
+        if not isinstance(act, str):
+            act = repr(act)
         if act not in self.activation_names:
             problems.append(
                 describe_bad_key(
@@ -183,14 +191,20 @@ class Family:
         if (
             config.experts and "experts" in self.config_keys.values()
         ):  # some have no key but that of mlp
-            own = "expert_mlp" if "expert_mlp" in self.config_keys.values() else "mlp"
+            if "expert_mlp" in self.config_keys.values():
+                own = "expert_mlp"
+            else:
+                own = "mlp"
             theirs[self._hf_key(own)] = config.expert_width
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
         if "query_pre_attn_scalar" in theirs:  # transformers takes a whole number only
             scale = config.attention_scale or config.head_dim
-            theirs["query_pre_attn_scalar"] = int(scale) if scale == int(scale) else scale
+            if scale == int(scale):
+                theirs["query_pre_attn_scalar"] = int(scale)
+            else:
+                theirs["query_pre_attn_scalar"] = scale
         has = {layer for layer in BIAS_LAYERS if config.has_bias(layer)}
         theirs |= {key: set(some) <= has for key, some in self.bias_keys.items()}
         named = {ours: theirs for theirs, ours in reversed([*self.activation_names.items()])}
@@ -203,7 +217,10 @@ class Family:
             theirs["rope_parameters"] = write_rope(config)
             if config.rope == "longrope":
                 theirs["original_max_position_embeddings"] = config.rope_original
-        again = self.config_from_hf(theirs) if theirs[self.activation_key] else None
+        if theirs[self.activation_key]:
+            again = self.config_from_hf(theirs)
+        else:
+            again = None
         if config.norm == "rms" and again is not None:  # bias: that of all linear layers
             same = all(config.has_bias(layer) == again.has_bias(layer) for layer in BIAS_LAYERS)
             ours |= {"bias": again.bias, "biases": again.biases} if same else {}
@@ -307,7 +324,8 @@ class Family:
             problems.append(describe_bad_key("rope_parameters", table, "a table"))
             return {}
         kind = table.get("rope_type", table.get("type", "default"))
-        kind = "longrope" if self.model_type == "phi3" and kind in ("su", "yarn") else kind
+        if self.model_type == "phi3" and kind in ("su", "yarn"):
+            kind = "longrope"
         if kind not in self.rope_types:
             rule = f"one of {', '.join(self.rope_types)}"
             problems.append(describe_bad_key("rope_parameters.rope_type", kind, rule))
@@ -412,7 +430,8 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def _read_size(theirs: HFConfig, key: str, name: str, problems: list[str]) -> int:
     """A size that some model could have. name: ours, whose limit holds."""
-    value, most = theirs.get(key), SIZE_LIMITS[name]
+    value = theirs.get(key)
+    most = SIZE_LIMITS[name]
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         problems.append(describe_bad_key(key, value, f"a whole number from 1 to {most:,}"))
         return 0

@@ -14,7 +14,8 @@ WIDTH_SETTINGS = ("mlp", "expert_mlp", "moe_first", "moe_every")
 
 def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
     """Our moe_first and moe_every: every step-th layer has experts, but for those listed."""
-    layers, step = theirs.get("num_hidden_layers"), theirs.get("decoder_sparse_step")
+    layers = theirs.get("num_hidden_layers")
+    step = theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         problems.append(describe_bad_key("decoder_sparse_step", step, "a whole number from 1"))

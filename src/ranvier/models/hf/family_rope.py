@@ -21,7 +21,8 @@ def describe_bad_key(key: str, value: object, rule: str) -> str:
 
 def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, Any]:
     """Our window, and the layers that have it."""
-    size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
+    size = theirs.get("sliding_window")
+    layers = theirs.get("num_hidden_layers")
     if how == "first" and not theirs.get("use_sliding_window"):
         size = None
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
@@ -33,7 +34,8 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
         return {}
     if not isinstance(layers, int):
         return {}
-    kinds, given = theirs.get("layer_types"), theirs.get("layer_types") is not None
+    kinds = theirs.get("layer_types")
+    given = theirs.get("layer_types") is not None
     if kinds is None and how == "first":
         first = theirs.get("max_window_layers", 0)
         if isinstance(first, bool) or not isinstance(first, int):
@@ -93,7 +95,10 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         value = table[key]
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not good or not 0 < value <= most or value > 1e30:
-            upto = f" up to {most:.0f}" if most < math.inf else ""
+            if most < math.inf:
+                upto = f" up to {most:.0f}"
+            else:
+                upto = ""
             raise ValueError(f"{key}={value!r:.80} is no number above 0{upto}")
         return float(value)
 
@@ -111,10 +116,19 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
     if kind == "llama3":
         turns = number("low_freq_factor"), number("high_freq_factor")
         return found | {"rope_turns": turns, "rope_scale": number("factor")}
-    scale = number("factor") if given("factor") else longest / before
+    if given("factor"):
+        scale = number("factor")
+    else:
+        scale = longest / before
     if kind == "yarn":
-        low = number("beta_slow") if table.get("beta_slow") else 1.0
-        high = number("beta_fast") if table.get("beta_fast") else 32.0
+        if table.get("beta_slow"):
+            low = number("beta_slow")
+        else:
+            low = 1.0
+        if table.get("beta_fast"):
+            high = number("beta_fast")
+        else:
+            high = 32.0
         found |= {"rope_scale": scale, "rope_turns": (low, high)}
         both = table.get("mscale") and table.get("mscale_all_dim")
         above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
@@ -125,7 +139,10 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
             if not all(0 < factor < math.inf for factor in factors):
                 raise ValueError(f"{key} has factors that are no numbers above 0")
             found[name] = factors
-        attention = math.sqrt(1.0 + math.log(scale) / math.log(before)) if scale > 1.0 else 1.0
+        if scale > 1.0:
+            attention = math.sqrt(1.0 + math.log(scale) / math.log(before))
+        else:
+            attention = 1.0
     return found | {
         "rope_attention": number("attention_factor") if given("attention_factor") else attention
     }
@@ -135,7 +152,9 @@ _ROPE_FACTOR_KEYS = {"rope_short": "short_factor", "rope_long": "long_factor"}
 
 
 def _yarn_mscale(scale: float, weight: float) -> float:
-    return 1.0 if scale <= 1.0 else 0.1 * weight * math.log(scale) + 1.0
+    if scale <= 1.0:
+        return 1.0
+    return 0.1 * weight * math.log(scale) + 1.0
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:

@@ -381,7 +381,8 @@ def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family,
     names = sorted(FAMILIES, key=lambda kind: kind != first)
     for kind in names:
         try:
-            theirs, family = FAMILIES[kind].config_to_hf(config), FAMILIES[kind]
+            theirs = FAMILIES[kind].config_to_hf(config)
+            family = FAMILIES[kind]
             family.tensor_mappings(config)
             return family, theirs
         except UnsupportedModelError as reason:

@@ -34,6 +34,7 @@ def decode_rows(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
     """Rows that have travelled, `[n, d]`."""
     if dispatch != "fp8":
         return x.to(dtype)
-    values, inverse = x[:, :-SCALE_BYTES].contiguous(), x[:, -SCALE_BYTES:].contiguous()
+    values = x[:, :-SCALE_BYTES].contiguous()
+    inverse = x[:, -SCALE_BYTES:].contiguous()
     wide = torch.promote_types(dtype, torch.float32)
     return (values.view(E4M3).to(wide) * inverse.view(torch.float32).to(wide)).to(dtype)

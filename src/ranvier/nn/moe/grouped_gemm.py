@@ -36,7 +36,8 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("ranvier::grouped", mutates_args=())
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
     """x_e W_eᵀ `[t, f]`; turned: x_e W_e `[t, d]` of x `[t, f]`."""
-    x, w = x.contiguous(), w.contiguous()
+    x = x.contiguous()
+    w = w.contiguous()
     other = w if turned else w.transpose(1, 2)
     if can_use_grouped_mm(x, w):
         return torch._grouped_mm(x, other, offs=ends)
@@ -49,7 +50,8 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
 @torch.library.custom_op("ranvier::grouped_weight", mutates_args=())
 def grouped_mm_weight_grad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """dy_eᵀ x_e `[e, f, d]` of dy `[t, f]` and x `[t, d]`; 0 where a group is empty."""
-    dy, x = dy.contiguous(), x.contiguous()
+    dy = dy.contiguous()
+    x = x.contiguous()
     if can_use_grouped_mm(dy, x):
         return _zero_empty_groups(torch._grouped_mm(dy.t(), x, offs=ends), ends)
     out = x.new_zeros(len(ends), dy.shape[1], x.shape[1])
@@ -76,7 +78,10 @@ def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _grouped_mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, ends = ctx.saved_tensors
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = grouped_mm(dy, w, ends, not ctx.turned) if needs_x else None
+    if needs_x:
+        dx = grouped_mm(dy, w, ends, not ctx.turned)
+    else:
+        dx = None
     pair = (x, dy) if ctx.turned else (dy, x)
     return dx, grouped_mm_weight_grad(*pair, ends) if needs_w else None, None, None
 

@@ -95,7 +95,9 @@ class MoELayer(ParallelLayer):
 
     def __init__(self, site: LayerContext, serial: Any, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        self.rule, self.function, self.has_gate = serial.rule, serial.function, serial.has_gate
+        self.rule = serial.rule
+        self.function = serial.function
+        self.has_gate = serial.has_gate
         expert, mlp, embed = dims
         self.router, beside = torch.nn.Module(), site.for_layer(f"{site.name}.router")
         self.handles["router"] = shard_parameter(
@@ -118,7 +120,10 @@ class MoELayer(ParallelLayer):
         would: for comparison."""
         self.assumed_load = 1.0
         """Rows of my experts, in means, where counts have no values (in a dry run)."""
-        bias = None if serial.bias is None else torch.zeros(self.rule.num_experts)
+        if serial.bias is None:
+            bias = None
+        else:
+            bias = torch.zeros(self.rule.num_experts)
         if bias is not None and not serial.bias.is_meta:
             bias = serial.bias.detach().clone()
         self.register_buffer(
@@ -143,7 +148,10 @@ class MoELayer(ParallelLayer):
             self.rng_stream.to(device),
             self.routing_stats.to(device),
         )
-        self.bias = None if self.bias is None else self.bias.to(device)
+        if self.bias is None:
+            self.bias = None
+        else:
+            self.bias = self.bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Route, send, compute, return."""
@@ -156,7 +164,10 @@ class MoELayer(ParallelLayer):
             kept = self._capacity_mask(routes, table, x)
             order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
         if self.is_local:
-            beside = None if self.shared is None else self.shared(x)
+            if self.shared is None:
+                beside = None
+            else:
+                beside = self.shared(x)
             with self.trace_scope():
                 y = self._run_local_moe(x.flatten(0, 1), routes.weights, order).view(x.shape)
         else:
@@ -181,13 +192,19 @@ class MoELayer(ParallelLayer):
             )
             there = self._dispatch_rows(rows, lanes)
             del rows  # they are gone
-        hidden = None if self.shared is None else self.shared.compute_hidden(x)
+        if self.shared is None:
+            hidden = None
+        else:
+            hidden = self.shared.compute_hidden(x)
         with self.trace_scope():
             rows = self._receive_rows(there, lanes)
             del there
             back = self._return_rows(self._apply_experts(rows, lanes), lanes)
             del rows
-        beside = None if hidden is None else self.shared.project_down(hidden)
+        if hidden is None:
+            beside = None
+        else:
+            beside = self.shared.project_down(hidden)
         with self.trace_scope():
             y = self._finish_all_to_all(back, order.choices.numel())
             weights = copy_to_axis(routes.weights, self.col)  # they meet my features only
@@ -254,12 +271,16 @@ class MoELayer(ParallelLayer):
 
     def _start_counts_copy(self, table: Tensor) -> Callable[[], Any] | None:
         """The table for the host, under way; None: it needs none, or there are no values."""
-        return None if self.expert.size == 1 or table.is_meta else _copy_to_host_async(table)
+        if self.expert.size == 1 or table.is_meta:
+            return None
+        return _copy_to_host_async(table)
 
     def _read_host_counts(self, host: Callable[[], Any]) -> Any:
         """What the host knows; a block that runs again keeps it with its collectives."""
         results = self.site.grid.trace.saved_results
-        return host() if results is None else results.run_once(host)
+        if results is None:
+            return host()
+        return results.run_once(host)
 
     def _all_to_all_splits(
         self, known: Any, choices: int, seq: int
@@ -268,7 +289,8 @@ class MoELayer(ParallelLayer):
 
         known: the table; None: it has no values, and the rows of my experts are `load` means.
         """
-        ranks, mine = self.expert.size, self.expert.index
+        ranks = self.expert.size
+        mine = self.expert.index
         if known is None:
             receive = split_evenly(math.ceil(choices * self.assumed_load), ranks)
             send = split_evenly(choices - receive[mine], ranks - 1)
@@ -278,17 +300,21 @@ class MoELayer(ParallelLayer):
             .unflatten(2, (-1, self.num_local_experts))
             .sum(3)
         )
-        send, receive = all_[mine, self.row.index].tolist(), all_[:, self.row.index, mine].tolist()
+        send = all_[mine, self.row.index].tolist()
+        receive = all_[:, self.row.index, mine].tolist()
         return send, receive, max(int(all_[:, :, mine].sum(0).max()), 1)
 
     def _plan_dispatch(
         self, order: TokenPermutation, table: Tensor, known: Any, x: Tensor
     ) -> DispatchPlan:
         """Who sends how much to whom, and how it lies there."""
-        rows, mine = order.choices.numel(), self.num_local_experts
+        rows = order.choices.numel()
+        mine = self.num_local_experts
         if self.peer_axis.size == 1:
             return DispatchPlan([], [], rows, None, order.ends)
-        seq, send, receive = x.shape[1] * self.row.size, list[int](), list[int]()
+        seq = x.shape[1] * self.row.size
+        send = list[int]()
+        receive = list[int]()
         if self.expert.size > 1:
             send, receive, rows = self._all_to_all_splits(known, rows, seq)
         first = self.expert.index * mine
@@ -316,11 +342,9 @@ class MoELayer(ParallelLayer):
     def _receive_rows(self, there: Tensor | PendingAllToAll, lanes: DispatchPlan) -> Tensor:
         """Rows of my experts, expert by expert: `[T, d/col]`."""
         rows = self._finish_all_to_all(there, lanes.padded_rows)
-        return (
-            rows
-            if lanes.permutation is None
-            else permute(all_gather(rows, self.row, 0), lanes.permutation)
-        )
+        if lanes.permutation is None:
+            return rows
+        return permute(all_gather(rows, self.row, 0), lanes.permutation)
 
     def _return_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
         """Results on their way back to the ranks of their tokens."""
@@ -347,26 +371,39 @@ class MoELayer(ParallelLayer):
 
     def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
         """So many rows, the last of them empty: `[count, d/col]`."""
-        found = rows.wait_for_rows() if isinstance(rows, PendingAllToAll) else rows
+        if isinstance(rows, PendingAllToAll):
+            found = rows.wait_for_rows()
+        else:
+            found = rows
         if self.duplicate_tokens and self.expert.size > 1:
             found = found[:, : found.shape[1] // (self.row.size * self.col.size)]
-        return found if len(found) == count else F.pad(found, (0, 0, 0, count - len(found)))
+        if len(found) == count:
+            return found
+        return F.pad(found, (0, 0, 0, count - len(found)))
 
     # ---- products -----------------------------------------------------------------------
 
     def _run_local_moe(self, x: Tensor, weights: Tensor, order: TokenPermutation) -> Tensor:
         """All of it in one operation, where no rank has a part of it: `[t, d]`."""
         if torch.compiler.is_compiling():
-            gate = None if self.gate is None else self._gather_weight("gate", self.gate)
-            up, down = self._gather_weight("up", self.up), self._gather_weight("down", self.down)
+            if self.gate is None:
+                gate = None
+            else:
+                gate = self._gather_weight("gate", self.gate)
+            up = self._gather_weight("up", self.up)
+            down = self._gather_weight("down", self.down)
             return local_moe(x, weights, order, gate, up, down, self.activation)
         handles = [self.handles.get(name) for name in ("gate", "up", "down")]
-        params, moment = [self.gate, self.up, self.down], self.site.step_context
+        params = [self.gate, self.up, self.down]
+        moment = self.site.step_context
         return sharded_local_moe(x, weights, order, handles, params, self.activation, moment)
 
     def _apply_experts(self, rows: Tensor, lanes: DispatchPlan) -> Tensor:
         """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""
-        into = [("gate", self.gate), ("up", self.up)] if self.has_gate else [("up", self.up)]
+        if self.has_gate:
+            into = [("gate", self.gate), ("up", self.up)]
+        else:
+            into = [("up", self.up)]
         parts = [self._grouped_product(rows, name, param, lanes.ends) for name, param in into]
         if self.col.size > 1:
             stacked = reduce_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
@@ -412,7 +449,10 @@ class MoELayer(ParallelLayer):
         mine = table[self.expert.index, self.row.index].sum(0)  # (E,)
         p = routes.scores / routes.scores.sum(1, keepdim=True).clamp(min=1e-30)
         entropy = -torch.special.xlogy(p, p).sum()
-        drops = torch.zeros_like(entropy) if kept is None else (~kept).sum()
+        if kept is None:
+            drops = torch.zeros_like(entropy)
+        else:
+            drops = (~kept).sum()
         tokens = torch.full_like(entropy, logits.shape[0])
         notes = torch.stack([x.double() for x in (drops, entropy, extra, tokens)])
         return torch.cat([mine.double(), notes])
@@ -451,7 +491,8 @@ class _GatheredWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, weight: ShardedParameter, moment: StepContext) -> Tensor:
-        ctx.weight, ctx.moment = weight, moment
+        ctx.weight = weight
+        ctx.moment = moment
         return weight.unsharded_data().view_as(weight.unsharded_data())
 
     @staticmethod
@@ -474,7 +515,8 @@ class _GroupedGemm(torch.autograd.Function):
         ends: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, ends)
-        ctx.weight, ctx.moment = weight, moment
+        ctx.weight = weight
+        ctx.moment = moment
         y: Tensor = grouped_mm(x, weight.unsharded_data(), ends, False)
         return y
 
@@ -482,11 +524,10 @@ class _GroupedGemm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
-        dx = (
-            grouped_mm(dy, ctx.weight.unsharded_data(), ends, True)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        if ctx.needs_input_grad[0]:
+            dx = grouped_mm(dy, ctx.weight.unsharded_data(), ends, True)
+        else:
+            dx = None
         if ctx.weight.trainable:
             # what waits shall not hold the graph
             ctx.moment.run_or_defer(
@@ -505,7 +546,9 @@ class _RecordStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, extra: Tensor, notes: Tensor, leaf: MoELayer) -> Tensor:
-        ctx.notes, ctx.leaf, ctx.dtype = notes, leaf, extra.dtype
+        ctx.notes = notes
+        ctx.leaf = leaf
+        ctx.dtype = extra.dtype
         return y.view_as(y)
 
     @staticmethod

@@ -105,7 +105,10 @@ def _local_moe_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y `[t, d]`, and both arguments of the activation `[a, f]` (ungated: the first is empty)."""
     rows = permute_rows(x, choices, places, ends, None, whole)
-    g = x.new_empty(0) if gate is None else grouped_mm(rows, gate, ends, False)
+    if gate is None:
+        g = x.new_empty(0)
+    else:
+        g = grouped_mm(rows, gate, ends, False)
     u = grouped_mm(rows, up, ends, False)
     del rows
     h = weighted_activation(g, u, weights, choices, ends, activation, whole)
@@ -158,16 +161,25 @@ def _local_moe_backward_op(
         dh, g, u, weights, choices, ends, activation, whole
     )
     del dh
-    ddown = grouped_mm_weight_grad(drows, h, ends) if trained else none.clone()
+    if trained:
+        ddown = grouped_mm_weight_grad(drows, h, ends)
+    else:
+        ddown = none.clone()
     del drows, h
-    into = [(du, up)] if gate is None else [(dg, gate), (du, up)]
+    if gate is None:
+        into = [(du, up)]
+    else:
+        into = [(dg, gate), (du, up)]
     dx = _sum_token_rows(
         [grouped_mm(d, w, ends, True) for d, w in into], choices, places, ends, whole
     )
     if not trained:
         return dx, dweights, none.clone(), none, ddown
     rows = permute_rows(x, choices, places, ends, None, whole)
-    dgate = none if gate is None else grouped_mm_weight_grad(dg, rows, ends)
+    if gate is None:
+        dgate = none
+    else:
+        dgate = grouped_mm_weight_grad(dg, rows, ends)
     return dx, dweights, dgate, grouped_mm_weight_grad(du, rows, ends), ddown
 
 
@@ -265,7 +277,10 @@ class _ShardedLocalMoE(torch.autograd.Function):
             x, weights, *tensors, *_unsharded_weights(handles), activation, whole
         )
         ctx.save_for_backward(x, weights, *tensors, g, u)
-        ctx.handles, ctx.activation, ctx.whole, ctx.moment = handles, activation, whole, moment
+        ctx.handles = handles
+        ctx.activation = activation
+        ctx.whole = whole
+        ctx.moment = moment
         return y
 
     @staticmethod
@@ -303,14 +318,17 @@ def weighted_activation(
         from ranvier.nn.moe import triton_kernels
 
         return triton_kernels.weighted_swiglu(g, u, weights.contiguous(), choices)
-    w, curve, kind = (
-        weights.flatten()[choices].unsqueeze(1),
-        ACTIVATION_FUNCTIONS[activation],
-        accumulation_dtype(u.dtype),
-    )
-    h = curve.function(u.to(kind)) if g.numel() == 0 else curve.function(g.to(kind)) * u.to(kind)
+    w = weights.flatten()[choices].unsqueeze(1)
+    curve = ACTIVATION_FUNCTIONS[activation]
+    kind = accumulation_dtype(u.dtype)
+    if g.numel() == 0:
+        h = curve.function(u.to(kind))
+    else:
+        h = curve.function(g.to(kind)) * u.to(kind)
     h = (w * h).to(u.dtype)
-    return h if whole else torch.where(live_row_mask(ends, len(u)), h, 0.0)
+    if whole:
+        return h
+    return torch.where(live_row_mask(ends, len(u)), h, 0.0)
 
 
 def weighted_activation_backward(
@@ -331,7 +349,8 @@ def weighted_activation_backward(
             dh, g, u, weights.contiguous(), choices, ends, whole=whole
         )
         return h, dg, du, found.to(weights.dtype)
-    curve, kind = ACTIVATION_FUNCTIONS[activation], accumulation_dtype(u.dtype)
+    curve = ACTIVATION_FUNCTIONS[activation]
+    kind = accumulation_dtype(u.dtype)
     w = weights.flatten()[choices].unsqueeze(1).to(kind)
     args = [dh, u, g][: 2 if g.numel() == 0 else 3]
     if not whole:
@@ -340,9 +359,13 @@ def weighted_activation_backward(
     dh, u, *gates = (arg.to(kind) for arg in args)
     if gates:
         f = curve.function(gates[0])
-        h, dg, du = f * u, curve.backward(dh * w * u, gates[0]), dh * w * f
+        h = f * u
+        dg = curve.backward(dh * w * u, gates[0])
+        du = dh * w * f
     else:
-        h, du, dg = curve.function(u), curve.backward(dh * w, u), dh.new_empty(0)
+        h = curve.function(u)
+        du = curve.backward(dh * w, u)
+        dg = dh.new_empty(0)
     dweights = torch.empty_like(weights).flatten()
     dweights[choices] = (dh * h).sum(1).to(weights.dtype)
     h, dg, du = (value.to(args[1].dtype) for value in (w * h, dg, du))
@@ -357,6 +380,9 @@ def _sum_token_rows(
         from ranvier.nn.moe import triton_kernels
 
         return triton_kernels.unpermute_rows(rows, places, ends, None, whole=whole)
-    total = rows[0] if len(rows) == 1 else rows[0].to(accumulation_dtype(rows[0].dtype)) + rows[1]
+    if len(rows) == 1:
+        total = rows[0]
+    else:
+        total = rows[0].to(accumulation_dtype(rows[0].dtype)) + rows[1]
     out: Tensor = unpermute_rows(total, choices, places, ends, None, whole)
     return out.to(rows[0].dtype)

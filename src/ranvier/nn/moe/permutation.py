@@ -39,7 +39,10 @@ class TokenPermutation(NamedTuple):
 
 def sort_by_expert(experts: Tensor, count: int, kept: Tensor | None = None) -> TokenPermutation:
     """The order of choices by their experts, `[t, k]`, of so many; kept: False drops a choice."""
-    flat = experts if kept is None else torch.where(kept, experts, count)
+    if kept is None:
+        flat = experts
+    else:
+        flat = torch.where(kept, experts, count)
     choices, places, ends = _sort_by_expert_op(flat.flatten(), count)
     return TokenPermutation(choices, places.view(experts.shape), ends, kept is None)
 
@@ -99,7 +102,9 @@ def permute_rows(
     rows = x[choices // places.shape[1]]
     if weights is not None:
         rows = (rows * weights.flatten()[choices].unsqueeze(1)).to(x.dtype)
-    return rows if whole else rows * live_row_mask(ends, len(rows))
+    if whole:
+        return rows
+    return rows * live_row_mask(ends, len(rows))
 
 
 @torch.library.custom_op("ranvier::collect", mutates_args=())
@@ -151,29 +156,36 @@ def _(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor
 
 def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     value, choices, places, ends, weights, ctx.whole = inputs
-    needed = value if weights is not None and ctx.needs_input_grad[4] else None
+    if weights is not None and ctx.needs_input_grad[4]:
+        needed = value
+    else:
+        needed = None
     ctx.save_for_backward(needed, choices, places, ends, weights)
 
 
 def _permute_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, choices, places, ends, weights = ctx.saved_tensors
-    dw = None if x is None else routing_weight_grad(x, g, places, ends, ctx.whole).to(weights.dtype)
-    dx = (
-        unpermute_rows(g, choices, places, ends, weights, ctx.whole)
-        if ctx.needs_input_grad[0]
-        else None
-    )
+    if x is None:
+        dw = None
+    else:
+        dw = routing_weight_grad(x, g, places, ends, ctx.whole).to(weights.dtype)
+    if ctx.needs_input_grad[0]:
+        dx = unpermute_rows(g, choices, places, ends, weights, ctx.whole)
+    else:
+        dx = None
     return dx, None, None, None, dw, None
 
 
 def _unpermute_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     y, choices, places, ends, weights = ctx.saved_tensors
-    dw = None if y is None else routing_weight_grad(g, y, places, ends, ctx.whole).to(weights.dtype)
-    dy = (
-        permute_rows(g, choices, places, ends, weights, ctx.whole)
-        if ctx.needs_input_grad[0]
-        else None
-    )
+    if y is None:
+        dw = None
+    else:
+        dw = routing_weight_grad(g, y, places, ends, ctx.whole).to(weights.dtype)
+    if ctx.needs_input_grad[0]:
+        dy = permute_rows(g, choices, places, ends, weights, ctx.whole)
+    else:
+        dy = None
     return dy, None, None, None, dw, None
 
 
@@ -199,4 +211,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def _gather_token_rows(y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
     """The rows of each token `[t, k, d]`, widened; zeros for what was dropped."""
     rows = y[places].to(accumulation_dtype(y.dtype))
-    return rows if whole else torch.where((places < ends[-1]).unsqueeze(2), rows, 0.0)
+    if whole:
+        return rows
+    return torch.where((places < ends[-1]).unsqueeze(2), rows, 0.0)

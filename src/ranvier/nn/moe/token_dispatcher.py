@@ -56,7 +56,8 @@ class _AllToAllState:
     def wait_for_rows(self) -> Tensor:
         """What has come; it is forgotten here."""
         assert self.pending is not None, f"no rows are under way at {self.where}"
-        under, self.pending = self.pending, None
+        under = self.pending
+        self.pending = None
         return under.wait()
 
 
@@ -98,7 +99,8 @@ class _StartAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: _AllToAllState) -> Tensor:
-        ctx.route, results = route, route.axis.trace.saved_results
+        ctx.route = route
+        results = route.axis.trace.saved_results
         if results is None or not results.has_result(route.where):
             route.start_exchange(
                 encode_rows(x, route.dispatch), route.input_splits, route.output_splits
@@ -116,8 +118,12 @@ class _FinishAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, thread: Tensor, route: _AllToAllState) -> Tensor:
-        ctx.route, results = route, route.axis.trace.saved_results
-        rows = route.wait_for_rows() if results is None else results.run_once(route.wait_for_rows)
+        ctx.route = route
+        results = route.axis.trace.saved_results
+        if results is None:
+            rows = route.wait_for_rows()
+        else:
+            rows = results.run_once(route.wait_for_rows)
         return decode_rows(rows, route.dispatch, route.dtype)
 
     @staticmethod

@@ -20,7 +20,8 @@ SORT_BLOCK = 128
 """Choices of a program of the sort, which compares all pairs of them."""
 MAX_BLOCK_COLUMNS = 1024
 """Features of a program at most: 8 of a thread, which are 16 bytes in bf16."""
-TILE_ROWS, TILE_COLUMNS = 8, 256
+TILE_ROWS = 8
+TILE_COLUMNS = 256
 """Of a tile of activations."""
 
 # ---- the order --------------------------------------------------------------------------
@@ -60,7 +61,8 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     size = experts.numel()
     blocks = triton.cdiv(size, SORT_BLOCK)
     counts = torch.zeros(count + 1, max(blocks, 1), dtype=torch.int32, device=experts.device)
-    choices, places = torch.empty_like(experts), torch.empty_like(experts)
+    choices = torch.empty_like(experts)
+    places = torch.empty_like(experts)
     if size:
         _count_kernel[(blocks,)](experts, counts, size, blocks, BLOCK=SORT_BLOCK, num_warps=4)
     sums = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts)

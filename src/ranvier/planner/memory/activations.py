@@ -81,7 +81,10 @@ class BlockActivations:
         """
         if kind == "none":
             return 0
-        left = self.unused_result_bytes if kind == "selective" and not keeps else 0
+        if kind == "selective" and not keeps:
+            left = self.unused_result_bytes
+        else:
+            left = 0
         return (
             self.none - self.input_bytes - (self.saved_bytes(kind, keeps=keeps) - self.full - left)
         )
@@ -110,7 +113,8 @@ def block_activations(
     result, which nobody reads backward, is not kept. fp8: products of a graph are in 8 bits.
     """
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
-    item, stream = flow.itemsize, stream_bytes(model, spot, flow)
+    item = flow.itemsize
+    stream = stream_bytes(model, spot, flow)
     none = made = attended = 0
     for leaf, layer in pairs:
         if isinstance(layer, NormCost):
@@ -122,14 +126,15 @@ def block_activations(
             made += sum(one.product_elements(flow) for one in layer.weights) * item
             none += product_input_bytes(layer, flow) if layer.has_trainable_weight else 0
         elif isinstance(layer, AttentionCost):
-            numbers, tokens = (
-                _attention_statistics_bytes(layer, flow),
-                layer.layout_context.local_tokens(flow, layer.dim),
-            )
+            numbers = _attention_statistics_bytes(layer, flow)
+            tokens = layer.layout_context.local_tokens(flow, layer.dim)
             attended += numbers + tokens * layer.local_width * item
             none += numbers + _qkv_bytes(pairs, flow, model)
     hidden = _hidden_bytes(pairs, flow)
-    inside = min(_saved_hidden_tensors(model), 2) if compiled else _saved_hidden_tensors(model)
+    if compiled:
+        inside = min(_saved_hidden_tensors(model), 2)
+    else:
+        inside = _saved_hidden_tensors(model)
     mine = _block_moe_activations(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
     none += _fp8_difference(pairs, flow, fp8) if compiled and mine is NO_MOE_ACTIVATIONS else 0
@@ -145,7 +150,10 @@ def block_activations(
         (_first_product_backward_bytes(pairs, flow) + first - none, _grad_elements(pairs)),
     ]
     end = _last_product(pairs)
-    result = sum(one.product_elements(flow) for one in end.weights) * item if end else 0
+    if end:
+        result = sum(one.product_elements(flow) for one in end.weights) * item
+    else:
+        result = 0
     return BlockActivations(
         none,
         stream + made + attended + mine.product_bytes - (result if compiled else 0),
@@ -188,7 +196,9 @@ def _block_moe_activations(
     found = [
         moe_activations(x, flow, inside, reads=reads) for _, x in pairs if isinstance(x, MoECost)
     ]
-    return found[0] if found else NO_MOE_ACTIVATIONS
+    if found:
+        return found[0]
+    return NO_MOE_ACTIVATIONS
 
 
 def _saved_collective_bytes(
@@ -202,9 +212,10 @@ def _saved_collective_bytes(
         or last.gather_group.size * last.scatter_group.size * last.reduce_group.size == 1
     ):
         return found
-    made = (
-        sum(one.product_elements(flow) for one in last.weights) * flow.itemsize if selective else 0
-    )
+    if selective:
+        made = sum(one.product_elements(flow) for one in last.weights) * flow.itemsize
+    else:
+        made = 0
     return found - last.saved_bytes(flow, selective=selective) - made
 
 
@@ -212,7 +223,9 @@ def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None
     """The product whose result a second run does not come to: what is last in a block."""
     last = pairs[-1][1]
     mixture = any(isinstance(layer, MoECost) for _, layer in pairs)
-    return last if isinstance(last, LinearCost) and not mixture else None
+    if isinstance(last, LinearCost) and not mixture:
+        return last
+    return None
 
 
 @lru_cache(CACHE_SIZE)
@@ -250,7 +263,10 @@ def _norm_elements(
             layer.layout_context.local_tokens(flow, layer.dim)
             * layer.feature_sharding.local_shape[0]
         )
-    dim = "kv_heads" if leaf.name.endswith("k_norm") else "heads"
+    if leaf.name.endswith("k_norm"):
+        dim = "kv_heads"
+    else:
+        dim = "heads"
     return _output_elements(pairs, dim, flow)
 
 
@@ -260,11 +276,9 @@ def _output_elements(
     """Elements on this rank of the first output with a dim."""
     factors = (f for _, layer in pairs if isinstance(layer, LinearCost) for f in layer.weights)
     found = next((f for f in factors if f.out_dim == dim), None)
-    return (
-        0
-        if found is None
-        else found.layout_context.local_tokens(flow, dim) * found.local_width // found.num_packed
-    )
+    if found is None:
+        return 0
+    return found.layout_context.local_tokens(flow, dim) * found.local_width // found.num_packed
 
 
 def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> int:
@@ -279,7 +293,10 @@ def _qkv_bytes(
     q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     if model.traits.get("positions", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
-    values = q + 2 * k if _is_qkv_fused(pairs) else k
+    if _is_qkv_fused(pairs):
+        values = q + 2 * k
+    else:
+        values = k
     return (q + k + values) * flow.itemsize
 
 
@@ -319,7 +336,11 @@ def _backward_moments(
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not products:
         return ((0, 0),)
-    down, enter = products[-1], products[-2] if len(products) > 1 else products[-1]
+    down = products[-1]
+    if len(products) > 1:
+        enter = products[-2]
+    else:
+        enter = products[-1]
     last, first = (sum(_matrix_elements(layer) for layer in some) for some in ([down], [enter]))
     whole = sum(_matrix_elements(layer) for layer in products)
     gate = inside >= 2
@@ -344,7 +365,10 @@ def _backward_moments(
 def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
     """Bytes that the way into an MLP needs forward where each rank's features are picked."""
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
-    enter = products[-2] if len(products) > 1 else None
+    if len(products) > 1:
+        enter = products[-2]
+    else:
+        enter = None
     if (
         enter is None
         or enter.scatter_group.size == 1
@@ -369,11 +393,9 @@ def _first_product_backward_bytes(
 def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
     """Bytes that the first product needs backward, but for what its weight's gradient needs."""
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
-    return (
-        0
-        if first is None
-        else _product_backward_bytes(first, flow) - _deferred_product_bytes(first, flow)
-    )
+    if first is None:
+        return 0
+    return _product_backward_bytes(first, flow) - _deferred_product_bytes(first, flow)
 
 
 def _norm_bytes_at(
@@ -398,7 +420,8 @@ def _deferred_moment_bytes(
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not hidden or len(products) < 2:
         return 0
-    down, enter = products[-1], products[-2]
+    down = products[-1]
+    enter = products[-2]
     gate = (2 if inside >= 2 else 1) * hidden
     entered = (
         _product_backward_bytes(enter, flow)
@@ -423,12 +446,12 @@ def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
     is dx along features.
     """
     x, y = layer.comm_elements(flow)
-    move, some = (
-        layer.weights[0].linear_comm,
-        layer.layout_context.local_tokens(flow, "heads") > flow.seq,
-    )
-    terms, ranks = len(layer.weights), layer.scatter_group.size
-    dx, found = (terms + (terms > 1)) * x, 0
+    move = layer.weights[0].linear_comm
+    some = layer.layout_context.local_tokens(flow, "heads") > flow.seq
+    terms = len(layer.weights)
+    ranks = layer.scatter_group.size
+    dx = (terms + (terms > 1)) * x
+    found = 0
     if layer.gather_group.size > 1:
         found += (x if layer.has_trainable_weight else 0) + x // layer.gather_group.size
         dx += 2 * x if some and move.gather.dim == 1 else 0
@@ -446,7 +469,9 @@ def _deferred_product_bytes(layer: LinearCost, flow: ActivationShape) -> int:
     """Bytes of gathered x and dy, which a gradient of weights that is made later keeps."""
     x, y = layer.comm_elements(flow)
     found = (x if layer.gather_group.size > 1 else 0) + (y if layer.scatter_group.size > 1 else 0)
-    return found * flow.itemsize if layer.has_trainable_weight else 0
+    if layer.has_trainable_weight:
+        return found * flow.itemsize
+    return 0
 
 
 @dataclass(frozen=True)
@@ -464,15 +489,21 @@ class LossMemory:
 @lru_cache(CACHE_SIZE)
 def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> LossMemory:
     """The bytes of a head. gradient: of its weight, as it is added up."""
-    chunk, ranks = layer.chunk_bytes(flow), layer.scatter_group.size
+    chunk = layer.chunk_bytes(flow)
+    ranks = layer.scatter_group.size
     count = max(len(layer.chunk_tokens(flow)), 1)
     x = layer.comm_elements(flow)[0] * flow.itemsize
-    logits = chunk if ranks == 1 else chunk + chunk // ranks
+    if ranks == 1:
+        logits = chunk
+    else:
+        logits = chunk + chunk // ranks
     rows = x * (2 if layer.gather_group.size > 1 else 1)
     rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
-    copies = (
-        3 if flow.itemsize < STATISTICS_BYTES else 2
-    )  # widened; less its logarithm; what is counted of it
+    # widened; less its logarithm; what is counted of it
+    if flow.itemsize < STATISTICS_BYTES:
+        copies = 3
+    else:
+        copies = 2
     widened = (
         copies
         * max(flow.itemsize, STATISTICS_BYTES)
@@ -488,9 +519,11 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
     widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored
     if count == 1:
         return LossMemory(logits, rows, max(widened, x, gradient))
-    again = (
-        gradient if flow.itemsize >= STATISTICS_BYTES else 0
-    )  # a wide chunk's is added, not multiplied in
+    # a wide chunk's is added, not multiplied in
+    if flow.itemsize >= STATISTICS_BYTES:
+        again = gradient
+    else:
+        again = 0
     return LossMemory(logits, rows, gradient + max(widened, x // count, again))
 
 

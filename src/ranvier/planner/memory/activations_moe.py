@@ -52,15 +52,19 @@ def moe_activations(
 
     inside: hidden tensors besides what down reads. reads: another layer keeps x as well.
     """
-    ground, item = layer.layout_context, flow.itemsize
-    tokens, choices = ground.local_tokens(flow, "embed"), layer.sent_rows(flow)
+    ground = layer.layout_context
+    item = flow.itemsize
+    tokens = ground.local_tokens(flow, "embed")
+    choices = layer.sent_rows(flow)
     (width,) = ground.feature_sharding(ground.units["embed"], "embed").local_shape
-    row, col = ground.axis_group("row").size, ground.axis_group("col").size
+    row = ground.axis_group("row").size
+    col = ground.axis_group("col").size
     routed = (
         tokens * width * max(item, ROUTER_BYTES)
         + SCORES_PER_EXPERT * tokens * layer.num_experts * ROUTER_BYTES
     )
-    scores, enter = tokens * layer.num_experts * ROUTER_BYTES, layer.matrices - 1
+    scores = tokens * layer.num_experts * ROUTER_BYTES
+    enter = layer.matrices - 1
     if ground.axis_group("expert", "row").size == col == 1:
         hidden = enter * choices * layer.expert_width * item
         x = 0 if reads else tokens * width * item
@@ -69,7 +73,8 @@ def moe_activations(
         at_once = (tokens * width * item + grads, 1)  # dx and all gradients come together
         return MoeActivations(routed + x + hidden, made, (at_once,), (0, 0), at_once, grads)
     rows = layer.received_rows(flow) * row
-    stream, hidden = rows * width * item, rows * layer.expert_width // row * item
+    stream = rows * width * item
+    hidden = rows * layer.expert_width // row * item
     places = 2 * INDEX_BYTES * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores

@@ -141,4 +141,8 @@ def breakdown_notes(
 
 def _format_bytes(size: int | None, unit: int) -> str:
     """Bytes in a unit; what nobody knows is a dot."""
-    return "·" if size is None else f"{size / unit:.3f}" if size else "-"
+    if size is None:
+        return "·"
+    if size:
+        return f"{size / unit:.3f}"
+    return "-"

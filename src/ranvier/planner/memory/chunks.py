@@ -112,18 +112,24 @@ def build_chunks(
 
     Chunks of the same parts are alike, but for the last where each stage computes losses there.
     """
-    count, order = stage.stage_spec.num_stages, model.parts_in_order
-    mine = (
-        part_ranges(firsts, len(order))[stage.stage_spec.index :: count]
-        if count > 1
-        else [slice(None)]
-    )
+    count = stage.stage_spec.num_stages
+    order = model.parts_in_order
+    if count > 1:
+        mine = part_ranges(firsts, len(order))[stage.stage_spec.index :: count]
+    else:
+        mine = [slice(None)]
     spread = plan.spread and count > 1
-    head = 0 if spread else own.head_elements * own.wide_itemsize
+    if spread:
+        head = 0
+    else:
+        head = own.head_elements * own.wide_itemsize
     sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.depth)
-    places, groups, chunks = dict[tuple[object, ...], int](), list[int](), list[ChunkMemory]()
+    places = dict[tuple[object, ...], int]()
+    groups = list[int]()
+    chunks = list[ChunkMemory]()
     for i, one in enumerate(mine):
-        parts, first = order[one], not one.start
+        parts = order[one]
+        first = not one.start
         comes = not first or spread
         key = (first, parts, spread and i == len(mine) - 1)
         if key not in places:
@@ -162,17 +168,18 @@ def _build_chunk(
 
     comes: its input comes from another chunk. head: bytes of the head's gradient.
     """
-    stream, wide = (
-        stream_bytes(model, inside, flow),
-        max(flow.itemsize, STATISTICS_BYTES) // flow.itemsize,
-    )
+    stream = stream_bytes(model, inside, flow)
+    wide = max(flow.itemsize, STATISTICS_BYTES) // flow.itemsize
     blocks = [part for part in parts if part.is_block]
     sizes = dict(own.by_block)
     found = {
         part: block_activations(model, part, inside, flow, how.compiled, how.fp8)
         for part in {*blocks}
     }
-    angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
+    if blocks:
+        angles = flow.seq * 2 * model.head_dim * flow.itemsize
+    else:
+        angles = 0
     leaves = find_head(model, parts, inside) is not None
     shared = (blocks and (kind != "none" or how.compiled)) or (wide == 1 and (blocks or leaves))
     waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in found}
@@ -203,12 +210,19 @@ def _block_memories(
     how: MemoryOptions,
 ) -> Iterator[BlockBackwardMemory]:
     """The first and the last block of each kind, while they run backward."""
-    sizes, final = dict(own.by_block), len(blocks) - 1
+    sizes = dict(own.by_block)
+    final = len(blocks) - 1
     firsts = {part: at for at, part in reversed([*enumerate(blocks)])}
     lasts = {part: at for at, part in enumerate(blocks)}
     for at in sorted({*firsts.values(), *lasts.values()}, reverse=True):
-        part, share = blocks[at], sizes[blocks[at].name]
-        name = "last" if at == final else "first" if at == 0 else "present"
+        part = blocks[at]
+        share = sizes[blocks[at].name]
+        if at == final:
+            name = "last"
+        elif at == 0:
+            name = "first"
+        else:
+            name = "present"
         yield BlockBackwardMemory(
             f"in the {name} block, backward",
             at == 0,

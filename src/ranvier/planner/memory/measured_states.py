@@ -73,8 +73,11 @@ def model_state_sizes(
     parallel: ParallelModel, *, moments: str = "master", tile: int = 2**24
 ) -> ModelStateSizes:
     """The sizes of a model on this rank. moments: `optim.moments`; tile: `memory.tile`."""
-    queue, names = parallel.bucket_scheduler, list(parallel.recompute_modes)
-    data, depth, wide = queue.data_axis.size, queue.gather_axis.size, queue.reduce_dtype.itemsize
+    queue = parallel.bucket_scheduler
+    names = list(parallel.recompute_modes)
+    data = queue.data_axis.size
+    depth = queue.gather_axis.size
+    wide = queue.reduce_dtype.itemsize
     able = [bucket for bucket in queue.buckets if can_offload(bucket)]
     blocks = [sum(b.data.nbytes for b in able if b.name == name) for name in names]
     layers = sorted(b.data.nbytes for b in able if b.name not in parallel.recompute_modes)
@@ -119,14 +122,18 @@ def block_grad_bytes(parallel: ParallelModel, block: str, *, passes: int, last: 
     One that came once stays as it came; it is wide once it is added to another or was reduced over
     an axis. last: of a step; then each data rank gets its range.
     """
-    queue, total = parallel.bucket_scheduler, 0
+    queue = parallel.bucket_scheduler
+    total = 0
     for bucket in queue.buckets:
         if bucket.name == block and bucket.trainable:
             wide, own = (
                 bucket.reduced_elements * d.itemsize
                 for d in (queue.reduce_dtype, bucket.data.dtype)
             )
-            size = wide if bucket.is_depth_sharded or passes > 1 else own
+            if bucket.is_depth_sharded or passes > 1:
+                size = wide
+            else:
+                size = own
             reduced = last and queue.data_axis.size > 1
             total += wide // queue.data_axis.size if reduced else size
     return total
@@ -134,7 +141,8 @@ def block_grad_bytes(parallel: ParallelModel, block: str, *, passes: int, last: 
 
 def _bucket_state_bytes(bucket: Bucket, moments: str) -> tuple[int, int]:
     """Bytes of master weights and of both moments of my range of a bucket."""
-    count, dtype = bucket.data_shard_size, bucket.data.dtype
+    count = bucket.data_shard_size
+    dtype = bucket.data.dtype
     wide = bucket.bucket_scheduler.reduce_dtype.itemsize
     own = dtype in (torch.bfloat16, torch.float16) or bucket.sparsity_mask is not None
     master = count * wide if own else 0

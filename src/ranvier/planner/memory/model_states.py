@@ -30,7 +30,8 @@ class BlockStates:
 
     def add_bucket(self, bulk: BucketTraffic, own: int, wide: int, depth: int) -> BlockStates:
         """With some more of them."""
-        split, count = bulk.is_depth_sharded * depth, bulk.reduced_elements * bulk.trainable
+        split = bulk.is_depth_sharded * depth
+        count = bulk.reduced_elements * bulk.trainable
         return BlockStates(
             self.grad_elements + count,
             self.gathered_bytes + split * bulk.size * own,
@@ -88,9 +89,12 @@ def stage_model_states(
 ) -> StageModelStates:
     """The weights of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
+    data = degrees["data"]
+    depth = degrees["depth"]
+    wide = max(own, 4)
     words = degrees["row"] * (degrees["pipe"] if spot.vocab_over_pipe else 1)
-    parts, kinds = Counter[str](), dict[str, BlockStates]()
+    parts = Counter[str]()
+    kinds = dict[str, BlockStates]()
     blocks = {part.name for part, _ in stage.block_counts if part.is_block}
     total = master = both = outside = whole = late = twice = 0
     for part, lot, count in stage_bucket_specs(model, stage, spot):
@@ -102,7 +106,8 @@ def stage_model_states(
             kinds[part] = kinds.get(part, BlockStates()).add_bucket(bulk, own, wide, depth)
         if not bulk.trainable:
             continue
-        held, vector = bulk.reduced_elements // data, lot.params[0].param_group == "vector"
+        held = bulk.reduced_elements // data
+        vector = lot.params[0].param_group == "vector"
         master += count * held * (wide if own < 4 else 0)
         both += count * _moment_bytes(held, moments, wide, vector=vector)
         waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
@@ -140,14 +145,17 @@ def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bo
     """Bytes of both moments of so many numbers."""
     if vector or moments == "master":
         return 2 * count * wide
-    return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // QUANT_BLOCK)
+    if moments == "bf16":
+        return 2 * count * 2
+    return 2 * count + 8 * -(-count // QUANT_BLOCK)
 
 
 def _outside_elements(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, kind: str, *, words: bool = True
 ) -> int:
     """Elements of the gathered matrix of a trained layer outside of blocks; words: it has some."""
-    ground, found = spot.layout_context(model), 0
+    ground = spot.layout_context(model)
+    found = 0
     for part, _ in stage.block_counts:
         for leaf in part.layers if not part.is_block else ():
             if leaf.kind == kind and leaf.trainable and (leaf.dims[0] == "vocab") == words:

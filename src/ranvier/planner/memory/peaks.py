@@ -114,17 +114,22 @@ class StageMemory:
     @cached_property
     def worst_moments(self) -> dict[BlockBackwardMemory, tuple[int, int, int]]:
         """Bytes at a block's worst moment: beside what is kept, of gradients, of gathered ones."""
-        own, found = self.model_states, dict[BlockBackwardMemory, tuple[int, int, int]]()
-        each = 0 if own.is_split or self.splits_weight_grads else own.itemsize
+        own = self.model_states
+        found = dict[BlockBackwardMemory, tuple[int, int, int]]()
+        if own.is_split or self.splits_weight_grads:
+            each = 0
+        else:
+            each = own.itemsize
         for place in (place for one in self.chunks for place in one.block_memories):
-            full = (
-                place.gathered_grad_bytes if own.is_split and not self.splits_weight_grads else 0
-            )  # from the first one on
-            moments = (
-                (*place.worst_moments, place.deferred_moment)
-                if self.splits_weight_grads
-                else place.worst_moments
-            )
+            # from the first one on
+            if own.is_split and not self.splits_weight_grads:
+                full = place.gathered_grad_bytes
+            else:
+                full = 0
+            if self.splits_weight_grads:
+                moments = (*place.worst_moments, place.deferred_moment)
+            else:
+                moments = place.worst_moments
             sizes = [(size, each * n, full * (n > 0)) for size, n in moments]
             found[place] = max(sizes, key=sum)
         return found
@@ -155,13 +160,16 @@ class StageMemory:
     def grad_bytes(self, elements: int, made: int) -> int:
         """Bytes of the gradients of so many elements of blocks after so many passes."""
         own = self.model_states
-        narrow, wide = elements * own.itemsize, elements * own.wide_itemsize
+        narrow = elements * own.itemsize
+        wide = elements * own.wide_itemsize
         if made == 0:
             return 0
         if made == ALL_PASSES and self.reduces_early:
             return wide + wide // own.data_ranks  # what is reduced stays until that is waited for
         several = made == SEVERAL_PASSES or (made == ALL_PASSES and self.has_several_passes)
-        return wide if own.is_split or several else narrow
+        if own.is_split or several:
+            return wide
+        return narrow
 
     def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
         """By how much those of the chunk whose turn it is grow in it."""
@@ -174,19 +182,20 @@ class StageMemory:
         """Bytes of gradients outside of blocks that earlier passes have left."""
         if not (self.edge_chunks or self.vocab_over_pipe):
             return 0
-        own, found = self.model_states, 0
-        moving, several = (
-            self.reducing_grads(turn),
-            2 if self.has_several_passes else ALL_PASSES + 1,
-        )
+        own = self.model_states
+        found = 0
+        moving = self.reducing_grads(turn)
+        if self.has_several_passes:
+            several = 2
+        else:
+            several = ALL_PASSES + 1
         both = self.vocab_over_pipe and own.has_tied_embeddings
         for group, one in self.edge_chunks:
             made = turn.backward_passes[group]
-            reduced = (
-                own.wide_itemsize // own.data_ranks
-                if made == ALL_PASSES and self.reduces_early
-                else 0
-            )
+            if made == ALL_PASSES and self.reduces_early:
+                reduced = own.wide_itemsize // own.data_ranks
+            else:
+                reduced = 0
             if (
                 made
                 and one.has_head
@@ -207,11 +216,9 @@ class StageMemory:
     @property
     def head_grad_elements(self) -> int:
         """Elements of the head's gradient on this rank; tied ones are those of the embedding."""
-        return (
-            self.model_states.local_embedding_elements
-            if self.model_states.has_tied_embeddings
-            else self.model_states.local_head_elements
-        )
+        if self.model_states.has_tied_embeddings:
+            return self.model_states.local_embedding_elements
+        return self.model_states.local_head_elements
 
     def accumulated_grad_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of gradients that earlier passes have left."""
@@ -242,17 +249,25 @@ class StageMemory:
         if not own.is_split or turn.last_grad_job is None:
             return ""
         kind, at, _ = turn.last_grad_job
-        before, whole = self.chunks[at], kind == "W" or not self.splits_weight_grads
+        before = self.chunks[at]
+        whole = kind == "W" or not self.splits_weight_grads
         if before.has_embedding and own.embedding_elements and kind == "B":
-            return "places" if own.late_grad_bytes else "table"
+            if own.late_grad_bytes:
+                return "places"
+            return "table"
         if before.num_blocks and whole:
             return "block"
-        return "" if own.late_grad_bytes or not before.has_head else "head"
+        if own.late_grad_bytes or not before.has_head:
+            return ""
+        return "head"
 
     def last_reduction_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of the last reduction of the turn before."""
         own = self.model_states
-        block = self.chunks[turn.last_grad_job[1]].first_grad_bytes if turn.last_grad_job else 0
+        if turn.last_grad_job:
+            block = self.chunks[turn.last_grad_job[1]].first_grad_bytes
+        else:
+            block = 0
         elements = {
             "head": own.head_elements,
             "table": own.embedding_elements,
@@ -265,11 +280,9 @@ class StageMemory:
 
     def embedding_gather_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
-        return (
-            self.model_states.embedding_elements * self.model_states.itemsize
-            if self.model_states.is_split and turn.embedding_follows
-            else 0
-        )
+        if self.model_states.is_split and turn.embedding_follows:
+            return self.model_states.embedding_elements * self.model_states.itemsize
+        return 0
 
     def is_last_backward(self, turn: JobSnapshot) -> bool:
         """Whether no block follows a turn: those of the chunk before are last."""
@@ -281,7 +294,9 @@ class StageMemory:
     def late_grad_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
         made = turn.vocab_backward_begun or (self.vocab_over_pipe and turn.num_scored > 0)
-        return self.model_states.late_grad_bytes if made else 0
+        if made:
+            return self.model_states.late_grad_bytes
+        return 0
 
     def has_outside_grads(self, turn: JobSnapshot) -> bool:
         """Whether gradients outside of blocks have been made."""
@@ -318,9 +333,10 @@ def find_peaks(
         load, _stage_turns(model, flow.seq, stage, load, how.simulates_schedule)
     ):
         kind = now.turn.kind
-        scores = (
-            now.turn.group == load.chunk_groups[-1] if load.vocab_over_pipe else now.chunk.has_head
-        )
+        if load.vocab_over_pipe:
+            scores = now.turn.group == load.chunk_groups[-1]
+        else:
+            scores = now.chunk.has_head
         if kind == "F" and load.head is not None and scores:
             found.append(_peak_in_loss(load, now, load.head, flow))
             found += (
@@ -349,7 +365,10 @@ def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMem
         if first.kind == "F" and load.head is None:
             continue
         much = [(load.waiting_bytes(turn), load.accumulated_grad_bytes(turn)) for turn in alike]
-        at = max(range(len(alike)), key=lambda i: sum(much[i])) if len(alike) > 1 else 0
+        if len(alike) > 1:
+            at = max(range(len(alike)), key=lambda i: sum(much[i]))
+        else:
+            at = 0
         yield TurnMemory(alike[at], *much[at], load.chunks[first.group])
 
 
@@ -360,7 +379,9 @@ def _stage_turns(
     model: ModelSpec, seq: int, stage: StageBlocks, load: StageMemory, simulated: bool
 ) -> SnapshotGroups:
     """The turns of a stage."""
-    plan, index, groups = load.plan, stage.stage_spec.index, load.chunk_groups
+    plan = load.plan
+    index = stage.stage_spec.index
+    groups = load.chunk_groups
     moves = load.model_states.is_split
     if plan.pipe == 1 or not simulated:
         return one_f_one_b_snapshots(
@@ -382,7 +403,8 @@ def _build_stage_memory(
     own: StageModelStates,
     how: MemoryOptions,
 ) -> StageMemory:
-    stream, spread = stream_bytes(model, inside, flow), plan.spread and plan.pipe > 1
+    stream = stream_bytes(model, inside, flow)
+    spread = plan.spread and plan.pipe > 1
     groups, chunks = build_chunks(model, stage, firsts, inside, flow, plan, own, how)
     scores = find_head(model, stage.blocks, inside)
     return StageMemory(
@@ -409,10 +431,15 @@ def _peak_in_loss(
 
     Beside the head's weights those that come next are gathered: of a block, or once more its own.
     """
-    own, one, turn = load.model_states, now.chunk, now.turn
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
     mine = own.head_elements * own.itemsize
     once = turn.is_last or load.plan.gathered == "keep"
-    near = mine + (own.gathered_block_bytes or mine * (not once)) if own.is_split else 0
+    if own.is_split:
+        near = mine + (own.gathered_block_bytes or mine * (not once))
+    else:
+        near = 0
     acts = now.waiting_bytes + head.hidden_bytes + head.peak_bytes
     if load.vocab_over_pipe:
         acts += one.saved_bytes + load.stream_bytes
@@ -440,13 +467,19 @@ def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
 
 def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the gradient of the head is taken over: it is added to that of earlier passes."""
-    own, one, turn = load.model_states, now.chunk, now.turn
-    made, grads = own.head_elements * own.wide_itemsize, now.grad_bytes
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
+    made = own.head_elements * own.wide_itemsize
+    grads = now.grad_bytes
     acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes
     if not own.is_split:
         grads += made if turn.own_backward_passes else 0
         return PeakUsage("behind the loss", grads, acts)
-    mine = own.head_elements * own.itemsize if load.plan.pipe == 1 else 0
+    if load.plan.pipe == 1:
+        mine = own.head_elements * own.itemsize
+    else:
+        mine = 0
     full = (
         max(made, own.late_grad_bytes)
         + made * own.pads_vocab_grads
@@ -457,8 +490,11 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the gradient of a spread head is taken over: at once, behind its loss."""
-    own, one, turn = load.model_states, now.chunk, now.turn
-    made, grads = own.head_elements * own.wide_itemsize, now.grad_bytes
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
+    made = own.head_elements * own.wide_itemsize
+    grads = now.grad_bytes
     acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes + made
     if not own.is_split:
         return PeakUsage("behind the loss", grads + made * (turn.num_scored > 0), acts)
@@ -473,10 +509,15 @@ def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemory) -> PeakUsage:
     """While a block of a chunk runs backward."""
-    own, one, turn = load.model_states, now.chunk, now.turn
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
     leaves = one.has_head and not load.vocab_over_pipe
     new = leaves and not turn.own_backward_passes
-    head = own.head_elements * own.wide_itemsize if leaves else 0
+    if leaves:
+        head = own.head_elements * own.wide_itemsize
+    else:
+        head = 0
     needed, made, full = load.worst_moments[place]
     acts = (
         now.waiting_bytes
@@ -486,7 +527,8 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
         + 2 * load.stream_bytes
         + one.input_bytes
     )
-    grads, near = now.grad_bytes + made, place.gathered_bytes
+    grads = now.grad_bytes + made
+    near = place.gathered_bytes
     if load.splits_weight_grads:  # what later gradients need has come in place of what was kept
         acts += place.deferred_bytes
     else:
@@ -513,7 +555,8 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
 
 def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While a chunk ends whose gradients of weights are made later."""
-    one, first = now.chunk, now.chunk.block_memories[-1]
+    one = now.chunk
+    first = now.chunk.block_memories[-1]
     acts = (
         now.waiting_bytes
         + one.deferred_bytes
@@ -537,7 +580,10 @@ def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
         )
         return max(table - own.late_grad_bytes * (own.embedding_elements > 0), 0)
     # as it came; the sum; what was there before, which the second pass widens
-    more = own.wide_itemsize if back or tied else 0
+    if back or tied:
+        more = own.wide_itemsize
+    else:
+        more = 0
     widened = back > 0 and not tied and own.itemsize < own.wide_itemsize
     more += (own.wide_itemsize if back == 1 else own.itemsize) * widened
     return own.embedding_elements * (own.itemsize + more)
@@ -545,7 +591,10 @@ def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
 
 def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the embedding's gradient is made."""
-    own, one, turn, grads = load.model_states, now.chunk, now.turn, now.grad_bytes
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
+    grads = now.grad_bytes
     if not load.splits_weight_grads:
         grads += load.grad_growth(turn, one.grad_elements)
     grads += _embedding_grad_bytes(
@@ -560,23 +609,22 @@ def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
         + rows
         + (one.deferred_bytes if load.splits_weight_grads else 0)
     )
-    before = (
-        load.last_reduction_bytes(turn)
-        if load.splits_weight_grads
-        else load.reduction_bytes(one.first_grad_bytes)
-    )
-    moving = (
-        before + own.late_grad_bytes + own.position_elements * own.wide_itemsize
-        if own.is_split
-        else 0
-    )
+    if load.splits_weight_grads:
+        before = load.last_reduction_bytes(turn)
+    else:
+        before = load.reduction_bytes(one.first_grad_bytes)
+    if own.is_split:
+        moving = before + own.late_grad_bytes + own.position_elements * own.wide_itemsize
+    else:
+        moving = 0
     near = own.gathered_block_bytes + load.embedding_gather_bytes(turn)
     return PeakUsage("at the end of backward", grads, acts, near, 0, moving)
 
 
 def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """While gradients of a spread embedding are made, on all stages but the first: at the end."""
-    own, count = load.model_states, load.plan.num_micro_batches
+    own = load.model_states
+    count = load.plan.num_micro_batches
     grads = (
         sum(load.grad_bytes_by_pass[group][-1] for group in load.chunk_groups)
         + load.head_grad_elements * own.wide_itemsize
@@ -587,11 +635,10 @@ def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
             wide = own.is_split or back > 1
             table += own.local_embedding_elements * (own.wide_itemsize if wide else own.itemsize)
         acts = (count - back + 3) * load.stream_bytes
-        behind = (
-            own.embedding_elements * own.wide_itemsize
-            if back
-            else load.chunks[load.chunk_groups[0]].first_grad_bytes
-        )
+        if back:
+            behind = own.embedding_elements * own.wide_itemsize
+        else:
+            behind = load.chunks[load.chunk_groups[0]].first_grad_bytes
         moving = own.late_grad_bytes + (
             0 if own.has_tied_embeddings else load.reduction_bytes(behind) * own.is_split
         )
@@ -600,28 +647,34 @@ def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
 
 def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
-    own, one, turn = load.model_states, now.chunk, now.turn
+    own = load.model_states
+    one = now.chunk
+    turn = now.turn
     grads = now.grad_bytes + load.grad_growth(turn, one.grad_elements)
-    acts, late = now.waiting_bytes + one.deferred_bytes, load.late_grad_bytes(turn)
-    begun = (
-        one.block_memories[0].gathered_grad_bytes + load.last_reduction_bytes(turn) + late
-        if own.is_split and one.block_memories
-        else 0
-    )
+    acts = now.waiting_bytes + one.deferred_bytes
+    late = load.late_grad_bytes(turn)
+    if own.is_split and one.block_memories:
+        begun = one.block_memories[0].gathered_grad_bytes + load.last_reduction_bytes(turn) + late
+    else:
+        begun = 0
     yield PeakUsage("in gradients put off", now.grad_bytes, acts, 0, 0, begun)
-    ended = one.reducing_bytes + late if own.is_split else 0
+    if own.is_split:
+        ended = one.reducing_bytes + late
+    else:
+        ended = 0
     yield PeakUsage("in gradients put off", grads, acts, 0, 0, ended)
 
 
 def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """In the update."""
-    own, every = (
-        load.model_states,
-        sum(load.chunks[group].grad_elements for group in load.chunk_groups),
-    )
+    own = load.model_states
+    every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
     trained = every + own.outside_elements
     wide = own.data_ranks > 1 or own.is_split or load.has_several_passes
-    ends = trained * own.wide_itemsize // own.data_ranks if wide else trained * own.itemsize
+    if wide:
+        ends = trained * own.wide_itemsize // own.data_ranks
+    else:
+        ends = trained * own.itemsize
     # all are reduced before the first is waited for
     yield PeakUsage(
         IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.data_ranks > 1 else 0

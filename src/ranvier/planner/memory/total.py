@@ -46,7 +46,8 @@ def peak_memory(
     keeps: blocks that compute again keep what they communicated. fp8: as of `Layout`.
     simulated: the policy of a pipeline says what is under way; else 1F1B does.
     """
-    how, spot = MemoryOptions(keeps, compiled, fp8, simulated), ShardingKey.from_plan(plan)
+    how = MemoryOptions(keeps, compiled, fp8, simulated)
+    spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
     shape = plan.pipe, plan.chunks, firsts, plan.spread
     found = list[tuple[int, StageModelStates, PeakUsage]]()

@@ -71,14 +71,18 @@ class CommTime(PartComm):
         """What one part communicates."""
         if part.name in self.by_part:
             return self.by_part[part.name]
-        return self if part.is_block else PartComm()
+        if part.is_block:
+            return self
+        return PartComm()
 
 
 class RankGroups:
     """Groups of ranks by their axes, found once."""
 
     def __init__(self, plan: Plan, order: tuple[str, ...], per_node: int) -> None:
-        self.degrees, self.order, self.per_node = plan.degrees, order, per_node
+        self.degrees = plan.degrees
+        self.order = order
+        self.per_node = per_node
         self.groups_by_axes: dict[tuple[str, ...], RankGroup] = {}
 
     def __getitem__(self, axes: tuple[str, ...]) -> RankGroup:
@@ -97,18 +101,19 @@ def ranvier_comm_time(
     flow = ActivationShape(
         setup.samples, setup.seq, itemsize=size, statistics_itemsize=max(size, 4)
     )
-    spot, again, keep = (
-        ShardingKey.from_plan(plan),
-        plan.recompute != "none",
-        plan.gathered == "keep",
-    )
+    spot = ShardingKey.from_plan(plan)
+    again = plan.recompute != "none"
+    keep = plan.gathered == "keep"
     near = tuple(
         places[axes] for axes in (*ACTIVATION_GROUPS, *(VOCAB_GROUPS if plan.spread else ()))
     )
     stages = comm_volume.distinct_stages(model, plan, setup.seq)
     types = comm_volume.element_sizes(flow)
     depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
-    each = 1.0 / plan.num_micro_batches if keep else 1.0
+    if keep:
+        each = 1.0 / plan.num_micro_batches
+    else:
+        each = 1.0
     found = CommTime(by_stage=comms)
     for name, plain, under in _part_comms(model, spot.activation_key, flow, again, cluster, near):
         gathers, scatters = depth[name]
@@ -147,7 +152,8 @@ def _stage_comms(
     order: tuple[str, ...],
 ) -> tuple[dict[str, tuple[float, float]], tuple[StageComm, ...]]:
     """Gathers and reductions over depth of each part, and the rest of each stage."""
-    depth, found = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0)), []
+    depth = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0))
+    found = []
     for stage in stages:
         own = _weight_comm(model, stage, spot, types, keep, cluster, order)
         depth |= own.depth_seconds
@@ -221,17 +227,21 @@ def _weight_comm(
 ) -> _WeightComm:
     """Seconds that the weights of a stage communicate."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    times, count_of = (
-        comm_volume.count_gathers(model, stage, keep),
-        {p.name: n for p, n in stage.block_counts},
-    )
+    times = comm_volume.count_gathers(model, stage, keep)
+    count_of = {p.name: n for p, n in stage.block_counts}
     depth = {name: [0.0, 0.0] for name in count_of}
-    data, after, shared, other = 0.0, 0.0, 0.0, 0.0
+    data = 0.0
+    after = 0.0
+    shared = 0.0
+    other = 0.0
     for part, phase, event, count in comm_volume.bucket_events(model, stage, spot, types):
         near = links.locate_group(event.axis, degrees, order, cluster.per_node)
         one = links.collective_seconds(cluster, event.op, event.bytes, near)
         if phase in ("gather", "scatter"):
-            often = times.get((part, event.where), 0) if phase == "gather" else count
+            if phase == "gather":
+                often = times.get((part, event.where), 0)
+            else:
+                often = count
             depth[part][phase == "scatter"] += often * one / count_of[part]
         elif "data" not in event.axis:
             shared += count * one if "expert" in event.axis else 0.0
@@ -261,7 +271,10 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
     ends = model.parts[0].num_parameters + (
         0 if model.has_tied_embeddings else model.parts[-1].num_parameters
     )
-    count = 1 if pipe == 1 or model.has_tied_embeddings else 2
+    if pipe == 1 or model.has_tied_embeddings:
+        count = 1
+    else:
+        count = 2
     return (blocks / pipe + ends / count) / split
 
 
@@ -276,13 +289,16 @@ def rank_parameters_of_stage(
 ) -> float:
     """Weights of a rank of a stage, gathered over depth. split: ranks of row and col."""
     lost = 1 - 1 / expert  # of its experts a rank has a part
-    names, found, seat = {part.name for part, _ in stage.block_counts}, 0.0, stage.stage_spec
+    names = {part.name for part, _ in stage.block_counts}
+    found = 0.0
+    seat = stage.stage_spec
     for part, count in stage.block_counts:
         whole = part.num_parameters - lost * part.num_expert_parameters
         found += (
             count * whole / (seat.num_stages if seat.vocab_over_pipe and not part.is_block else 1)
         )
-    entry, leaving = model.parts[0], model.parts[-1]
+    entry = model.parts[0]
+    leaving = model.parts[-1]
     if (
         model.has_tied_embeddings and leaving.name in names and entry.name not in names
     ):  # a copy of the words

@@ -30,7 +30,9 @@ TILE_FILL = 128
 UNALIGNED_SHARE = 0.4
 """Share of the peak of plain arithmetic that scores of heads reach whose elements are no multiple
 of 8."""
-EVEN_RATE, ODD_RATE, ODD_RESULT_RATE = 0.39, 0.22, 0.15
+EVEN_RATE = 0.39
+ODD_RATE = 0.22
+ODD_RESULT_RATE = 0.15
 """Rate of a 16-bit product over that of the same shape with dims that are multiples of 8: with a
 dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
 Means of 138 products on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
@@ -104,13 +106,17 @@ class BlockTimes:
     def forward(self) -> float:
         """The forward pass."""
         own = self.matmuls + self.attention + self.elementwise
-        return own + self.launch if self.is_serial else max(own, self.launch)
+        if self.is_serial:
+            return own + self.launch
+        return max(own, self.launch)
 
     @property
     def backward(self) -> float:
         """The backward pass."""
         own = self.dx + self.dw + self.attention_backward + self.elementwise_backward
-        return own + 2 * self.launch if self.is_serial else max(own, 2 * self.launch)
+        if self.is_serial:
+            return own + 2 * self.launch
+        return max(own, 2 * self.launch)
 
 
 # ---- products ---------------------------------------------------------------------------
@@ -151,7 +157,9 @@ def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
         return 1.0
     if all(dim % 2 == 0 for dim in dims):
         return EVEN_RATE
-    return ODD_RESULT_RATE if kind == "y" and n % 2 else ODD_RATE
+    if kind == "y" and n % 2:
+        return ODD_RESULT_RATE
+    return ODD_RATE
 
 
 def _wave_quantization(m: int, n: int, cores: int) -> float:
@@ -180,7 +188,8 @@ def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> f
     for row in rows:
         far = math.log(row.m / m) ** 2 + math.log(row.n / n) ** 2 + math.log(row.k / k) ** 2
         near = 1.0 / (far + 0.01) ** 2
-        total, weight = total + near * math.log(row.rate), weight + near
+        total = total + near * math.log(row.rate)
+        weight = weight + near
     return math.exp(total / weight)
 
 
@@ -247,7 +256,9 @@ def local_size(dim: str, size: int, setup: ComputeContext) -> int:
     """
     if dim == "vocab":
         columns = -(-size // (setup.row * setup.col)) * setup.col
-        return columns if setup.col > 1 else align_columns(columns, DTYPE_BYTES[setup.dtype])
+        if setup.col > 1:
+            return columns
+        return align_columns(columns, DTYPE_BYTES[setup.dtype])
     return -(-size // (setup.row if dim in ROW_SPLIT_DIMS else setup.col if dim == "embed" else 1))
 
 
@@ -268,7 +279,8 @@ def matmul_shapes(
 def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[int, int]]:
     """Products of a mixture: as of an MLP as wide as the experts of a token, and of the router."""
     count, width, embed = leaf.shape
-    hidden, stream = leaf.top * local_size("mlp", width, setup), local_size("embed", embed, setup)
+    hidden = leaf.top * local_size("mlp", width, setup)
+    stream = local_size("embed", embed, setup)
     return [((leaf.matrices - 1) * hidden, stream), (stream, hidden), (count, stream)]
 
 
@@ -279,7 +291,9 @@ def shared_expert_seconds(part: BlockSpec, device: Device, setup: ComputeContext
     for leaf in part.layers_of_kind("linear", "siblings"):
         if ".shared." in leaf.name:
             sizes = [_local_matmul_shape(one, setup) for one in leaf.inside or (leaf,)]
-            out, into, m = sum(out for out, _ in sizes), sizes[0][1], setup.tokens
+            out = sum(out for out, _ in sizes)
+            into = sizes[0][1]
+            m = setup.tokens
             shapes = ((m, out, into, "y"), (m, into, out, "dx"), (out, into, m, "dw"))
             found += sum(
                 matmul_seconds(device, *s[:3], setup.dtype, s[3], setup.ranks) for s in shapes
@@ -298,7 +312,8 @@ def block_times(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> BlockTimes:
     """The times of one block of a kind."""
-    tokens, shapes = setup.tokens, matmul_shapes(part, setup)
+    tokens = setup.tokens
+    shapes = matmul_shapes(part, setup)
     kind = _matmul_dtype(device, setup, runtime)
     forward = sum(
         matmul_seconds(device, tokens, out, into, kind, "y", setup.ranks) for out, into in shapes
@@ -316,7 +331,8 @@ def block_times(
         more = cast_seconds(
             matmul_shapes(part, setup, each=not setup.is_compiled), device, setup, runtime
         )
-        between, back = between + more[0], back + more[1]
+        between = between + more[0]
+        back = back + more[1]
     return BlockTimes(
         matmuls=forward,
         attention=sum(one for one, _ in parts),
@@ -352,12 +368,17 @@ def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfi
         return setup.dtype
     if setup.fp8 == "tensor" or (setup.is_compiled and runtime.name == RANVIER.name):
         return "fp8"
-    return "fp8row" if any(row.dtype == "fp8row" for row in device.products) else setup.dtype
+    if any(row.dtype == "fp8row" for row in device.products):
+        return "fp8row"
+    return setup.dtype
 
 
 def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> float:
     """Seconds of the host for a forward pass: of a whole block of ours where it was measured."""
-    usual = EAGER_OP_SECONDS if setup.is_serial else device.launch
+    if setup.is_serial:
+        usual = EAGER_OP_SECONDS
+    else:
+        usual = device.launch
     usual = runtime.kernels_per_block * device.measured_rate(
         "launch", ranks=setup.ranks, usual=usual
     )
@@ -386,13 +407,15 @@ def _elementwise_seconds(
     """What is read and written between products, forward and backward."""
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0)
     outer = width / setup.col / (setup.row if runtime.sequence_parallel else 1)
-    forward, backward = STREAM_ACCESSES[0] * outer, STREAM_ACCESSES[1] * outer
+    forward = STREAM_ACCESSES[0] * outer
+    backward = STREAM_ACCESSES[1] * outer
     for leaf in part.layers_of_kind(
         "mixture"
     ):  # rows are laid anew there and back; an activation between
         (hidden, stream), (_, read), _ = expert_matmul_shapes(leaf, setup)
         rows = 4 * leaf.top * stream / (setup.row if runtime.sequence_parallel else 1)
-        forward, backward = forward + rows + hidden + read, backward + rows + 2 * hidden + read
+        forward = forward + rows + hidden + read
+        backward = backward + rows + 2 * hidden + read
     for leaf in part.layers_of_kind("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
         names = {_dim_names(one)[0] for one in several}
@@ -401,10 +424,15 @@ def _elementwise_seconds(
         size = sum(_local_matmul_shape(one, setup)[0] for one in several)
         if "mlp" in names:  # an activation reads all of it and writes one value
             one = size / len(several)
-            forward, backward = forward + size + one, backward + 2 * size + one
+            forward = forward + size + one
+            backward = backward + 2 * size + one
         else:  # queries, keys and values are turned and laid anew
-            forward, backward = forward + 2 * size, backward + 2 * size
-    passes = runtime.compiled_passes if setup.is_compiled else runtime.elementwise_passes
+            forward = forward + 2 * size
+            backward = backward + 2 * size
+    if setup.is_compiled:
+        passes = runtime.compiled_passes
+    else:
+        passes = runtime.elementwise_passes
     each = setup.tokens * DTYPE_BYTES[setup.dtype] * passes
     both = (
         memory_seconds(device, each * n, setup.ranks, runtime.bandwidth_factor)
@@ -451,7 +479,9 @@ def head_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
     """Seconds of the exit, forward and backward: norm, product, loss."""
-    tokens, forward, backward = setup.tokens, 0.0, 0.0
+    tokens = setup.tokens
+    forward = 0.0
+    backward = 0.0
     for out, into in matmul_shapes(part, setup):
         forward += matmul_seconds(device, tokens, out, into, setup.dtype, "y", setup.ranks)
         backward += matmul_seconds(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
@@ -462,7 +492,8 @@ def head_seconds(
             setup.ranks,
             runtime.bandwidth_factor,
         )
-        forward, backward = forward + loss / 2, backward + loss / 2
+        forward = forward + loss / 2
+        backward = backward + loss / 2
     return forward, backward
 
 

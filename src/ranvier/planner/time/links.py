@@ -45,7 +45,8 @@ def locate_group(
 ) -> RankGroup:
     """The ranks along some axes. order: all axes, outermost first."""
     size = math.prod(degrees[axis] for axis in axes)
-    stride, inside = 1, 1
+    stride = 1
+    inside = 1
     for axis in reversed(order):
         if axis in axes:
             inside *= min(degrees[axis], max(per_node // stride, 1))
@@ -97,18 +98,25 @@ def _total_latency(cluster: Cluster, near: int, far: int, ranks: RankGroup) -> f
 
 def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
     """Bytes a second of the slowest link of a ring, as these ranks share it."""
-    link, network, reach = cluster.link, cluster.network, cluster.device.reach
+    link = cluster.link
+    network = cluster.network
+    reach = cluster.device.reach
     inside = link.bandwidth
     if link.wide:  # no switch: a ring of g has the wires between its own devices only
         inside = min(inside, link.wide * max(ranks.ranks_per_node - 1, 1))
     inside *= reach.link
     if ranks.num_nodes == 1:
         return inside
-    cards = 1 if op in ("send", "all_to_all") else ranks.ranks_per_node
+    if op in ("send", "all_to_all"):
+        cards = 1
+    else:
+        cards = ranks.ranks_per_node
     share = network.bandwidth * cards / cluster.per_node * NETWORK_EFFICIENCY
     if op != "send":
         share *= network.collective
-    return min(share, inside) if ranks.ranks_per_node > 1 else share
+    if ranks.ranks_per_node > 1:
+        return min(share, inside)
+    return share
 
 
 @lru_cache(maxsize=10_000)

@@ -94,7 +94,8 @@ def estimate_step_seconds(
 
     share: what blocks compute again. cpu: states that rest on the host are updated there.
     """
-    passes, slow = work.samples // micro, recompute_budget.relative_token_time(micro * work.seq)
+    passes = work.samples // micro
+    slow = recompute_budget.relative_token_time(micro * work.seq)
     forward, backward = (
         (flops * micro / rates.flops + times * moved.saved_activations / rates.memory) * slow
         for flops, times in zip((work.forward, work.backward), ACTIVATION_TRAFFIC, strict=True)
@@ -127,7 +128,8 @@ def offloaded_update_seconds(
     """
     if not cpu:
         return max(moved.host_states / rates.to_device, moved.host_states / rates.to_host)
-    grads, weights = (4 if wide else 2) * moved.host_parameters, 2 * moved.host_parameters
+    grads = (4 if wide else 2) * moved.host_parameters
+    weights = 2 * moved.host_parameters
     return max(
         moved.host_parameters / (CONCURRENT_ADAM_SHARE * rates.adam),
         grads / rates.to_host,

@@ -41,11 +41,15 @@ ELEMENTS_PER_DIM: Mapping[str, float] = {
 }
 """Numbers that a block reads or writes between products for a token, forward and backward, for each
 number of a dim; counted below torch's dispatcher."""
-ELEMENTS_PER_LOGIT, ELEMENTS_OUTSIDE_BLOCKS = 24.0, 38.0
+ELEMENTS_PER_LOGIT = 24.0
+ELEMENTS_OUTSIDE_BLOCKS = 38.0
 """The same of a logit, and of a number of the residual stream outside of blocks."""
 RECOMPUTE_SHARES = (0.58, 0.3)
 """Share of the operations, and of those numbers, that a block's second forward pass is."""
-OPS_PER_BLOCK, OPS_PER_DOCUMENT, OPS_OUTSIDE_BLOCKS, OPS_PER_UPDATE = 210, 64, 168, 37
+OPS_PER_BLOCK = 210
+OPS_PER_DOCUMENT = 64
+OPS_OUTSIDE_BLOCKS = 168
+OPS_PER_UPDATE = 37
 """That Python starts: of a block; for the documents of each sample in it, where samples are packed;
 outside of blocks; of the update of each matrix."""
 SCHEDULER_SLICE = 0.75e-3
@@ -83,7 +87,8 @@ def shared_stage_seconds(
     flow = ActivationShape(
         plan.micro_batch, setup.seq, DTYPE_BYTES[setup.dtype], statistics_itemsize=4
     )
-    firsts, found = find_stage_starts(model, plan, setup.seq), []
+    firsts = find_stage_starts(model, plan, setup.seq)
+    found = []
     for index in range(plan.pipe):
         here = build_stage_blocks(model, index, plan.pipe, plan.chunks, firsts, plan.spread)
         parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
@@ -101,7 +106,8 @@ def _combine_stages(
     """The mean stage, and what others wait for it."""
     names = {name for parts in stages for name in parts}
     mean = {name: sum(parts.get(name, 0.0) for parts in stages) / len(stages) for name in names}
-    busy, slowest = sum(mean.values()), max(sum(parts.values()) for parts in stages)
+    busy = sum(mean.values())
+    slowest = max(sum(parts.values()) for parts in stages)
     fill = (plan.pipe - 1) / plan.chunks / plan.num_micro_batches
     bubble = (busy - mean.get("update", 0.0)) * fill + slowest - busy
     crowd = max(plan.world_size / cluster.cores, 1.0)
@@ -137,7 +143,9 @@ def _part_seconds(
     packed: bool,
 ) -> tuple[float, float, float, float]:
     """A micro-batch of one part: compute, attention; again, selective or full."""
-    device, ranks, tokens = cluster.device, setup.ranks, setup.tokens
+    device = cluster.device
+    ranks = setup.ranks
+    tokens = setup.tokens
     cell = tokens / (setup.row * setup.col) * DTYPE_BYTES[setup.dtype]
     between = device.measured_rate("between", ranks=ranks, usual=device.bandwidth)
     start = PYTHON_OVERHEAD * device.measured_rate("pair", ranks=ranks, usual=4.0 * device.launch)
@@ -154,11 +162,13 @@ def _part_seconds(
         )
         return products + numbers * cell / between + OPS_OUTSIDE_BLOCKS / 2 * start, 0.0, 0.0, 0.0
     times = compute.block_times(part, device, setup, runtime)
-    forward, back = times.matmuls, times.dx + times.dw
+    forward = times.matmuls
+    back = times.dx + times.dw
     numbers = sum(ELEMENTS_PER_DIM.get(dim, 0.0) * size for dim, size in _dim_sizes(part).items())
     inside = setup.samples / (1 if setup.col_splits_features else setup.col)
     count = OPS_PER_BLOCK + (OPS_PER_DOCUMENT * inside if packed else 0)
-    small, launched = numbers * cell / between, count * start
+    small = numbers * cell / between
+    launched = count * start
     core = times.attention + times.attention_backward
     light = RECOMPUTE_SHARES[0] * launched + RECOMPUTE_SHARES[1] * small
     return forward + back + small + launched, core, light, light + forward + times.attention
@@ -181,7 +191,10 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
     for leaf in part.layers:
         for one in leaf.inside or (leaf,):
             for dim, size in zip(one.dims, one.shape, strict=False):
-                name = dim if isinstance(dim, str) else dim[1]
+                if isinstance(dim, str):
+                    name = dim
+                else:
+                    name = dim[1]
                 found[name] = max(found.get(name, 0), size)
     return found
 
@@ -193,12 +206,12 @@ def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tup
     if row.op == "receive":
         return name, 0.0
     op, size = ("send", 2) if row.op == "send" else (row.op, size)
-    op = "all_gather" if op == "broadcast" else op
-    wait = (
-        SCHEDULER_SLICE * (1 + log2(min(cluster.cores, 8)))
-        if plan.world_size > cluster.cores
-        else 0.0
-    )
+    if op == "broadcast":
+        op = "all_gather"
+    if plan.world_size > cluster.cores:
+        wait = SCHEDULER_SLICE * (1 + log2(min(cluster.cores, 8)))
+    else:
+        wait = 0.0
     return name, row.count * (
         links.collective_seconds(cluster, op, row.bytes, RankGroup(size, size)) + wait
     )

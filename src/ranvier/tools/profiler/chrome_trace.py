@@ -140,7 +140,8 @@ _ELEMENTWISE = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rota
 
 def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
     """The group of a kernel by its name, its operator and what lies around that."""
-    base, around = op.rpartition("::")[2], [name, op, *scope]
+    base = op.rpartition("::")[2]
+    around = [name, op, *scope]
     plain = base.removesuffix("_")
     if any(_COMMUNICATION.search(word) for word in around):
         return "communication"
@@ -178,7 +179,10 @@ def short_kernel_name(name: str) -> str:
 
 def _strip_brackets(name: str) -> tuple[str, str]:
     """What of a name stands outside of brackets, and what is inside the first angle brackets."""
-    outside, inside, depth, first = [], [], 0, True
+    outside = []
+    inside = []
+    depth = 0
+    first = True
     for letter in name:
         if letter in ">)":
             depth = max(depth - 1, 0)
@@ -197,12 +201,19 @@ def _strip_brackets(name: str) -> tuple[str, str]:
 
 def argument_bytes(op: Op, i: int) -> int | None:
     """Bytes of an argument; 0 if it is no tensor, None if its type or its shape is not known."""
-    kind = op.types[i] if i < len(op.types) else ""
+    if i < len(op.types):
+        kind = op.types[i]
+    else:
+        kind = ""
     if kind in ("", "Scalar", "ScalarList"):
         return 0
     if kind not in ELEMENT_BYTES or i >= len(op.dims):
         return None
-    dims, strides = op.dims[i], op.strides[i] if i < len(op.strides) else []
+    dims = op.dims[i]
+    if i < len(op.strides):
+        strides = op.strides[i]
+    else:
+        strides = []
     if len(strides) == len(dims):  # a dimension of stride 0 is one element, read again
         dims = [n for n, stride in zip(dims, strides, strict=True) if stride != 0 or n == 0]
     return int(math.prod(dims)) * ELEMENT_BYTES[kind]
@@ -211,7 +222,9 @@ def argument_bytes(op: Op, i: int) -> int | None:
 def _input_bytes(op: Op) -> int | None:
     """Bytes of all inputs."""
     sizes = [argument_bytes(op, i) for i in range(len(op.types))]
-    return None if None in sizes else sum(size or 0 for size in sizes)
+    if None in sizes:
+        return None
+    return sum(size or 0 for size in sizes)
 
 
 def _tensor_inputs(op: Op) -> list[tuple[list[int], str]]:
@@ -239,7 +252,9 @@ def count_flops(op: Op) -> int | None:
         if len(left) not in (2, 3) or len(right) != len(left) or left[-1] != right[-2]:
             return None
         return 2 * int(math.prod(left)) * int(right[-1])
-    return _attention_flops(op) if op.base_name.removesuffix("_backward") in ATTENTION_OPS else None
+    if op.base_name.removesuffix("_backward") in ATTENTION_OPS:
+        return _attention_flops(op)
+    return None
 
 
 def _factor_indices(op: Op) -> tuple[int, int]:
@@ -255,8 +270,11 @@ def _attention_flops(op: Op) -> int | None:
     if len(op.dims[query]) != 4 or len(op.dims[key]) != 4:
         return None
     full = 4 * int(math.prod(op.dims[query])) * int(op.dims[key][2])
-    full = full // 2 if op.values[causal] == "True" else full
-    return full * 5 // 2 if op.base_name.endswith("_backward") else full
+    if op.values[causal] == "True":
+        full = full // 2
+    if op.base_name.endswith("_backward"):
+        return full * 5 // 2
+    return full
 
 
 def count_bytes(op: Op) -> int | None:
@@ -276,19 +294,24 @@ def count_bytes(op: Op) -> int | None:
     if op.base_name.endswith("_") and op.base_name.removesuffix("_") in POINTWISE_OPS:
         return inputs + first
     out = _output_bytes(op)
-    return None if out is None else inputs + out
+    if out is None:
+        return None
+    return inputs + out
 
 
 def _output_bytes(op: Op) -> int | None:
     """Bytes of what an operator returns."""
-    tensors, plain = _tensor_inputs(op), op.base_name.removesuffix("_backward")
+    tensors = _tensor_inputs(op)
+    plain = op.base_name.removesuffix("_backward")
     if not tensors:
         return None
     if op.base_name in MATMUL_OPS:
         left, right = (op.dims[i] for i in _factor_indices(op))
         kind = ELEMENT_BYTES.get(op.types[0], 0)
         same = op.base_name != "_scaled_mm" and len(left) in (2, 3) and len(right) == len(left)
-        return int(math.prod(left[:-1])) * int(right[-1]) * kind if same else None
+        if same:
+            return int(math.prod(left[:-1])) * int(right[-1]) * kind
+        return None
     if op.base_name in POINTWISE_OPS:
         try:
             shape = torch.broadcast_shapes(*(dims for dims, _ in tensors))
@@ -299,8 +322,12 @@ def _output_bytes(op: Op) -> int | None:
         )
     if plain in ATTENTION_OPS:  # out like q; gradients like q, k, v
         size = [math.prod(dims) * ELEMENT_BYTES[kind] for dims, kind in tensors]
-        return sum(size[1:4]) if op.base_name.endswith("_backward") else size[0]
-    return _reduction_bytes(op) if op.base_name in ("sum", "mean", "amax", "amin") else None
+        if op.base_name.endswith("_backward"):
+            return sum(size[1:4])
+        return size[0]
+    if op.base_name in ("sum", "mean", "amax", "amin"):
+        return _reduction_bytes(op)
+    return None
 
 
 def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
@@ -313,10 +340,16 @@ def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
 def _reduction_bytes(op: Op) -> int | None:
     """Bytes of the output of a reduction whose dims are written down."""
     dims, kind = _tensor_inputs(op)[0]
-    over = op.values[1] if len(op.values) > 1 else ""
+    if len(op.values) > 1:
+        over = op.values[1]
+    else:
+        over = ""
     if not re.fullmatch(r"\[[-\d, ]*\]", over) or (len(op.values) > 3 and op.values[3]):
         return None
-    gone = {int(i) % len(dims) for i in re.findall(r"-?\d+", over)} if dims else set()
+    if dims:
+        gone = {int(i) % len(dims) for i in re.findall(r"-?\d+", over)}
+    else:
+        gone = set()
     kept = [n for i, n in enumerate(dims) if gone and i not in gone]
     return int(math.prod(kept)) * ELEMENT_BYTES[kind]
 
@@ -400,7 +433,8 @@ def _end_time(raw: Mapping[str, Any]) -> float:
 
 def _kernel_from_op(event: _HostEvent) -> Kernel:
     """An operator of a CPU as a kernel."""
-    op, span = event.to_op(), float(event.raw.get("dur", 0.0))
+    op = event.to_op()
+    span = float(event.raw.get("dur", 0.0))
     return Kernel(
         op.name,
         op.name,
@@ -458,7 +492,9 @@ def _device_kernels(
 def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
     """Bytes that a copy or a fill reads and writes on the device; of a copy to the host: once."""
     size = raw.get("args", {}).get("bytes")
-    return None if size is None else float(size) * (2.0 if "DtoD" in str(raw["name"]) else 1.0)
+    if size is None:
+        return None
+    return float(size) * (2.0 if "DtoD" in str(raw["name"]) else 1.0)
 
 
 def _owning_op(ops: Sequence[_HostEvent]) -> _HostEvent | None:
@@ -474,7 +510,8 @@ def _assign_work(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
     Others of the same name have done none of it, which keeps their sum right. Of kernels with
     another name nothing is known; nor of any, if the operator is no product or attention.
     """
-    work, size = count_flops(op), count_bytes(op)
+    work = count_flops(op)
+    size = count_bytes(op)
     main = max(places, key=lambda i: kernels[i].duration)
     same = [i for i in places if kernels[i].name == kernels[main].name]
     if work is None and len(same) < len(places):

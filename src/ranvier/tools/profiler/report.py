@@ -68,7 +68,8 @@ class DevicePeaks:
     @classmethod
     def from_device(cls, device: torch.device, dtype: torch.dtype) -> DevicePeaks:
         """Those of a device, where its name is known."""
-        flops, name = peak_flops(device, dtype), train.device_name(device)
+        flops = peak_flops(device, dtype)
+        name = train.device_name(device)
         twice = flops is not None and any(word in name for word in FLOAT8_DEVICES)
         return cls(flops, peak_bandwidth(device), 2.0 * flops if flops and twice else None)
 
@@ -150,9 +151,11 @@ def summarize_kernels(
     """Sums by group and by kernel, and the gaps between kernels of any stream."""
     assert kernels and steps > 0, (len(kernels), steps)
     unit = 1e3 * steps  # microseconds of all steps to milliseconds of one
-    first, last = min(k.start for k in kernels), max(k.end for k in kernels)
+    first = min(k.start for k in kernels)
+    last = max(k.end for k in kernels)
     between = list(find_gaps(kernels))
-    step_ms, idle = (last - first) / unit, sum(gap.ms for gap in between) / steps
+    step_ms = (last - first) / unit
+    idle = sum(gap.ms for gap in between) / steps
     groups = dict.fromkeys(KERNEL_GROUPS, 0.0)
     same: dict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
     for kernel in kernels:
@@ -193,8 +196,14 @@ def _summarize_kernel(
     ms = sum(kernel.duration for kernel in kernels) / 1e3 / steps
     work = [kernel.flops for kernel in kernels if kernel.flops is not None]
     size = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
-    flops = sum(work) / steps if len(work) == len(kernels) else None
-    moved = sum(size) / steps if len(size) == len(kernels) else None
+    if len(work) == len(kernels):
+        flops = sum(work) / steps
+    else:
+        flops = None
+    if len(size) == len(kernels):
+        moved = sum(size) / steps
+    else:
+        moved = None
     local = all(kernel.is_local for kernel in kernels)
     least_flops = _least_ms(flops, peaks.matmul_peak(kernels))
     least_bytes = _least_ms(moved, peaks.bytes if local else None)
@@ -216,7 +225,9 @@ def _summarize_kernel(
 
 
 def _least_ms(amount: float | None, peak: float | None) -> float | None:
-    return None if amount is None or peak is None else amount / peak * 1e3
+    if amount is None or peak is None:
+        return None
+    return amount / peak * 1e3
 
 
 def roofline_bound(
@@ -237,8 +248,14 @@ def roofline_bound(
 def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
     """The report for people."""
     cpu = pace.device == "CPU"
-    who = "operators ran" if cpu else "the device computed"
-    mfu = "" if pace.mfu is None else f", MFU {pace.mfu:.1%}"
+    if cpu:
+        who = "operators ran"
+    else:
+        who = "the device computed"
+    if pace.mfu is None:
+        mfu = ""
+    else:
+        mfu = f", MFU {pace.mfu:.1%}"
     parts = [
         pace.what,
         f"step {1e3 * pace.seconds:,.2f} ms, {pace.tokens:,.0f} tokens/s{mfu}; under the profiler "
@@ -258,7 +275,9 @@ def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
 
 
 def _format_share(ms: float, report: ProfileReport) -> str:
-    return f"{ms / report.step_ms:.1%}" if report.step_ms else "-"
+    if report.step_ms:
+        return f"{ms / report.step_ms:.1%}"
+    return "-"
 
 
 def _group_table(report: ProfileReport) -> list[str]:
@@ -303,15 +322,21 @@ def _kernel_table(report: ProfileReport, top: int, *, cpu: bool) -> list[str]:
 
 
 def _truncate_name(name: str, most: int) -> str:
-    return name if len(name) <= most else f"{name[: most - 2]}.."
+    if len(name) <= most:
+        return name
+    return f"{name[: most - 2]}.."
 
 
 def _format_number(amount: float | None, unit: float) -> str:
-    return "-" if amount is None or unit == 0.0 else f"{amount / unit:,.4g}"
+    if amount is None or unit == 0.0:
+        return "-"
+    return f"{amount / unit:,.4g}"
 
 
 def _format_percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+    if share is None:
+        return "-"
+    return f"{share:.0%}"
 
 
 def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -351,8 +376,12 @@ def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
     found = [(report.idle_ms, f"the idle time, {report.idle_ms:,.2f} ms a step")]
     for row in report.rows:
         if row.least_ms is not None:
-            compute, memory = row.flops_share or 0.0, row.bytes_share or 0.0
-            peak = "the peak FLOP/s" if compute >= memory else "the peak of the memory"
+            compute = row.flops_share or 0.0
+            memory = row.bytes_share or 0.0
+            if compute >= memory:
+                peak = "the peak FLOP/s"
+            else:
+                peak = "the peak of the memory"
             how = f"{row.name} ({row.group}), which takes {row.ms:,.2f} ms a step at "
             how += (
                 f"{max(compute, memory):.0%} of {peak}; there it would take {row.least_ms:,.2f} ms"
@@ -399,15 +428,18 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
         if not 1 <= value <= 1000:
             raise PlanError(f"{name}={value}. It is from 1 to 1000. Use {name}=10.")
     run = _check_single_rank(run, origin)
-    warm = (
-        max(warm, WARMUP_STEPS + 2) if run.plan.graph else warm
-    )  # so that a graph is what is seen
+    # so that a graph is what is seen
+    if run.plan.graph:
+        warm = max(warm, WARMUP_STEPS + 2)
     device = train.resolve_device(run, ProcessInfo())
     run = train.resolve_device_and_dtype(
         run, device, train.resolve_backend(run, ProcessInfo(), device)
     )
     train.check_memory(run, ProcessInfo(), device)
-    where = origin / "profile" if origin.is_dir() else origin.with_name(f"{origin.stem}-profile")
+    if origin.is_dir():
+        where = origin / "profile"
+    else:
+        where = origin.with_name(f"{origin.stem}-profile")
     folder = _make_report_dir(Path(out) if out else where)
     cache_compiled_kernels()
     data = train.open_dataset(run, prepare_data.tokenize_corpora(run))
@@ -434,7 +466,8 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
 
 def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
     """The run checked for one rank."""
-    me, plan = launch.read_process_info(), run.plan
+    me = launch.read_process_info()
+    plan = run.plan
     if me is not None and me.world_size > 1:
         raise PlanError(
             f"A launcher has started {me.world_size} ranks. profile takes one. Start it alone."

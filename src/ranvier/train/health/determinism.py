@@ -60,7 +60,8 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         yield
         return
     launch.use_deterministic_cublas()
-    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    memory = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

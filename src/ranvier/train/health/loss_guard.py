@@ -24,7 +24,8 @@ from ranvier.train.step import StepLimits
 
 MIN_LOSSES = 16
 """Losses before which nothing is a spike."""
-MIN_RELATIVE_DEVIATION, MIN_DEVIATION = 0.01, 1e-3
+MIN_RELATIVE_DEVIATION = 0.01
+MIN_DEVIATION = 1e-3
 """The deviation counts as this share of the median at least, and as so many nats: losses that
 hardly differ would make a spike of any other."""
 MAD_TO_STD = 1.4826
@@ -77,7 +78,10 @@ class LossGuard:
         loss, _, bad, spike, *_ = under.numbers.read()
         self.nonfinite_steps += bool(bad)
         self.spikes += bool(spike)
-        self.spikes_in_row = self.spikes_in_row + 1 if spike else 0
+        if spike:
+            self.spikes_in_row = self.spikes_in_row + 1
+        else:
+            self.spikes_in_row = 0
         under.is_skipped = bool(bad) or (bool(spike) and self.step_limits.skips_spikes)
         self.skipped_steps += under.is_skipped
         under.skipped_total = self.skipped_steps
@@ -90,7 +94,10 @@ class LossGuard:
                 f"{what} or a gradient is not finite. The step is left out on all ranks; that "
                 f"makes {self.nonfinite_steps} of guard.skips={self.config.skips}."
             )
-        done = "The step is left out." if self.step_limits.skips_spikes else ""
+        if self.step_limits.skips_spikes:
+            done = "The step is left out."
+        else:
+            done = ""
         return f"{what} is a spike: the median was {statistics.median(self.window):.4g}. {done}"
 
     def needs_rewind(self) -> bool:

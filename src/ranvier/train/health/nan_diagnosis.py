@@ -57,7 +57,8 @@ def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tens
 
     Communicates: as a step does, then one number and a name over all axes.
     """
-    parallel, checks = get_parallel_model(model), FiniteChecks()
+    parallel = get_parallel_model(model)
+    checks = FiniteChecks()
     stage = parallel.pipeline.executor.stage
     for name, (part, _) in parallel.sharded_state().items():
         checks.check_tensors(f"the weight {name}", part)
@@ -97,7 +98,12 @@ def _earliest_failure(checks: FiniteChecks, model: nn.Module, device: torch.devi
     order = collectives.all_reduce(mine[:1], world_axis(grid), "min").wait().item()
     if order == NO_FAILURE:
         return ""
-    whose = mine[1:] if checks.first_failure == order else torch.full_like(mine[1:], NO_FAILURE)
+    if checks.first_failure == order:
+        whose = mine[1:]
+    else:
+        whose = torch.full_like(mine[1:], NO_FAILURE)
     rank = int(collectives.all_reduce(whose, world_axis(grid), "min").wait().item())
     name = broadcast_text(checks.name, grid, device, rank=rank)
-    return f"{name} on rank {rank}" if grid.world_size > 1 else name
+    if grid.world_size > 1:
+        return f"{name} on rank {rank}"
+    return name

@@ -35,9 +35,15 @@ class StepReplay:
         loss = work()
         after = self._signature(loss)
         odd = [name for name, bits in after.items() if before[name] != bits]
-        what = f"{odd[0]} ({len(odd)} of {len(after)} differ)" if odd else ""
+        if odd:
+            what = f"{odd[0]} ({len(odd)} of {len(after)} differ)"
+        else:
+            what = ""
         parallel = get_parallel_model(self.model)
-        rank = f" on rank {parallel.grid.rank}" if parallel.grid.world_size > 1 else ""
+        if parallel.grid.world_size > 1:
+            rank = f" on rank {parallel.grid.rank}"
+        else:
+            rank = ""
         found = broadcast_first_error(what and what + rank, parallel.grid, loss.device)
         if found:
             raise NumericError(

@@ -77,7 +77,10 @@ def list_replicas(optimizer: Optimizer) -> Iterator[Replica]:
             lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
             if lines:
                 yield Replica(weight.name, weight.storage, weight.shard, lines)
-            states = optimizer.weight_states(weight) if others and bucket.trainable else {}
+            if others and bucket.trainable:
+                states = optimizer.weight_states(weight)
+            else:
+                states = {}
             for kind, part in states.items():
                 yield Replica(f"{weight.name}.{kind}", part, bucket.state_shard(weight), others)
 
@@ -123,7 +126,10 @@ def _raise_mismatch(
 
     Communicates: its name, and the hashes of all who hold it.
     """
-    name = mine[odd.index(True)].name if grid.rank == whose else ""
+    if grid.rank == whose:
+        name = mine[odd.index(True)].name
+    else:
+        name = ""
     name = broadcast_text(name, grid, device, rank=whose)
     found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
     # holders are those whose part is at the same place; other ranks take part with a zero
@@ -155,4 +161,6 @@ def _describe_mismatch(name: str, held: dict[int, int]) -> str:
 
 def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    if len(ranks) == 1:
+        return f"rank {shown}"
+    return f"ranks {shown}"

@@ -73,14 +73,19 @@ class MemoryTracker:
 
         On a host, where nobody counts, these are the gradients at the end.
         """
-        queue, most = get_parallel_model(model).bucket_scheduler, 0
+        queue = get_parallel_model(model).bucket_scheduler
+        most = 0
 
         def note(_: str) -> None:
             nonlocal most
             cuda = queue.device.type == "cuda"
-            now = torch.cuda.max_memory_allocated(queue.device) if cuda else 0
+            if cuda:
+                now = torch.cuda.max_memory_allocated(queue.device)
+            else:
+                now = 0
             if now >= most + cuda:  # it has grown since the last block began
-                most, self.gradient_bytes = now, _live_gradient_bytes(queue)
+                most = now
+                self.gradient_bytes = _live_gradient_bytes(queue)
 
         whole = (
             get_parallel_model(model).grid.degrees["pipe"] == 1
@@ -98,22 +103,29 @@ class MemoryTracker:
         """
         here: dict[str, int] = {"gradients": self.gradient_bytes}
         homes = optimizer.bucket_scheduler.host_offload
-        there: dict[str, int] = {"gradients": homes.grad_bytes} if homes is not None else {}
+        if homes is not None:
+            there: dict[str, int] = {"gradients": homes.grad_bytes}
+        else:
+            there = {}
         seen = set[int]()
         for name, tensors in tensors_by_category(optimizer).items():
             for x in tensors:
                 if x.data_ptr() not in seen:  # many may share a piece of memory, none a part of it
                     seen.add(x.data_ptr())
-                    column = here if x.device.type == device.type else there
+                    if x.device.type == device.type:
+                        column = here
+                    else:
+                        column = there
                     column[name] = column.get(name, 0) + x.nbytes
         ways = optimizer.state_store.bytes_by_kind()["staging"]
         for column, size in zip((here, there), ways, strict=True):
             column["staging"] = size
         if device.type == "cuda":
             most = torch.cuda.max_memory_allocated(device)
-            here["libraries"] = (
-                self.fit_problem.library_bytes if self.fit_problem is not None else 0
-            )
+            if self.fit_problem is not None:
+                here["libraries"] = self.fit_problem.library_bytes
+            else:
+                here["libraries"] = 0
             here["activations"] = max(most - sum(here.values()), 0)
             here["fragmentation"] = max(torch.cuda.max_memory_reserved(device) - most, 0)
         made = [
@@ -181,7 +193,9 @@ class MemoryTracker:
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
                 return device_rates.measure_rates(device, torch.bfloat16)
-        return self.fit_problem.rates if self.fit_problem.open_settings else TYPICAL_RATES
+        if self.fit_problem.open_settings:
+            return self.fit_problem.rates
+        return TYPICAL_RATES
 
 
 def _live_gradient_bytes(queue: BucketScheduler) -> int:
@@ -194,7 +208,8 @@ def _live_gradient_bytes(queue: BucketScheduler) -> int:
 
 def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """Weights and states, where they lie."""
-    held, scales = optimizer.state_store.states.values(), [*optimizer.state_store.scales.values()]
+    held = optimizer.state_store.states.values()
+    scales = [*optimizer.state_store.scales.values()]
     return {
         "weights": [bucket.storage for bucket in optimizer.bucket_scheduler.buckets],
         "master": [held["master"] for held in held if "master" in held],
@@ -205,7 +220,9 @@ def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
 def memory_lines(facts: Any) -> list[str]:
     """The tables of a run as text; nothing if there are none."""
     predicted, measured = _read_breakdowns(facts)
-    return breakdown.format_breakdown(predicted, measured) if predicted or measured else []
+    if predicted or measured:
+        return breakdown.format_breakdown(predicted, measured)
+    return []
 
 
 def memory_section(facts: Any) -> str:
@@ -223,7 +240,10 @@ def memory_section(facts: Any) -> str:
 
 
 def _read_breakdowns(facts: Any) -> tuple[MemoryBreakdown | None, MemoryBreakdown | None]:
-    known = facts if isinstance(facts, Mapping) else {}
+    if isinstance(facts, Mapping):
+        known = facts
+    else:
+        known = {}
     return MemoryBreakdown.from_dict(known.get("predicted")), MemoryBreakdown.from_dict(
         known.get("measured")
     )

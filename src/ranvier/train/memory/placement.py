@@ -15,12 +15,15 @@ from ranvier.parallel.parallelize import get_parallel_model
 
 def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:
     """Bytes of the host where weights may rest; None: they stay on the device."""
-    return host_bytes_per_rank(ranks, run.memory.host) if run.memory.weights == "host" else None
+    if run.memory.weights == "host":
+        return host_bytes_per_rank(ranks, run.memory.host)
+    return None
 
 
 def offload_weights(run: RunConfig, model: Decoder, ranks: int) -> None:
     """Take weights to the host if they are to rest there and do not yet."""
-    room, queue = weight_offload_bytes(run, ranks), get_parallel_model(model).bucket_scheduler
+    room = weight_offload_bytes(run, ranks)
+    queue = get_parallel_model(model).bucket_scheduler
     if room is not None and queue.host_offload is None:
         queue.offload_weights(room)
 
@@ -35,11 +38,10 @@ def states_placement(
     room = host_bytes_per_rank(ranks, memory.host)
     if homes is not None:
         free = host_bytes_per_rank(ranks) - homes.pending_grad_bytes
-        room = (
-            min(free, room - homes.host_bytes - homes.pending_grad_bytes)
-            if memory.host > 0.0
-            else free
-        )
+        if memory.host > 0.0:
+            room = min(free, room - homes.host_bytes - homes.pending_grad_bytes)
+        else:
+            room = free
     return StatePlacement(
         memory.states,
         device_bytes=int(memory.resident * GIB),
@@ -55,9 +57,12 @@ def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> Non
     get_parallel_model(model).step_context.save_policy.store = InPlaceStore()
     if run.memory.activations <= 0.0:
         return
-    parallel, room = get_parallel_model(model), host_bytes_per_rank(local_ranks, run.memory.host)
-    blocks, runtime = list(parallel.recompute_modes), parallel.pipeline.executor
-    stage, device = runtime.stage, runtime.device
+    parallel = get_parallel_model(model)
+    room = host_bytes_per_rank(local_ranks, run.memory.host)
+    blocks = list(parallel.recompute_modes)
+    runtime = parallel.pipeline.executor
+    stage = runtime.stage
+    device = runtime.device
     ends = stage.index == stage.num_stages - 1 and bool(blocks)  # a stage may have no block
     parallel.step_context.save_policy.store = ActivationOffload(
         run.memory.activations,

@@ -50,7 +50,10 @@ def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
     """Micro-batches to try, largest first: the given one, or those that are of use."""
     if plan.micro_batch > 0:
         return [plan.micro_batch]
-    multiple = plan.col if plan.inner == "samples" else 1
+    if plan.inner == "samples":
+        multiple = plan.col
+    else:
+        multiple = 1
     return recompute_budget.candidate_micro_batches(plan.batch // plan.num_replicas, seq, multiple)
 
 
@@ -65,11 +68,14 @@ def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int
         free, total = torch.cuda.mem_get_info(device)
         gaps = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         there = int(free + torch.cuda.memory_allocated(device) - RESERVED_FRACTION * total)
-        limit = max(limit - (ALLOCATOR_SLACK_BYTES + gaps) / GIB, 1e-9) if limit > 0.0 else limit
+        if limit > 0.0:
+            limit = max(limit - (ALLOCATOR_SLACK_BYTES + gaps) / GIB, 1e-9)
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         there = int((1.0 - RESERVED_FRACTION) * total / local_ranks)
-    return min(there, int(limit * GIB)) if limit > 0.0 else there
+    if limit > 0.0:
+        return min(there, int(limit * GIB))
+    return there
 
 
 def resolve_in_flight_limit(
@@ -79,7 +85,9 @@ def resolve_in_flight_limit(
 
     Communicates: as a forward and backward pass inside the stage, and a number over all axes.
     """
-    parallel, plan, limited = get_parallel_model(model), run.plan, run.memory.limit
+    parallel = get_parallel_model(model)
+    plan = run.plan
+    limited = run.memory.limit
     pipeline = parallel.pipeline
     stage = pipeline.executor.stage
     if stage.num_stages == 1:
@@ -115,7 +123,10 @@ def resolve_in_flight_limit(
         pipeline.config = replace(pipeline.config, max_in_flight=limit)
         lines.append(f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB")
     # the simulator runs on one rank, and all do what it found
-    found = pipeline.policy_for_step(plan.num_micro_batches) if parallel.grid.rank == 0 else None
+    if parallel.grid.rank == 0:
+        found = pipeline.policy_for_step(plan.num_micro_batches)
+    else:
+        found = None
     policy = policy_from_text(
         broadcast_text(policy_to_text(found), parallel.grid, device),
         pipeline.step_shape(plan.num_micro_batches),
@@ -128,8 +139,10 @@ def _activation_bytes(
     run: RunConfig, parallel: ParallelModel, chunk: int, device: torch.device
 ) -> int:
     """Bytes that the activations of a micro-batch take in a chunk of my stage."""
-    plan, stage = run.plan, parallel.pipeline.executor.stage
-    batch, x = blank_batch(run, plan.micro_batch, device), None
+    plan = run.plan
+    stage = parallel.pipeline.executor.stage
+    batch = blank_batch(run, plan.micro_batch, device)
+    x = None
     parallel.step_context.samples = batch.samples
     shape = (
         plan.micro_batch,
@@ -139,7 +152,10 @@ def _activation_bytes(
     if not stage.is_first_chunk(chunk) or stage.vocab_layers:
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    more = {"scored": False} if stage.vocab_layers else {}
+    if stage.vocab_layers:
+        more = {"scored": False}
+    else:
+        more = {}
     kept = 0
     for _ in range(2):  # compilers and libraries take memory of their own in the first
         drop_gradients(parallel, device)
@@ -169,8 +185,10 @@ def measure_passes(
     The model runs with two of its blocks, in each of the kinds. All ranks get the same numbers.
     Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
     """
-    parallel, blocks = get_parallel_model(model), model.blocks
-    keeping, names = parallel.step_context.save_policy, [*parallel.recompute_modes][:2]
+    parallel = get_parallel_model(model)
+    blocks = model.blocks
+    keeping = parallel.step_context.save_policy
+    names = [*parallel.recompute_modes][:2]
     store, keeping.store = (
         keeping.store,
         InPlaceStore(),
@@ -187,7 +205,8 @@ def measure_passes(
     except torch.OutOfMemoryError:
         found = {}
     finally:
-        model.blocks, keeping.store = blocks, store
+        model.blocks = blocks
+        keeping.store = store
         parallel.recompute_modes.update(before)
         drop_gradients(parallel, device)
     if max_over_ranks(int(not found), parallel.grid, device):
@@ -206,7 +225,8 @@ def _probe_passes(
     The first time is not measured: compilers and libraries take memory of their own in it, and the
     order of blocks is noted.
     """
-    parallel, inputs = get_parallel_model(model), [batch.model_inputs() for batch in batches]
+    parallel = get_parallel_model(model)
+    inputs = [batch.model_inputs() for batch in batches]
     forward_backward(model, batches)
     drop_gradients(parallel, device)
     marks: list[_MemoryMark] = []
@@ -233,7 +253,8 @@ class _MemoryMark:
     @classmethod
     def record_now(cls, name: str, watch: _MemoryCounter) -> _MemoryMark:
         """This moment; what is most begins anew."""
-        held, most = watch.live_bytes(), watch.peak_bytes()
+        held = watch.live_bytes()
+        most = watch.peak_bytes()
         watch.reset_peak()
         return cls(name, held, most)
 
@@ -246,7 +267,8 @@ def mark_blocks(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
     """
     blocks = {id(block): block for block in model.blocks}
     inner = {at: block.forward for at, block in blocks.items()}
-    count, calls = len(model.blocks), itertools.count()
+    count = len(model.blocks)
+    calls = itertools.count()
 
     def behind(value: Any, name: str) -> None:
         for part in value if isinstance(value, tuple) else (value,):  # one, or two to be added
@@ -280,12 +302,16 @@ def _passes_from_marks(
     marks: Sequence[_MemoryMark], kind: RecomputeMode, parallel: ParallelModel
 ) -> Iterator[PassMemory]:
     """What marks of passes tell; see `budget.Pass`."""
-    before, first_enter, each = 0, 0, len(PASS_MARKS)
-    name, count = [*parallel.recompute_modes][:2][-1], len(marks) // each
+    before = 0
+    first_enter = 0
+    each = len(PASS_MARKS)
+    name = [*parallel.recompute_modes][:2][-1]
+    count = len(marks) // each
     assert [mark.name for mark in marks] == [*PASS_MARKS * count, "end"], marks
     for at in range(0, len(marks) - 1, each):
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
-        kept, last = head.live_bytes - second.live_bytes, at // each == count - 1
+        kept = head.live_bytes - second.live_bytes
+        last = at // each == count - 1
         made = before + first.live_bytes - back.live_bytes + kept
         gradient = measured_states.block_grad_bytes(
             parallel, name, passes=at // each + 1, last=last
@@ -296,10 +322,8 @@ def _passes_from_marks(
             gradient = min(made, gradient)
         else:
             made = gradient
-        peak, enter = (
-            first.peak_bytes - back.live_bytes + kept,
-            second.live_bytes - kept - 2 * before,
-        )
+        peak = first.peak_bytes - back.live_bytes + kept
+        enter = second.live_bytes - kept - 2 * before
         first_enter = first_enter or enter
         yield PassMemory(
             {kind: BlockMemory(kept, max(peak, kept), head.peak_bytes - second.live_bytes)},
@@ -313,9 +337,11 @@ def _passes_from_marks(
             earlier_outside_grad=max(enter - first_enter, 0),
             reduction_buffer=made - gradient,
         )
-        before = (
-            gradient if parallel.bucket_scheduler.host_offload is None else 0
-        )  # else it leaves for the host
+        # else it leaves for the host
+        if parallel.bucket_scheduler.host_offload is None:
+            before = gradient
+        else:
+            before = 0
 
 
 def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device) -> PassMemory:

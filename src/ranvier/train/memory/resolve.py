@@ -63,7 +63,9 @@ MAX_TRIES = 3
 """Times that a fit is tried before the run gives up."""
 LIMIT_REDUCTION = 0.05
 """Share of the limit by which it is lowered at least when a trial step does not fit."""
-TILE_FRACTION, STATE_BYTES, MIN_TILE_BITS = 0.02, 12, 20
+TILE_FRACTION = 0.02
+STATE_BYTES = 12
+MIN_TILE_BITS = 20
 """Share of the device that tiles of states take, bytes of the states of a number, and bits of the
 number of numbers of the smallest tile: a smaller one would not fill the link."""
 RATE_DEPENDENT = frozenset({"states", "weights", "activations", "update"})
@@ -86,7 +88,8 @@ def build_optimizer(
     run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
 ) -> Optimizer:
     """The optimizer of a settled run; weights and activations go where they were chosen to."""
-    optim, queue = run.optim, get_parallel_model(model).bucket_scheduler
+    optim = run.optim
+    queue = get_parallel_model(model).bucket_scheduler
     placement.offload_weights(run, model, local_ranks)
     placement.offload_activations(run, model, local_ranks)
     return Optimizer(
@@ -119,7 +122,8 @@ def resolve_memory(
     if device.type == "cpu" and run.memory.limit == 0.0:
         free -= RATE_DEPENDENT  # the host is the device
     if free == {"update"}:  # that is a matter of rates alone
-        run, free = choose_update_device(run, get_parallel_model(model), device), frozenset()
+        run = choose_update_device(run, get_parallel_model(model), device)
+        free = frozenset()
     if not free or run.plan.pipe > 1:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
         return ResolvedRun(
@@ -128,10 +132,12 @@ def resolve_memory(
     run = _choose_tile(run, device, local_ranks)
     case = build_fit_problem(run, model, device, local_ranks, free)
     if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
-        run, free = replace(run, memory=replace(run.memory, weights="host")), free - {"weights"}
+        run = replace(run, memory=replace(run.memory, weights="host"))
+        free = free - {"weights"}
         placement.offload_weights(run, model, local_ranks)
         case = build_fit_problem(run, model, device, local_ranks, free)
-    parallel, notes = get_parallel_model(model), list[str]()
+    parallel = get_parallel_model(model)
+    notes = list[str]()
     for tries in range(MAX_TRIES):
         every = [*offload_search.enumerate_fits(case)]
         found = offload_search.fastest_fit(every)
@@ -160,8 +166,11 @@ def resolve_memory(
 
 def open_settings(run: RunConfig) -> frozenset[str]:
     """What of `planner.fit.OPEN` a run leaves open."""
-    plan, memory, usual = run.plan, run.memory, MemoryConfig()
-    auto, found = memory.fit == "auto", set[str]()
+    plan = run.plan
+    memory = run.memory
+    usual = MemoryConfig()
+    auto = memory.fit == "auto"
+    found = set[str]()
     if plan.recompute == "budget" or (auto and plan.recompute == Plan().recompute):
         found.add("recompute")
     if plan.micro_batch == -1:
@@ -194,7 +203,10 @@ def choose_update_device(
         0, 0, sizes.state_bytes - sizes.vector_states, sizes.trained_elements, 0, 0, 0
     )
     times = {cpu: offloaded_update_seconds(moved, found, cpu=cpu) for cpu in (False, True)}
-    update: Literal["device", "cpu"] = "cpu" if times[True] < times[False] else "device"
+    if times[True] < times[False]:
+        update: Literal["device", "cpu"] = "cpu"
+    else:
+        update = "device"
     return replace(run, memory=replace(run.memory, update=update))
 
 
@@ -234,16 +246,19 @@ def predict_memory(
     Smaller micro-batches, and blocks that keep their input only, are estimated from its own.
     Communicates: see `measured`.
     """
-    parallel, plan = get_parallel_model(model), run.plan
+    parallel = get_parallel_model(model)
+    plan = run.plan
     peers = count_peers(run, parallel)
     if plan.pipe > 1 or plan.graph:
         return MemoryTracker(peers=peers)
     case = build_fit_problem(run, model, device, local_ranks, frozenset(), optimizer)
-    own, share = plan.micro_batch, plan.batch // plan.num_replicas
+    own = plan.micro_batch
+    share = plan.batch // plan.num_replicas
     if own not in case.needs:
         return MemoryTracker(peers=peers)
     need = case.needs[own]
-    passes, output = need.passes, run.data.seq // (plan.row * plan.context)
+    passes = need.passes
+    output = run.data.seq // (plan.row * plan.context)
     output *= (
         own
         * (run.model.embed // plan.col)
@@ -260,7 +275,8 @@ def predict_memory(
         )
         passes = more or passes
     wider = replace(need, passes=_estimate_passes(need.passes, 1.0, output))
-    needs, chunks = {own: wider}, dict(case.logit_bytes)
+    needs = {own: wider}
+    chunks = dict(case.logit_bytes)
     for micro in (n for n in divisors(share) if n < own and own % n == 0):
         needs[micro] = replace(need, passes=_estimate_passes(passes, micro / own, output))
         chunks[micro] = chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
@@ -271,7 +287,8 @@ def predict_memory(
 
 def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
     """Ranks that this one sends to point to point, over all communicators."""
-    plan, stage = run.plan, parallel.grid.index["pipe"]
+    plan = run.plan
+    stage = parallel.grid.index["pipe"]
     stages = pipe_peers(stage, plan.pipe, chunks=plan.chunks, spread=plan.spread)
     return sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
 
@@ -297,12 +314,18 @@ def build_fit_problem(
 
     Communicates: see `measured`; numbers over all axes.
     """
-    parallel, plan, memory = get_parallel_model(model), run.plan, run.memory
-    grid, micros = parallel.grid, candidate_micro_batches(plan, run.data.seq)
+    parallel = get_parallel_model(model)
+    plan = run.plan
+    memory = run.memory
+    grid = parallel.grid
+    micros = candidate_micro_batches(plan, run.data.seq)
     limit = -max_over_ranks(-available_bytes(memory.limit, device, local_ranks), grid, device)
     host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host), grid, device)
     kind = _recompute_mode(parallel)
-    kinds = tuple(recompute_budget.RECOMPUTE_COST) if "recompute" in free else (kind,)
+    if "recompute" in free:
+        kinds = tuple(recompute_budget.RECOMPUTE_COST)
+    else:
+        kinds = (kind,)
     chunks = {
         micro: chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
         for micro in micros
@@ -359,16 +382,22 @@ class MemoryProbes:
         Only a reduction over data makes the last one of a step unlike others.
         """
         plan = self.run.plan
-        share = (
-            plan.batch // (plan.num_replicas * micro) if plan.micro_batch > 0 else MEASURED_PASSES
-        )
-        whole = count if plan.data > 1 else max(min(share, MEASURED_PASSES), count)
+        if plan.micro_batch > 0:
+            share = plan.batch // (plan.num_replicas * micro)
+        else:
+            share = MEASURED_PASSES
+        if plan.data > 1:
+            whole = count
+        else:
+            whole = max(min(share, MEASURED_PASSES), count)
         if (micro, whole) not in self.measured_passes:
             self.measured_passes[micro, whole] = measure_passes(
                 self.run, self.model, self.device, micro, passes=whole, kinds=self.recompute_modes
             )
         found = self.measured_passes[micro, whole]
-        return None if found is None else found[:count]
+        if found is None:
+            return None
+        return found[:count]
 
     def memory_needs(self, micros: Sequence[int]) -> dict[int, StepMemory]:
         """What steps need, by micro-batch; what does not fit by itself is left out.
@@ -376,7 +405,8 @@ class MemoryProbes:
         The largest and the smallest are measured, the rest lies between: compilers take their time
         for each size.
         """
-        blocks, share = len(self.model.blocks), self.run.plan.batch // self.run.plan.num_replicas
+        blocks = len(self.model.blocks)
+        share = self.run.plan.batch // self.run.plan.num_replicas
         counts = {micro: min(share // micro, MEASURED_PASSES) for micro in micros}
         high = next((m for m in micros if self.step_passes(m, counts[m]) is not None), None)
         if high is None:
@@ -393,7 +423,8 @@ class MemoryProbes:
     ) -> tuple[PassMemory, ...] | None:
         if micro in (low, high):
             return self.step_passes(micro, count)
-        small, large = self.step_passes(low, count), self.step_passes(high, count)
+        small = self.step_passes(low, count)
+        large = self.step_passes(high, count)
         if small is None or large is None:
             return None
         share = (micro - low) / (high - low)
@@ -409,7 +440,9 @@ class MemoryProbes:
 def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
     """The kind of all blocks, for those who measure."""
     word = next(iter(parallel.recompute_modes.values()))
-    return "none" if word == "budget" else word
+    if word == "budget":
+        return "none"
+    return word
 
 
 def activation_shape(run: RunConfig, parallel: ParallelModel, micro: int) -> ActivationShape:
@@ -426,7 +459,8 @@ def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
     for name, leaf in parallel.layers.items():
         frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
         flops = leaf.flops(flow)
-        forward, backward = forward + flops, backward + flops * (1 if frozen else 2)
+        forward = forward + flops
+        backward = backward + flops * (1 if frozen else 2)
         if any(name.startswith(f"{block}.") for block in parallel.recompute_modes):
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
@@ -461,10 +495,22 @@ def other_bytes(parallel: ParallelModel, device: torch.device, optimizer: Optimi
 
 
 def _refusal_text(run: RunConfig, case: FitProblem) -> str:
-    word = "memory.fit='auto'" if run.memory.fit == "auto" else "plan.recompute='budget'"
-    short = offload_search.min_device_bytes(case) if case.needs else 0
-    least = f"at least {short / GIB:.3g} GiB" if short else "more than its device has"
-    remedy = "a smaller plan.micro_batch, " if run.plan.micro_batch > 1 else ""
+    if run.memory.fit == "auto":
+        word = "memory.fit='auto'"
+    else:
+        word = "plan.recompute='budget'"
+    if case.needs:
+        short = offload_search.min_device_bytes(case)
+    else:
+        short = 0
+    if short:
+        least = f"at least {short / GIB:.3g} GiB"
+    else:
+        least = "more than its device has"
+    if run.plan.micro_batch > 1:
+        remedy = "a smaller plan.micro_batch, "
+    else:
+        remedy = ""
     remedy += "a larger memory.limit, " if run.memory.limit > 0.0 else ""
     remedy += "" if run.memory.fit == "auto" else "memory.fit=auto, "
     return (
@@ -485,7 +531,9 @@ def _try_placement(
 
     Communicates: as two steps; a number over all axes.
     """
-    parallel, missing, optimizer = get_parallel_model(model), 0, None
+    parallel = get_parallel_model(model)
+    missing = 0
+    optimizer = None
     try:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
         if run.memory.fit == "auto":
@@ -516,7 +564,10 @@ def run_trial_steps(
     count = min(run.plan.num_micro_batches, MEASURED_PASSES)
     batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]
     scale = optimizer.grad_scaler
-    before = None if scale is None else (scale.scale.clone(), scale.growth_tracker.clone())
+    if scale is None:
+        before = None
+    else:
+        before = (scale.scale.clone(), scale.growth_tracker.clone())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(2):
             forward_backward(model, batches, scale=None if scale is None else scale.scale)

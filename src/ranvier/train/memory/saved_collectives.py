@@ -34,11 +34,9 @@ def choose_saved_collectives(
 
     Communicates: nothing, but with `auto` and a limit as `foreseen` and `rates.measured`.
     """
-    parallel, plan, keeping = (
-        get_parallel_model(model),
-        run.plan,
-        get_parallel_model(model).step_context.save_policy,
-    )
+    parallel = get_parallel_model(model)
+    plan = run.plan
+    keeping = get_parallel_model(model).step_context.save_policy
     again = [block for block, kind in parallel.recompute_modes.items() if kind != "none"]
     if run.memory.collectives != "auto" or run.memory.limit == 0.0 or not again:
         return []
@@ -61,7 +59,10 @@ def choose_saved_collectives(
             inside
         ):  # a graph keeps all or nothing
             names |= found
-    keeping.chosen_layers = None if len(names) == len(results) else frozenset(names)
+    if len(names) == len(results):
+        keeping.chosen_layers = None
+    else:
+        keeping.chosen_layers = frozenset(names)
     held = sum(result.bytes for result in results if result.name in names)
     return [
         f"memory: {len(names)} of {len(results)} results of collectives are kept for "

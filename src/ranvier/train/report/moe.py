@@ -56,7 +56,8 @@ def experts_section(rows: Sequence[Mapping[str, Any]]) -> str:
     routed = [row for row in rows if isinstance(row.get(LOADS_KEY), list)]
     if not routed:
         return ""
-    first, last = routed[0], routed[-1]
+    first = routed[0]
+    last = routed[-1]
     cells = [
         [words, _format_value(first.get(key)), _format_value(last.get(key))]
         for key, words in METRIC_LABELS.items()
@@ -88,4 +89,6 @@ def _to_float(value: object) -> float | None:
 
 def _format_value(value: object) -> str:
     number = _to_float(value)
-    return "·" if number is None else f"{number:.4g}"
+    if number is None:
+        return "·"
+    return f"{number:.4g}"

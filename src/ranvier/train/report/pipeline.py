@@ -33,12 +33,17 @@ def read_timeline(folder: Path) -> dict[str, Any]:
     try:
         table = json.loads(safe_files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        if isinstance(error, OSError):
+            why = error.strerror
+        else:
+            why = "it is no JSON"
         raise PlanError(
             f"{path} cannot be read: {why}. A run with several stages writes it. Give the "
             "directory of such a run."
         ) from None
-    return table if isinstance(table, dict) else {}
+    if isinstance(table, dict):
+        return table
+    return {}
 
 
 def recorded_chart(table: dict[str, Any]) -> TimelineChart:
@@ -51,7 +56,8 @@ def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
 
     halves: where weight gradients were no jobs of their own, they are half of backward.
     """
-    stages, size = len(picture.lanes), len(picture.lanes) * picture.chunks
+    stages = len(picture.lanes)
+    size = len(picture.lanes) * picture.chunks
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for stage, lane in enumerate(picture.lanes):
         for bar in lane.jobs:
@@ -72,7 +78,8 @@ def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
 
 def simulated_chart(table: dict[str, Any], picture: TimelineChart) -> TimelineChart:
     """The same step as the simulator plays it."""
-    name, limit = str(table.get("policy")), table.get("credits")
+    name = str(table.get("policy"))
+    limit = table.get("credits")
     shape = PipelineShape(len(picture.lanes), picture.micro_batches, picture.chunks)
     times = mean_times(picture)
     known = table.get("chosen")

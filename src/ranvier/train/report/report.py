@@ -90,7 +90,8 @@ def to_float(value: object) -> float | None:
 
 def read_record(folder: Path) -> RunRecord:
     """The record of a run, or a DataError if it has no metrics."""
-    path, notes = folder / "metrics.jsonl", []
+    path = folder / "metrics.jsonl"
+    notes = []
     rule = "A report needs the metrics of at least one step."
     try:
         lines = safe_files.read_text(path, errors="replace").split("\n")
@@ -112,7 +113,8 @@ def read_record(folder: Path) -> RunRecord:
 def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
     """The rows of a metrics file and how many lines are broken, not counting a cut-off last one."""
     rows: list[Metrics] = []
-    broken, step = 0, -1
+    broken = 0
+    step = -1
     for i, line in enumerate(lines):
         if not line.strip():
             continue
@@ -124,7 +126,10 @@ def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
             broken += i < len(lines) - 1
             continue
         known = to_float(row.get("step"))
-        step = int(known) if known is not None and math.isfinite(known) else step + 1
+        if known is not None and math.isfinite(known):
+            step = int(known)
+        else:
+            step = step + 1
         row["step"] = step
         rows.append(row)
     return rows, broken
@@ -147,7 +152,9 @@ def read_run_facts(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def median_or_none(values: Sequence[float]) -> float | None:
     """The median, or None of nothing."""
-    return statistics.median(values) if values else None
+    if values:
+        return statistics.median(values)
+    return None
 
 
 def wall_seconds(facts: Mapping[str, Any]) -> float | None:
@@ -162,7 +169,10 @@ def wall_seconds(facts: Mapping[str, Any]) -> float | None:
 def phase_seconds(record: RunRecord) -> dict[str, float]:
     """Seconds of each part of a run: those of run.json, or what the metrics tell; and the rest."""
     given = record.run_facts.get("phases")
-    known = {str(k): to_float(v) for k, v in given.items()} if isinstance(given, dict) else {}
+    if isinstance(given, dict):
+        known = {str(k): to_float(v) for k, v in given.items()}
+    else:
+        known = {}
     parts = {name: v for name, v in known.items() if v is not None and 0.0 < v < math.inf}
     if not parts:
         split = {k: sum(filter(math.isfinite, v)) for k, v in step_seconds(record).items()}
@@ -176,7 +186,10 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
 def restart_steps(record: RunRecord) -> list[float]:
     """The steps at which the run was resumed."""
     steps = record.run_facts.get("restarts")
-    known = [to_float(step) for step in steps] if isinstance(steps, list) else []
+    if isinstance(steps, list):
+        known = [to_float(step) for step in steps]
+    else:
+        known = []
     return [step for step in known if step is not None and math.isfinite(step)]
 
 
@@ -196,7 +209,8 @@ def step_seconds(record: RunRecord) -> dict[str, list[float]]:
 
 def key_facts(record: RunRecord) -> dict[str, Any]:
     """The key facts of a record; see `summary`."""
-    latest, facts = record.latest_rows(), record.run_facts
+    latest = record.latest_rows()
+    facts = record.run_facts
     held = latest.finite_values("held_out_loss")
     losses = [v for v in latest.metric_column("loss") if v is not None]
     bad = [
@@ -237,7 +251,9 @@ def format_bytes(value: float) -> str:
     """Bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+            if value < 999.5:
+                return f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
 
@@ -245,10 +261,14 @@ def format_bytes(value: float) -> str:
 def format_duration(seconds: float) -> str:
     """Seconds as a duration."""
     if seconds < 59.95:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+        if seconds >= 1:
+            return f"{seconds:.1f} s"
+        return f"{seconds * 1e3:.3g} ms"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s"
 
 
 def running_median(values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
@@ -267,7 +287,8 @@ def running_median(values: Sequence[float | None]) -> tuple[list[int], list[floa
 
 def fact_cards(facts: Mapping[str, Any]) -> str:
     """The key facts, large."""
-    loss, bad = facts["final_loss"], facts["losses_not_finite"]
+    loss = facts["final_loss"]
+    bad = facts["losses_not_finite"]
     rows: list[tuple[str, str | None, str]] = [
         ("Final loss", "not finite" if loss is None and bad else format_value(loss, ".4f"), ""),
         (
@@ -286,7 +307,10 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
     out = []
     for name, value, more in rows:
         if value is not None:
-            extra = f"<dd>{escape_html(more)}</dd>" if more else ""
+            if more:
+                extra = f"<dd>{escape_html(more)}</dd>"
+            else:
+                extra = ""
             out.append(f"<div><dt>{name}</dt><dd>{escape_html(value)}</dd>{extra}</div>")
     return f'<dl class="cards">{"".join(out)}</dl>'
 
@@ -295,7 +319,9 @@ def format_value(value: float | None, form: Any) -> str | None:
     """A value as text, by a format or a function; None stays None."""
     if value is None:
         return None
-    return format(value, form) if isinstance(form, str) else str(form(value))
+    if isinstance(form, str):
+        return format(value, form)
+    return str(form(value))
 
 
 def metric_series(record: RunRecord, name: str, label: str, *, scale: float = 1.0) -> list[Series]:
@@ -327,12 +353,18 @@ def loss_series(record: RunRecord) -> list[Series]:
 
 def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
     """Single dots at the steps that bear a mark: at their loss, or the last that was a number."""
-    steps, values, last = list[float](), list[float | None](), None
+    steps = list[float]()
+    values = list[float | None]()
+    last = None
     for row, loss in zip(record.rows, record.metric_column("loss"), strict=True):
-        last = loss if loss is not None and math.isfinite(loss) else last
+        if loss is not None and math.isfinite(loss):
+            last = loss
         if row.get(name) is True and last is not None:
-            steps, values = [*steps, row["step"], row["step"]], [*values, last, None]
-    return [Series(label, steps, values, "dots")] if steps else []
+            steps = [*steps, row["step"], row["step"]]
+            values = [*values, last, None]
+    if steps:
+        return [Series(label, steps, values, "dots")]
+    return []
 
 
 def has_spikes(values: Sequence[float]) -> bool:
@@ -342,7 +374,8 @@ def has_spikes(values: Sequence[float]) -> bool:
 
 def draw_plots(record: RunRecord) -> Iterator[str]:
     """The plots over steps, of a record with one row a step."""
-    steps, marks = [row["step"] for row in record.rows], restart_steps(record)
+    steps = [row["step"] for row in record.rows]
+    marks = restart_steps(record)
 
     def plot(
         series: Sequence[Series], title: str, unit: str, axis: Literal["log", "zero", "near"]
@@ -423,7 +456,9 @@ def time_table(parts: Mapping[str, float], steps: int) -> str:
 
 def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
     """Title, status, what ran where, and notes on what needs care."""
-    known, status, notes = record.run_facts, facts["status"], list(record.notes)
+    known = record.run_facts
+    status = facts["status"]
+    notes = list(record.notes)
     words = [f"{key} {known[key]}" for key in ("model", "grid", "device") if known.get(key)]
     words += [f"{known['world']} rank(s)"] if known.get("world") else []
     words += [f"{key} {known[key]}" for key in ("started", "finished") if known.get(key)]
@@ -439,7 +474,10 @@ def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
         notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
     notes += folders.restart_lines(known)
     bad = "" if status == "finished" else " bad"
-    badge = f'<p><span class="status{bad}">{escape_html(status)}</span></p>' if status else ""
+    if status:
+        badge = f'<p><span class="status{bad}">{escape_html(status)}</span></p>'
+    else:
+        badge = ""
     return "\n".join(
         [
             '<header><p class="kind">Ranvier training '
@@ -456,7 +494,10 @@ def file_listing(folder: Path) -> str:
     steps = sorted(p.name for p in folder.glob("checkpoints/step-*") if p.is_dir())
     steps = [name for name in steps if re.fullmatch(r"step-\d+", name)]
     traces = sorted(p.name for p in folder.glob("trace-rank*.json"))
-    out = [f"<p>{len(steps)} checkpoint(s):</p>{render_list(steps)}"] if steps else []
+    if steps:
+        out = [f"<p>{len(steps)} checkpoint(s):</p>{render_list(steps)}"]
+    else:
+        out = []
     if traces:
         how = "Open them at ui.perfetto.dev (Open trace file); the files stay on your machine."
         out.append(f"<p>{len(traces)} trace(s). {how}</p>{render_list(traces)}")
@@ -465,13 +506,23 @@ def file_listing(folder: Path) -> str:
 
 def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
     """The inside of the page."""
-    known, latest = record.run_facts, record.latest_rows()
-    sample, versions = known.get("sample"), known.get("versions")
-    sample = sample if isinstance(sample, dict) else {}
-    pairs = [(k, str(v)) for k, v in versions.items()] if isinstance(versions, dict) else []
-    mark, command = known.get("fingerprint"), known.get("command")
+    known = record.run_facts
+    latest = record.latest_rows()
+    sample = known.get("sample")
+    versions = known.get("versions")
+    if not isinstance(sample, dict):
+        sample = {}
+    if isinstance(versions, dict):
+        pairs = [(k, str(v)) for k, v in versions.items()]
+    else:
+        pairs = []
+    mark = known.get("fingerprint")
+    command = known.get("command")
     config = record.folder / "config.toml"
-    toml = safe_files.read_text(config, errors="replace") if safe_files.path_exists(config) else ""
+    if safe_files.path_exists(config):
+        toml = safe_files.read_text(config, errors="replace")
+    else:
+        toml = ""
     prompt = f'<p class="muted">Prompt</p>{render_text_block(sample.get("prompt") or "")}'
     return "\n".join(
         [

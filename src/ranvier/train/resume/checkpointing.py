@@ -65,7 +65,10 @@ def tensors_to_write(trainer: Trainer) -> tuple[ShardedStateDict, dict[str, Comp
     if trainer.grid.index["data"] == 0:  # frozen weights are not split over data
         state |= _frozen_weights(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    more = _device_counters(trainer) if trainer.grid.rank == 0 else {}
+    if trainer.grid.rank == 0:
+        more = _device_counters(trainer)
+    else:
+        more = {}
     if not any(at for axis, at in trainer.grid.index.items() if axis != "pipe"):
         more |= _router_biases(trainer)  # all ranks of a stage have them
     return {**mine, **_rng_states(trainer), **more}, sparse
@@ -93,12 +96,15 @@ def _frozen_weights(trainer: Trainer) -> ShardedStateDict:
 def _router_biases(trainer: Trainer) -> ShardedStateDict:
     """What routers choose experts by, besides weights."""
     balance = get_parallel_model(trainer.model).load_balancer
-    return {} if balance is None else {f"{n}.master": x for n, x in balance.sharded_state.items()}
+    if balance is None:
+        return {}
+    return {f"{n}.master": x for n, x in balance.sharded_state.items()}
 
 
 def _device_counters(trainer: Trainer) -> ShardedStateDict:
     """Numbers that live on the device: nobody has to wait for them."""
-    optimizer, place = trainer.optimizer, Shard((), (), (), ())
+    optimizer = trainer.optimizer
+    place = Shard((), (), (), ())
     found = {"run.updates": (optimizer.num_updates, place)}
     if optimizer.grad_scaler is not None:
         found["run.scale"] = (optimizer.grad_scaler.scale, place)
@@ -111,7 +117,8 @@ def _rng_states(trainer: Trainer) -> ShardedStateDict:
     rows = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         rows["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    world, rank = trainer.grid.world_size, trainer.grid.rank
+    world = trainer.grid.world_size
+    rank = trainer.grid.rank
     return {
         f"{RNG_PREFIX}{kind}": (
             row[None],
@@ -176,14 +183,19 @@ def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
         trainer.device,
     )
     lines = [f"damaged, not used: {line}" for line in damaged]
-    why = "the run goes on before it" if own else "the run goes on from another"
+    if own:
+        why = "the run goes on before it"
+    else:
+        why = "the run goes on from another"
     return lines + [f"set aside, as {why}: {path}" for path in moved]
 
 
 def _set_aside_checkpoints(trainer: Trainer, after: int) -> list[Path]:
     """Rename the checkpoints that the run leaves behind, on rank 0."""
     try:
-        return folders.set_aside(trainer.checkpoint_dir, after) if trainer.grid.rank == 0 else []
+        if trainer.grid.rank == 0:
+            return folders.set_aside(trainer.checkpoint_dir, after)
+        return []
     except OSError as error:
         raise WriteError(
             f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind are "
@@ -227,7 +239,8 @@ def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
 
 def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     """Fill the tensors of this rank and take the facts."""
-    manifest, config = manifests.read_manifest(checkpoint), trainer.run.checkpoint
+    manifest = manifests.read_manifest(checkpoint)
+    config = trainer.run.checkpoint
     _check_facts(manifest, checkpoint)
     if manifest.facts.get("weights"):  # of a model that was imported: all else begins anew
         return load_weights_only(trainer, checkpoint, manifest)

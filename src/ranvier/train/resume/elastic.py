@@ -67,7 +67,8 @@ def fit_micro_batch(run: RunConfig, world: int) -> RunConfig:
 
 def fallback_runs(run: RunConfig) -> list[RunConfig]:
     """A checked run on each grid of `launch.grids`, or every problem at once."""
-    runs, problems = [], []
+    runs = []
+    problems = []
     for text in run.launch.grids:
         try:
             degrees = parse_grid(text)

@@ -63,7 +63,9 @@ class OpenDirectory:
         if now - self._last_check < CHECK_INTERVAL_SECONDS:
             return 0
         self._last_check = now
-        return 0 if self.find_missing() is None else WriteError.exit_code
+        if self.find_missing() is None:
+            return 0
+        return WriteError.exit_code
 
 
 @contextmanager

@@ -72,10 +72,8 @@ def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
     seconds: how long to wait for a run that is just ending.
     """
     file = safe_files.open_to_write(folder / ".lock", append=True)
-    handle, limit = (
-        io.TextIOWrapper(file, encoding="utf-8", errors="replace"),
-        time.monotonic() + seconds,
-    )
+    handle = io.TextIOWrapper(file, encoding="utf-8", errors="replace")
+    limit = time.monotonic() + seconds
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +135,10 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
     launcher has started the ranks again; they may have taken all steps, but not written the report.
     """
     word = run.checkpoint.resume
-    own = Path(run.train.out) if run.train.out else None
+    if run.train.out:
+        own = Path(run.train.out)
+    else:
+        own = None
     if own is not None and not (own / "config.toml").exists() and (own / "metrics.jsonl").exists():
         raise PlanError(
             f"train.out={run.train.out!r} holds metrics without a config.toml. A run is only "
@@ -172,7 +173,10 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
     """Refuse to go on with adapters from a checkpoint that has none."""
     if is_base_checkpoint(manifest, run) and not manifest.facts.get("weights"):
         word = run.checkpoint.resume
-        where = run.train.out if word == "auto" else word
+        if word == "auto":
+            where = run.train.out
+        else:
+            where = word
         raise PlanError(
             f"lora.rank={run.lora.rank}, but {where!r} is of a run without adapters. A run that "
             f"trains adapters begins with weights and goes on by itself. Use train.start={where!r} "
@@ -182,7 +186,8 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
 
 def _refuse_finished(manifest: CheckpointManifest, run: RunConfig) -> None:
     """Refuse a checkpoint after which nothing is left to do."""
-    word, auto = run.checkpoint.resume, run.checkpoint.resume == "auto"
+    word = run.checkpoint.resume
+    auto = run.checkpoint.resume == "auto"
     if manifest.step >= run.train.steps and not auto:
         raise PlanError(
             f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
@@ -208,7 +213,8 @@ def _finished_error(run: RunConfig, other: str) -> PlanError:
 def _resolve_resume_path(path: Path) -> tuple[list[Path], list[str]]:
     """The checkpoint that a path is, or those of the run that it is."""
     if (path / MANIFEST_NAME).exists() or CHECKPOINT_NAME.fullmatch(path.name):
-        candidates, lines = ([path] if path.is_dir() else []), list[str]()
+        candidates = [path] if path.is_dir() else []
+        lines = list[str]()
     else:
         candidates, lines = newest_checkpoints(
             path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -297,7 +303,9 @@ def read_run_json(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing if it is not there or broken."""
     with suppress(OSError, ValueError, RecursionError):
         table = json.loads(safe_files.read_text(folder / "run.json"))
-        return table if isinstance(table, dict) else {}
+        if isinstance(table, dict):
+            return table
+        return {}
     return {}
 
 
@@ -313,7 +321,9 @@ def run_status(folder: Path, about: Mapping[str, Any]) -> str:
     status = str(about.get("status") or "")
     if status not in (UNFINISHED, "running"):  # of earlier versions
         return status
-    return "running" if is_locked(folder) else f"{UNFINISHED}: it was killed, or its machine lost"
+    if is_locked(folder):
+        return "running"
+    return f"{UNFINISHED}: it was killed, or its machine lost"
 
 
 def record_failure(folder: Path, began: float, code: int, message: str) -> None:
@@ -321,7 +331,8 @@ def record_failure(folder: Path, began: float, code: int, message: str) -> None:
 
     began: when its launcher began; a run that has taken the directory since is left alone.
     """
-    known, mine = read_run_json(folder), read_launches(folder)[-1:]
+    known = read_run_json(folder)
+    mine = read_launches(folder)[-1:]
     theirs = not mine or float(mine[0].get("began", 0.0)) < began
     if not code or known.get("status") != UNFINISHED or theirs or is_locked(folder):
         return
@@ -379,14 +390,15 @@ def restart_lines(about: Mapping[str, Any]) -> list[str]:
     if not reasons:
         return []
     goodput = about.get("goodput")
-    share = (
-        f" {goodput:.0%} of the time went to steps that counted."
-        if isinstance(goodput, float)
-        else ""
-    )
+    if isinstance(goodput, float):
+        share = f" {goodput:.0%} of the time went to steps that counted."
+    else:
+        share = ""
     return [f"Ranks were started again {len(reasons)} time(s), last: {reasons[-1]}{share}"]
 
 
 def _dicts_in(value: Any) -> list[dict[str, Any]]:
     """The tables of a list; of what is none nothing."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    if isinstance(value, list):
+        return [one for one in value if isinstance(one, dict)]
+    return []
