@@ -88,7 +88,7 @@ class Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(
-        self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0
+        self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 600.0
     ) -> list[Any]:
         """Results of the ranks, in order."""
         if not self.workers:
@@ -334,7 +334,7 @@ def _serve(me: ProcessInfo, connection: Connection, stacks: Path, backend: str, 
         _use_gpu()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        init_process_group(me, backend=backend, timeout_seconds=60.0, share_gpu=True)
+        init_process_group(me, backend=backend, timeout_seconds=300.0, share_gpu=True)
         with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
             _work(me.rank, connection)
 

@@ -110,6 +110,7 @@ def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
     assert "Rank 1 was killed by signal 9 (SIGKILL) at step 0. Memory may have run" in errors
 
 
+@pytest.mark.full
 def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -> None:
     text = '[model]\nsize = "llama3-8b"\nkv_heads = 1\nvocab = 128259\nbias = true\n'
     begun = []

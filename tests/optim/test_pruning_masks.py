@@ -88,6 +88,7 @@ def masked_pair(sparsity: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, plain.state()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("degrees", LONG, ids=named)
 def test_three_hundred_steps(pool: Pool, degrees: dict[str, int]) -> None:
     losses, weights = masked_pair(0.6)

@@ -130,6 +130,7 @@ def test_more_memory_is_never_slower_and_less_leads_to_the_host() -> None:
     )
 
 
+@pytest.mark.full
 @settings(max_examples=15)
 @given(gib=st.floats(5.0, 120.0), host=st.integers(0, 60))
 def test_what_is_chosen_fits_as_its_table_says(gib: float, host: int) -> None:

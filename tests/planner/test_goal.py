@@ -151,6 +151,7 @@ def test_a_goal_out_of_reach_says_what_is_fastest() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tokens", "given"), [(50e9, set()), (30e9, {"plan.batch"})])
 def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
     tokens: float, given: set[str]

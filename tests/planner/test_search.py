@@ -109,6 +109,7 @@ def slow() -> list[PredictedCandidate]:
     return every(wish(devices=8, job=small(batch=16)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gigabytes", [80.0, 6.0, 3.0])
 def test_pruning_loses_nothing(slow: list[PredictedCandidate], gigabytes: float) -> None:
     result = search.search_layouts(with_memory(wish(devices=8, job=small(batch=16)), gigabytes))

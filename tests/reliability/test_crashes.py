@@ -140,6 +140,7 @@ Trainer.issue_step = _killed
 """
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_a_smaller_grid(tmp_path: Path, whole: Path) -> None:
     """A25, elastic: one of two ranks is lost for good."""
     words = [*PAIR, *EVERY, "--launch.grids", "data=1", "--launch.retries", "1"]
@@ -240,6 +241,7 @@ def saving(tmp_path: Path) -> Iterator[Path]:
     thread.join()
 
 
+@pytest.mark.full
 def test_a_reader_sees_a_whole_checkpoint_or_none(saving: Path) -> None:
     """D18: what is read may be removed meanwhile."""
     good, limit = 0, time.monotonic() + 20.0

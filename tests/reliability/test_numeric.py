@@ -312,6 +312,7 @@ def spiky(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 SHORT = {"guard__window": 16, "optim__lr": 1e-4}
 
 
+@pytest.mark.full
 def test_a_spike_is_told(
     tmp_path: Path, corpus: str, spiky: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -324,6 +325,7 @@ def test_a_spike_is_told(
     assert capsys.readouterr().err.count("is a spike: the median was") == 1
 
 
+@pytest.mark.full
 def test_a_spike_is_left_out(tmp_path: Path, corpus: str, spiky: list[int]) -> None:
     """G4, skip: the update is not made; too many in a row end the run."""
     spiky.append(20)
@@ -518,6 +520,7 @@ def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[s
     return "", losses
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("degrees", [{}, {"data": 2, "row": 2}], ids=str)
 def test_a_bit_that_flips_in_an_activation_is_seen_in_a_replay(
     pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int]

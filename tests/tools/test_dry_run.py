@@ -226,7 +226,7 @@ MEMORY = [
     {"pipe": 4, "batch": 8, "row": 2, "recompute": "full"},
     {"depth": 256, "micro_batch": 1},
 ]
-CHEAP = 3
+CHEAP = 1
 SLOW = [pytest.param(n, marks=pytest.mark.full) for n in range(CHEAP, len(MEMORY))]
 
 

@@ -125,6 +125,7 @@ def example() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_the_example_runs(folder: Path) -> None:
     right = example().main(["--out", "out", "--questions", "6", "--steps", "30"])
     assert right > 0.9

@@ -110,6 +110,7 @@ def test_narrow_moments_go_on_to_the_bit(corpus: str, tmp_path: Path, moments: s
     assert first + losses_of(Grid({}), corpus, str(tmp_path / "b"), 5, last, how) == whole
 
 
+@pytest.mark.full
 def test_the_command_keeps_states_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
+@pytest.mark.full
 def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_budget, "USEFUL_TOKENS", 32)
     monkeypatch.setattr(recompute_budget, "OVERHEAD_TOKENS", 2)
