@@ -37,7 +37,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: torch takes a second."""
+    """Import public names lazily (PEP 562): importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ranvier.{_HOMES[name]}"), name)

@@ -1,7 +1,7 @@
 """The command `ranvier`, also as `python -m ranvier`.
 
-Local ranks are forked from a process that imports torch while this one does: it is begun here,
-before anything else is imported.
+Local ranks are forked from a forkserver that imports torch in parallel with this process: it is
+started here, before anything else is imported.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ from ranvier import launch
 from ranvier.errors import PlanError
 
 WORKER_MODULES = {"train": "ranvier.train.train", "verify": "ranvier.tools.verify"}
-"""What the local ranks of a verb import."""
+"""Module that the local ranks of a command import."""
 
 
 def main() -> None:
     """Run the command line; exits with its code."""
     words = sys.argv[1:]
-    if words[:1] == ["train"]:  # from the very start, whoever sends a signal learns the same
+    # From the very start, so that a signal gives the same exit code whenever it arrives.
+    if words[:1] == ["train"]:
         launch.exit_on_stop_signals()
-    if sys.stdout is None:  # closed by whoever started this
+    # Python sets these to None if the parent process has closed the descriptors.
+    if sys.stdout is None:
         sys.stdout = _open_null(1)
     if sys.stderr is None:
         sys.stderr = _open_null(2)
+    # A crude look at the arguments: a full parse would import too much before the forkserver
+    # starts. A single rank runs in this process and needs none.
     one = " --nproc 1 " in f"{' '.join(words)} ".replace("=", " ")
     if words and words[0] in WORKER_MODULES and not one and not {"-h", "--help"} & {*words}:
-        with suppress(PlanError, OSError):  # told later
+        # The command line reports these errors later.
+        with suppress(PlanError, OSError):
+            # None: not started by an external launcher, so this process starts the ranks.
             if launch.read_process_info() is None:
                 launch.start_forkserver([WORKER_MODULES[words[0]]])
     from ranvier.cli import main as command_line
@@ -38,7 +44,7 @@ def main() -> None:
 
 
 def _open_null(number: int) -> TextIO:
-    """A descriptor that takes everything, for the ranks too: no other file may get its number."""
+    """Open /dev/null as descriptor `number`, also for the ranks: no other file may get it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     os.set_inheritable(number, True)
     return os.fdopen(number, "w")

@@ -1,9 +1,10 @@
-"""Values from counters: a random number is a function of (seed, name, index), not of a state.
+"""Counter-based RNG: a random number is a function of (seed, name, index), not of a state.
 
-So every grid starts bitwise equal, a rank computes only its own part, and a recomputed dropout is
-the same. All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of twelve
-16-bit uniforms (Irwin-Hall): exact, hence equal to the bit on every device, vector width and shape.
-It has the mean, variance and, nearly, the shape of a normal distribution cut at six deviations.
+So all grids start bitwise equal, a rank computes only its own shard, and a recomputed dropout mask
+is the same. All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of
+twelve 16-bit uniforms (Irwin-Hall): exact, hence bitwise equal on every device, vector width and
+shape. It has the mean, the variance and nearly the shape of a normal distribution truncated at six
+standard deviations.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from torch.overrides import TorchFunctionMode
 
 from ranvier.sharding import Shard
 
+# The two odd factors of splitmix64, as signed numbers.
 _SPLITMIX_FACTORS = (
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
-)  # the two odd factors of splitmix64, as signed numbers
+)
 CHUNK = 1 << 22
-"""Elements initialised at once, so that the temporaries stay small."""
+"""Elements initialized at a time, so that the temporaries stay small."""
 
 
 class _SkipRandomInit(TorchFunctionMode):
-    """Let `normal_` and its kin do nothing."""
+    """Mode in which `normal_` and the other random initializers do nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -43,45 +45,47 @@ class _SkipRandomInit(TorchFunctionMode):
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Models made inside are without values: on the meta device, and nothing is drawn for them.
+    """Create models without values: on the meta device, without drawing random numbers.
 
-    (Drawing on the meta device imports its Python kernels, more than a second of every rank.)
+    (Drawing on the meta device imports its Python kernels, more than a second on every rank.)
     """
     with torch.device("meta"), _SkipRandomInit():
         yield
 
 
 def random_key(seed: int, *names: str | int) -> int:
-    """A 63-bit number from a seed and names."""
+    """Return a 63-bit hash of a seed and names."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def scramble_bits(x: Tensor) -> Tensor:
-    """A bijection of 64-bit integers that looks random (the finaliser of splitmix64)."""
+    """Apply a random-looking bijection of 64-bit integers (the finalizer of splitmix64)."""
     x = (x ^ _shift_right(x, 30)) * _SPLITMIX_FACTORS[0]
     x = (x ^ _shift_right(x, 27)) * _SPLITMIX_FACTORS[1]
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right."""
+    """Shift right logically: `>>` of int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform_bits(x: Tensor) -> Tensor:
-    """32 random bits of scrambled integers, as integers in [0, 2³²)."""
+    """Return 32 random bits of scrambled integers, as integers in [0, 2³²)."""
     return _shift_right(x, 32)
 
 
 def normal_values(index: Tensor, stream: int) -> Tensor:
-    """Standard normal numbers (float64) of the given indices in a stream."""
+    """Return standard normal numbers (float64) at the given indices of a stream."""
     total = torch.zeros_like(index)
+    # Three 64-bit words hold twelve 16-bit uniforms.
     for word in range(3):
         bits = scramble_bits(scramble_bits(index * 3 + word) ^ stream)
         for shift in (0, 16, 32, 48):
             total += (bits >> shift) & 0xFFFF
-    return (total - 6 * 0xFFFF).double() / 65536.0  # twelve uniforms: variance 1
+    # A uniform on [0, 1) has variance 1/12, so the sum of twelve has variance 1.
+    return (total - 6 * 0xFFFF).double() / 65536.0
 
 
 def init_shard(
@@ -94,13 +98,14 @@ def init_shard(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """My part of a parameter with normal values (constant for std 0), padding zero."""
+    """Return the values of a shard: normal, constant if std is 0; padding is zero."""
     assert place.flat_range is None, place
     part = torch.zeros(place.local_shape, dtype=dtype, device=device)
     if std == 0.0:
         part[tuple(slice(n) for n in place.valid_shape)] = mean
         return part
     index = torch.zeros((), dtype=torch.int64, device=device)
+    # Index of each element in the flattened global tensor, by Horner's rule over the dims.
     for size, start, valid in zip(
         place.global_shape, place.global_offset, place.valid_shape, strict=True
     ):
@@ -116,9 +121,9 @@ def init_shard(
 def dropout_mask(
     shape: Sequence[int], counters: Sequence[Tensor], stream: Tensor, p: float
 ) -> Tensor:
-    """Which elements a dropout keeps: a function of the counters, broadcast to `shape`.
+    """Return the mask of elements that dropout keeps: a function of the counters.
 
-    counters: for each dim of `shape` the global indices along it, shaped to broadcast.
+    counters: for each dim of `shape` the global indices along it, shaped to broadcast to `shape`.
     """
     bits = stream.to(counters[0].device)
     for counter in counters:

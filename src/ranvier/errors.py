@@ -1,6 +1,6 @@
 """Errors for users: what is wrong with its values, the rule, the remedy.
 
-Few classes. Broken invariants of our own are `assert`s with their values in the message.
+Broken internal invariants are `assert`s with the values in the message instead.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 INTERNAL_EXIT_CODE = 70
-"""Exit code of an error that is not the user's."""
+"""Exit code of an internal error."""
 STOPPED_EXIT_CODE = 75
-"""Exit code of a run that was told to stop and has saved: start it again and it goes on."""
+"""Exit code of a run that was stopped and has saved a checkpoint: a restart resumes it."""
 NO_PROGRESS_EXIT_CODE = 93
-"""Exit code of a run that was started again and again without getting further."""
+"""Exit code of a run that was restarted repeatedly without making progress."""
 
 
 class RanvierError(Exception):
-    """Any mistake a user can mend; the command line prints it without a traceback."""
+    """Any error a user can fix; the command line prints it without a traceback."""
 
     exit_code = 64
 
@@ -33,7 +33,7 @@ class PlanError(RanvierError):
 
 
 class ShardingError(RanvierError):
-    """A model whose weights cannot be placed on the grid."""
+    """A model whose weights cannot be sharded over the grid."""
 
 
 class CommunicationError(RanvierError):
@@ -49,7 +49,7 @@ class DeviceMemoryError(RanvierError):
 
 
 class OtherRankError(CommunicationError):
-    """An error that another rank tells; this one only ends with it."""
+    """An error that another rank reports; this rank only exits with its code."""
 
     def __init__(self, code: int) -> None:
         super().__init__("Another rank could not go on. Its own message says why. Look there.")
@@ -57,7 +57,7 @@ class OtherRankError(CommunicationError):
 
 
 class NumericError(RanvierError):
-    """A loss or gradient that is no finite number."""
+    """A loss or gradient that is not finite."""
 
     exit_code = 74
 
@@ -75,11 +75,11 @@ class CheckpointError(RanvierError):
 
 
 class DamageError(CheckpointError):
-    """A checkpoint that is not as it was written: an older one may be taken."""
+    """A checkpoint that differs from what was written; an older one may be used."""
 
 
 class HangError(RanvierError):
-    """Ranks that give no sign of life."""
+    """Ranks that do not respond."""
 
     exit_code = 72
 
@@ -97,6 +97,6 @@ class VersionError(RanvierError):
 
 
 class UnsafeInputError(RanvierError):
-    """Something that could do harm: a path that leads out of its directory, a link, a pickle."""
+    """Unsafe input: path traversal, a symlink, a pickle."""
 
     exit_code = 77

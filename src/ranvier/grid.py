@@ -1,13 +1,13 @@
 """Grid: all ranks as one array with seven named axes, and the process groups along them.
 
 The array is explicit, so that placement (which ranks are neighbours) is independent of the names.
-A grid without processes answers every question about sizes and coordinates; planner and tools use
-that. Groups are made by their members only, in the order in which the axes are asked for; all ranks
-run the same program and so ask in the same order.
+A grid without processes knows all sizes and coordinates; the planner and tools use that. Groups are
+created by their members only, in the order in which axes are requested; all ranks run the same
+program and so request them in the same order.
 
-Nothing is initialised lazily: a communicator of NCCL is connected when its group is made, because
-its first use would be an agreement that blocks the host in the middle of a step. After `seal` a
-group that is not there yet is a mistake of the program, and a warning.
+Nothing is initialized lazily: an NCCL communicator is connected when its group is created, because
+connecting it at its first use would block the host in the middle of a step. Creating a group after
+`seal_groups` is a bug in the program, and a warning.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HOST_CHANNEL = "host"
-"""Channel of groups whose messages never leave the hosts: small facts, at any moment."""
+"""Channel of groups on the host: small values, at any time."""
 ORDERS_CHANNEL = "orders"
-"""Channel on which ranks wait for what the first of them wants next, for as long as it takes."""
+"""Channel on which ranks wait for the next command of rank 0, without a time limit."""
 CONTROL_CHANNEL = "control"
-"""Channel on which the hosts of stages tell each other which transfers they post."""
+"""Channel on which the hosts of pipeline stages announce the transfers they post."""
 GLOO_CHANNELS = (HOST_CHANNEL, ORDERS_CHANNEL, CONTROL_CHANNEL)
-"""Channels over Gloo, whatever the backend of the others is."""
+"""Channels that use Gloo, whatever the backend of the others."""
 LONG_TIMEOUT_CHANNELS = ("forward", "backward", ORDERS_CHANNEL, CONTROL_CHANNEL)
-"""Channels with receives that are posted long before their messages; who waits for one has a clock
-of its own."""
+"""Channels with receives that are posted long before their messages; their waits are timed by the
+caller, not by the group."""
 WEEK_SECONDS = 7 * 24 * 3600.0
 GLOO_HANDLES = 6
-"""Handles of a group over Gloo beside one for each rank."""
+"""File handles of a Gloo group, in addition to one per rank."""
 NCCL_HANDLES = 64
-"""Handles of a communicator over NCCL, which connects a rank to few others."""
+"""File handles of an NCCL communicator, which connects a rank to few others."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """What making a group took."""
+    """A group that was created, and how long that took."""
 
     names: tuple[str, ...]
     """Axes of its ranks."""
@@ -68,11 +68,11 @@ class Axis:
     names: tuple[str, ...]
     size: int
     index: int
-    """My place on it."""
+    """Index of this rank on the axis."""
     ranks: tuple[int, ...]
     """Global ranks, in order."""
     order: tuple[int, ...]
-    """Place in the group of each of them: c10d sorts the ranks of a group."""
+    """Position of each of them in the process group: c10d sorts the ranks of a group."""
     crosses_nodes: bool
     group: ProcessGroup | None
     group_name: str
@@ -88,23 +88,23 @@ class Grid:
 
     degrees: Mapping[str, int]
     rank: int = -1
-    """Which of them I am; -1: what the process group says, or 0 without processes."""
+    """Global rank of this process; -1: taken from the process group, or 0 without processes."""
     order: Sequence[int] | None = None
     """Global rank of each grid position, innermost axis fastest; None: 0, 1, 2, ..."""
     ranks_per_node: int = 8
     connected: bool = False
-    """Make process groups (needs an initialised process group of all ranks)."""
+    """Create process groups (needs an initialized default process group)."""
     timeout_seconds: float = 600.0
     trace: Trace = field(default_factory=Trace)
     groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
     """Groups by ranks and channel; grids of one process may share them."""
     rendezvous: bool | None = None
-    """Whether stages agree on each transfer before they post it (see `comm.p2p`); None: over NCCL,
+    """Whether stages agree on each transfer before posting it (see `comm.p2p`); None: with NCCL,
     whose transfers are kernels that spin until both sides are posted."""
     communicators: list[Communicator] = field(default_factory=list)
-    """Groups that this grid has made."""
+    """Groups that this grid has created."""
     debug: bool = False
-    """Compare every collective and every input of a model between ranks before it runs (slow)."""
+    """Compare every collective and every model input between ranks before it runs (slow)."""
 
     def __post_init__(self) -> None:
         _check_axis_names(self.degrees)
@@ -117,6 +117,7 @@ class Grid:
         self.degrees = {axis: self.degrees.get(axis, 1) for axis in AXES}
         shape = tuple(self.degrees.values())
         world = math.prod(shape)
+        # `ranks[position]` is the global rank at each grid position, innermost axis fastest.
         if self.order is None:
             ranks = np.arange(world)
         else:
@@ -148,16 +149,19 @@ class Grid:
             self.rendezvous = self.backend == "nccl"
 
     def _process_rank(self) -> int:
-        """The rank of this process, 0 without processes."""
+        """Return the global rank of this process, 0 without processes."""
         if not self.connected:
             return 0
+        # Imported here: the planner uses unconnected grids without torch.
         from torch import distributed
 
         return distributed.get_rank()
 
     @classmethod
     def from_plan(cls, plan: Plan, **options: Any) -> Grid:
-        """The grid of a resolved plan, its ranks placed in the plan's order."""
+        """Return the grid of a resolved plan, with ranks placed in the plan's order."""
+        # Number the ranks with the plan's axes, outermost first, then transpose to the order of
+        # AXES.
         if plan.order and "order" not in options:
             shape = [plan.degrees[axis] for axis in plan.axis_order]
             places = [plan.axis_order.index(axis) for axis in AXES]
@@ -171,13 +175,14 @@ class Grid:
         return int(self.ranks.size)
 
     def axis(self, *names: str, share: Mapping[str, int] | None = None, channel: str = "") -> Axis:
-        """The axis of these names, fused outermost first.
+        """Return the axis of these names, fused, outermost first.
 
-        share: of these axes only so many consecutive ranks (those that hold the same part).
-        channel: a name of its own makes a second communicator over the same ranks.
-        Communicates: with its members, the first time it is asked for on a connected grid.
+        share: number of consecutive ranks to take of these axes (those that hold the same shard).
+        channel: a distinct name creates a second communicator over the same ranks.
+        Communicates: with its members, at the first request on a connected grid.
         """
         _check_axis_names([*names, *(share or {})])
+        # Axes of size 1 are dropped, so requests that mean the same ranks share one group.
         counts = {name: self.degrees[name] for name in AXES if name in names} | dict(share or {})
         counts = {name: counts[name] for name in AXES if counts.get(name, 1) > 1}
         key = (tuple(counts.items()), channel)
@@ -186,9 +191,9 @@ class Grid:
         return self._axes[key]
 
     def world_axis(self, *, channel: str = "") -> Axis:
-        """All ranks in the order of their numbers, wherever they are placed.
+        """Return the axis of all ranks in the order of their numbers, regardless of placement.
 
-        The index of a rank on this axis is that rank. Communicates: as `axis`.
+        The index on this axis is the global rank. Communicates: as `axis`.
         """
         key = ("everyone", channel)
         if key not in self._axes:
@@ -197,16 +202,16 @@ class Grid:
         return self._axes[key]
 
     def axis_without_group(self, *names: str) -> Axis:
-        """The axis of these names for its size and my place on it, without a communicator."""
+        """Return the axis of these names without a communicator, for its size and index."""
         _check_axis_names(names)
         counts = {n: self.degrees[n] for n in AXES if n in names and self.degrees[n] > 1}
         return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), None)
 
     def axis_subset(self, name: str, indices: Sequence[int]) -> Axis:
-        """Some of the ranks of an axis; for another rank that rank alone.
+        """Return an axis of some of the ranks of an axis; on other ranks, of that rank alone.
 
-        All ranks must ask, also those that are none of them: each makes a group, so that all have
-        made equally many. Communicates: with its members, the first time it is asked for.
+        All ranks must call this, also those that are not members: each creates a group, so that all
+        have created equally many. Communicates: with its members, at the first request.
         """
         if len(indices) == self.degrees[name]:
             return self.axis(name)
@@ -227,7 +232,9 @@ class Grid:
         return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), channel)
 
     def _axis_of_ranks(self, names: tuple[str, ...], ranks: list[int], channel: str | None) -> Axis:
-        """An axis of these ranks, and their group; channel: None: they have none."""
+        """Return an axis of these ranks with their group; without a group if `channel` is None."""
+        # c10d sorts the ranks of a group, so axes of the same ranks in another order share the
+        # group.
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
         if self.connected and len(ranks) > 1 and channel is not None:
@@ -248,7 +255,8 @@ class Grid:
         )
 
     def _member_ranks(self, counts: Mapping[str, int]) -> list[int]:
-        """Global ranks that differ from mine only along `counts`, in fused order."""
+        """Return the global ranks that differ from this one only along `counts`, in fused order."""
+        # Along an axis of `counts` take the aligned block of ranks that contains this one.
         window = []
         for axis in AXES:
             if axis in counts:
@@ -260,7 +268,7 @@ class Grid:
 
     @property
     def backend(self) -> str:
-        """The backend of its groups but those on the host; empty without processes."""
+        """Backend of all groups except those on the host; empty without processes."""
         if not self.connected:
             return ""
         from torch import distributed
@@ -268,11 +276,11 @@ class Grid:
         return str(distributed.get_backend())
 
     def seal_groups(self) -> None:
-        """Say that all groups that the run will use have been made."""
+        """Declare that all groups that the run will use exist; later ones cause a warning."""
         self._is_sealed = True
 
     def _make_group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
-        """A group of these ranks, connected. Communicates: with them."""
+        """Create and connect a group of these ranks. Communicates: with them."""
         from torch import cuda, device, distributed, zeros
 
         if self._is_sealed:
@@ -293,6 +301,7 @@ class Grid:
             here = device("cuda", cuda.current_device())
         else:
             here = None
+        # Running out of file handles inside c10d gives obscure errors, so check before.
         if len(ranks) > 1:
             if nccl:
                 count = NCCL_HANDLES
@@ -302,9 +311,10 @@ class Grid:
                 count, f"A group of {len(ranks)} ranks over {'·'.join(names)}"
             )
         begun = time.perf_counter()
-        # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
-        # its ranks and how many groups the process has: members must have made equally many before.
-        # With a device NCCL connects at once, and transfers need no communicators of their own.
+        # Only members take part (O(1) calls per rank at any world size). c10d names such a group by
+        # its ranks and the number of groups of the process, so members must have created equally
+        # many groups before. With a device_id NCCL connects at once, and point-to-point transfers
+        # need no communicators of their own.
         try:
             group = distributed.new_group(
                 ranks,
@@ -323,7 +333,8 @@ class Grid:
             ) from error
         assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
         if nccl and not any(one.backend == "nccl" for one in self.communicators):
-            # The first collective loads NCCL's kernels, which waits for all that the device does.
+            # The first collective loads NCCL's kernels, which waits for all work on the device, so
+            # it runs here and not in the middle of a step.
             distributed.all_reduce(zeros(1, device=here), group=group)
             cuda.synchronize()
         if len(ranks) > 1:

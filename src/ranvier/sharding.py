@@ -1,18 +1,20 @@
-"""Sharding: which part of which tensor lies on which rank. The only index arithmetic there is.
+"""Sharding: which part of which tensor is stored on which rank; all index arithmetic is here.
 
 A model names the dims of its weights; three tables map those names to axes of the grid:
 
-* `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0 (of
-  experts, along the dim behind them).
-* `OUTER`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
-* `INNER`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
-* `WHOLE`: features that nothing splits (a LoRA rank). `[b/col, s/row, r]` or `[b, s/row, r]`.
+* `WEIGHT_RULE`: where a weight is split. Matrices are also split over `depth` along dim 0 (expert
+  weights along the dim after the expert dim).
+* `OUTER_RULE`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
+* `INNER_RULES`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or
+  `[b, s, n/(row·col)]`.
+* `UNSPLIT_RULES`: features that no axis splits (a LoRA rank). `[b/col, s/row, r]` or
+  `[b, s/row, r]`.
 
-Everything else is derived from them here: the part of a weight on a rank (`Sharding`, `Place`), the
-ranks that hold the same part and so sum its gradient (`Sharding.over`), and what a linear layer
-communicates (`Table.move`). Two dims need not divide: the vocabulary is padded to a multiple of
-row·col, and a dim 0 to a multiple of depth. Padding lies behind the valid elements of a rank, is
-zero, and never leaves it.
+Everything else is derived from them here: the shard of a weight on a rank (`Sharding`, `Shard`),
+the ranks that hold the same shard and so sum its gradient (`Sharding.replica_counts`), and what a
+linear layer communicates (`ShardingTable.linear_comm`). Two dims need not divide: the vocabulary is
+padded to a multiple of row·col, and dim 0 to a multiple of depth. Padding follows the valid
+elements of a rank, is zero, and never leaves the rank.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 AxisRule = Mapping[str, tuple[str, ...]]
 Dim = str | tuple[int, str]
-"""A named dim; `(3, "heads")` is three `heads` packed one after the other (a fused q, k, v)."""
+"""A named dim; `(3, "heads")` is three `heads` packed consecutively (fused q, k, v)."""
 
 WEIGHT_RULE: AxisRule = {
     "vocab": ("row",),
@@ -57,17 +59,17 @@ UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
     "samples": {"batch": INNER_RULES["samples"]["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
     "features": {"batch": OUTER_RULE["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
 }
-"""Tokens lie as they do in both regions around it; where only features lie on col, its ranks have
-the same values, and the same gradients of them."""
+"""Tokens are split as in the outer and the inner region alike. If col splits only features, the
+ranks of col hold the same values, and the same gradients of them."""
 TOKEN_DIMS = {"batch": 0, "seq": 1}
-"""Where these dims stand in an activation; the features are its last dim."""
+"""Position of these dims in an activation; the features are its last dim."""
 
 
 @dataclass(frozen=True)
 class CommStep:
     """One communication of a linear layer: over `axis`, along `dim` of the activation.
 
-    Without an axis there is none.
+    An empty axis means no communication.
     """
 
     axis: str = ""
@@ -76,10 +78,11 @@ class CommStep:
 
 @dataclass(frozen=True)
 class LinearComm:
-    """What a linear layer does to its input and output: gather, matmul, reduce-scatter.
+    """Communication of a linear layer: gather the input, matmul, reduce-scatter the output.
 
-    Where one of its dims is whole, col may have a step without a dim of an activation: an input
-    that all its ranks have (`share`, backward sums), an output that all get (`total`, the sum).
+    If one of its dims is not split, col may have a step without a dim of an activation: an input
+    that is replicated over `copy_axis` (backward sums over it), or an output that is summed over
+    `reduce_axis` and then replicated.
     """
 
     gather: CommStep = CommStep()
@@ -90,19 +93,19 @@ class LinearComm:
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """The three rules of a run; `inner` is the row that says what col splits inside."""
+    """The sharding rules of a run; `col_splits` says what col splits in the inner region."""
 
     col_splits: InnerSplit = "samples"
     vocab_over_pipe: bool = False
-    """Whether the stages of a pipeline split the vocabulary, too."""
+    """Whether the stages of a pipeline also split the vocabulary."""
 
     @property
     def weight_rule(self) -> AxisRule:
-        """Where weights are split."""
+        """The rule by which weights are split."""
         return self._with_vocab_over_pipe(WEIGHT_RULE)
 
     def activation_rule(self, dim: str) -> AxisRule:
-        """The rule of the activations that carry `dim` as their features."""
+        """Return the rule of activations whose feature dim is `dim`."""
         if dim == "rank":
             return UNSPLIT_RULES[self.col_splits]
         if dim == "embed":
@@ -115,20 +118,20 @@ class ShardingTable:
         return rule
 
     def feature_axes(self, dim: str) -> tuple[str, ...]:
-        """Axes that split `dim` as the features of an activation."""
+        """Return the axes that split `dim` as the features of an activation."""
         return self.activation_rule(dim).get(dim, ())
 
     def token_axes(self, dim: str, name: str) -> tuple[str, ...]:
-        """Axes that split the batch or the sequence where `dim` is the features."""
+        """Return the axes that split `name` (batch or seq) where `dim` is the feature dim."""
         return self.activation_rule(dim)[name]
 
     def linear_comm(self, out: str, into: str) -> LinearComm:
-        """Communication of a linear layer whose weight is `(out, into)`.
+        """Return the communication of a linear layer whose weight is `(out, into)`.
 
-        The out dim lies on an axis over which the input is still split: gather it. The in dim lies
-        on an axis over which the product is a partial sum: scatter it to where the output region
-        wants it. From embed to an inner dim the layer enters, the other way it leaves; a rank lies
-        between the two.
+        The out dim is split over an axis that still splits the input's tokens: gather them. The in
+        dim is split over an axis on which the product is a partial sum: reduce-scatter it along the
+        dim that the output region splits over that axis. A layer from embed to an inner dim enters
+        the inner region, the other way it leaves it; a LoRA rank is between the two.
         """
         inside = set(WEIGHT_RULE) & set(INNER_RULES[self.col_splits])
         pair = {out, into} - inside
@@ -138,8 +141,11 @@ class ShardingTable:
                 f"A linear layer has the dims ({out!r}, {into!r}). It goes from 'embed' to one of "
                 f"{sorted(inside)} or back, or between 'rank' and these. Rename one of its dims."
             )
+        # `pair` holds the dims that are not inner dims: exactly one of embed, rank, or both.
         if "rank" in pair:
             return self._unsplit_dim_comm(out, into)
+        # The static rule, not `weight_rule`: a vocabulary split over pipe adds no communication
+        # here, as the head sums over stages by itself.
         (out_axis,), (in_axis,) = WEIGHT_RULE[out], WEIGHT_RULE[into]
         return LinearComm(
             gather=CommStep(out_axis, _activation_dim(self.activation_rule(into), out_axis)),
@@ -147,9 +153,9 @@ class ShardingTable:
         )
 
     def _unsplit_dim_comm(self, out: str, into: str) -> LinearComm:
-        """The same for a layer from or to a dim that nothing splits.
+        """Return the communication of a layer from or to a dim that no axis splits.
 
-        The axes of the other dim split tokens on the side of the rank, or nothing.
+        Each axis of the other dim splits tokens on the side of the rank, or nothing.
         """
         rank = self.activation_rule("rank")
         other = into if out == "rank" else out
@@ -163,18 +169,18 @@ class ShardingTable:
 
 
 def _token_dim(region: AxisRule, axis: str) -> int | None:
-    """The dim of tokens that `axis` splits in `region`, if any."""
+    """Return the token dim that `axis` splits in `region`, if any."""
     return next((TOKEN_DIMS[dim] for dim in TOKEN_DIMS if axis in region[dim]), None)
 
 
 def _activation_dim(region: AxisRule, axis: str) -> int:
-    """The dim of an activation that `axis` splits in `region`."""
+    """Return the dim of an activation that `axis` splits in `region`; -1: the features."""
     return next((TOKEN_DIMS.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
 
 
 @dataclass(frozen=True)
 class AxisSplit:
-    """One axis cuts one dim: consecutive `share` ranks hold the same block of `block` elements."""
+    """One axis splits one dim: `replicas` consecutive ranks hold the same `block_size` elements."""
 
     axis: str
     ranks: int
@@ -184,29 +190,29 @@ class AxisSplit:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a whole tensor, and where its elements lie in the part that holds it."""
+    """A box of a global tensor, and where its elements are in the shard that holds it."""
 
     start: tuple[int, ...]
-    """First index in each dim of the whole."""
+    """First index in each dim of the global tensor."""
     size: tuple[int, ...]
     offset: int
-    """Place of its first element in the flattened part."""
+    """Offset of its first element in the flattened shard."""
     strides: tuple[int, ...]
-    """Elements of the part from one index to the next, in each dim."""
+    """Strides in the shard, in elements."""
 
     @property
     def num_elements(self) -> int:
-        """How many it has."""
+        """Number of elements of the box."""
         return math.prod(self.size)
 
     @property
     def span(self) -> int:
-        """Elements of the part from its first to its last, both included."""
+        """Elements of the shard from its first to its last one, inclusive."""
         steps = zip(self.size, self.strides, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + 1
 
     def intersection(self, other: Box) -> Box | None:
-        """What of this box the other one has, too, as it lies in this part; None: nothing."""
+        """Return the intersection with `other`, with offsets into this shard; None if empty."""
         start = tuple(map(max, self.start, other.start))
         ends = ([a + n for a, n in zip(x.start, x.size, strict=True)] for x in (self, other))
         size = tuple(min(e, f) - a for e, f, a in zip(*ends, start, strict=True))
@@ -217,9 +223,10 @@ class Box:
         return Box(start, size, offset, self.strides)
 
     def split_to_fit(self, most: int) -> list[Box]:
-        """The box in pieces along its first dims, so that none spans more than `most` elements."""
+        """Split the box along its first dims into pieces that span at most `most` elements each."""
         if self.span <= most or not self.size:
             return [self]
+        # A first dim of one row cannot be split further: split along the dims after it.
         if self.size[0] == 1:
             inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).split_to_fit(
                 most
@@ -227,6 +234,7 @@ class Box:
             first = self.start[:1]
             stride = self.strides[:1]
             return [Box(first + x.start, (1, *x.size), x.offset, stride + x.strides) for x in inner]
+        # Whole rows per piece; a row that is too long itself is split in the recursion.
         rows = max(most // max(self.strides[0], 1), 1)
         return [
             piece
@@ -242,28 +250,28 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a whole tensor: a box, perhaps padded behind, perhaps only a flat range of it."""
+    """A part of a global tensor: a box, possibly padded at its end, or a flat range of it."""
 
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the global tensor."""
     global_offset: tuple[int, ...]
     """First index of the box in each dim."""
     valid_shape: tuple[int, ...]
-    """Elements of the box that exist in the whole, in each dim."""
+    """Size of the box without padding, in each dim."""
     local_shape: tuple[int, ...]
-    """Shape of the box in memory, padding included."""
+    """Shape of the box in memory, including padding."""
     flat_range: tuple[int, int] | None = None
-    """Range of the flattened box (ZeRO over data); None: all of it."""
+    """Range of the flattened, padded box (ZeRO over data); None: all of it."""
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
-        """The box as an index into the whole."""
+        """The box as an index into the global tensor."""
         return tuple(
             slice(a, a + n) for a, n in zip(self.global_offset, self.valid_shape, strict=True)
         )
 
     def slice_from(self, whole: torch.Tensor) -> torch.Tensor:
-        """My part of a whole tensor, padding zero: `local`, or the flat range of it."""
+        """Return this shard of a global tensor, zero-padded: `local_shape`, or its flat range."""
         part = whole.new_zeros(self.local_shape)
         part[tuple(slice(n) for n in self.valid_shape)] = whole.reshape(self.global_shape)[
             self.global_slices
@@ -273,7 +281,9 @@ class Shard:
         return part.view(-1)[slice(*self.flat_range)].clone()
 
     def write_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Write my part into a whole tensor."""
+        """Write this shard into a global tensor."""
+        # A flat range is not a box of the global tensor, so read the box, fill the range in, write
+        # it back.
         if self.flat_range is not None:
             box = replace(self, flat_range=None)
             filled = box.slice_from(whole)
@@ -287,11 +297,13 @@ class Shard:
         return None
 
     def to_boxes(self) -> list[Box]:
-        """The part as boxes of the whole, padding left out: a flat range has a few of them."""
+        """Return the shard as boxes of the global tensor, without padding; several if flat."""
+        # The shard is contiguous; offsets count from the start of its flat range.
         strides = tuple(math.prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
         first, last = self.flat_range or (0, math.prod(self.local_shape))
         found = []
         for corner, extent in _flat_range_boxes(self.local_shape, first, last):
+            # Cut off the padding.
             size = tuple(
                 min(n, have - a)
                 for a, n, have in zip(corner, extent, self.valid_shape, strict=True)
@@ -303,7 +315,7 @@ class Shard:
         return found
 
     def narrow_flat(self, start: int, stop: int) -> Shard:
-        """The flat range `[start, stop)` of this box, cut to its end."""
+        """Return the flat range `[start, stop)` of this box, clipped to its end."""
         size = math.prod(self.local_shape)
         return replace(self, flat_range=(min(start, size), min(stop, size)))
 
@@ -311,19 +323,21 @@ class Shard:
 def _flat_range_boxes(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Corner and extent of the boxes that elements `first` to `last` of an array form.
+    """Yield corner and extent of the boxes that cover elements `[first, last)` of an array.
 
-    A row begun, whole rows, a row not ended: 2 · dims - 1 boxes at most.
+    The end of a row, full rows, the start of a row: at most 2 · dims - 1 boxes.
     """
     if first >= last:
         return
     if not shape:
         yield (), ()
         return
+    # Rows begun .. ended are the full ones; there may be a partial row before and after them.
     row = math.prod(shape[1:])
     begun = -(-first // row)
     ended = last // row
-    if begun > ended:  # inside one row
+    # The whole range is inside one row.
+    if begun > ended:
         for corner, extent in _flat_range_boxes(shape[1:], first - ended * row, last - ended * row):
             yield (ended, *corner), (1, *extent)
         return
@@ -338,7 +352,7 @@ def _flat_range_boxes(
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a tensor of `shape` is cut: for each dim the axes that cut it, outermost first."""
+    """How a tensor of `shape` is split: for each dim the axes that split it, outermost first."""
 
     shape: tuple[int, ...]
     splits: tuple[tuple[AxisSplit, ...], ...]
@@ -354,11 +368,11 @@ class Sharding:
         units: Mapping[str, int] | None = None,
         depth: bool = False,
     ) -> Sharding:
-        """Cut `shape`, whose dims are named `dims`, by `rule`; with `depth` dim 0 over depth too.
+        """Split `shape`, whose dims are named `dims`, by `rule`; with `depth` also over depth.
 
-        `units` counts the indivisible units of a dim (heads); others are divisible to the element,
-        as those of mlp, of which experts have another number. Of experts depth cuts the next dim:
-        there may be fewer of them than ranks.
+        `units` counts the indivisible units of a dim (heads); other dims are divisible to the
+        element, as is mlp, whose size differs for experts. Depth splits dim 0, or the dim after it
+        for expert weights: there may be fewer experts than ranks.
         """
         units = {name: n for name, n in (units or {}).items() if name != "mlp"}
         shape, names = _unpack_dims(shape, dims)
@@ -366,6 +380,8 @@ class Sharding:
             _split_dim(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
         ]
+        # Depth is the innermost split of its dim and may be uneven: the block is rounded up and
+        # padded.
         if depth and degrees["depth"] > 1:
             dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
             if cuts[dim]:
@@ -378,7 +394,7 @@ class Sharding:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape on a rank, padding included."""
+        """Shape on a rank, including padding."""
         return tuple(
             cuts[-1].block_size if cuts else n
             for cuts, n in zip(self.splits, self.shape, strict=True)
@@ -386,27 +402,27 @@ class Sharding:
 
     @property
     def unsharded_shape(self) -> tuple[int, ...]:
-        """Shape on a rank once gathered over depth: what a layer computes with."""
+        """Shape on a rank after the all-gather over depth, with which a layer computes."""
         return self.without_axis("depth").local_shape
 
     def without_axis(self, axis: str) -> Sharding:
-        """The sharding with `axis` gathered."""
+        """Return the sharding after an all-gather over `axis`."""
         cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.splits)
         return Sharding(self.shape, cuts)
 
     @property
     def depth_dim(self) -> int:
-        """The dim that depth cuts."""
+        """The dim that depth splits; 0 if it splits none."""
         cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.splits)
         return next((dim for dim, here in enumerate(cut) if here), 0)
 
     @cached_property
     def split_axes(self) -> frozenset[str]:
-        """Axes whose ranks hold different parts, at least in groups."""
+        """Axes whose ranks hold different shards, at least in groups of replicas."""
         return frozenset(cut.axis for of_dim in self.splits for cut in of_dim)
 
     def replica_counts(self, degrees: Mapping[str, int]) -> dict[str, int]:
-        """The ranks that hold the same part, as how many consecutive ranks of each axis.
+        """Return the number of consecutive ranks of each axis that hold the same shard.
 
         This is the gradient rule: the gradient of a parameter is summed over them.
         """
@@ -415,7 +431,7 @@ class Sharding:
         return {axis: same[axis] for axis in AXES if same.get(axis, 1) > 1}
 
     def shard_at(self, index: Mapping[str, int]) -> Shard:
-        """The part on the rank with these coordinates."""
+        """Return the shard on the rank with these coordinates."""
         spans = [
             _local_span(n, cuts, index) for n, cuts in zip(self.shape, self.splits, strict=True)
         ]
@@ -424,7 +440,7 @@ class Sharding:
 
 
 def _check_axes_once(axes: Sequence[str], names: Sequence[str]) -> None:
-    """An axis that cut two dims would leave only the blocks on the diagonal."""
+    """Check that no axis splits two dims: only the blocks on the diagonal would be stored."""
     for axis in axes:
         if axes.count(axis) > 1:
             raise ShardingError(
@@ -434,7 +450,7 @@ def _check_axes_once(axes: Sequence[str], names: Sequence[str]) -> None:
 
 
 def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
-    """Shape and names with packed dims spread: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
+    """Unpack packed dims of shape and names: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
     if len(shape) != len(dims):
         raise ShardingError(
             f"The dims {tuple(dims)} name {len(dims)} dims of a tensor of shape {tuple(shape)}. "
@@ -457,8 +473,9 @@ def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], 
 def _split_dim(
     size: int, name: str, axes: Sequence[str], degrees: Mapping[str, int], units: int
 ) -> tuple[AxisSplit, ...]:
-    """Cut one dim over `axes`: evenly, vocabulary padded, shared kv heads held by several ranks."""
+    """Split one dim over `axes` evenly; the vocabulary is padded, kv heads may be replicated."""
     padded = False
+    # The vocabulary is padded to the same size for all splits of it (row, or row and col).
     if name == "vocab":
         multiple = degrees["row"] * degrees["col"] * (degrees["pipe"] if "pipe" in axes else 1)
         padded = size % multiple > 0
@@ -471,8 +488,10 @@ def _split_dim(
     cuts: list[AxisSplit] = []
     for axis in axes:
         ranks = degrees[axis]
+        # A padded dim keeps splits over one rank: their block size carries the padded size.
         if ranks == 1 and not padded:
             continue
+        # With more ranks than kv heads (GQA), `share` consecutive ranks hold the same head.
         if units % ranks == 0:
             share = 1
         else:
@@ -489,15 +508,16 @@ def _split_dim(
 
 
 def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) -> tuple[int, int]:
-    """Start and number of valid elements of one dim: each cut takes its block of what was left."""
+    """Return start and number of valid elements of one dim, after all its splits in turn."""
     start = 0
     valid = size
     for cut in cuts:
         offset = index[cut.axis] // cut.replicas * cut.block_size
         start += offset
         valid = min(max(valid - offset, 0), cut.block_size)
-    return min(start, size), valid  # only padding: it starts behind the end
+    # A block of padding only would start after the end of the dim.
+    return min(start, size), valid
 
 
 ShardedStateDict = dict[str, "tuple[torch.Tensor, Shard]"]
-"""Tensors by name, each with the part of the whole that it is."""
+"""Tensors by name, each with its position in the global tensor."""

@@ -1,9 +1,9 @@
-"""Trace: every communication as an Event, and what can be read from many of them.
+"""Trace: every communication as an Event, and summaries of many of them.
 
-A leaf predicts its communication as Events without times (`events()`), the tracer records them
-with times. Both are the same type, so a prediction is tested like code: the `difference` of
-predicted and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded
-too, as Events with the operation `compute`.
+A layer predicts its communication as Events without times (`events()`); the trace records them
+with times. Both have the same type, so a prediction is tested like code: `diff_events` of predicted
+and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded too, as
+Events with the operation `compute`.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ COMPUTE = "compute"
 
 @dataclass(eq=False)
 class Event:
-    """One communication of this rank; `bytes`: size of the whole (gathered or reduced) tensor."""
+    """One communication of this rank; `bytes`: size of the full (gathered or reduced) tensor."""
 
     op: str
     axis: tuple[str, ...]
     bytes: int
     where: str = ""
-    """Leaf, block or optimizer part that issued it."""
+    """Layer, block or optimizer part that issued it."""
     issue_time: float | None = None
     """Seconds on this rank's clock when it was issued; None in a prediction."""
     wait_time: float | None = None
     """When this rank first needed the result."""
     done_time: float | None = None
-    """When the result was there."""
+    """When the result was available."""
     resume_time: float | None = None
-    """When this rank went on; `resumed - waited` is the time not hidden behind compute."""
+    """When this rank resumed; `resume_time - wait_time` is not hidden behind compute."""
     read_device_times: Callable[[], None] | None = field(default=None, repr=False)
     """Fills in the times once the device has passed them (CUDA events)."""
 
     @property
     def match_key(self) -> tuple[str, tuple[str, ...], str, int]:
-        """What a prediction must match."""
+        """The fields that a prediction must match."""
         return (self.op, self.axis, self.where, self.bytes)
 
     @property
     def seconds(self) -> float:
-        """From issue to completion; 0 while it is under way."""
+        """Seconds from issue to completion; 0 while it is in flight."""
         if self.issue_time is None or self.done_time is None:
             return 0.0
         return self.done_time - self.issue_time
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which this rank stood still for it."""
+        """Seconds in which this rank was blocked by it."""
         if self.wait_time is None or self.resume_time is None:
             return 0.0
         return self.resume_time - self.wait_time
@@ -62,36 +62,38 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of one rank. Off by default: then nothing is kept and nothing is measured."""
+    """The events of one rank. Off by default: then nothing is recorded or timed."""
 
     enabled: bool = False
     check_collectives: bool = False
-    """Debug mode: every collective, and every input of a model, is compared between ranks first."""
+    """Debug mode: compare every collective and every model input between ranks first."""
     time_waits: bool = False
-    """Time every wait, also when off; whoever turns it on empties `awaited`."""
+    """Time every wait even if `enabled` is False; the caller must clear `waited_events`."""
     waited_events: list[Event] = field(default_factory=list)
-    """Communications that were waited for while the meter ran."""
+    """Communications that were waited for while `time_waits` was set."""
     events: list[Event] = field(default_factory=list)
     where: str = ""
     outer_scopes: list[str] = field(default_factory=list)
-    """Places around the one a graph is traced at."""
+    """Enclosing scopes of the one in which a graph is being traced."""
     recent_ops: list[str] = field(default_factory=list)
-    """The last few operations issued, kept also when off, for reports of a hang."""
+    """The last few operations issued, recorded even if `enabled` is False, for hang reports."""
     num_issued: int = 0
     """Operations issued so far."""
     on_issue: Callable[[int, str], None] | None = None
-    """Is told the number of each operation and what it is."""
+    """Called with the number and the description of each operation."""
     saved_results: Any = None
-    """What the block now running keeps for its second run, or has kept (`comm.results`)."""
+    """Results that the running block saves for its recomputation (`memory.saved_results`)."""
 
     def record_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
-        """A new event, issued now; kept if the trace is on."""
+        """Return a new event, issued now; it is stored if the trace is enabled."""
         event = Event(op, axis, num_bytes, self.where, issue_time=time.perf_counter())
+        # Only the last eight are kept.
         self.recent_ops = [
             *self.recent_ops[-7:],
             f"{op} over {'·'.join(axis)} of {num_bytes} bytes at {self.where or '?'}",
         ]
         self.num_issued += 1
+        # Before the operation is issued: if it hangs, its description is known outside.
         if self.on_issue is not None:
             self.on_issue(self.num_issued, self.recent_ops[-1])
         if self.enabled:
@@ -99,41 +101,41 @@ class Trace:
         return event
 
     def report_wait(self, words: str) -> None:
-        """Say what this rank waits for, for reports of a hang."""
+        """Report what this rank waits for, for hang reports."""
         if self.on_issue is not None:
             self.on_issue(self.num_issued, words)
 
     def record_graph_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
-        """Record what a graph will communicate; the compiler runs this while it traces."""
+        """Record what a graph will communicate; the compiler runs this while tracing."""
         self.record_event(op, axis, num_bytes).issue_time = None
         return 0
 
     def enter_graph_scope(self, where: str) -> int:
-        """What follows in a graph is issued by `where`; likewise: no part of the graph."""
+        """Enter a scope while a graph is traced; not part of the graph."""
         self.outer_scopes.append(self.where)
         self.where = where
         return 0
 
     def leave_graph_scope(self) -> int:
-        """What follows in a graph is issued by who issued it before."""
+        """Return to the enclosing scope while a graph is traced; not part of the graph."""
         self.where = self.outer_scopes.pop()
         return 0
 
-    # What torch.compiler.assume_constant_result does, without the second that its import takes.
+    # As torch.compiler.assume_constant_result does, without its import time of a second.
     record_graph_event._dynamo_marked_constant = True  # type: ignore[attr-defined]
     enter_graph_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
     leave_graph_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @contextmanager
     def graph_named_scope(self, where: str) -> Iterator[None]:
-        """As `at`, while a graph is traced, which may change nothing outside of it."""
+        """As `named_scope`, while a graph is traced, which must not have side effects."""
         self.enter_graph_scope(where)
         yield
         self.leave_graph_scope()
 
     @contextmanager
     def named_scope(self, where: str) -> Iterator[None]:
-        """Events inside are recorded as issued by `where`."""
+        """Record events inside as issued by `where`."""
         before = self.where
         self.where = where
         try:
@@ -143,7 +145,7 @@ class Trace:
 
     @contextmanager
     def outside_block(self) -> Iterator[None]:
-        """What happens inside is no part of the block now running."""
+        """Run code that does not count as part of the running block: its results are not saved."""
         before = self.saved_results
         self.saved_results = None
         try:
@@ -153,7 +155,7 @@ class Trace:
 
     @contextmanager
     def record_compute(self, where: str) -> Iterator[None]:
-        """The time inside is recorded as compute (host time; on CUDA when it was enqueued)."""
+        """Record the time inside as compute (host time; on CUDA the time to enqueue it)."""
         if not self.enabled:
             yield
             return
@@ -164,7 +166,7 @@ class Trace:
 
     @contextmanager
     def record_events(self) -> Iterator[list[Event]]:
-        """Turn the trace on inside and give the list that will hold its events."""
+        """Enable the trace inside and yield the list that will hold its events."""
         before = (self.enabled, self.events)
         self.enabled = True
         self.events = []
@@ -173,18 +175,19 @@ class Trace:
             yield events
         finally:
             self.enabled, self.events = before
+            # CUDA times are known only after the device has passed the events.
             resolve_times(events)
 
 
 def exposed_seconds(events: Iterable[Event]) -> float:
-    """Seconds in which this rank stood still for these communications."""
+    """Return the seconds in which this rank was blocked by these communications."""
     events = list(events)
     resolve_times(events)
     return sum(event.exposed_seconds for event in events)
 
 
 def resolve_times(events: Iterable[Event]) -> None:
-    """Fill in the times that a device has to give."""
+    """Fill in the times that CUDA events measure; waits for the device."""
     for event in events:
         if event.read_device_times is not None:
             event.read_device_times()
@@ -192,22 +195,23 @@ def resolve_times(events: Iterable[Event]) -> None:
 
 
 def communication_events(events: Iterable[Event]) -> list[Event]:
-    """The events that are no compute."""
+    """Return the events that are not compute."""
     return [event for event in events if event.op != COMPUTE]
 
 
 def diff_events(
     predicted: Iterable[Event], recorded: Iterable[Event], ragged: Collection[str] = ()
 ) -> list[str]:
-    """One line for each event that was predicted but not recorded, or the other way.
+    """Return one line per event that was predicted but not recorded, or vice versa.
 
-    ragged: places where bytes depend on data, and are not compared.
+    ragged: scopes whose bytes depend on data and are not compared.
     """
 
     def known(event: Event) -> tuple[str, tuple[str, ...], str, int]:
         op, axis, where, num_bytes = event.match_key
         return op, axis, where, 0 if where in ragged else num_bytes
 
+    # Compared as multisets: the order of events is not predicted.
     want = Counter(known(event) for event in predicted)
     have = Counter(known(event) for event in communication_events(recorded))
     lines = []
@@ -234,14 +238,14 @@ class OpTotals:
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the communication time hidden behind compute."""
+        """Fraction of the communication time hidden behind compute."""
         if self.seconds:
             return 1.0 - min(self.exposed_seconds / self.seconds, 1.0)
         return 1.0
 
 
 def summarize_events(events: Iterable[Event]) -> list[OpTotals]:
-    """Bytes and seconds per axis and operation, largest first."""
+    """Return calls, bytes and seconds per axis and operation, most bytes first."""
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in communication_events(events):
         groups.setdefault(("·".join(event.axis), event.op), []).append(event)
@@ -260,7 +264,7 @@ def summarize_events(events: Iterable[Event]) -> list[OpTotals]:
 
 
 def format_table(events: Iterable[Event]) -> str:
-    """The rows as text."""
+    """Format `summarize_events` as a text table."""
     lines = [
         f"{'axis':<16}{'operation':<16}{'calls':>6}{'MB':>10}"
         f"{'seconds':>10}{'exposed':>10}{'hidden':>8}"
@@ -274,7 +278,7 @@ def format_table(events: Iterable[Event]) -> str:
 
 
 def chrome_trace(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
-    """The events in the Chrome trace format (Perfetto): a process a rank, a line an axis."""
+    """Return events as a Chrome trace (Perfetto), with a process per rank and a thread per axis."""
     entries: list[dict[str, Any]] = []
     for rank, events in events_of_rank.items():
         entries.append(
@@ -294,6 +298,7 @@ def chrome_trace(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
                     "cat": event.op,
                     "pid": rank,
                     "tid": lanes.index("·".join(event.axis) or COMPUTE),
+                    # Times of the format are microseconds.
                     "ts": start * 1e6,
                     "dur": max((event.done_time or start) - start, 0.0) * 1e6,
                     "args": {"bytes": event.bytes, "exposed_us": event.exposed_seconds * 1e6},
@@ -303,6 +308,6 @@ def chrome_trace(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
 
 
 def write_chrome_trace(path: Path, events_of_rank: dict[int, list[Event]]) -> None:
-    """Write the trace where a browser's Perfetto can open it."""
+    """Write a Chrome trace file, which Perfetto opens."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome_trace(events_of_rank)))

@@ -1,4 +1,4 @@
-"""Fill: weights are sorted into the buckets in which they are communicated and updated."""
+"""Bucket assignment: sorts weights into the buckets in which they are communicated and updated."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ranvier.buckets.spec import ParamSpec
 def assign_buckets(
     queue: BucketScheduler, weights: Iterable[ShardedParameter], blocks: Mapping[str, str]
 ) -> None:
-    """Sort weights into buckets: by block, split over depth, group, trained, tied.
+    """Sort weights into buckets: by block, depth sharding, parameter group, trainable, tied.
 
-    blocks: name of the block of each weight. Communicates: the making of groups.
+    blocks: name of the block of each weight. Communicates: creation of process groups.
     """
     known = {weight.name: weight for weight in weights}
     pieces = [_param_spec(weight, blocks[name]) for name, weight in known.items()]
+    # Specs come in the same order on all ranks, as creating process groups is collective.
     for lot in spec.build_bucket_specs(pieces, queue.grid.degrees):
         members = [known[piece.name] for piece in lot.params]
         start = 0
@@ -54,5 +55,5 @@ def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
 
 
 def replicas_per_axis(weight: ShardedParameter, queue: BucketScheduler) -> dict[str, int]:
-    """Ranks of each axis but data and pipe that hold the same part."""
+    """Number of ranks of each axis but data and pipe that hold the same shard."""
     return spec.replicas_per_axis(weight.sharding, queue.grid.degrees)

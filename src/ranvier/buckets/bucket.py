@@ -1,8 +1,8 @@
-"""Weights on this rank, and the buckets in which they are gathered, reduced and updated.
+"""Parameters on this rank, and the buckets in which they are gathered, reduced and updated.
 
-Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of
-a kind): one flat buffer of values, one of gradients, one collective instead of many. Of a pruned
-bucket gradients and states are compressed: `count` elements instead of `size` (see kept).
+Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of a
+kind): one flat buffer of values, one of gradients, one collective instead of many. Gradients and
+states of a pruned bucket are compressed: `reduced_elements` instead of `size` (see `sparsity`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class ShardedParameter:
     """A parameter on this rank.
 
-    What part of the whole it is, and how layers get it and return gradients.
+    Which shard of the whole it is, and how layers read it and return gradients.
     """
 
     name: str
@@ -43,14 +43,14 @@ class ShardedParameter:
     """vector: fewer than two named dims; embedding: looked up, perhaps tied to a head; matrix."""
     std: float
     mean: float
-    """Distribution of the initial values."""
+    """Mean and `std` of the initial values."""
     owners: list[tuple[torch.nn.Module, str]]
     """Modules and attributes that hold the parameter; several if it is tied."""
     trainable: bool = True
     original_values: Tensor | None = None
-    """Values the model came with; None if it came without (meta device)."""
+    """Values the model was passed with; None if it was on the meta device."""
     expected_param: torch.nn.Parameter | None = None
-    """The parameter that parallelize made; another in its place would not be trained."""
+    """The parameter created by `parallelize`; a replacement would not be trained."""
     tied_axis: Axis | None = None
     """Ranks of other stages that hold it as well."""
     bucket: Bucket = field(init=False)
@@ -58,7 +58,7 @@ class ShardedParameter:
 
     @property
     def param(self) -> torch.nn.Parameter:
-        """The parameter itself: my shard `place`."""
+        """The parameter itself: my `shard`."""
         module, attribute = self.owners[0]
         param = getattr(module, attribute)
         assert isinstance(param, torch.nn.Parameter), self.name
@@ -66,7 +66,7 @@ class ShardedParameter:
 
     @property
     def storage(self) -> Tensor:
-        """My shard where it rests: the parameter itself, or on the host."""
+        """My shard where it is stored: the parameter itself, or its copy on the host."""
         if self.bucket.host_data is None:
             return self.param.detach()
         flat = self.bucket.host_data[self.offset : self.offset + self.num_elements]
@@ -88,6 +88,7 @@ class ShardedParameter:
         Communicates: all-gather over depth, by bucket.
         """
         self.bucket.unshard()
+        # Nothing to gather: `unshard` has only fetched it or waited for its update.
         if not self.is_depth_sharded:
             return self.param.detach()
         assert self.bucket.unsharded_params is not None, self.name
@@ -98,16 +99,18 @@ class ShardedParameter:
 
         Communicates: all-gather over depth; backward: the dual.
         """
+        # The scheduler is Python state that a compiler cannot trace.
         if not torch.compiler.is_compiling():
             self.bucket.unshard()
         if not self.is_depth_sharded:
             return self.param
         dim = self.sharding.depth_dim
         whole = autograd.all_gather(self.param, self.bucket.bucket_scheduler.gather_axis, dim)
+        # Drop the padding of an uneven depth split.
         return whole.narrow(dim, 0, self.sharding.unsharded_shape[dim])
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Take the gradient of the gathered weight.
+        """Add the gradient of the gathered weight.
 
         Communicates: reduce-scatter over depth, by bucket, later.
         """
@@ -117,7 +120,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class BucketSegment:
-    """A range of a bucket, and the ranks (other than along data) that hold the same parts of it."""
+    """A range of a bucket, and the ranks (other than along data) that hold the same shards."""
 
     start: int
     stop: int
@@ -136,35 +139,37 @@ class Bucket:
     size: int
     """Elements on this rank, rounded up to a multiple of the data axis."""
     reduce_at_step_end: bool
-    """Complete only at the end of a step: tied weights, vectors."""
+    """Gradients are complete only at the end of a step: tied weights, vectors."""
     tied_axis: Axis | None
     """Ranks of other stages that hold its weights as well."""
     data: Tensor = field(init=False)
     """Values `[size]`; the parameters are views of it."""
     sparsity_mask: SparsityMask | None = None
-    """Which elements are not zero for good; None: none is."""
+    """Which elements are not pruned; None: the bucket is dense."""
     grad: GradientAccumulator | None = None
-    """Sum of the gradients of this step, of `count` elements."""
+    """Sum of the gradients of this step, `[reduced_elements]`."""
     unsharded_grads: Tensor | None = None
-    """Gradients of the gathered weights `[depth, count]`, before their reduction."""
+    """Gradients of the gathered weights `[depth, reduced_elements]`, before their reduction."""
     reduced_grads: list[PendingTensor] = field(default_factory=list)
-    """My range over data of the gradient `[count/data]`; several are to be added."""
+    """My range over data of the gradient `[reduced_elements/data]`; several are to be added."""
     final_grads: GradientAccumulator | None = None
-    """My range over data of the gradient, summed over all who hold the bucket."""
+    """My range over data of the gradient, summed over all ranks that hold the bucket."""
     grad_squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Gradients of this step whose squares are being summed already, with their sums."""
+    """Gradients of this step whose squares are already being summed, with their partial sums."""
     squares_event: StreamEvent = None
-    """When they are."""
+    """When these sums are complete."""
     unsharded_params: list[Tensor] | None = None
-    """Its weights gathered over depth, or nothing but the sign that they are on the device."""
+    """Its weights gathered over depth. An empty list: nothing to gather, but they are on the
+    device."""
     host_data: Tensor | None = None
-    """Values `[size]` on the host, of weights that come to the device for their turn only."""
+    """Values `[size]` on the host, of offloaded weights; they are on the device only while in use.
+    """
     pending_update: PendingUpdate | None = None
-    """An update that is under way."""
+    """An optimizer update in progress."""
 
     @property
     def traffic(self) -> BucketTraffic:
-        """What of it is communicated."""
+        """What is communicated of the bucket."""
         spans = [
             (segment.replica_axis.names, segment.stop - segment.start)
             for segment in self.replicated_segments
@@ -198,24 +203,24 @@ class Bucket:
 
     @property
     def data_shard_size(self) -> int:
-        """Elements of my range over data that are updated."""
+        """Elements of my range over data, which this rank updates."""
         return self.reduced_elements // self.bucket_scheduler.data_axis.size
 
     @property
     def storage(self) -> Tensor:
-        """Its values `[size]` where they rest."""
+        """Its values `[size]` where they are stored."""
         if self.host_data is None:
             return self.data
         return self.host_data
 
     @property
     def needs_fetch(self) -> bool:
-        """Whether something has to come before its weights can be used."""
+        """Whether its weights must be gathered or copied to the device before use."""
         return self.is_depth_sharded or self.host_data is not None
 
     @contextmanager
     def temporary_storage(self) -> Iterator[None]:
-        """Memory under its values, for a moment: who makes views of resting weights needs it."""
+        """Allocate the values of offloaded weights temporarily, to create views of them."""
         storage = self.data.untyped_storage()
         absent = storage.nbytes() < self.data.nbytes
         if absent:
@@ -225,17 +230,18 @@ class Bucket:
             storage.resize_(0)
 
     def wait_for_update(self) -> None:
-        """Have the device wait for an update that is under way."""
+        """Make the device wait for an update in progress."""
         if self.pending_update is not None:
             updating = self.pending_update
             self.pending_update = None
             updating.wait()
 
     def unshard(self) -> None:
-        """Have its weights on the device, as new as they are.
+        """Make the current weights available on the device.
 
-        Communicates: all-gather over depth, often issued before.
+        Communicates: all-gather over depth, often prefetched.
         """
+        # Weights that are updated in the background must not be read before.
         self.wait_for_update()
         if self.needs_fetch:
             self.bucket_scheduler.unshard_block(self.name)
@@ -246,7 +252,7 @@ class Bucket:
         return [segment for segment in self._segments_in_grad() if segment.replica_axis.size > 1]
 
     def _segments_in_grad(self) -> list[BucketSegment]:
-        """Segments as they lie in a gradient."""
+        """Segments with their bounds in a (compressed) gradient."""
         if self.sparsity_mask is None:
             return self.segments
         return [
@@ -259,20 +265,23 @@ class Bucket:
         ]
 
     def is_owner_of(self, weight: ShardedParameter) -> bool:
-        """Whether no rank before me, along other axes than data, holds the same of a weight."""
+        """Whether this is the first rank, along other axes than data, that holds this shard."""
+        # Of tied weights the first stage that holds them counts.
         tied = self.tied_axis is not None and self.tied_axis.index > 0
         return self.segment_of(weight).replica_axis.index == 0 and not tied
 
     def segment_of(self, weight: ShardedParameter) -> BucketSegment:
-        """The segment that a weight lies in."""
+        """The segment of a weight."""
         offset = weight.offset
+        # An empty segment still contains the offset of its empty weights.
         return next(s for s in self.segments if s.start <= offset < max(s.stop, s.start + 1))
 
     def owned_pieces(self, pieces: Pieces) -> list[Tensor]:
-        """Of my range over data of a gradient what no rank before me holds as well."""
+        """The part of my range over data of a gradient that no preceding rank holds as well."""
         low = self.bucket_scheduler.data_axis.index * self.data_shard_size
         tied = self.tied_axis is not None and self.tied_axis.index > 0
         owned = [s for s in self._segments_in_grad() if s.replica_axis.index == 0 and not tied]
+        # Bounds below zero mean before the piece; the slice clips those past its end.
         return [
             piece[max(s.start - low - at, 0) : max(s.stop - low - at, 0)]
             for at, piece in pieces
@@ -283,6 +292,7 @@ class Bucket:
     def data_shard_bounds(self) -> tuple[int, int]:
         """Where my range over data begins and ends in the values `[size]`."""
         axis = self.bucket_scheduler.data_axis
+        # Ranges are equal in compressed elements, so that they are uneven in dense ones.
         if self.sparsity_mask is not None:
             return self.sparsity_mask.shard_bounds[axis.index], self.sparsity_mask.shard_bounds[
                 axis.index + 1
@@ -290,7 +300,7 @@ class Bucket:
         return axis.index * self.data_shard_size, (axis.index + 1) * self.data_shard_size
 
     def state_shard(self, weight: ShardedParameter) -> Shard:
-        """The part of `weight` whose optimizer state lies here.
+        """The part of `weight` whose optimizer state is stored on this rank.
 
         It is the overlap with my range over data.
         """
@@ -298,33 +308,36 @@ class Bucket:
         return weight.shard.narrow_flat(max(start, 0), max(stop, 0))
 
     def dense_state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """Where that part lies in a dense tensor of my range over data."""
+        """The range of that part in a dense tensor of my range over data."""
         start = max(weight.offset - self.data_shard_bounds[0], 0)
         flat = self.state_shard(weight).flat_range
         assert flat is not None
         return start, start + flat[1] - flat[0]
 
     def split_by_weight(self, pieces: Pieces) -> list[tuple[ShardedParameter, Tensor]]:
-        """What of my range over data each weight has, zeros where it is pruned."""
+        """My range over data by weight, with zeros where elements are pruned."""
         whole = self.to_dense(flatten_pieces(pieces, self.bucket_scheduler.reduce_dtype))
         return [(weight, whole[slice(*self.dense_state_range(weight))]) for weight in self.weights]
 
-    # ---- my range over data, of which a pruned bucket holds what stays --------------------
+    # ---- my range over data, compressed if the bucket is pruned ---------------------------
 
     def set_sparsity_mask(self, mask: Tensor | None) -> None:
-        """Let only these elements of my shards `[size]` be other than zero; None: all.
+        """Prune my shards `[size]` to the elements in `mask`; None: the bucket becomes dense.
 
-        What states and gradients there are does not follow. Communicates: all-gather of bits over
+        Existing states and gradients are not converted. Communicates: all-gather of bits over
         depth.
         """
         if mask is None:
             self.sparsity_mask = None
             return
         axis = self.bucket_scheduler.gather_axis
+        # The gradient of the gathered weights is compressed before its reduction: masks of all
+        # depth ranks are needed.
         rows = pack_bits(mask)[None]
         if self.is_depth_sharded:
             with self.bucket_scheduler.grid.trace.named_scope(self.name):
                 rows = collectives.all_gather(rows, axis).wait()
+        # Compressed offsets are needed at the bounds of every weight.
         edges = [edge for w in self.weights for edge in (w.offset, w.offset + w.num_elements)]
         if self.is_depth_sharded:
             mine = axis.index
@@ -335,11 +348,12 @@ class Bucket:
         self.sparsity_mask.zero_pruned(self.storage)
 
     def state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """Where my part of a weight lies in a tensor of its states `[held]`."""
+        """Range of my part of a weight in its states `[data_shard_size]`."""
         if self.sparsity_mask is None:
             return self.dense_state_range(weight)
         first = self.bucket_scheduler.data_axis.index * self.data_shard_size
         edges = (weight.offset, weight.offset + weight.num_elements)
+        # Clamp to my range: a weight may begin or end on another data rank.
         low, high = (
             min(max(self.sparsity_mask.compressed_offset(edge) - first, 0), self.data_shard_size)
             for edge in edges
@@ -347,7 +361,7 @@ class Bucket:
         return low, high
 
     def take_data_shard(self, flat: Tensor) -> Tensor:
-        """My range over data of a flat tensor `[size]`: `[held]`, a copy if it is pruned."""
+        """My range `[data_shard_size]` over data of a flat tensor `[size]`; a copy if pruned."""
         if self.sparsity_mask is not None:
             first = self.bucket_scheduler.data_axis.index * self.data_shard_size
             return self.sparsity_mask.compress_range(
@@ -358,7 +372,7 @@ class Bucket:
         return flat[:0]
 
     def to_dense(self, part: Tensor) -> Tensor:
-        """A tensor of my range `[held]` as it lies in the values, zeros where it is pruned."""
+        """My range `[data_shard_size]` in dense layout, with zeros where it is pruned."""
         if self.sparsity_mask is None:
             return part
         low, high = self.data_shard_bounds
@@ -369,7 +383,7 @@ class Bucket:
         return dense
 
     def to_compressed(self, dense: Tensor) -> Tensor:
-        """The converse of `spread`."""
+        """The inverse of `to_dense`."""
         if self.sparsity_mask is None:
             return dense
         first = self.bucket_scheduler.data_axis.index * self.data_shard_size
@@ -379,13 +393,13 @@ class Bucket:
         )
 
     def write_data_shard(self, start: int, new: Tensor) -> None:
-        """Take new values of my range from `start` on, where they rest."""
+        """Write new values of my range from `start` on to their storage."""
         self.write_updated_values(
             self.bucket_scheduler.data_axis.index * self.data_shard_size + start, new
         )
 
     def write_updated_values(self, start: int, new: Tensor) -> None:
-        """Take new values of what is updated, the ranges of all data ranks, from `start` on."""
+        """Write new values of updated elements (ranges of all data ranks) from `start` on."""
         if self.sparsity_mask is None:
             self.storage[start : start + new.numel()].copy_(new, non_blocking=True)
             return
@@ -393,29 +407,30 @@ class Bucket:
         if self.host_data is None:
             self.sparsity_mask.write_dense(self.data, 0, start, new)
             return
-        # A device puts them in their places quickly: what lies around them comes and goes.
+        # A scatter is fast on the device and slow on the host: copy the dense range there and back.
         low = self.sparsity_mask.dense_position(start)
         high = self.sparsity_mask.dense_position(start + new.numel())
         dense = self.host_data[low:high].to(self.sparsity_mask.device, non_blocking=True, copy=True)
         self.sparsity_mask.write_dense(dense, low, start, new)
         self.host_data[low:high].copy_(dense, non_blocking=True)
 
-    # ---- over depth ---------------------------------------------------------------------
+    # ---- depth axis ---------------------------------------------------------------------
 
     def unpack_gathered(self, buffer: Tensor) -> list[Tensor]:
-        """The gathered weights from their gathered buffer `[depth · size]`."""
+        """The unsharded weights from their all-gathered buffer `[depth · size]`."""
         rows = buffer.view(-1, self.size)  # (depth, size)
         out = []
         for weight in self.weights:
             local = weight.sharding.local_shape
             dim = weight.sharding.depth_dim
             part = rows[:, weight.offset : weight.offset + weight.num_elements]
+            # (depth, *local) -> depth next to the split dim -> merged with it -> padding cut off.
             whole = part.unflatten(1, local).movedim(0, dim).flatten(dim, dim + 1)
             out.append(whole.narrow(dim, 0, weight.sharding.unsharded_shape[dim]).contiguous())
         return out
 
     def add_unsharded_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
-        """Add the gradient of a gathered weight to the buffer that waits for its reduction."""
+        """Add the gradient of a gathered weight to the buffer that is reduced later."""
         depth = self.bucket_scheduler.scatter_axis.size
         if self.unsharded_grads is None:
             self.unsharded_grads = torch.zeros(
@@ -426,11 +441,13 @@ class Bucket:
             )
         local = weight.sharding.local_shape
         dim = weight.sharding.depth_dim
-        if grad.shape[dim] != depth * local[dim]:  # the depth split is padded
+        # An uneven depth split is padded, but the gradient is not.
+        if grad.shape[dim] != depth * local[dim]:
             shape = [*local[:dim], depth * local[dim], *local[dim + 1 :]]
             padded = grad.new_zeros(shape)
             padded.narrow(dim, 0, grad.shape[dim]).copy_(grad)
             grad = padded
+        # One row per depth rank, in the layout that reduce-scatter expects.
         rows = grad.unflatten(dim, (depth, -1)).movedim(dim, 0).reshape(depth, -1)
         if self.sparsity_mask is not None:
             self.sparsity_mask.add_to_compressed(self.unsharded_grads, rows, weight.offset)
@@ -438,15 +455,17 @@ class Bucket:
             self.unsharded_grads[:, weight.offset : weight.offset + weight.num_elements] += rows
 
     def add_shard_grad(self, grad: Tensor, start: int = 0) -> None:
-        """Add a gradient of my shards that lie one after the other from `start` on."""
+        """Add a gradient of consecutive shards from `start` on."""
         if self.sparsity_mask is not None:
+            # `start` and its end are bounds of weights, whose compressed offsets are known on the
+            # host.
             low = self.sparsity_mask.compressed_offset(start)
             high = self.sparsity_mask.compressed_offset(start + grad.numel())
             start, grad = low, self.sparsity_mask.compress_range(grad.reshape(-1), start, low, high)
         self.add_compressed_grad(grad, start)
 
     def add_compressed_grad(self, grad: Tensor, start: int = 0) -> None:
-        """Add a gradient that is compressed where the bucket is, from `start` on."""
+        """Add a gradient that is compressed if the bucket is, from `start` on."""
         if self.grad is None:
             self.grad = GradientAccumulator(
                 self.reduced_elements, self.bucket_scheduler.reduce_dtype

@@ -1,17 +1,17 @@
-"""Deferred work: weights gathered before they are needed, gradients reduced after they are made.
+"""Bucket scheduler: weights are gathered before they are needed, gradients reduced after backward.
 
 Over the depth axis a bucket is
 
-* gathered just before a layer of it computes and forgotten when another bucket is used (OAG: in the
+* gathered just before a layer of it computes and resharded when another bucket is used (OAG: in the
   order recorded at the first step the gather of the next bucket runs while this one computes),
 * reduce-scattered when the gradients of another bucket begin to arrive (ORS: until it is needed).
 
 Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the
-reduction over data follows at once; where ranks of other axes hold copies of some weights, their
-sum comes before it and runs while the next block computes. Gradients are delivered by parameter
-identity, never to a tensor seen in backward (recomputation makes other ones), and are added in
+reduction over data follows at once; where ranks of other axes hold replicas of some weights, their
+sum comes before it and runs while the next block computes. Gradients are accumulated by parameter
+identity, never into a tensor seen in backward (recomputation creates new ones), and are added in
 micro-batch order. An overlap that is switched off uses the same buffers in the same order and waits
-at once, so it changes no bit. All waiting is in `finish`.
+at once, so results are bit-identical. All waiting is in `finish_gradients`.
 """
 
 from __future__ import annotations
@@ -33,31 +33,33 @@ from ranvier.grid import Grid
 
 
 class BucketScheduler:
-    """The queue of weights being gathered and gradients being reduced; one for each model."""
+    """Schedules the gathers of weights and reductions of gradients; one for each model."""
 
     def __init__(
         self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype, keep: bool = False
     ) -> None:
         self.grid = grid
         self.keep_unsharded = keep
-        """Gathered weights stay until the step ends."""
+        """Gathered weights are kept until the end of the step."""
         self.overlap = frozenset(overlap)
         self.reduce_dtype = dtype
-        """Type in which gradients are accumulated and reduced."""
+        """Dtype in which gradients are accumulated and reduced."""
+        # Two communicators on the same ranks: a gather must not queue behind a reduce-scatter.
         self.gather_axis = grid.axis("depth", channel="gather")
         self.scatter_axis = grid.axis("depth", channel="scatter")
         self.data_axis = grid.axis("data")
         self.buckets: list[Bucket] = []
         self.device = torch.device("cpu")
-        """Where the weights lie."""
+        """Device of the weights."""
         self.load_count = 0
         """How often values were loaded into the weights from outside."""
         self.on_bucket_complete: Callable[[Bucket], None] | None = None
-        """Told of buckets whose gradients, which nobody else has, are complete early."""
+        """Called with buckets whose gradients are complete early: no other rank holds them."""
         self.on_optimizer_step: Callable[[Tensor], None] | None = None
-        """Told of each step of the optimizer, and whether it was made (a bool on the device)."""
+        """Called after each optimizer step with whether the update was applied (a bool on the
+        device)."""
         self.host_offload: HostOffload | None = None
-        """Host memory of weights that come to the device for their turn only."""
+        """Host memory of offloaded weights."""
         self._is_last_micro_batch = False
         self._recorded_orders: dict[str, list[str]] = {}
         self._step_kind = ""
@@ -68,16 +70,18 @@ class BucketScheduler:
         self._depth_reductions: deque[tuple[Bucket, PendingTensor, bool]] = deque()
         self._replica_sums: deque[tuple[Bucket, Tensor, list[PendingTensor]]] = deque()
 
-    # ---- weights ----------------------------------------------------------------------
+    # ---- weights: all-gather over depth, fetch from the host ---------------------------
 
     def begin_step(self, kind: str) -> None:
-        """Start a step of a kind; forget gathered weights and gradients.
+        """Start a step of a kind; drop gathered weights and gradients.
 
         Steps of the same kind use blocks in the same order, which is recorded and followed; the
-        kind "" has none. Gradients of passes without a `begin` between them are added.
+        kind "" has none. Gradients of passes without a `begin_step` between them are added.
         """
+        # The step before took another order than recorded: follow the newer one from now on.
         if self._step_kind and self._recorded_orders.get(self._step_kind) != self._blocks_seen:
             self._recorded_orders[self._step_kind] = self._blocks_seen
+        # A collective that was issued has to be waited for, even if its result is not used.
         for block in self._prefetches.values():
             for pending in block:
                 pending.wait()
@@ -97,16 +101,18 @@ class BucketScheduler:
             bucket.squares_event = None
 
     def unshard_block(self, block: str) -> None:
-        """Have the weights of a block gathered.
+        """Gather the weights of a block.
 
-        Communicates: all-gather over depth, often issued before.
+        Communicates: all-gather over depth, often prefetched.
         """
         if block != self._resident_block:
+            # Copies and collectives are not ops of the model: dispatch modes of selective
+            # checkpointing must not save them.
             with collectives.hide_from_dispatch_modes(), self.grid.trace.outside_block():
                 self._unshard_block(block)
 
     def prepare_block(self, block: str) -> None:
-        """A block is about to compute: have what it needs that is not on its way by itself."""
+        """Before a block computes: wait for its update and fetch what no gather triggers."""
         for bucket in self.buckets:
             if bucket.pending_update is not None and bucket.name == block:
                 bucket.wait_for_update()
@@ -114,7 +120,7 @@ class BucketScheduler:
             self.unshard_block(block)
 
     def offload_weights(self, room: int) -> None:
-        """Have weights rest on the host from now on. room: bytes that may be taken there."""
+        """Offload weights to the host from now on. room: bytes of host memory that may be used."""
         self.host_offload = HostOffload(
             self.buckets, self.buckets[0].data.dtype, self.device, room=room
         )
@@ -123,12 +129,12 @@ class BucketScheduler:
         self.begin_step("")
 
     def discard_trial(self) -> None:
-        """Forget gradients, gathered weights and the order of blocks: it was that of a trial."""
+        """Drop gradients, gathered weights and the recorded order of blocks after a trial step."""
         self.begin_step("")
         self._recorded_orders = {}
 
     def wait_for_updates(self) -> None:
-        """Have the device wait for all updates of weights that are under way."""
+        """Make the device wait for all pending updates of weights."""
         for bucket in self.buckets:
             bucket.wait_for_update()
         if self.host_offload is not None:
@@ -136,9 +142,11 @@ class BucketScheduler:
 
     def _unshard_block(self, block: str) -> None:
         if self._filling_bucket is not None and self._filling_bucket.name != block:
-            # The block before is done: reduce it behind all that follows.
+            # The previous block is done: issue its reduction before the gathers below.
             self._reduce_filled_bucket()
         here = self._buckets_to_fetch(block)
+        # A block that is needed right after this one keeps its memory: its prefetch is issued
+        # below.
         follows = self._next_block([*self._blocks_seen, block])
         if not self.keep_unsharded:
             for bucket in self._buckets_to_fetch(self._resident_block):
@@ -148,6 +156,8 @@ class BucketScheduler:
             return
         pending = self._prefetches.pop(block, None) or self._gather_block(block)
         self._blocks_seen.append(block)
+        # Issue the next gather before waiting for this one, so that it runs while this block
+        # computes.
         self._prefetch_next_block()
         for bucket, values in zip(here, pending, strict=True):
             whole = values.wait()
@@ -156,30 +166,32 @@ class BucketScheduler:
             else:
                 bucket.unsharded_params = []
             if bucket.is_depth_sharded:
-                self._evict_weights(bucket)  # what was gathered is a copy
+                # The gathered weights are a copy; the shard that was fetched is no longer needed.
+                self._evict_weights(bucket)
 
     def _buckets_to_fetch(self, block: str) -> list[Bucket]:
-        """Buckets of a block that have to come: split over depth, or from the host."""
+        """Buckets of a block that have to be gathered over depth or fetched from the host."""
         return [bucket for bucket in self.buckets if bucket.name == block and bucket.needs_fetch]
 
     def _reshard_bucket(self, bucket: Bucket, *, soon: bool = False) -> None:
-        """Forget the weights of a bucket that have come. soon: they are used again at once."""
+        """Drop the gathered or fetched weights of a bucket. soon: they are fetched next."""
         bucket.unsharded_params = None
         if not soon:
             self._evict_weights(bucket)
 
     def _evict_weights(self, bucket: Bucket) -> None:
-        """Give the device memory of weights that rest on the host back.
+        """Free the device memory of offloaded weights.
 
-        Not while a fetch or a gather of them is under way: it reads that memory. Where a block is
-        used twice in a row (by two jobs of a stage) the second is issued before the first has come.
+        Not while a fetch or a gather of them is in flight, which reads that memory. Where a block
+        is used twice in a row (by two jobs of a stage) the second is issued before the first has
+        arrived.
         """
         under_way = bucket.name in self._prefetches
         if bucket.host_data is not None and self.host_offload is not None and not under_way:
             self.host_offload.evict_weights(bucket)
 
     def _next_block(self, seen: list[str]) -> str:
-        """The block that came next last time, as long as this step goes the same way."""
+        """The block that came next in the recorded order, as long as this step follows it."""
         order = self._recorded_orders.get(self._step_kind, [])
         if order[: len(seen)] == seen and len(order) > len(seen):
             return order[len(seen)]
@@ -188,6 +200,7 @@ class BucketScheduler:
     def _gather_block(self, block: str) -> list[PendingTensor]:
         pending: list[PendingTensor] = []
         for bucket in self._buckets_to_fetch(block):
+            # A bucket on the host is fetched first; the gather reads the fetched shard.
             part = PendingTensor(bucket.data)
             if bucket.host_data is None:
                 bucket.wait_for_update()
@@ -203,7 +216,7 @@ class BucketScheduler:
         return pending
 
     def _prefetch_next_block(self) -> None:
-        """Issue the gather that followed here last time."""
+        """Issue the gather of the next block in the recorded order."""
         block = self._next_block(self._blocks_seen)
         if block and block not in self._prefetches:
             self._prefetches[block] = self._gather_block(block)
@@ -211,7 +224,7 @@ class BucketScheduler:
     def begin_pass(self, *, last: bool = False, forget: bool = False) -> None:
         """Start a pass over some blocks; in the last one reductions over data start early.
 
-        forget: the block before is not the first of this pass, whichever it is.
+        forget: the resident block is not the first of this pass.
         """
         self._reduce_filled_bucket()
         self._is_last_micro_batch = last
@@ -228,12 +241,12 @@ class BucketScheduler:
         while self._replica_sums:
             self._finish_replica_sum()
 
-    # ---- gradients --------------------------------------------------------------------
+    # ---- gradients: reduce over depth, replicas, data ----------------------------------
 
     def accumulate_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
-        """Take a gradient of a gathered weight.
+        """Add a gradient of a gathered weight.
 
-        The bucket filled before is complete and gets reduced.
+        The bucket that was filled before is complete and gets reduced.
         """
         if not weight.is_depth_sharded:
             self.accumulate_shard_grad(weight.bucket, weight.offset, grad)
@@ -243,21 +256,21 @@ class BucketScheduler:
             weight.bucket.add_unsharded_grad(weight, grad)
 
     def accumulate_shard_grad(self, bucket: Bucket, start: int, grad: Tensor) -> None:
-        """Take a gradient of my shards that lie one after the other from `start` on."""
+        """Add a gradient of consecutive shards from `start` on."""
         with collectives.hide_from_dispatch_modes():
             self._start_filling(bucket)
             self._add_to_bucket(bucket, grad, start)
 
     def _add_to_bucket(self, bucket: Bucket, grad: Tensor, start: int = 0) -> None:
-        """Add to the gradient of a bucket, which may have been taken to the host."""
+        """Add to the gradient of a bucket, which may have been offloaded."""
         if bucket.host_data is not None and self.host_offload is not None:
             self.host_offload.fetch_grads(bucket)
         bucket.add_shard_grad(grad, start)
 
     def _offload_grads(self, bucket: Bucket) -> None:
-        """Take the gradient of a bucket to the host, if its weights rest there.
+        """Offload the gradient of a bucket, if its weights are offloaded.
 
-        At the end of a step their squares must be known: the norm is summed on the device.
+        At the end of a step only once its squares are summed: the norm is computed on the device.
         """
         if bucket.host_data is None or self.host_offload is None or bucket.grad is None:
             return
@@ -265,9 +278,9 @@ class BucketScheduler:
             self.host_offload.offload_grads(bucket)
 
     def _start_filling(self, bucket: Bucket) -> None:
-        """Gradients of a bucket begin to come: that of the block before is complete.
+        """Gradients of a bucket begin to arrive: those of the previous block are complete.
 
-        Other buckets of the same block come in between; they are reduced at the end.
+        Other buckets of the same block arrive in between; they are reduced at the end.
         """
         if bucket.reduce_at_step_end or (
             self._filling_bucket is not None and bucket.name == self._filling_bucket.name
@@ -293,6 +306,8 @@ class BucketScheduler:
             pending = collectives.reduce_scatter(bucket.unsharded_grads.view(-1), self.scatter_axis)
         bucket.unsharded_grads = None
         self._depth_reductions.append((bucket, pending, self._is_last_micro_batch))
+        # With overlap one reduction stays in flight while the next block computes; more would hold
+        # the gradient buffers of several blocks.
         while len(self._depth_reductions) > (1 if "dw" in self.overlap else 0):
             self._finish_depth_reduction()
 
@@ -302,12 +317,15 @@ class BucketScheduler:
         if bucket.host_data is not None and self.host_offload is not None:
             self.host_offload.fetch_grads(bucket)
         bucket.add_compressed_grad(pending.wait())
+        # `last` is that of the pass that issued the reduction: another one may have begun since.
         if last:
             self._start_early_reduction(bucket)
         self._offload_grads(bucket)
 
     def _start_early_reduction(self, bucket: Bucket) -> None:
-        """Start the reduction over data early, where nothing has to come before it."""
+        """Start the reduction over data during backward, where nothing has to precede it."""
+        # Without a data axis there is no reduction that the sum over replicas could precede: it is
+        # done in `finish_gradients`.
         if bucket.reduce_at_step_end or (bucket.replicated_segments and self.data_axis.size == 1):
             return
         if bucket.replicated_segments:
@@ -320,12 +338,12 @@ class BucketScheduler:
             self.on_bucket_complete(bucket)
 
     def _finish_replica_sum(self) -> None:
-        """Wait for the oldest sum over copies; the reduction over data follows."""
+        """Wait for the oldest sum over replicas; the reduction over data follows."""
         bucket, whole, pending = self._replica_sums.popleft()
         self._reduce_over_data(bucket, _merge_replica_sums(bucket, whole, pending))
 
     def _pop_grad(self, bucket: Bucket) -> Tensor:
-        """The gradient of a bucket, which has none any more; one that comes later is added."""
+        """Remove and return the gradient of a bucket; one that arrives later is added."""
         assert bucket.grad is not None, bucket.name
         whole = bucket.grad.flat_grad(bucket.data.device)
         bucket.grad = None
@@ -342,18 +360,20 @@ class BucketScheduler:
     def finish_gradients(self) -> list[tuple[Bucket, Pieces]]:
         """Each trainable bucket with my range over data of its gradient, in pieces.
 
-        The gradient is summed over all who hold the bucket.
-        Communicates: what is left of the reductions over depth, then over the axes that do not
-        shard a weight, then over data.
+        The gradient is summed over all ranks that hold the bucket.
+        Communicates: the rest of the reductions over depth, then over the axes that do not shard a
+        weight, then over data.
         """
         self._check_params()
         self._reduce_filled_bucket()
+        # Buckets of a block other than the one being filled, and those complete only now.
         for bucket in self.buckets:
             if bucket.unsharded_grads is not None:
                 self._reduce_scatter_over_depth(bucket)
         self.flush_reductions()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
+            # No gradient arrived here, but other ranks may have one: take part with zeros.
             if bucket.grad is None and not bucket.reduced_grads and bucket.final_grads is None:
                 bucket.grad = GradientAccumulator(bucket.reduced_elements, self.reduce_dtype)
             if bucket.grad is not None:
@@ -362,16 +382,18 @@ class BucketScheduler:
                     and bucket.data.is_cuda
                     and not bucket.grad_squares
                 ):
-                    self.host_offload.fetch_grads(bucket)  # nothing came last: the norm needs it
+                    # The last micro-batch had no gradient for it, so its squares are not summed.
+                    self.host_offload.fetch_grads(bucket)
                 self._sum_over_replicas(bucket)
                 if self.data_axis.size > 1:
                     self._reduce_over_data(bucket, self._pop_grad(bucket))
         return [(bucket, self._collect_final_grads(bucket)) for bucket in buckets]
 
     def _collect_final_grads(self, bucket: Bucket) -> Pieces:
-        """My range over data of a gradient: as it was reduced, or as it came if nobody else has it.
+        """My range over data of a gradient: as reduced, or as it arrived if no other rank holds it.
 
-        Late buckets have many small weights, or one that came twice: they are one piece.
+        Buckets reduced at the end of a step have many small weights, or one with two gradients:
+        they become one piece.
         """
         device = bucket.data.device
         if bucket.final_grads is None:
@@ -393,13 +415,14 @@ class BucketScheduler:
         return bucket.final_grads.covering_pieces(device)
 
     def _check_params(self) -> None:
-        """Refuse parameters that were changed behind the back of their buckets."""
+        """Refuse parameters that were replaced, moved or (un)frozen after `parallelize`."""
         for bucket in self.buckets:
             start = bucket.data.data_ptr()
             itemsize = bucket.data.element_size()
             for weight in bucket.weights:
                 param = weight.param
                 at = start + weight.offset * itemsize
+                # Offloaded parameters have no memory between uses, hence no address to compare.
                 moved = param.data_ptr() != at and param.numel() > 0 and bucket.host_data is None
                 if param is not weight.expected_param or moved:
                     raise ShardingError(
@@ -415,7 +438,7 @@ class BucketScheduler:
                     )
 
     def _sum_over_replicas(self, bucket: Bucket) -> None:
-        """Sum over the ranks that hold the same parts, where depth and data are not all of them."""
+        """Sum over ranks with the same shards along other axes than depth and data."""
         if not bucket.replicated_segments and bucket.tied_axis is None:
             return
         whole = _merge_replica_sums(bucket, *self._start_replica_sums(bucket))
@@ -426,7 +449,8 @@ class BucketScheduler:
         bucket.grad.parts = {(0, bucket.reduced_elements): whole}
 
     def _start_replica_sums(self, bucket: Bucket) -> tuple[Tensor, list[PendingTensor]]:
-        """The gradient of a bucket, and the sums of its segments over copies, under way."""
+        """The gradient of a bucket, and the pending sums of its segments over replicas."""
+        # Clone: the sums are written into it, and the gradient may be a tensor of autograd.
         whole = self._pop_grad(bucket).clone()
         with self.grid.trace.named_scope(bucket.name):
             parts = [
@@ -437,7 +461,7 @@ class BucketScheduler:
 
 
 def _merge_replica_sums(bucket: Bucket, whole: Tensor, pending: list[PendingTensor]) -> Tensor:
-    """The gradient with the sums of its segments where they belong."""
+    """The gradient with the sums of its segments in place."""
     for segment, one in zip(bucket.replicated_segments, pending, strict=True):
         whole[segment.start : segment.stop].copy_(one.wait())
     return whole

@@ -1,10 +1,10 @@
-"""Kept: which elements of a pruned bucket stay, and the way between dense and compressed tensors.
+"""Sparsity masks: which elements of a pruned bucket are kept, and dense <-> compressed conversion.
 
-Working weights stay dense, zeros stored: dense matrix products are the fast ones. Gradients, master
-weights and moments hold the elements that stay, one after the other (SAMO). Which these are is held
-once for all of them: as bits (1/8 byte an element) or as int32 positions (4 bytes an element that
-stays), whichever is less. Positions are made from bits for a moment, a chunk at a time; how many
-lie between two marks the host knows, so it never waits for a device.
+Working weights stay dense, zeros stored: dense matmuls are the fast ones. Gradients, master weights
+and moments hold only the kept elements, one after the other (SAMO). The mask is stored once for all
+of them: as bits (1/8 byte per element) or as int32 positions (4 bytes per kept element), whichever
+is smaller. Positions are derived from bits temporarily, a chunk at a time; the number of kept
+elements between two chunk bounds is known on the host, so it never waits for a device.
 
 With depth a rank compresses the gradient of the gathered weights `[depth, size]` before it is
 reduced, so it holds the bits of all depth ranks. Compressed rows are as long as the fullest.
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**24
-"""Elements whose positions are made at once: what that needs beside them stays small."""
+"""Elements whose positions are computed at once; bounds temporary memory."""
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Bools `[n]` as bits `[ceil(n / 8)]`, the first in the lowest."""
+    """Bools `[n]` as bits `[ceil(n / 8)]`, the first in the lowest bit."""
     places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     found = []
     for part in mask.split(CHUNK):
@@ -41,25 +41,26 @@ def unpack_bits(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CompressedTensor:
-    """Numbers with zeros between them: those that stay, and where."""
+    """A sparse tensor: the kept values, and where they are."""
 
     values: Tensor
-    """Flat; of a mask none: it is one where numbers stay."""
+    """Flat; empty for a mask, which is one where elements are kept."""
     bits: Tensor
-    """On the host."""
+    """Bit mask, on the host."""
     size: int
-    """Elements, zeros included."""
+    """Number of elements, zeros included."""
 
 
 class SparsityMask:
-    """The elements of a bucket that stay, on this rank and on the others of its depth axis."""
+    """The kept elements of a bucket, on this rank and on the others of its depth axis."""
 
     def __init__(
         self, bits: Tensor, size: int, edges: Sequence[int], *, mine: int, ranks: int
     ) -> None:
-        """bits: of all depth ranks, `[depth, ceil(size / 8)]`. edges: where weights begin and end.
+        """bits: of all depth ranks, `[depth, ceil(size / 8)]`. edges: bounds of the weights.
 
-        mine: my row of them. ranks: compressed rows are cut into so many equal ranges (over data).
+        mine: my row of them. ranks: compressed rows are cut into this many equal ranges (over
+        data).
         """
         self.size = size
         self.row_index = mine
@@ -67,6 +68,7 @@ class SparsityMask:
         self._bits: Tensor | None = bits
         self._index: Tensor | None = None
         self._chunk_bounds = sorted({0, size, *edges, *range(0, size, CHUNK)})
+        # The one synchronization with the device: all later counts are looked up on the host.
         sums = [
             self._mask_window(0, len(bits), a, b).sum(1) for a, b in pairwise(self._chunk_bounds)
         ]
@@ -75,11 +77,12 @@ class SparsityMask:
         self._counts_before: list[dict[int, int]] = [
             dict(zip(self._chunk_bounds, row, strict=True)) for row in before
         ]
-        """By row: elements that stay before each mark."""
+        """By row: number of kept elements before each chunk bound."""
         self.row_counts = [row[-1] for row in before]
-        """Elements of each depth rank that stay."""
+        """Number of kept elements of each depth rank."""
         self.compressed_size = -(-max(self.row_counts) // ranks) * ranks
         """Elements of a compressed row: the fullest, rounded up to a multiple of `ranks`."""
+        # int32 positions are smaller than bits if fewer than 1 in 32 elements are kept.
         if 4 * sum(self.row_counts) < bits.numel() and size < 2**31:
             self._index = self._all_positions().to(torch.int32)
             self._bits = None
@@ -87,27 +90,28 @@ class SparsityMask:
         step = self.compressed_size // ranks
         inner = [self.dense_position(i * step) for i in range(1, ranks)]
         self.shard_bounds = [0, *inner, size]
-        """Positions where the equal ranges of my compressed row begin in my shards, and the end."""
+        """Dense positions where the equal ranges of my compressed row begin, and the end."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Bytes of the mask."""
         return sum(x.nbytes for x in (self._bits, self._index) if x is not None)
 
     def compressed_offset(self, position: int) -> int:
-        """Where in my compressed row a weight begins that begins at a position of the bucket."""
+        """Offset in my compressed row of a weight that begins at `position` of the bucket."""
         return self._counts_before[self.row_index][position]
 
     # ---- positions ----------------------------------------------------------------------
 
     def _mask_window(self, first: int, last: int, a: int, b: int) -> Tensor:
-        """Whether elements `a` to `b` of some rows stay, from bits."""
+        """Whether elements `a` to `b` of some rows are kept, from bits."""
         assert self._bits is not None
+        # Unpack whole bytes, then cut off the bits outside.
         low = a // 8
         return unpack_bits(self._bits[first:last, low : -(-b // 8)])[:, a - 8 * low : b - 8 * low]
 
     def _all_positions(self) -> Tensor:
-        """Where in its row each element lies, one row after the other."""
+        """Positions of the kept elements within their row, one row after the other."""
         return torch.cat(
             [
                 self._positions_between(row, row + 1, a, b) + a
@@ -117,10 +121,11 @@ class SparsityMask:
         )
 
     def _positions_between(self, first: int, last: int, a: int, b: int) -> Tensor:
-        """Where in a flattened `[rows, b - a]` the elements between two marks stay."""
+        """Positions of kept elements between two chunk bounds in a flattened `[rows, b - a]`."""
         counts = [before[b] - before[a] for before in self._counts_before[first:last]]
         if self._bits is not None:
             mask = self._mask_window(first, last, a, b).reshape(-1)
+            # The size is known, so that nonzero does not have to synchronize with the host.
             return torch.nonzero_static(mask, size=sum(counts)).reshape(-1)
         assert self._index is not None
         found = []
@@ -131,9 +136,9 @@ class SparsityMask:
         return torch.cat(found)
 
     def _iter_positions(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Positions of the elements `start` to `stop` of my compressed row, a few at a time.
+        """Positions of the elements `start` to `stop` of my compressed row, a chunk at a time.
 
-        Each part with where it begins and ends in that row.
+        Each chunk comes with its bounds in that row.
         """
         before = self._counts_before[self.row_index]
         for a, b in pairwise(self._chunk_bounds):
@@ -144,7 +149,8 @@ class SparsityMask:
                 yield low, high, index[low - before[a] : high - before[a]] + a
 
     def dense_position(self, number: int) -> int:
-        """Where in my shards the element of that number of my compressed row lies, or the end."""
+        """Dense position of the element `number` of my compressed row, or the end."""
+        # Only a few bounds are ever needed, and each lookup costs a synchronization.
         if number not in self._position_cache:
             found = [index for _, _, index in self._iter_positions(number, number + 1)]
             if found:
@@ -154,7 +160,7 @@ class SparsityMask:
         return self._position_cache[number]
 
     def dense_mask(self, low: int, high: int) -> Tensor:
-        """Whether my elements `low` to `high` stay."""
+        """Whether my elements `low` to `high` are kept."""
         found = [torch.zeros(0, dtype=torch.bool, device=self.device)]
         for a, b in pairwise(self._chunk_bounds):
             if a < high and low < b:
@@ -167,7 +173,7 @@ class SparsityMask:
                 found.append(part[max(low - a, 0) : high - a])
         return torch.cat(found)
 
-    # ---- there and back -----------------------------------------------------------------
+    # ---- dense <-> compressed -----------------------------------------------------------
 
     @torch.no_grad()
     def compress_range(self, dense: Tensor, origin: int, start: int, stop: int) -> Tensor:
@@ -182,20 +188,21 @@ class SparsityMask:
 
     @torch.no_grad()
     def write_dense(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
-        """Write elements of my compressed row from `start` on to their places in a dense tensor."""
+        """Scatter elements of my compressed row from `start` on into a dense tensor."""
         for low, high, index in self._iter_positions(start, start + values.numel()):
             part = values[low - start : high - start].to(dense)
             dense.index_copy_(0, index - origin, part)
 
     @torch.no_grad()
     def add_to_compressed(self, into: Tensor, dense: Tensor, start: int) -> None:
-        """Add dense elements from position `start` on of all rows to compressed rows.
+        """Add dense elements of all rows from position `start` on to compressed rows.
 
-        into: `[depth, count]`; dense: `[depth, n]`.
+        into: `[depth, compressed_size]`; dense: `[depth, n]`.
         """
         stop = start + dense.shape[1]
         rows = len(self.row_counts)
         for a, b in pairwise(self._chunk_bounds):
+            # Bounds of weights are chunk bounds, so a chunk is either inside the weight or outside.
             if a < start or b > stop:
                 continue
             part = dense[:, a - start : b - start].reshape(-1)[
@@ -207,6 +214,6 @@ class SparsityMask:
 
     @torch.no_grad()
     def zero_pruned(self, dense: Tensor) -> None:
-        """Set what does not stay of my elements `[size]` to zero."""
+        """Set the pruned ones of my elements `[size]` to zero."""
         for a, b in pairwise(self._chunk_bounds):
             dense[a:b].masked_fill_(~self.dense_mask(a, b).to(dense.device), 0)

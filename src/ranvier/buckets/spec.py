@@ -1,7 +1,7 @@
-"""Lots: weights that are gathered, reduced and updated together, and what that communicates.
+"""Bucket specs: weights that are gathered, reduced and updated together, and their traffic.
 
-The matrices of a block form a lot, all vectors of a model one; embedding and head have theirs. The
-buckets of `comm` hold the tensors of lots; the planner knows lots without tensors. No torch here.
+The matrices of a block form a bucket, all vectors of a model another; embedding and head have their
+own. `Bucket` holds the tensors of a spec; the planner uses specs without tensors. No torch here.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ranvier.sharding import Sharding
 from ranvier.trace import Event
 
 VECTORS = "vectors"
-"""Block of all parameters that are no matrices."""
+"""Block of all parameters that are not matrices."""
 
 ParamGroup = Literal["matrix", "embedding", "vector"]
-"""Kinds of parameters that an optimizer may treat differently, told by their named dims."""
+"""Kinds of parameters that an optimizer may treat differently, determined by their named dims."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """A weight as it is sorted."""
+    """A weight as it is assigned to a bucket."""
 
     name: str
     block: str
@@ -35,11 +35,11 @@ class ParamSpec:
     param_group: ParamGroup
     trainable: bool = True
     is_tied: bool = False
-    """Whether several layers have it."""
+    """Whether several layers share it."""
     other_stages: tuple[int, ...] = ()
-    """Those of other stages that hold it as well."""
+    """Other stages that hold it as well."""
     repeats: int = 1
-    """Equal weights of as many blocks, one after the other."""
+    """Stands for the equal weights of this many blocks, one after the other."""
 
     @property
     def num_elements(self) -> int:
@@ -54,7 +54,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a lot, and how many ranks of each axis (other than data) hold the same of it."""
+    """A range of a bucket, and the number of ranks of each axis (not data) with the same shards."""
 
     start: int
     stop: int
@@ -63,7 +63,7 @@ class BucketRange:
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
-    """Weights in the order in which they lie."""
+    """Weights in the order of their layout."""
 
     block: str
     params: tuple[ParamSpec, ...]
@@ -71,11 +71,11 @@ class BucketSpec:
     size: int
     """Elements on this rank, rounded up to a multiple of the data axis."""
     reduce_at_step_end: bool
-    """Complete only at the end of a step: tied weights, vectors."""
+    """Gradients are complete only at the end of a step: tied weights, vectors."""
 
     @cached_property
     def traffic(self) -> BucketTraffic:
-        """What of it is communicated."""
+        """What is communicated of the bucket."""
         first = self.params[0]
         spans = [(tuple(one.replicas), one.stop - one.start) for one in self.ranges if one.replicas]
         tied = bool(first.other_stages)
@@ -92,7 +92,7 @@ class BucketSpec:
 
 
 def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) -> list[BucketSpec]:
-    """The lots of weights: by block, split over depth, group, trained, tied."""
+    """Group weights into buckets: by block, depth sharding, parameter group, trainable, tied."""
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
     for piece in pieces:
         tied = piece.is_tied or bool(piece.other_stages)
@@ -109,8 +109,11 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
     found = []
     for members in groups.values():
         block = members[0].block
+        # Weights with the same replicas become neighbours, so that one range covers them. The sort
+        # is stable: all ranks lay out a bucket alike.
         members.sort(key=lambda piece: sorted(replicas_per_axis(piece.sharding, degrees).items()))
         ranges = _replica_ranges(members, degrees)
+        # The flat buffer is cut into equal ranges over data.
         size = -(-ranges[-1].stop // multiple) * multiple
         late = members[0].is_tied or bool(members[0].other_stages) or block == VECTORS
         found.append(BucketSpec(block, tuple(members), tuple(ranges), size, late))
@@ -118,13 +121,13 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
 
 
 def replicas_per_axis(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Ranks of each axis but data and pipe that hold the same part."""
+    """Number of ranks of each axis but data and pipe that hold the same shard."""
     same = sharding.replica_counts(degrees)
     return {axis: count for axis, count in same.items() if axis not in ("data", "pipe")}
 
 
 def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:
-    """Lay weights one after the other; neighbours with the same copies form a range."""
+    """Lay out weights one after the other; neighbours with the same replicas form a range."""
     found = []
     start = 0
     for same, group in itertools.groupby(
@@ -141,25 +144,25 @@ def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) ->
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """What of a lot is communicated."""
+    """What is communicated of a bucket."""
 
     block: str
     size: int
     """Elements on a rank that are gathered over depth."""
     reduced_elements: int
-    """Elements that are reduced and updated: of a pruned lot fewer."""
+    """Elements that are reduced and updated; fewer if the bucket is pruned."""
     is_depth_sharded: bool
     trainable: bool
     reduce_at_step_end: bool
     replica_sums: tuple[tuple[tuple[str, ...], int], ...] = ()
-    """Axes over which elements are summed besides depth and data, and how many of them."""
+    """Axes other than depth and data over which elements are summed, and the number of elements."""
     tied_across_stages: bool = False
     """Whether other stages hold it as well."""
 
 
 @dataclass(frozen=True)
 class ElementSizes:
-    """Bytes of numbers."""
+    """Bytes per element."""
 
     param_bytes: int
     """Of a weight."""
@@ -172,9 +175,11 @@ def blocks_to_gather(
 ) -> list[str]:
     """Blocks whose weights are gathered over depth in a micro-batch, in order.
 
-    One gather serves uses of the same block that follow each other, or all uses if gathered weights
-    are kept. Forward and backward of a stage that is not alone are jobs of their own.
+    One gather serves consecutive uses of the same block, or all uses if gathered weights are kept.
+    Forward and backward are separate jobs unless the stage is alone.
     """
+    # With one stage backward follows forward directly and reuses the last block; between separate
+    # jobs the weights are dropped.
     uses = [*forward, *([] if alone else [""]), *backward]
     if keep:
         uses = list(dict.fromkeys(forward))
@@ -182,12 +187,13 @@ def blocks_to_gather(
 
 
 def weight_gather_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSizes) -> Event:
-    """Weights gathered over depth."""
+    """All-gather of weights over depth."""
+    # Bytes of a gather count its output, hence the factor `depth.size`.
     return Event("all_gather", depth.names, bulk.size * types.param_bytes * depth.size, bulk.block)
 
 
 def grad_scatter_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSizes) -> Event:
-    """Gradients reduced over depth."""
+    """Reduce-scatter of gradients over depth."""
     return Event(
         "reduce_scatter",
         depth.names,
@@ -199,11 +205,12 @@ def grad_scatter_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSize
 def optimizer_step_events(
     bulk: BucketTraffic, depth: AxisGroup, data: AxisGroup, types: ElementSizes
 ) -> list[Event]:
-    """What the optimizer step communicates of a lot: gradients, then updated weights."""
+    """What the optimizer step communicates of a bucket: gradients, then updated weights."""
     if not bulk.trainable:
         return []
     events = list[Event]()
     grad = bulk.reduced_elements * types.grad_bytes
+    # Other buckets are reduce-scattered over depth during backward.
     if bulk.reduce_at_step_end and bulk.is_depth_sharded:
         events.append(grad_scatter_event(bulk, depth, types))
     for names, elements in bulk.replica_sums:
@@ -221,7 +228,7 @@ def optimizer_step_events(
 def grad_norm_events(
     degrees: Mapping[str, int], types: ElementSizes, *, votes: int = 0
 ) -> list[Event]:
-    """The square of the gradient's norm, and one number a vote, summed over all ranks."""
+    """All-reduce of the squared gradient norm, plus one number per vote, over all ranks."""
     world = tuple(axis for axis in AXES if degrees[axis] > 1)
     if world:
         return [Event("all_reduce", world, (1 + votes) * types.grad_bytes, "norm")]

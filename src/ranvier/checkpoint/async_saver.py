@@ -1,10 +1,11 @@
-"""Saver: saves a run while it goes on.
+"""Asynchronous checkpointing: saves the state of a run while training continues.
 
-Tensors are copied to the host while the next forward and backward passes compute; only what changes
-them (the optimizer step) waits for the copy. A thread writes. No thread communicates: ranks tell
-each other how far they are with what they exchange at each step anyway (`report`, `hear`), and once
-all parts are written rank 0 makes them a checkpoint. At most one save is under way; its failure is
-an error of all ranks at the next step.
+Tensors are copied to the host while the next forward and backward passes compute; only the
+optimizer step, which changes them, waits for the copy. A background thread writes. No thread
+communicates: ranks exchange their progress together with the values they reduce at each step anyway
+(`report_progress`, `handle_reports`), and once all ranks have written their files rank 0 commits
+the checkpoint. At most one save is in progress; a failed save is raised on all ranks at the next
+step.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from ranvier.system.terminal import print
 
 T = TypeVar("T")
 JOIN_SECONDS = 0.5
-"""Seconds that a rank waits for its thread before it tells the others that it is alive."""
+"""Seconds a rank waits for its thread before it reports its progress to the other ranks."""
 RETRY_ERRNOS = (errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors of a disk that may not come twice."""
+"""Errors of the file system that may be transient and are retried once."""
 
 
 class AsyncSaver:
@@ -48,7 +49,7 @@ class AsyncSaver:
     def __init__(
         self, where: Path, grid: Grid, device: torch.device, keep: RetentionPolicy | None = None
     ) -> None:
-        """Communicates: a number and a word over all axes."""
+        """Communicates: a number and a string over all axes."""
         self.folder, self.grid, self.device, self.retention = (
             where,
             grid,
@@ -63,34 +64,38 @@ class AsyncSaver:
             except OSError as error:
                 raise _explain_write_error(error, where.parent, 0) from None
 
+        # Only rank 0 creates the directory, but a failure is raised on all ranks: otherwise the
+        # others would hang in the broadcast below.
         run_and_raise_together(make, grid, device)
+        # The nonce makes the temporary directories of this process distinct from those that a
+        # killed run left behind.
         self.nonce = broadcast_text(os.urandom(4).hex(), grid, device)
         self.last_checkpoint: Path | None = None
         """The last checkpoint that was committed, as far as this rank knows."""
         self.step = -1
         """The step that was saved last, or is being saved."""
         self.check_directory: Callable[[], None] = lambda: None
-        """Refuses to write where nobody would find it; asked on rank 0, of each save twice."""
+        """Raises if the run directory is gone; called on rank 0, twice per save."""
         self.num_repeats = 0
-        """Writes that failed and were repeated."""
+        """Number of writes that failed and were retried."""
         self._host_buffer = HostBuffer(device)
         self._stream: torch.cuda.Stream | None = None
         self._thread: threading.Thread | None = None
         self._copies_done = threading.Event()
         self._copy_event: torch.cuda.Event | None = None
         self._reads_in_place = False
-        """Whether what is written is read from where it rests."""
+        """Whether some tensors are written directly from host memory, without a copy."""
         self._error: BaseException | None = None
         self._phase = ""
-        """What is under way: nothing, writing or committing."""
+        """Current phase of the save: empty (idle), writing or committing."""
         self._save_number = 0
-        """Saves that were begun, the same on all ranks: what is heard of another is of no use."""
+        """Number of saves started, equal on all ranks: reports about another save are ignored."""
         self._facts: dict[str, Any] = {}
         self._extra_files: Sequence[Path] = ()
         self._needed_bytes = 0
-        """Bytes of the checkpoint, about."""
+        """Approximate size of the checkpoint in bytes."""
 
-    # ---- beginning ----------------------------------------------------------------------
+    # ---- start of a save ----------------------------------------------------------------
 
     def save(
         self,
@@ -101,14 +106,15 @@ class AsyncSaver:
         also: Sequence[Path] = (),
         sparse: Mapping[str, CompressedTensor] | None = None,
     ) -> None:
-        """Begin to save; what this rank writes must not change before `changing` was called.
+        """Start a save; the tensors must not change before `wait_for_copies` returns.
 
-        also: files to be on disk when it is committed. sparse: tensors of the state that are not
-        there but for some numbers; in the file they have their zeros.
+        also: files to fsync before the checkpoint is committed. sparse: tensors of the state of
+        which only the nonzero values are in memory; they are written densely, with their zeros.
         """
         assert not self._phase, f"step {step}, while {self._phase} step {self.step}"
         self.step, self._phase, self._facts, self._extra_files = step, "writing", dict(facts), also
         self._save_number += 1
+        # Ranks that hold only padding of a tensor do not write it.
         mine = {name: x for name, x in state.items() if _has_elements(*x)}
         layout = FileLayout.from_state(mine)
         some = dict(sparse or {})
@@ -119,17 +125,22 @@ class AsyncSaver:
             finite, data = self._start_copies(rank_file.flat_runs(mine, layout, some), stretched)
 
             def work() -> None:
+                # The check runs on the thread: reading the result of the device here would stall
+                # training.
                 if not finite():
                     raise rank_file.non_finite_error(mine, some, step)
                 self._write_rank_file(mine, layout, data)
 
             self._start_thread(work)
-        except (MemoryError, RuntimeError) as error:  # all ranks must learn of it
+        # Kept until the next report: raising here would leave the other ranks waiting in a
+        # collective.
+        except (MemoryError, RuntimeError) as error:
             self._error = error
-            self._copies_done.set()  # nobody copies: who waits for that would wait for ever
+            # No thread will run, so nothing else would wake a caller of `wait_for_copies`.
+            self._copies_done.set()
 
     def add_facts(self, **facts: Any) -> None:
-        """Add facts that became known after the save began; rank 0 commits with them."""
+        """Add facts that became known after the save started; rank 0 commits them."""
         self._facts |= facts
 
     def _start_copies(
@@ -137,15 +148,16 @@ class AsyncSaver:
         flats: list[tuple[int, Tensor]],
         sparse: Mapping[int, tuple[CompressedTensor, torch.dtype]],
     ) -> tuple[Callable[[], bool], list[LazyBytes]]:
-        """Copies on their way; a wait for them that tells whether all numbers are finite.
+        """Start the copies to the host; return a wait that tells whether all values are finite.
 
-        And the bytes of the file: copies, or what rests on the host, which must then not change
-        until it is written. sparse: by their first byte in the file.
+        Also returns the bytes of the file: copies, or tensors in host memory, which must then not
+        change until they are written. sparse: compressed tensors by their byte offset in the file.
         """
         direct = [rank_file.is_read_in_place(flat, self.device) for _, flat in flats]
         sizes = [
             0 if rests else flat.nbytes for rests, (_, flat) in zip(direct, flats, strict=True)
         ]
+        # Offsets in the host buffer, which holds the copied tensors only, in the order of the file.
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
         self._host_buffer.ensure_size(sum(sizes))
         moved = [
@@ -160,6 +172,7 @@ class AsyncSaver:
             here = own or self._host_buffer.byte_views(begin, size)
             data += [SparseBytes(here, *sparse[at])] if at in sparse else here
         self._reads_in_place = any(direct)
+        # Cleared before any copy starts; the thread sets it when it is done or fails.
         self._copies_done.clear()
         if self.device.type == "cuda":
             wait = self._copy_on_device
@@ -170,12 +183,14 @@ class AsyncSaver:
     def _copy_on_host(
         self, flats: list[tuple[int, Tensor]], rest: Sequence[Tensor]
     ) -> Callable[[], bool]:
-        """A thread copies."""
+        """Return a function that copies CPU tensors; the background thread calls it."""
 
         def copied() -> bool:
             for begin, flat in flats:
                 self._host_buffer.copy_tensor(begin, flat)
             peak = rank_file.max_magnitude([flat for _, flat in flats] + [*rest])
+            # Tensors that are read in place must stay unchanged until the file is written; then the
+            # thread itself sets the event at its end.
             if not rest:
                 self._copies_done.set()
             return bool(peak.isfinite())
@@ -186,10 +201,13 @@ class AsyncSaver:
     def _copy_on_device(
         self, flats: list[tuple[int, Tensor]], rest: Sequence[Tensor]
     ) -> Callable[[], bool]:
-        """A stream copies."""
+        """Enqueue copies on a side stream; return a function that waits for them."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
+        # The copies must see the results of the optimizer step that is still queued on the main
+        # stream.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Pinned, so that the copy of the flag does not block the host either.
         good = torch.empty((), dtype=torch.bool, pin_memory=True)
         with torch.cuda.stream(self._stream):
             for begin, flat in flats:
@@ -201,41 +219,50 @@ class AsyncSaver:
 
         def came() -> bool:
             arrived.synchronize()
-            flats.clear()  # until now nobody else may have their memory
+            # The references kept the caching allocator from reusing this memory while the side
+            # stream read it.
+            flats.clear()
+            # Tensors in host memory are checked here, on the thread.
             return bool(good) and bool(rank_file.max_magnitude(rest).isfinite())
 
         return came
 
     def wait_for_copies(self) -> None:
-        """What was to be saved is about to change: wait for the copies; a device waits itself."""
+        """Wait until the saved tensors may change; on CUDA the stream waits, not the host."""
         if self._phase != "writing":
             return
+        # The file is written from this memory, so that the host has to wait for the thread.
         if self._reads_in_place:
             self._copies_done.wait()
         if self._copy_event is not None:
-            if not torch.cuda.is_current_stream_capturing():  # who replays a graph waits before
+            # A wait must not be captured into a CUDA graph; the caller waits before it replays one.
+            if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream(self.device).wait_event(self._copy_event)
         else:
             self._copies_done.wait()
 
-    # ---- behind the run -----------------------------------------------------------------
+    # ---- background thread --------------------------------------------------------------
 
     def _start_thread(self, work: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 work()
+            # Any failure is kept for `report_progress`: an exception of a thread would only be
+            # printed.
             except BaseException as error:
                 self._error = error
+            # Even a failed save must wake a caller that waits for the copies.
             finally:
                 self._copies_done.set()
 
+        # A daemon: a hanging file system must not keep the process from exiting.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _write_rank_file(
         self, state: ShardedStateDict, layout: FileLayout, data: Sequence[LazyBytes]
     ) -> None:
-        """Write my part."""
+        """Write the file of this rank, with one retry."""
         here = directory.temporary_path(self.folder, self.step, self.nonce)
         self._needed_bytes = (len(layout.header) + layout.data_bytes) * self.grid.world_size
 
@@ -244,7 +271,10 @@ class AsyncSaver:
                 self.check_directory()
                 directory.remove_leftovers(self.folder, self.nonce)
                 self._warn_low_space()
+            # Any rank may be the first to create the directory.
             here.mkdir(exist_ok=True)
+            # Files are created with O_EXCL, so that a retry has to remove what the first attempt
+            # left.
             for name in rank_file.rank_file_names(self.grid.rank):
                 (here / name).unlink(missing_ok=True)
             rank_file.write_rank_file(here, self.grid.rank, state, layout, data)
@@ -252,7 +282,7 @@ class AsyncSaver:
         self._try_twice(once)
 
     def _try_twice(self, work: Callable[[], T]) -> T:
-        """Do it, a second time if the disk stumbled; what it cannot take is said in bytes."""
+        """Call `work`, again if the error may be transient; explain the final error."""
         try:
             return work()
         except OSError as error:
@@ -269,9 +299,10 @@ class AsyncSaver:
                 raise _explain_write_error(last, self.folder, self._needed_bytes) from None
 
     def _warn_low_space(self) -> None:
-        """Say beforehand that space is short."""
+        """Warn before writing if the disk is nearly full."""
         free = shutil.disk_usage(self.folder).free
         needed = self._needed_bytes
+        # A margin of 10 %, as the size is approximate.
         if free < 1.1 * needed:
             print(
                 f"Warning: {self.folder} has {free:,} bytes free; the checkpoint of step "
@@ -280,14 +311,17 @@ class AsyncSaver:
             )
 
     def _commit_checkpoint(self) -> None:
-        """Make the parts a checkpoint, then remove those that need not stay."""
+        """Turn the rank files into a checkpoint, then prune old checkpoints."""
         where = self.folder
         step = self.step
         for path in self._extra_files:
-            with suppress(OSError):  # a run can go on without them
+            # A run can resume without these files.
+            with suppress(OSError):
                 checksummed_file.fsync_path(path)
         here = directory.temporary_path(where, step, self.nonce)
         self.check_directory()
+        # The order matters: manifest, rename, fsync of the parent, and only then the pointer, so
+        # that a crash at any point leaves the previous checkpoint valid.
         self._try_twice(
             lambda: directory.write_manifest(here, step, self.grid.degrees, self._facts)
         )
@@ -297,40 +331,46 @@ class AsyncSaver:
         self.last_checkpoint = final
         try:
             directory.prune_checkpoints(where, self.retention)
-        except (OSError, RanvierError) as error:  # what is saved is saved; more is kept than asked
+        # The checkpoint itself is safe; failing to prune only keeps more than requested.
+        except (OSError, RanvierError) as error:
             print(f"Warning: old checkpoints were not removed: {error}", file=sys.stderr)
 
     # ---- agreement ----------------------------------------------------------------------
 
     def report_progress(self) -> tuple[int, int]:
-        """For the others: how much is left to do of which save, and the exit code of what failed.
+        """Return what is left to do of which save, and the exit code of a failure (0: none).
 
-        3: my part is being written; 2: it is; 1: rank 0 makes the parts a checkpoint; 0: nothing;
-        and 4 times the number of the save.
+        3: this rank is writing its file; 2: its file is written; 1: rank 0 commits the checkpoint;
+        0: nothing is left; plus 4 times the number of the save. Reduced with max over all ranks, so
+        that the slowest rank of the newest save decides.
         """
         working = self._thread is not None and self._thread.is_alive()
         left = {"writing": 2, "committing": 0}.get(self._phase, 0) + int(working)
         return 4 * self._save_number + left, _exit_code(self._error)
 
     def handle_reports(self, left: int, failed: int) -> None:
-        """Take note of the largest of all reports; all ranks hear the same at the same point.
+        """Process the maximum of all reports; all ranks see the same values at the same point.
 
-        It may be of a step before: what it says of a phase or a save that is over changes nothing.
+        They may stem from an earlier step: a report about a finished phase or save changes nothing.
         """
         number, left = divmod(left, 4)
         if failed:
             error = self._error
             self._error = None
             self._phase = ""
-            if self._thread is not None:  # it may be about to make the folder that another removed
+            # The thread may be about to create the directory that another rank has just removed.
+            if self._thread is not None:
                 self._thread.join(JOIN_SECONDS)
             here = directory.temporary_path(self.folder, self.step, self.nonce)
+            # All ranks try to remove it: whichever comes last succeeds.
             shutil.rmtree(here, ignore_errors=True)
+            # The rank that failed raises the cause; the others raise its exit code.
             if error is not None:
                 raise error
             raise OtherRankError(failed)
         if number != self._save_number:
             return
+        # The maximum is 2 only when no rank is still writing.
         if self._phase == "writing" and left == 2:
             self._phase = "committing"
             self._thread = None
@@ -341,7 +381,7 @@ class AsyncSaver:
             self._thread = None
 
     def finish_saving(self) -> Path | None:
-        """Wait for the save that is under way, on all ranks; the last checkpoint (on rank 0).
+        """Wait for the save in progress, on all ranks; return the last checkpoint (on rank 0).
 
         Communicates: three numbers over all axes, a few times.
         """
@@ -349,16 +389,18 @@ class AsyncSaver:
         return self.last_checkpoint
 
     def wait_for_save(self, seconds: float) -> bool:
-        """Wait so long for the save that is under way; whether it has ended, on all ranks alike.
+        """Wait up to `seconds` for the save in progress; whether it ended, equal on all ranks.
 
-        Communicates: as `finish`.
+        Communicates: as `finish_saving`.
         """
         limit = time.monotonic() + seconds
         while self._phase:
             if self._thread is not None:
-                # Not longer: the others are waiting in a collective, which has a limit of its own.
+                # Not longer: the other ranks wait in a collective, which has a timeout of its own.
                 self._thread.join(max(min(limit - time.monotonic(), JOIN_SECONDS), 0.0))
             mine = (*self.report_progress(), int(time.monotonic() > limit))
+            # Whether the time is up is reduced too: clocks differ, and all ranks must leave the
+            # loop in the same iteration.
             left, failed, late = (max_over_ranks(n, self.grid, self.device) for n in mine)
             self.handle_reports(left, failed)
             if late and self._phase:
@@ -376,14 +418,14 @@ def save_and_wait(
     *,
     keep: RetentionPolicy | None = None,
 ) -> Path | None:
-    """Save a checkpoint and wait for it; its path on rank 0. Communicates: see `Saver`."""
+    """Save a checkpoint and wait for it; its path on rank 0. Communicates: see `AsyncSaver`."""
     saver = AsyncSaver(where, grid, torch.device(device), keep)
     saver.save(step, state, facts)
     return saver.finish_saving()
 
 
 def _has_elements(tensor: Tensor, place: Any) -> bool:
-    """Whether a part has elements of the whole, or the whole has none."""
+    """Whether a shard has elements of the global tensor, or that tensor is empty."""
     return bool(place.to_boxes()) or 0 in place.global_shape
 
 
@@ -396,7 +438,7 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _explain_write_error(error: OSError, where: Path, needed: int) -> WriteError:
-    """An error of the disk for people, with the bytes it was about."""
+    """Translate an error of the file system into a `WriteError` with sizes in bytes."""
     try:
         free = f"{shutil.disk_usage(where).free:,} bytes are free"
     except OSError as gone:

@@ -1,7 +1,7 @@
-"""Blocks: a file whose bytes can be read in part and are checked as they are read.
+"""Files with one checksum per block, which can be read in part and are verified while reading.
 
-Every block of `BLOCK` bytes has a checksum (CRC-32, which sees each single bit and each burst of 32
-bits), so that a reader of a few bytes checks the block they lie in and nothing else.
+Every block of `BLOCK_BYTES` bytes has a CRC-32, which detects any single flipped bit and any burst
+of up to 32 bits, so that a reader of a few bytes verifies their block and nothing else.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 from ranvier.errors import DamageError, UnsafeInputError
 
 BLOCK_BYTES = 1 << 20
-"""Bytes that have a checksum of their own."""
+"""Bytes covered by one checksum."""
 SEGMENT_BYTES = 16 * BLOCK_BYTES
-"""Bytes that one thread writes at once."""
+"""Bytes that one thread writes at a time."""
 WRITER_THREADS = 4
-"""Threads that write a large file: one alone does not fill a fast disk."""
+"""Threads that write a large file: a single one does not saturate a fast disk."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,20 @@ class BlockChecksums:
     checksums: tuple[int, ...]
 
     def to_hex(self) -> str:
-        """The checksums as hexadecimal digits, eight for each block."""
+        """The checksums as hexadecimal digits, eight per block."""
         return "".join(f"{x:08x}" for x in self.checksums)
 
     @classmethod
     def from_hex(cls, size: int, text: str) -> BlockChecksums:
-        """From what `text` wrote; a ValueError if it cannot be."""
+        """Parse the output of `to_hex`; ValueError if it does not match the size."""
+        # Upper case is refused: each list of checksums has one spelling only.
         if size < 0 or len(text) != 8 * -(-size // BLOCK_BYTES) or text != text.lower():
             raise ValueError(f"{len(text) // 8} checksums for {size} bytes")
         return cls(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
 class LazyBytes(Protocol):
-    """Bytes that may be made only when they are asked for."""
+    """A byte sequence that may be produced only when it is sliced."""
 
     def __len__(self) -> int: ...
 
@@ -53,8 +54,9 @@ class LazyBytes(Protocol):
 
 
 def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums:
-    """Write a new file of these bytes and have the disk hold it."""
+    """Write a new file and fsync it; return its checksums."""
     size = sum(len(piece) for piece in pieces)
+    # O_EXCL: an existing file is never overwritten, and a symbolic link is not followed.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         starts = range(0, size, SEGMENT_BYTES)
@@ -64,6 +66,7 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
             _write_all(handle, data, start)
             return [zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
 
+        # Small files are not worth a thread pool.
         if len(starts) < 2 * WRITER_THREADS:
             sums = [put(start) for start in starts]
         else:
@@ -71,6 +74,7 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
                 sums = list(threads.map(put, starts))
         os.fsync(handle)
     except OSError as error:
+        # Calls on a file descriptor raise without a path; the message to the user needs one.
         error.filename = error.filename or str(path)
         raise
     finally:
@@ -79,7 +83,7 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
 
 
 def join_bytes(pieces: Sequence[LazyBytes], start: int, stop: int) -> memoryview:
-    """Bytes `start` to `stop` of pieces that lie one after the other; copied only at their ends."""
+    """Bytes `start` to `stop` of concatenated pieces; copied only across a border of pieces."""
     found = []
     at = 0
     for piece in pieces:
@@ -94,7 +98,7 @@ def join_bytes(pieces: Sequence[LazyBytes], start: int, stop: int) -> memoryview
 
 
 def _write_all(handle: int, data: memoryview, start: int) -> None:
-    """Write all of it, however little the system takes at once."""
+    """Write all of the data at offset `start`, in as many calls as the system needs."""
     while data:
         done = os.pwrite(handle, data, start)
         data = data[done:]
@@ -102,7 +106,7 @@ def _write_all(handle: int, data: memoryview, start: int) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Have the disk hold a directory's entries, or what was written to a file."""
+    """Flush a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -111,8 +115,10 @@ def fsync_path(path: Path) -> None:
 
 
 def open_plain_file(path: Path) -> int:
-    """A handle to a plain file that lies in its directory and nowhere else; it never blocks."""
+    """Open a regular file that is neither a symbolic nor a hard link; never blocks."""
     try:
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer. The type is checked on the
+        # open handle, so that the file cannot be swapped in between.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
@@ -135,7 +141,7 @@ def _refused_error(path: Path, what: str) -> UnsafeInputError:
 
 
 class ChecksummedFile:
-    """A file that is read in checked blocks."""
+    """A file whose blocks are verified as they are read."""
 
     def __init__(self, path: Path, sums: BlockChecksums) -> None:
         self.path = path
@@ -147,11 +153,12 @@ class ChecksummedFile:
             raise DamageError(f"{path} has {size} bytes, but was written with {sums.size}.")
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes `start` to `stop`; the blocks they lie in are read and checked."""
+        """Bytes `start` to `stop`; all blocks they touch are read and verified."""
         first = start // BLOCK_BYTES
         last = -(-stop // BLOCK_BYTES)
         low = first * BLOCK_BYTES
         high = min(last * BLOCK_BYTES, self.checksums.size)
+        # A bytearray, since `torch.frombuffer` expects writable memory.
         data = memoryview(bytearray(high - low))
         at = 0
         while at < len(data):
@@ -175,7 +182,7 @@ class ChecksummedFile:
         return data[start - low : stop - low]
 
     def close(self) -> None:
-        """Give the handle back."""
+        """Close the file handle."""
         os.close(self._handle)
 
     def __enter__(self) -> ChecksummedFile:

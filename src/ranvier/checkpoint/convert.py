@@ -1,4 +1,4 @@
-"""Convert: a checkpoint as another one, or as plain weights, a few tensors at a time."""
+"""Converts a checkpoint into a single-process one or into plain weights, file by file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ranvier.errors import CheckpointError, PlanError, WriteError
 from ranvier.sharding import Shard, ShardedStateDict
 
 MAX_FILE_BYTES = 1 << 30
-"""Bytes of a file, unless one tensor has more."""
+"""Maximum size of a file in bytes, unless a single tensor is larger."""
 DTYPES_BY_NAME = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -32,7 +32,7 @@ DTYPES_BY_NAME = {
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Whole tensors of a checkpoint, read when they are asked for."""
+    """Full tensors of a checkpoint, read on demand."""
 
     step: int
     facts: Mapping[str, Any]
@@ -41,7 +41,7 @@ class CheckpointSource:
 
 
 def open_checkpoint(checkpoint: Path) -> CheckpointSource:
-    """The tensors of a checkpoint."""
+    """Open a checkpoint for reading full tensors by name."""
     manifest = manifests.read_manifest(checkpoint)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -54,7 +54,10 @@ def open_checkpoint(checkpoint: Path) -> CheckpointSource:
 
 
 def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
-    """Write a checkpoint anew; the names of its files. A file `out` appears whole or not at all."""
+    """Write a checkpoint in another form; return the names of the files.
+
+    `out` appears complete or not at all.
+    """
     if out.exists():
         raise PlanError(f"{out} exists. What is there is not overwritten. Choose another name.")
     if form not in ("checkpoint", "weights") or (dtype and dtype not in DTYPES_BY_NAME):
@@ -65,6 +68,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
     if form == "checkpoint" and dtype:
         raise PlanError("dtype is for form=weights; a checkpoint keeps its types. Leave it out.")
     source = open_checkpoint(checkpoint)
+    # Written under a hidden name and renamed at the end, so that `out` is never half written.
     hidden = out.with_name(f".{out.name}.writing")
     shutil.rmtree(hidden, ignore_errors=True)
     try:
@@ -75,6 +79,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
             names = _write_weights(source, hidden, DTYPES_BY_NAME.get(dtype))
         directory.rename_finished(hidden, out)
         checksummed_file.fsync_path(out.absolute().parent)
+    # Both branches remove the partial output; only errors of the disk are explained with sizes.
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
         size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.tensor_specs.values())
@@ -89,7 +94,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
 
 
 def _group_by_size(source: CheckpointSource, names: Sequence[str]) -> Iterator[list[str]]:
-    """Names in order, as many as fit into a file."""
+    """Split names, in order, into groups that fit into one file each."""
     group: list[str] = []
     held = 0
     for name in names:
@@ -106,11 +111,12 @@ def _group_by_size(source: CheckpointSource, names: Sequence[str]) -> Iterator[l
 
 
 def _write_checkpoint(source: CheckpointSource, here: Path) -> list[str]:
-    """The same checkpoint as one process would have saved it, in files of about 1 GiB."""
+    """Write the checkpoint as one process would have saved it, in files of about 1 GiB."""
     host = HostBuffer(torch.device("cpu"))
     groups = list(_group_by_size(source, list(source.tensor_specs)))
     for number, group in enumerate(groups):
         state: ShardedStateDict = {
+            # Each shard is the full tensor: offset 0, valid shape = local shape = global shape.
             name: (x, Shard(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
             for name, x in source.read_tensors(group).items()
         }
@@ -128,9 +134,10 @@ def _write_checkpoint(source: CheckpointSource, here: Path) -> list[str]:
 
 
 def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | None) -> list[str]:
-    """Whole weights by the names of their parameters, as safetensors with an index."""
+    """Write full weights under the names of their parameters, as safetensors with an index."""
     from safetensors.torch import save_file
 
+    # Master weights are the parameters; the other tensors are optimizer states.
     names = [name for name in source.tensor_specs if name.endswith(".master")]
     if not names:
         raise CheckpointError("It holds no weights. Convert a checkpoint of a run.")
@@ -143,6 +150,7 @@ def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | No
             n.removesuffix(".master"): x.to(dtype) for n, x in source.read_tensors(group).items()
         }
         save_file(tensors, here / file, metadata={"format": "pt"})
+        # Set the permissions of any new file, whichever mode save_file has used.
         (here / file).chmod(0o666 & ~_current_umask())
         checksummed_file.fsync_path(here / file)
         where |= dict.fromkeys(tensors, file)
@@ -156,6 +164,7 @@ def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | No
 
 
 def _current_umask() -> int:
+    # The umask can only be read by setting it.
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,10 +1,10 @@
-"""Folder: the checkpoints of a run, and what makes one of them appear or vanish at once.
+"""The checkpoint directory of a run: checkpoints appear and vanish atomically.
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
     checkpoints/latest                                 the name of the newest, for people and tools
 
-A checkpoint is written under a hidden name and renamed when the disk holds all of it. What bears a
-name `step-...` was finished; `latest` is a hint only and never trusted.
+A checkpoint is written under a hidden name and renamed once all of it is on disk. Every directory
+named `step-...` is complete; `latest` is a hint only and never trusted.
 """
 
 from __future__ import annotations
@@ -25,37 +25,40 @@ from ranvier.errors import RanvierError, UnsafeInputError, WriteError
 from ranvier.sharding import Shard
 
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
-"""Names of checkpoints: a step, and which of several of that step it is."""
+"""Names of checkpoints: a step, and a counter if there are several of that step."""
 LATEST_POINTER = "latest"
 ASIDE_PREFIX = "aside-"
-"""How the names of checkpoints begin that a run has gone back behind."""
+"""Prefix of checkpoints that were set aside because the run resumed from an earlier one."""
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay."""
+    """Which checkpoints to keep."""
 
     keep_latest: int = 0
-    """The newest so many; 0: all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_interval: int = 0
-    """Those of steps that are multiples of it, for good; 0: none."""
+    """Also keep, permanently, steps that are multiples of this; 0: none."""
     keep_best: bool = False
-    """The one with the lowest held-out loss."""
+    """Also keep the one with the lowest validation loss."""
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a directory, by their step, oldest first."""
+    """The checkpoints in a directory, sorted by step, oldest first."""
     if not folder.is_dir():
         return []
     matched = [(CHECKPOINT_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     named = [
-        ((int(m[1]), int(m[2] or 1)), path) for m, path in matched if m and _is_own_directory(path)
+        # Several saves of one step are ordered by their counter; the first has none.
+        ((int(m[1]), int(m[2] or 1)), path)
+        for m, path in matched
+        if m and _is_own_directory(path)
     ]
     return [path for _, path in sorted(named)]
 
 
 def _is_own_directory(path: Path) -> bool:
-    """Whether a checkpoint is a directory of its own."""
+    """Whether a path is a real directory; symbolic links are refused."""
     if path.is_symlink():
         raise UnsafeInputError(
             f"{path} is a symbolic link. Checkpoints of a run lie in its own directory. Give the "
@@ -72,7 +75,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
-    """Checkpoints, newest first, and what there is to say of the pointer to them."""
+    """Checkpoints, newest first, and warnings about the `latest` pointer."""
     paths = find_checkpoints(folder)[::-1]
     if not paths:
         return [], []
@@ -84,12 +87,13 @@ def newest_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def read_latest_pointer(folder: Path) -> tuple[str, str]:
-    """The checkpoint that `latest` names, or why it names none."""
+    """The checkpoint that `latest` names, or the reason why it names none."""
     path = folder / LATEST_POINTER
     if not path.is_symlink() and not path.exists():
         return "", "is missing"
     with os.fdopen(checksummed_file.open_plain_file(path), "rb") as file:
         text = file.read(4096).decode(errors="replace").removesuffix("\n")
+    # The pointer is untrusted: it must not lead out of the directory.
     if "/" in text or "\\" in text or text.startswith(".."):
         raise UnsafeInputError(
             f"{path} names {text[:100]!r}. It must be the name of a checkpoint next to it. Remove "
@@ -101,14 +105,15 @@ def read_latest_pointer(folder: Path) -> tuple[str, str]:
 
 
 def temporary_path(folder: Path, step: int, nonce: str) -> Path:
-    """Where the ranks of a run write a checkpoint until it is whole."""
+    """Where the ranks of a run write a checkpoint until it is complete."""
     return folder / f".step-{step:08d}.{nonce}.writing"
 
 
 def remove_leftovers(folder: Path, nonce: str) -> None:
-    """Remove what saves and removals that were killed have left."""
+    """Remove what interrupted saves and removals have left behind."""
     for left in folder.glob(".*"):
         ours = re.fullmatch(r"\.(step-.*\.(writing|removing)|latest\.writing)", left.name)
+        # Directories with the nonce of this run belong to the save in progress.
         if ours and f".{nonce}." not in left.name:
             _remove_path(left)
 
@@ -128,36 +133,39 @@ def write_manifest(
     *,
     files: int | None = None,
 ) -> None:
-    """Write the manifest of the parts that all ranks have written; it may be done twice.
+    """Write the manifest of the rank files that all ranks have written; may be repeated.
 
-    files: how many there are, if not one for each rank.
+    files: number of files, if not one per rank.
     """
     if files is None:
         count = math.prod(degrees.values())
     else:
         count = files
     text = manifests.serialize_manifest(_merge_rank_reports(here, step, count, degrees, facts))
+    # A retry must remove a partial manifest first, since files are created exclusively.
     (here / manifests.MANIFEST_NAME).unlink(missing_ok=True)
     checksummed_file.write_checksummed(here / manifests.MANIFEST_NAME, [memoryview(text)])
 
 
 def publish_checkpoint(folder: Path, here: Path, step: int) -> Path:
-    """Give what is sealed the name of a checkpoint, at once."""
+    """Atomically rename a complete temporary directory to the name of a checkpoint."""
     final = _unused_path(folder, step)
     rename_finished(here, final)
     return final
 
 
 def rename_finished(here: Path, final: Path) -> None:
-    """Give a sealed directory its name, at once."""
+    """Atomically rename a complete directory."""
+    # The reports of the ranks are merged into the manifest by now.
     for told in here.glob("rank-*.json"):
         told.unlink()
+    # The entries must be on disk before the rename makes them visible.
     checksummed_file.fsync_path(here)
     os.replace(here, final)
 
 
 def _unused_path(folder: Path, step: int) -> Path:
-    """A name for a checkpoint of this step that none has: one that is there is never touched."""
+    """An unused name for a checkpoint of this step: existing checkpoints are never overwritten."""
     count = 1
     while True:
         path = folder / (f"step-{step:08d}" + f".{count}" * (count > 1))
@@ -167,7 +175,7 @@ def _unused_path(folder: Path, step: int) -> Path:
 
 
 def write_latest_pointer(folder: Path, name: str) -> None:
-    """Have `latest` name a checkpoint, at once."""
+    """Atomically let `latest` name a checkpoint."""
     hidden = folder / f".{LATEST_POINTER}.writing"
     hidden.unlink(missing_ok=True)
     checksummed_file.write_checksummed(hidden, [memoryview(f"{name}\n".encode())])
@@ -178,7 +186,7 @@ def write_latest_pointer(folder: Path, name: str) -> None:
 def _merge_rank_reports(
     here: Path, step: int, ranks: int, degrees: Mapping[str, int], facts: Mapping[str, Any]
 ) -> CheckpointManifest:
-    """The manifest of what all ranks have written."""
+    """The manifest built from the reports of all ranks."""
     files = {}
     parts = dict[str, list[StoredShard]]()
     kinds = dict[str, tuple[Any, tuple[int, ...]]]()
@@ -191,6 +199,7 @@ def _merge_rank_reports(
             whole = tuple(shape)
             box = tuple(start), tuple(valid), tuple(local)
             place = Shard(whole, *box, flat_range=(flat[0], flat[1]) if flat else None)
+            # All ranks must agree on dtype and global shape of a tensor they share.
             assert kinds.setdefault(tensor, (word, whole)) == (word, whole), tensor
             parts.setdefault(tensor, []).append(StoredShard(rank, begin, place))
     entries = {
@@ -201,10 +210,11 @@ def _merge_rank_reports(
 
 
 def prune_checkpoints(folder: Path, keep: RetentionPolicy) -> None:
-    """Remove the checkpoints that need not stay, each at once."""
+    """Remove the checkpoints that the policy does not keep, each atomically."""
     paths = find_checkpoints(folder)
     if keep.keep_latest == 0 or not paths:
         return
+    # Paths are sorted, so that the latest save of a step wins.
     newest_of = {step_of(path): path for path in paths}
     good = list(newest_of.values())
     stay = {*good[-keep.keep_latest :]}
@@ -217,13 +227,15 @@ def prune_checkpoints(folder: Path, keep: RetentionPolicy) -> None:
         if path not in stay:
             hidden = folder / f".{path.name}.removing"
             _remove_path(hidden)
-            os.replace(path, hidden)  # a half removed one must not look like a checkpoint
+            # Renamed first: a partially removed directory must not look like a checkpoint.
+            os.replace(path, hidden)
             _remove_path(hidden)
 
 
 def _validation_loss(checkpoint: Path) -> float | None:
     try:
         loss = manifests.read_manifest(checkpoint).facts.get("held_out_loss")
+    # A damaged checkpoint cannot be the best one; pruning continues without it.
     except (RanvierError, OSError):
         return None
     if isinstance(loss, float):
@@ -232,9 +244,10 @@ def _validation_loss(checkpoint: Path) -> float | None:
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
-    """Rename checkpoints of later steps than `after`, where a run goes on from that; as they are.
+    """Rename, unchanged, all checkpoints of later steps than `after`, from which a run resumes.
 
-    They are damaged, or of a past that the run leaves: its next ones must be the newest.
+    They are damaged, or belong to a history that the run abandons: its next checkpoints must be the
+    newest.
     """
     moved = []
     for path in find_checkpoints(folder):

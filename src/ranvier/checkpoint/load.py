@@ -1,8 +1,9 @@
-"""Load: tensors of any grid from a checkpoint of any other.
+"""Loads a checkpoint on any grid, whichever grid saved it.
 
-A part of a tensor is a few boxes of the whole (see `Place.boxes`). What a rank needs is where its
-own boxes and those in the files meet: only the blocks of the files that hold such elements are
-read, each is checked, and never more than `WINDOW` bytes are held beside the tensors themselves.
+A shard of a tensor is a few boxes of the global tensor (see `Shard.to_boxes`). A rank needs the
+intersections of its own boxes with those in the files: only the blocks of the files with such
+elements are read, each is verified, and at most `WINDOW_BYTES` bytes are held besides the tensors
+themselves.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from ranvier.errors import CheckpointError, DamageError, UnsafeInputError
 from ranvier.sharding import Box, Shard, ShardedStateDict
 
 WINDOW_BYTES = 64 * BLOCK_BYTES
-"""Bytes of a file that are held at once."""
+"""Bytes of a file that are held in memory at once."""
 
 
 @dataclass(frozen=True)
 class ElementCopy:
-    """Elements that go from a file to a tensor."""
+    """A copy of elements from a file into a tensor."""
 
     shard_offset: int
-    """First byte of the part in the file."""
+    """First byte of the stored shard in the file."""
     source: Box
     target: Box
     into: Tensor
@@ -43,19 +44,21 @@ class ElementCopy:
 
     @property
     def end_byte(self) -> int:
-        """Behind the last byte in the file."""
+        """End of the bytes in the file (exclusive)."""
         return self.first_byte + self.source.span * self.dtype.itemsize
 
     def copy_from(self, window: memoryview, at: int) -> None:
-        """Copy from bytes of the file that begin at byte `at`."""
+        """Copy from `window`, bytes of the file that start at byte `at`."""
         numbers = torch.frombuffer(
             window, dtype=self.dtype, count=self.source.span, offset=self.first_byte - at
         )
+        # The box may be strided in the file: `span` elements are mapped, `size` of them are taken.
         values = numbers.as_strided(self.source.size, self.source.strides)
         flat = self.into.view(-1)
         place = flat.as_strided(
             self.target.size, self.target.strides, flat.storage_offset() + self.target.offset
         )
+        # Gather on the host first, so that the transfer to the device is one contiguous copy.
         if place.device.type != "cpu":
             values = values.contiguous()
         place.copy_(values)
@@ -64,9 +67,9 @@ class ElementCopy:
 def load_checkpoint(
     checkpoint: Path, state: ShardedStateDict, *, partial: bool = False, cast: bool = False
 ) -> list[str]:
-    """Fill my parts from a checkpoint; the names that were left as they are (only if partial).
+    """Fill local shards from a checkpoint; return the names left unchanged (only if partial).
 
-    cast: other types of numbers are converted.
+    cast: convert tensors of other dtypes.
     """
     manifest = manifests.read_manifest(checkpoint)
     left = _check_tensors(checkpoint, manifest, state, partial=partial, cast=cast)
@@ -76,7 +79,8 @@ def load_checkpoint(
 
 
 def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedStateDict) -> None:
-    """Fill tensors that the manifest has, all of their elements."""
+    """Fill local shards with all of their elements; the manifest must contain their names."""
+    # Plan all copies first, by file, so that each file is opened once and read in order.
     jobs: dict[int, list[ElementCopy]] = {}
     for name, (tensor, place) in state.items():
         entry = manifest.tensors[name]
@@ -87,6 +91,7 @@ def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedS
             for copy in _plan_copies(part, wanted, tensor, entry):
                 jobs.setdefault(part.file, []).append(copy)
                 missing -= copy.source.num_elements
+        # Stored shards do not overlap, so that counting elements proves that all are covered.
         if missing:
             raise DamageError(f"{checkpoint} lacks {missing} elements of {name}.")
     files = list(manifest.files.items())
@@ -98,7 +103,7 @@ def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedS
 
 
 def check_header(file: ChecksummedFile) -> None:
-    """Refuse a file whose header cannot be: other readers would trust it."""
+    """Refuse a file with an impossible header length: other readers would trust it."""
     size = file.checksums.size
     length = int.from_bytes(file.read(0, min(8, size)), "little")
     if size < 8 or length > size - 8:
@@ -111,25 +116,30 @@ def check_header(file: ChecksummedFile) -> None:
 def _plan_copies(
     part: StoredShard, wanted: Sequence[Box], into: Tensor, entry: TensorEntry
 ) -> Iterator[ElementCopy]:
-    """Where a part in a file and the boxes of mine meet, in pieces that fit into a window."""
+    """Intersections of a stored shard with the wanted boxes, in pieces that fit a window."""
     place = part.shard
+    # Half a window leaves room for the alignment to blocks.
     most = WINDOW_BYTES // 2 // entry.dtype.itemsize
+    # A cheap test on the bounding box first: most pairs of shards do not intersect.
     bounds = Box(place.global_offset, place.valid_shape, 0, (0,) * len(place.global_offset))
     near = [box for box in wanted if box.intersection(bounds) is not None]
     for source in place.to_boxes() if near else ():
         for target in near:
             meeting = source.intersection(target)
             for piece in [] if meeting is None else meeting.split_to_fit(most):
+                # The same elements, once with the strides of the file and once with those of the
+                # tensor.
                 goal = target.intersection(piece)
                 assert goal is not None
                 yield ElementCopy(part.offset, piece, goal, into, entry.dtype)
 
 
 def _run_copies(file: ChecksummedFile, copies: Sequence[ElementCopy]) -> None:
-    """Make copies that are in the order of the file; neighbours share what is read."""
+    """Execute copies sorted by file offset; neighbours share one read."""
     window: list[ElementCopy] = []
     start = end = 0
     for copy in copies:
+        # A gap of at least one block would be read and verified for nothing.
         apart = copy.first_byte > -(-end // BLOCK_BYTES) * BLOCK_BYTES
         if window and (apart or max(copy.end_byte, end) - start > WINDOW_BYTES):
             _flush_window(file, window, end)
@@ -159,7 +169,7 @@ def _check_tensors(
     partial: bool,
     cast: bool,
 ) -> set[str]:
-    """Tensors of mine that are not loaded; refused unless that is wanted."""
+    """Names of tensors that are not loaded; an error unless `partial` allows it."""
     missing = sorted(set(state) - set(manifest.tensors))
     shapes = []
     dtypes = []
@@ -188,7 +198,7 @@ def _check_tensors(
 
 
 def load_full_tensors(checkpoint: Path, kind: str = "master") -> dict[str, Tensor]:
-    """Whole weights of a checkpoint by the name of their parameter."""
+    """Full tensors of a checkpoint by the name of their parameter."""
     manifest = manifests.read_manifest(checkpoint)
     end = f".{kind}"
     state = {n: empty_shard(e) for n, e in manifest.tensors.items() if n.endswith(end)}
@@ -197,14 +207,14 @@ def load_full_tensors(checkpoint: Path, kind: str = "master") -> dict[str, Tenso
 
 
 def empty_shard(entry: TensorEntry) -> tuple[Tensor, Shard]:
-    """Room for a whole tensor."""
+    """An uninitialized full tensor for an entry, and its shard."""
     shape = entry.shape
     place = Shard(shape, (0,) * len(shape), shape, shape)
     return torch.empty(shape, dtype=entry.dtype), place
 
 
 def find_damage(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[tuple[str, int]]:
-    """Read every byte of a checkpoint: problems and bytes read so far, file by file."""
+    """Read every byte of a checkpoint; yield problems (or an empty string) and bytes read."""
     starts = _tensor_byte_ranges(manifest)
     for number, (name, sums) in enumerate(manifest.files.items()):
         with ExitStack() as stack:
@@ -219,6 +229,7 @@ def find_damage(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[tupl
                 try:
                     file.read(low, high)
                 except DamageError as error:
+                    # Name the tensors that the damaged block overlaps.
                     inside = [t for a, b, t in sorted(starts[number]) if a < high and b > low]
                     yield f"{error} It holds {', '.join(inside[:5]) or 'the header'}.", high - low
                 else:
@@ -226,7 +237,7 @@ def find_damage(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[tupl
 
 
 def _tensor_byte_ranges(manifest: CheckpointManifest) -> list[list[tuple[int, int, str]]]:
-    """First byte, end and name of each tensor in each file."""
+    """First byte, end and name of each tensor, per file."""
     found: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
     for name, entry in manifest.tensors.items():
         for part in entry.shards:
@@ -239,6 +250,6 @@ def _tensor_byte_ranges(manifest: CheckpointManifest) -> list[list[tuple[int, in
 def differing_tensors(
     one: Mapping[str, TensorEntry], other: Mapping[str, TensorEntry]
 ) -> list[str]:
-    """Names that only one of two checkpoints has, or in another shape or type."""
+    """Names that only one of two checkpoints has, or with another shape or dtype."""
     kinds = [{n: (e.dtype, e.shape) for n, e in table.items()} for table in (one, other)]
     return sorted(n for n in {*kinds[0], *kinds[1]} if kinds[0].get(n) != kinds[1].get(n))

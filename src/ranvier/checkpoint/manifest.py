@@ -1,7 +1,7 @@
-"""Manifest: the one JSON file of a checkpoint that says what lies where and how to check it.
+"""The manifest of a checkpoint: one JSON file with the location and checksums of all tensors.
 
-It is written last and bears its own digest, so a directory with a manifest that reads is a
-checkpoint that was finished. Nothing in it is trusted: each number and name is checked before use.
+It is written last and contains its own digest, so that a directory with a readable manifest is a
+complete checkpoint. Nothing in it is trusted: each number and name is validated before use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MANIFEST_FORMAT = 2
 MANIFEST_NAME = "manifest.json"
 RANK_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
 MAX_MANIFEST_BYTES = 1 << 32
-"""Bytes of the largest manifest that is read."""
+"""Size limit of a manifest in bytes."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,27 +44,28 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types of tensors, as safetensors calls them."""
+"""Data types by their names in safetensors."""
 MAX_DIMS = 32
-"""Dims of a tensor, at most."""
+"""Maximum number of dims of a tensor."""
+# A Mersenne prime: the modulus of the polynomial test in `_are_disjoint`.
 PRIME = 2**61 - 1
 DTYPE_NAMES = {dtype: word for word, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A part of a tensor in a file."""
+    """A shard of a tensor in a file."""
 
     file: int
-    """Number of the file in the manifest."""
+    """Index of the file in the manifest."""
     offset: int
-    """Its first byte in the file."""
+    """First byte in the file."""
     shard: Shard
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor and its parts in all files; parts do not overlap."""
+    """A tensor and its shards in all files; shards do not overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,28 +74,29 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     step: int
     degrees: Mapping[str, int]
-    """The grid that saved it."""
+    """Sizes of the axes of the grid that saved it."""
     facts: Mapping[str, Any]
-    """What a run goes on from besides tensors: samples, updates, fingerprints, settings."""
+    """State of the run besides tensors: samples, updates, fingerprints, settings."""
     versions: Mapping[str, str]
     files: Mapping[str, BlockChecksums]
     tensors: Mapping[str, TensorEntry]
 
     @property
     def total_bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files in bytes."""
         return sum(sums.size for sums in self.files.values())
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the code that writes."""
+    """Versions of the packages that write the checkpoint."""
     try:
         mine = version("ranvier")
-    except PackageNotFoundError:  # run from its sources
+    # The package runs from its sources and is not installed.
+    except PackageNotFoundError:
         mine = "unknown"
     return {
         "ranvier": mine,
@@ -104,7 +106,7 @@ def package_versions() -> dict[str, str]:
 
 
 def serialize_manifest(manifest: CheckpointManifest) -> bytes:
-    """The file of a manifest: a digest, and the JSON it is of."""
+    """The manifest as JSON, with its digest."""
     body = {
         "format": MANIFEST_FORMAT,
         "step": manifest.step,
@@ -125,7 +127,7 @@ def serialize_manifest(manifest: CheckpointManifest) -> bytes:
 
 
 def serialize_shard(part: StoredShard) -> list[Any]:
-    """A part as JSON holds it."""
+    """A stored shard as a JSON list."""
     place = part.shard
     return [
         part.file,
@@ -138,12 +140,12 @@ def serialize_shard(part: StoredShard) -> list[Any]:
 
 
 def add_digest(body: bytes) -> bytes:
-    """JSON with its digest."""
+    """Wrap JSON together with its SHA-256."""
     return b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
 def read_digested(path: Path) -> Any:
-    """What a sealed file holds; its digest is checked, byte for byte."""
+    """Read a file written with `add_digest`; the digest is verified byte for byte."""
     handle = open_plain_file(path)
     with os.fdopen(handle, "rb") as file:
         if os.fstat(handle).st_size > MAX_MANIFEST_BYTES:
@@ -153,23 +155,26 @@ def read_digested(path: Path) -> Any:
         text = file.read()
     match = re.match(rb'\{"sha256":"([0-9a-f]{64})",\n"body":', text)
     if match:
+        # The last two bytes close the wrapper: `}` and a newline.
         body = text[match.end() : -2]
     else:
         body = b""
     if (
         not match
         or hashlib.sha256(body).hexdigest().encode() != match[1]
+        # Nothing outside of the body may have changed either.
         or text != add_digest(body)
     ):
         raise DamageError(f"{path} is damaged: its digest is not the one it was written with.")
     try:
         return json.loads(body)
+    # Deeply nested JSON exhausts the parser's recursion.
     except (ValueError, RecursionError) as error:
         raise DamageError(f"{path} is no JSON: {str(error)[:100]}.") from None
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint, every number of it checked."""
+    """Read and validate the manifest of a checkpoint."""
     path = checkpoint / MANIFEST_NAME
     if not path.is_symlink() and not path.exists():
         raise DamageError(
@@ -190,6 +195,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
         )
     try:
         manifest = _parse_manifest(body)
+    # Whatever a malformed manifest raises while parsing means damage.
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DamageError(
             f"{path} is damaged: {type(error).__name__} {str(error)[:200]}."
@@ -198,11 +204,12 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
 
 
 def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
-    """A manifest from JSON; an error of Python's own where something cannot be."""
+    """Parse a manifest; raises built-in exceptions for impossible values."""
     files = {
         str(name): BlockChecksums.from_hex(_parse_count(size), text)
         for name, (size, text) in body["files"].items()
     }
+    # A name with a path separator could read files outside of the checkpoint.
     for name in files:
         if not RANK_FILE_NAME.fullmatch(name):
             raise UnsafeInputError(
@@ -218,6 +225,7 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
 
 
 def _parse_count(value: Any) -> int:
+    # Not isinstance: JSON `true` is a bool, which is an int in Python.
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} is no count")
     return value
@@ -230,6 +238,7 @@ def _parse_entry(entry: Sequence[Any], sizes: Sequence[int]) -> TensorEntry:
     if len(whole) > MAX_DIMS:
         raise ValueError(f"a tensor of {len(whole)} dims")
     found = tuple(_parse_shard(part, whole, dtype, sizes) for part in parts)
+    # The count alone finds missing elements; the polynomial test finds overlaps that hide them.
     there = sum(box.num_elements for part in found for box in part.shard.to_boxes())
     if there != math.prod(whole):
         raise ValueError(f"{there} elements of a tensor of {math.prod(whole)}")
@@ -239,15 +248,18 @@ def _parse_entry(entry: Sequence[Any], sizes: Sequence[int]) -> TensorEntry:
 
 
 def _are_disjoint(parts: Sequence[StoredShard], whole: tuple[int, ...]) -> bool:
-    """Whether parts hold each element of a tensor once.
+    """Whether shards hold each element of a tensor exactly once.
 
-    Element (i, j, ...) stands for the term x^i * y^j ... of a polynomial: that of a box has a short
-    form, and that of all parts is that of the whole only if none is missing or comes twice. They
-    are compared at a random place, where others are equal once in 10^11 times or more.
+    Element (i, j, ...) stands for the term x^i * y^j ... of a polynomial: the sum over a box has a
+    closed form, and the sum over all shards equals that of the whole tensor only if no element is
+    missing or duplicated. The polynomials are compared at a random point, where different ones
+    agree with a probability of at most about 10^-11.
     """
-    at = [random.SystemRandom().randrange(2, PRIME) for _ in whole]  # no seed of a run is touched
+    # SystemRandom leaves the seeded generators of the run untouched.
+    at = [random.SystemRandom().randrange(2, PRIME) for _ in whole]
 
     def value(start: Sequence[int], size: Sequence[int]) -> int:
+        # Geometric sum of x^a ... x^(a+n-1), times (x - 1), which all boxes have in common.
         terms = zip(at, start, size, strict=True)
         return math.prod((pow(x, a + n, PRIME) - pow(x, a, PRIME)) % PRIME for x, a, n in terms)
 
@@ -258,10 +270,11 @@ def _are_disjoint(parts: Sequence[StoredShard], whole: tuple[int, ...]) -> bool:
 def _parse_shard(
     part: Sequence[Any], whole: tuple[int, ...], dtype: torch.dtype, sizes: Sequence[int]
 ) -> StoredShard:
-    """A part that lies inside of its file and of its tensor."""
+    """Parse a shard; it must be within its file and its tensor."""
     file, begin, *box, flat = part
     start, valid, local = (tuple(map(_parse_count, numbers)) for numbers in box)
     low, high = map(_parse_count, flat or (0, math.prod(local)))
+    # valid <= local, and the valid box does not exceed the global shape.
     inside = all(
         a + n <= size and n <= m for a, n, m, size in zip(start, valid, local, whole, strict=True)
     )

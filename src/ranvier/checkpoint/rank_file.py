@@ -1,7 +1,7 @@
-"""Part: what one rank writes of a checkpoint, copied to the host first.
+"""The file that one rank writes of a checkpoint, copied to host memory first.
 
-The file is what safetensors reads: the length of a header, the header, tensors without gaps. Host
-memory has the same order, so that writing it is one pass.
+It is a safetensors file: length of the header, header, tensors without gaps. Host memory has the
+same order, so that it is written in one pass.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ranvier.errors import NumericError, WriteError
 from ranvier.sharding import ShardedStateDict
 
 CHUNK_BYTES = 1 << 30
-"""Bytes of a piece of host memory: pinned memory is handed out in powers of two."""
+"""Bytes of a chunk of host memory: pinned memory is allocated in powers of two."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where the tensors of a state lie in a file."""
+    """Byte offsets of the tensors of a state in a file."""
 
     header: bytes
     offsets: Mapping[str, int]
-    """First byte of each tensor behind the header."""
+    """First byte of each tensor, relative to the end of the header."""
     data_bytes: int
-    """Bytes behind the header."""
+    """Bytes after the header."""
 
     @classmethod
     def from_state(cls, state: ShardedStateDict) -> FileLayout:
-        """Wide types first, so that each tensor begins at a multiple of its width."""
+        """Lay out wide dtypes first, so that each tensor is aligned to its item size."""
         order = sorted(state, key=lambda name: -state[name][0].dtype.itemsize)
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins = {}
@@ -59,23 +59,25 @@ class FileLayout:
             table[name] = {"dtype": word, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(table, separators=(",", ":")).encode()
+        # Padding with spaces aligns the data to 8 bytes, as safetensors itself does.
         text += b" " * (-len(text) % 8)
         return cls(len(text).to_bytes(8, "little") + text, begins, at)
 
 
 DIRECT_WRITE_BYTES = 2**20
-"""Bytes from which on a tensor that rests on the host is written from where it lies."""
+"""Size from which on a tensor in host memory is written in place, without a copy."""
 
 
 class HostBuffer:
-    """Host memory that the tensors of a rank are copied into, kept from one save to the next."""
+    """Host memory that the tensors of a rank are copied into, reused by all saves."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_pinned = device.type == "cuda"
         self.chunks: list[Tensor] = []
 
     def ensure_size(self, size: int) -> None:
-        """Have at least so many bytes."""
+        """Grow to at least `size` bytes."""
+        # The last chunk may be smaller than a full one, from an earlier, smaller save.
         if self.chunks and len(self.chunks[-1]) < min(CHUNK_BYTES, size):
             self.chunks.pop()
         while CHUNK_BYTES * len(self.chunks) < size:
@@ -87,18 +89,20 @@ class HostBuffer:
             self.chunks.append(torch.empty(room, dtype=torch.uint8, pin_memory=self.is_pinned))
 
     def copy_tensor(self, begin: int, tensor: Tensor) -> None:
-        """Copy a flat tensor to its place; from a device without waiting."""
+        """Copy a flat tensor to byte `begin`; asynchronously from a device."""
         source = tensor.view(torch.uint8)
         at = 0
         while at < len(source):
             chunk, low = divmod(begin + at, CHUNK_BYTES)
             room = min(CHUNK_BYTES - low, len(source) - at)
             into = self.chunks[chunk][low : low + room]
+            # Asynchronous from CUDA, as the chunks are pinned; the caller synchronizes with an
+            # event.
             into.copy_(source[at : at + room], non_blocking=True)
             at += room
 
     def byte_views(self, begin: int, size: int) -> list[memoryview]:
-        """So many bytes from `begin` on."""
+        """Views of `size` bytes from `begin` on, one per chunk."""
         found = []
         end = begin + size
         while begin < end:
@@ -110,15 +114,15 @@ class HostBuffer:
 
 
 def is_read_in_place(flat: Tensor, device: torch.device) -> bool:
-    """Whether a tensor of a run on a device lies on the host, and is too large for a copy there."""
+    """Whether an offloaded tensor of a CUDA run is too large to copy within host memory."""
     return device.type == "cuda" and flat.device.type == "cpu" and flat.nbytes >= DIRECT_WRITE_BYTES
 
 
 class SparseBytes:
-    """The bytes of numbers with zeros between them, which are made when they are asked for."""
+    """The bytes of a dense tensor, expanded from its nonzero values when they are sliced."""
 
     COUNT_STEP = 2**16
-    """Elements after which it is known how many numbers came before."""
+    """Elements between two stored prefix counts of nonzero values."""
 
     def __init__(
         self, values: Sequence[LazyBytes], sparse: CompressedTensor, dtype: torch.dtype
@@ -126,6 +130,7 @@ class SparseBytes:
         self.values = values
         self.sparse = sparse
         self.itemsize = dtype.itemsize
+        # Prefix counts let a slice find its values without unpacking all bits before it.
         counts = [unpack_bits(bits).sum() for bits in sparse.bits.split(self.COUNT_STEP // 8)]
         self.counts_before = torch.tensor([0, *counts]).cumsum(0).tolist()
 
@@ -134,15 +139,20 @@ class SparseBytes:
 
     def __getitem__(self, part: slice) -> memoryview:
         low, high, _ = part.indices(len(self))
+        # A slice may begin or end within an element: widen it to whole elements.
         first = low // self.itemsize
         last = -(-high // self.itemsize)
         bits = self.sparse.bits
+        # Start at the last prefix count at or before the first element.
         step = first // self.COUNT_STEP * self.COUNT_STEP
         mask = unpack_bits(bits[step // 8 : -(-last // 8)])[: last - step]
         start = self.counts_before[step // self.COUNT_STEP] + int(mask[: first - step].sum())
         mask = mask[first - step :]
         stop = start + int(mask.sum())
         whole = mask.to(
+            # Bits are copied, not converted: an integer type of the same width stands for the
+            # dtype. The mask as numbers is already right for tensors that are themselves masks (no
+            # values).
             {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.itemsize]
         )
         if self.sparse.values.numel() and stop > start:
@@ -161,11 +171,11 @@ def flat_runs(
     layout: FileLayout,
     sparse: Mapping[str, CompressedTensor] | None = None,
 ) -> list[tuple[int, Tensor]]:
-    """The tensors of a state as few flat ones, each with its first byte in the file.
+    """The tensors of a state as few flat tensors, each with its byte offset in the file.
 
-    Neighbours in the file that are neighbours in memory are one: a device is given few copies, as
-    the host would have to wait for its queue to take many. sparse: those of which only some numbers
-    are there, each by itself.
+    Tensors that are adjacent both in the file and in memory are merged: a device gets few copies,
+    as the host would have to wait for its queue to accept many. sparse: tensors of which only the
+    nonzero values are in memory, each on its own.
     """
     found: list[tuple[int, Tensor]] = []
     alone = False
@@ -182,6 +192,7 @@ def flat_runs(
         if found and not alone and not before and _is_adjacent(found[-1][1], flat):
             begin, last = found[-1]
             size = last.numel() + flat.numel()
+            # Extend the previous view; both share one storage.
             found[-1] = begin, last.as_strided((size,), (1,), last.storage_offset())
         else:
             found.append((layout.offsets[name], flat))
@@ -189,17 +200,18 @@ def flat_runs(
 
 
 def _is_adjacent(one: Tensor, other: Tensor) -> bool:
-    """Whether a flat tensor begins in memory where the other ends."""
+    """Whether `other` starts in memory where `one` ends."""
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     end = one.storage_offset() + one.numel()
     return same and one.dtype == other.dtype and end == other.storage_offset()
 
 
 def max_magnitude(tensors: Iterable[Tensor]) -> Tensor:
-    """The largest magnitude of all numbers: not finite if one of them is not."""
+    """The largest magnitude of all values: not finite if one of them is not."""
     numbers = [x for x in tensors if x.is_floating_point() and x.numel()]
     if not numbers:
         return torch.zeros(())
+    # The infinity norm propagates NaN and inf in one reduction, without a boolean tensor.
     norms = [torch.linalg.vector_norm(x, math.inf).to(torch.float64) for x in numbers]
     where = next((x.device for x in norms if x.is_cuda), norms[0].device)
     return torch.stack([x.to(where) for x in norms]).max()
@@ -208,7 +220,7 @@ def max_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 def non_finite_error(
     state: ShardedStateDict, sparse: Mapping[str, CompressedTensor], step: int
 ) -> NumericError:
-    """A checkpoint must be one to go on from: the first tensor that has no number."""
+    """The error for a state that is not finite: names the first such tensor."""
     known = {name: sparse[name].values if name in sparse else x for name, (x, _) in state.items()}
     names = [name for name, x in known.items() if not bool(x.isfinite().all())]
     return NumericError(
@@ -218,14 +230,14 @@ def non_finite_error(
 
 
 def rank_file_names(rank: int) -> tuple[str, str]:
-    """The file of a rank, and what it says of it until the manifest is made."""
+    """The file of a rank, and its report, which exists until the manifest is written."""
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
 def write_rank_file(
     folder: Path, rank: int, state: ShardedStateDict, layout: FileLayout, data: Sequence[LazyBytes]
 ) -> None:
-    """Write the tensors of a rank, and what the manifest will say of them."""
+    """Write the tensors of a rank, and a report with their entries for the manifest."""
     file, told = (folder / name for name in rank_file_names(rank))
     sums = checksummed_file.write_checksummed(file, [memoryview(layout.header), *data])
     start = len(layout.header)
@@ -233,6 +245,7 @@ def write_rank_file(
         name: [
             DTYPE_NAMES[tensor.dtype],
             place.global_shape,
+            # File number 0 is a placeholder: the manifest numbers the files.
             serialize_shard(StoredShard(0, start + layout.offsets[name], place)),
         ]
         for name, (tensor, place) in state.items()
@@ -244,7 +257,7 @@ def write_rank_file(
 
 
 def read_rank_report(folder: Path, rank: int) -> tuple[BlockChecksums, dict[str, Any]]:
-    """What a rank has said of its file."""
+    """Read the report of a rank: checksums of its file and entries of its tensors."""
     path = folder / rank_file_names(rank)[1]
     if not path.exists():
         raise WriteError(

@@ -1,4 +1,4 @@
-"""Show: what people ask of checkpoints. Which are there, are they good, how do two differ."""
+"""`ranvier checkpoint`: list checkpoints, verify them, and compare two."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from ranvier.system.terminal import escape_controls, print, write_raw
 
 TABLE_HEADER = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
 MAX_SHOWN_TENSORS = 20
-"""Tensors that a comparison names."""
+"""Maximum number of tensors that a comparison lists."""
 
 
 def resolve_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run or a directory of them, or the one that a path is."""
+    """The checkpoints of a run or a directory of them, or the single one at a path."""
+    # A directory with the name of a checkpoint but without manifest is a damaged one, not a run.
     if (path / MANIFEST_NAME).exists() or _has_checkpoint_name(path):
         return [path]
     inside = path / "checkpoints"
@@ -40,7 +41,7 @@ def _has_checkpoint_name(path: Path) -> bool:
 
 
 def list_checkpoints(path: Path) -> int:
-    """Print a line for each checkpoint; what can be seen without reading all of it."""
+    """Print a line for each checkpoint, without reading its tensors; returns the exit code."""
     paths = resolve_checkpoints(path)
     pointed, _ = folders.read_latest_pointer(paths[0].parent)
     rows: list[tuple[str, ...]] = [
@@ -52,6 +53,7 @@ def list_checkpoints(path: Path) -> int:
             manifest = manifests.read_manifest(one)
             state = _find_size_problem(one, manifest)
         except RanvierError as error:
+            # A damaged checkpoint is listed with its error; the others are still shown.
             rows.append((one.name, *[""] * 5, str(error)))
             bad += 1
             continue
@@ -80,7 +82,7 @@ def list_checkpoints(path: Path) -> int:
 
 
 def _find_size_problem(checkpoint: Path, manifest: CheckpointManifest) -> str:
-    """The first file that is missing or has another size."""
+    """The first file that is missing or has the wrong size; empty if none is."""
     for name, sums in manifest.files.items():
         path = checkpoint / name
         if path.is_file():
@@ -99,7 +101,7 @@ def _format_grid(degrees: Mapping[str, int]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people."""
+    """Bytes as text for people."""
     value = float(count)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
@@ -111,7 +113,7 @@ def format_bytes(count: int) -> str:
 
 
 def verify_checkpoints(path: Path) -> int:
-    """Read every byte of checkpoints and compare checksums; the exit code."""
+    """Read every byte of checkpoints and compare checksums; returns the exit code."""
     worst = 0
     for one in resolve_checkpoints(path):
         problems = []
@@ -147,6 +149,7 @@ def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[s
     for problem, count in load.find_damage(checkpoint, manifest):
         done += count
         share = 100 * done // max(manifest.total_bytes, 1)
+        # Rewrites one line of the terminal, at most once per percent.
         if tty and share > shown:
             shown = share
             write_raw(f"\r{escape_controls(checkpoint.name)}: {share} %", sys.stderr)
@@ -157,7 +160,8 @@ def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[s
 
 
 def diff_checkpoints(one: Path, other: Path) -> int:
-    """Print how two checkpoints differ; 0 if they do not, else 1."""
+    """Print how two checkpoints differ; returns 0 if they do not, else 1."""
+    # Of a run its latest checkpoint is compared.
     paths = [resolve_checkpoints(path)[-1] for path in (one, other)]
     first, second = map(manifests.read_manifest, paths)
     print(f"{paths[0]} (step {first.step}) and {paths[1]} (step {second.step})")
@@ -191,7 +195,7 @@ def _manifest_facts(manifest: CheckpointManifest) -> dict[str, Any]:
 
 
 def _diff_facts(path: str, one: Any, other: Any) -> Iterator[str]:
-    """A line for each fact that differs."""
+    """Yield a line for each fact that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             yield from _diff_facts(f"{path}.{key}".lstrip("."), one.get(key), other.get(key))
@@ -209,12 +213,14 @@ def _describe_tensor(manifest: CheckpointManifest, name: str) -> str:
 def _diff_tensors(
     paths: list[Path], both: tuple[CheckpointManifest, CheckpointManifest], name: str
 ) -> str:
-    """How two tensors of the same kind differ; empty: not in a bit."""
+    """How two tensors of the same shape and dtype differ; empty if they are bit-identical."""
     values = []
     for path, manifest in zip(paths, both, strict=True):
+        # One tensor at a time, so that two large checkpoints can be compared in little memory.
         state = {name: load.empty_shard(manifest.tensors[name])}
         load.fill_tensors(path, manifest, state)
         values.append(state[name][0])
+    # Compare bits first: NaNs are equal to themselves, and -0.0 differs from 0.0.
     bits = [x.contiguous().view(-1).view(torch.uint8) for x in values]
     if torch.equal(*bits):
         return ""

@@ -1,8 +1,8 @@
 """Doctor: what this machine and this Python have for a run, what they lack, and how to get it.
 
-Each section is a function that returns findings; one that breaks becomes a note and does not stop
-the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Of speed
-only the making of communicators is measured, and other nodes are not asked.
+Each section is a function that returns findings; one that fails becomes a note and does not stop
+the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Only the
+creation of communicators is timed, and other nodes are not examined.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 SYSFS_ROOT = Path("/sys")
 """Where the kernel describes devices."""
 TOOL_SECONDS = 5.0
-"""How long a vendor's tool may take."""
+"""Time limit of a vendor's tool."""
 LOW_SPACE_BYTES = 2**30
-"""Free space below this deserves a note."""
+"""Free space below this is worth a note."""
 SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -65,7 +65,7 @@ FindingMark = Literal["ok", "note", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     section: str
     name: str
@@ -81,7 +81,7 @@ class Finding:
 
 
 def examine_machine(run: RunConfig | None = None) -> list[Finding]:
-    """All findings, section by section; run: a checked one, whose communicators are listed."""
+    """All findings, section by section; run: a resolved one, whose communicators are listed."""
     sections: dict[str, Callable[[], list[Finding]]] = {
         "python": examine_python,
         "torch": examine_torch,
@@ -99,14 +99,15 @@ def examine_machine(run: RunConfig | None = None) -> list[Finding]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found += section()
-        except Exception as error:  # the doctor survives every patient
+        # The doctor is run on broken machines: no failure of a section may stop the others.
+        except Exception as error:
             what = f"could not be examined: {type(error).__name__}: {error}"
             found.append(Finding(name, "examination", what, "note"))
     return found
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Print findings as a table; 0 if nothing essential is missing, else 1."""
+    """Print findings as a table; returns 0 if nothing essential is missing, else 1."""
     width = max((len(finding.name) for finding in findings), default=0)
     section = ""
     for finding in findings:
@@ -125,9 +126,10 @@ def print_findings(findings: Sequence[Finding]) -> int:
 
 
 def examine_python() -> list[Finding]:
-    """The interpreter and where it installs packages."""
+    """The interpreter and its environment."""
     version = platform.python_version()
     wanted = ">=3.11"
+    # Without an installed package the default above stands.
     with suppress(metadata.PackageNotFoundError):
         wanted = str(metadata.metadata("ranvier").json.get("requires_python", wanted))
     if meets_version(version, wanted):
@@ -147,7 +149,7 @@ def examine_python() -> list[Finding]:
 
 
 def examine_torch() -> list[Finding]:
-    """The installed torch, what it was built for and its backends."""
+    """The installed torch, its build and its backends."""
     wanted = next((spec for name, spec, _ in list_requirements() if name == "torch"), "")
     remedy = f"pip install 'torch{wanted}'"
     try:
@@ -170,6 +172,7 @@ def examine_torch() -> list[Finding]:
         build = f"ROCm {hip}"
     else:
         build = "CPU only"
+    # The loaded driver shows that there is a GPU, even if torch cannot see it.
     driver = (SYSFS_ROOT / "module" / "nvidia").exists()
     if driver and not module.cuda.is_available():
         what = f"{build}, but the NVIDIA driver is loaded and torch sees no device"
@@ -181,6 +184,7 @@ def examine_torch() -> list[Finding]:
         found.append(Finding("torch", "build", build))
     backends = launch.available_backends()
     for name in ("gloo", *(["nccl"] if cuda or hip else [])):
+        # Gloo is always needed, NCCL on builds for GPUs only.
         if name in backends:
             if name == "nccl":
                 number = ".".join(map(str, module.cuda.nccl.version()))
@@ -195,8 +199,9 @@ def examine_torch() -> list[Finding]:
 
 
 def examine_devices() -> list[Finding]:
-    """Processors, memory and GPUs."""
+    """CPU cores, memory and GPUs."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # In a container the cgroup limit counts, not the memory of the host.
     limit = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/memory.max")
     if limit.isdecimal() and int(limit) < memory:
         memory = int(limit)
@@ -217,7 +222,7 @@ def examine_devices() -> list[Finding]:
 
 
 def examine_links() -> list[Finding]:
-    """What joins the devices of this node, and this node to others."""
+    """Links between the devices of this node, and from this node to others."""
     found = []
     if count_gpus() > 1:
         pairs = list(combinations(range(count_gpus()), 2))
@@ -228,6 +233,7 @@ def examine_links() -> list[Finding]:
         kinds = count_link_kinds(_tool_output(["nvidia-smi", "topo", "-m"]))
         text = ", ".join(f"{kind} between {n} GPU pairs" for kind, n in kinds.items())
         if kinds:
+            # Every kind but NVLink (NV#) goes through PCIe or the CPU.
             slow = any(not kind.startswith("NV") for kind in kinds)
             found.append(Finding("links", "topology", text, "note" if slow else "ok"))
         elif count_gpus() > 1:
@@ -238,6 +244,7 @@ def examine_links() -> list[Finding]:
         name = f"{port.parent.parent.name}/{port.name}"
         text = f"{state}, {_read_kernel_file(port / 'rate') or 'unknown rate'}"
         found.append(Finding("links", name, text, "ok" if state == "ACTIVE" else "note"))
+    # Virtual interfaces report the state "unknown" while they work, and no speed.
     for card in sorted((SYSFS_ROOT / "class/net").glob("*")):
         state = _read_kernel_file(card / "operstate")
         speed = _read_kernel_file(card / "speed")
@@ -251,7 +258,7 @@ def examine_links() -> list[Finding]:
 
 
 def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
-    """What communicators over NCCL cost on this machine, and those of a run."""
+    """The cost of NCCL communicators on this machine, and those of a run."""
     found, cost = measure_communicators()
     if run is None:
         return found
@@ -259,7 +266,7 @@ def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
 
 
 def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
-    """What two ranks have measured; None: there is no GPU, or they could not."""
+    """Measurements of two ranks; the cost is None without a GPU or if they fail."""
     section = "communicators"
     if not count_gpus() or "nccl" not in launch.available_backends():
         if count_gpus():
@@ -267,6 +274,7 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
         else:
             why = "no GPU that torch can use"
         return [Finding(section, "cost", f"not measured: {why}", "note")], None
+    # Every rank of a launcher would start two more.
     if launch.read_process_info() is not None:
         remedy = "Start ranvier doctor by itself."
         return [Finding(section, "cost", "not measured under a launcher", "note", remedy)], None
@@ -275,6 +283,7 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     try:
         cost = measure_communicator_cost(count_gpus())
     except CommunicationError as error:
+        # Our errors begin with what is wrong; the sentences after it are the remedy.
         what, _, rest = str(error).partition(". ")
         return [Finding(section, "cost", what, "note", rest)], None
     if count_gpus() == 1:
@@ -295,12 +304,12 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
 
 
 def resolve_run(run: RunConfig) -> RunConfig:
-    """The run on as many ranks as its plan needs, or every problem at once."""
+    """The run on as many ranks as its plan needs; raises all problems at once."""
     return run.check_and_resolve(math.prod(max(size, 1) for size in run.plan.degrees.values()))
 
 
 def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:
-    """The communicators that a rank of a run makes on GPUs, with memory and, if known, time."""
+    """The communicators that a rank of a run creates on GPUs, with memory and, if known, time."""
     from ranvier.planner.communicators import list_communicators as planned
     from ranvier.planner.communicators import total_bytes, worst_stage
     from ranvier.planner.model_spec import resolve_model_spec
@@ -316,11 +325,13 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
         what = "over gloo: they take nothing of a device"
         return [*found, Finding(section, "in all", what, "note", remedy)]
     model = resolve_model_spec(run)
+    # Stages create different communicators; the one whose take the most memory is shown.
     stage = worst_stage(model, plan)
     made = planned(model, plan, stage=stage)
     for one in made:
         kind = one.channel or "collectives"
         whole = math.prod(plan.degrees[axis] for axis in one.axis_names)
+        # A communicator may span only part of its axes.
         if one.size == whole:
             ranks = f"{one.size} ranks"
         else:
@@ -345,7 +356,7 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
 
 
 def examine_launcher() -> list[Finding]:
-    """Who has started this process."""
+    """The launcher that started this process."""
     try:
         me = launch.read_process_info()
     except PlanError as error:
@@ -361,7 +372,7 @@ def examine_launcher() -> list[Finding]:
 
 
 def examine_storage() -> list[Finding]:
-    """Where runs and caches are written."""
+    """The directories of runs and caches."""
     shared = Path("/dev/shm")
     found = [
         _examine_dir(
@@ -379,7 +390,7 @@ def examine_storage() -> list[Finding]:
 
 
 def examine_packages() -> list[Finding]:
-    """What the package asks for, and each of its extras."""
+    """The packages that this one requires, and those of its extras."""
     wanted = list_requirements()
     if not wanted:
         remedy = "pip install -e . in the folder of the source"
@@ -423,7 +434,7 @@ def give_advice() -> list[Finding]:
 
 
 def list_requirements() -> list[tuple[str, str, str]]:
-    """Name, versions and extra of each package that the metadata of this one asks for."""
+    """Name, version specifiers and extra of each package in the metadata of this one."""
     found = []
     try:
         lines = metadata.requires("ranvier") or []
@@ -433,17 +444,19 @@ def list_requirements() -> list[tuple[str, str, str]]:
         text, _, marker = line.partition(";")
         extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", marker)
         match = re.match(r"\s*([\w.-]+)(?:\[[^\]]*\])?\s*\(?([^)]*)", text)
-        if match and match[1] != "ranvier":  # an extra may name others of its own package
+        # An extra may refer to other extras of this package.
+        if match and match[1] != "ranvier":
             found.append((match[1], match[2].strip(), extra[1] if extra else ""))
     return found
 
 
 def install_command(extra: str) -> str:
-    """The command that installs this package with an extra, as it was installed."""
+    """The command that installs this package with an extra, in the way it was installed."""
     target = f"[{extra}]" if extra else ""
     origin = {}
     with suppress(metadata.PackageNotFoundError, ValueError):
         origin = json.loads(metadata.distribution("ranvier").read_text("direct_url.json") or "{}")
+    # direct_url.json has dir_info if pip installed from a local directory (PEP 610).
     if "dir_info" not in origin:
         return f"pip install 'ranvier{target}'"
     folder = unquote(origin["url"].removeprefix("file://"))
@@ -455,11 +468,12 @@ def install_command(extra: str) -> str:
 
 
 def meets_version(version: str, specifiers: str) -> bool:
-    """Whether a version meets all of `>=2.11,<2.14`; what cannot be read is met."""
+    """Whether a version satisfies specifiers such as `>=2.11,<2.14`; unparsable ones pass."""
     own = _version_numbers(version)
     for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
         bound = _version_numbers(text)
-        if operator == "~=" or text.endswith(".*"):  # the last number is free
+        # Prefix match: the last number is free.
+        if operator == "~=" or text.endswith(".*"):
             if operator == "~=":
                 head = bound[:-1]
             else:
@@ -468,6 +482,7 @@ def meets_version(version: str, specifiers: str) -> bool:
             if alike == (operator == "!="):
                 return False
             continue
+        # Pad with zeros, so that 2.11 equals 2.11.0.
         width = max(len(own), len(bound))
         padded = [part + (0,) * (width - len(part)) for part in (own, bound)]
         if not OPERATORS[operator.replace("===", "==")](*padded):
@@ -476,20 +491,23 @@ def meets_version(version: str, specifiers: str) -> bool:
 
 
 def count_link_kinds(text: str) -> dict[str, int]:
-    """How many pairs of GPUs each kind of link joins, from `nvidia-smi topo -m`."""
+    """Number of GPU pairs by kind of link, from the output of `nvidia-smi topo -m`."""
     kinds: Counter[str] = Counter()
     for line in text.splitlines():
+        # Strip the colours of a terminal.
         first, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split() or [""]
         match = re.fullmatch(r"GPU(\d{1,3})", first)
         own = int(match[1]) if match else len(cells)
-        if own < len(cells) and cells[own] == "X":  # left of itself: each pair once
+        # Only the cells left of the diagonal: each pair once.
+        if own < len(cells) and cells[own] == "X":
             kinds.update(c for c in cells[:own] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", c))
     return dict(kinds)
 
 
 def count_cores() -> int:
-    """How many processors this process may use."""
+    """Number of CPU cores that this process may use."""
     num = len(os.sched_getaffinity(0))
+    # A container may have a CPU quota below its number of cores.
     quota, _, period = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal() and int(period):
         num = min(num, max(int(quota) // int(period), 1))
@@ -497,7 +515,7 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """How many GPUs torch can use."""
+    """Number of GPUs that torch can use."""
     with suppress(Exception):
         cuda = _import_torch().cuda
         if cuda.is_available():
@@ -511,7 +529,7 @@ def _import_torch() -> Any:
 
 
 def _describe_gpu(module: Any, index: int) -> str:
-    """Name, memory, capability, bf16 and peak of one GPU."""
+    """Name, memory, compute capability, bf16 support and peak of one GPU."""
     from ranvier.train.metrics import PEAK_TFLOPS
 
     card = module.cuda.get_device_properties(index)
@@ -530,7 +548,7 @@ def _describe_gpu(module: Any, index: int) -> str:
 
 
 def _examine_dir(name: str, folder: Path, remedy: str) -> Finding:
-    """Whether a folder can be written and has space."""
+    """Whether a directory is writable and has space."""
     if not launch.is_writable(folder):
         return Finding("storage", name, f"{folder} cannot be written", "missing", remedy)
     free = shutil.disk_usage(folder).free
@@ -554,14 +572,16 @@ def _version_numbers(version: str) -> tuple[int, ...]:
 
 
 def _read_kernel_file(path: Path) -> str:
-    """The text of a file of the kernel; empty if it has none."""
+    """The text of a kernel file; empty if it cannot be read."""
     with suppress(OSError, ValueError):
         return path.read_text().strip()
     return ""
 
 
 def _tool_output(command: Sequence[str]) -> str:
-    """What a tool prints within its time; empty if it fails, and a stuck one is left behind."""
+    """Output of a tool; empty if it fails or exceeds its time, and then it is killed."""
+    # A file rather than a pipe: a tool stuck in the driver cannot block us while it holds the pipe
+    # open.
     with tempfile.TemporaryFile() as file, suppress(OSError, subprocess.SubprocessError):
         process = subprocess.Popen(
             command,
@@ -574,7 +594,8 @@ def _tool_output(command: Sequence[str]) -> str:
             process.wait(TOOL_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait(1.0)  # a driver can hold it even then
+            # Even a killed process stays while the driver holds it: then it is left behind.
+            process.wait(1.0)
             return ""
         file.seek(0)
         if process.returncode == 0:

@@ -1,4 +1,8 @@
-"""The command line: one verb, one line to a function."""
+"""The command line: one function for each command.
+
+Modules that import torch are imported inside the commands, after their options are parsed where
+possible, so that help and usage errors come quickly.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +76,15 @@ Command = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a verb; exits with its code."""
+    """Run a command; exits with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
     trains = words[0] == "train"
     with launch.report_errors(ProcessInfo(), quiet=launch.is_follower(), trains=trains):
+        # Inside of report_errors, so that a wrong command ends with the usual message and exit
+        # code.
         if words[0] not in COMMANDS:
             near = suggest_nearest(words[0], COMMANDS)
             raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(COMMANDS)}.")
@@ -89,15 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_run_options(verb: str, words: Sequence[str]) -> RunOptions:
     """Settings from defaults, then the file or the run, then options."""
-    from ranvier.config.arguments import (
-        RunOptions,  # options of all verbs take a fiftieth of a second
-    )
+    # Imported here: the options of all commands take 20 ms to import.
+    from ranvier.config.arguments import RunOptions
 
     return load_run_with_options(RunOptions, f"{verb} [run.toml]", words)
 
 
 def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | None, int]:
-    """Who a launcher says I am, and how many ranks there are."""
+    """The process as a launcher describes it (None without one), and the number of ranks."""
     me = launch.read_process_info()
     if not 0 <= arguments.nproc <= MAX_LOCAL_RANKS or (
         me is not None and arguments.nproc not in (0, me.world_size)
@@ -114,6 +119,7 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
         world = me.world_size
     else:
         world = arguments.nproc or default
+    # Guards against a typo in a degree starting thousands of processes.
     if me is None and world > MAX_LOCAL_RANKS:
         raise PlanError(
             f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} are started on one "
@@ -124,9 +130,10 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
 
 
 def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.NodeInfo | None:
-    """The nodes on each of which one command starts local ranks; None if that is not so."""
+    """The nodes on each of which one command starts local ranks; None if it is not so."""
     wish = arguments.launch
     nproc = arguments.nproc
+    # srun with one task per node and --nproc: each task starts the ranks of its node.
     if me is not None and me.launcher == "srun" and me.local_world_size == 1 and nproc > 0:
         return launch.NodeInfo(me.world_size, me.rank, f"{me.address}:{me.port}")
     if wish.nodes == 1:
@@ -143,19 +150,20 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
     return launch.NodeInfo(wish.nodes, wish.node, wish.address)
 
 
+# The options of a command extend RunConfig with its own fields; these do not belong in a saved run.
 def _run_config(arguments: RunConfig) -> RunConfig:
     return RunConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(RunConfig)})
 
 
 def _is_continued(words: Sequence[str]) -> bool:
-    """Whether a run is continued whose micro-batch nobody has given now."""
+    """Whether a run is resumed without a new value for its micro-batch."""
     files, options = split_words(words)
     given = [word for word in options if word.replace("_", "-").startswith("--plan.micro-batch")]
     return bool(files) and os.path.isdir(files[0]) and not given
 
 
 def _train_command(words: Sequence[str]) -> int:
-    """Check, tokenize, then train here or start local ranks that do."""
+    """Check the settings, tokenize, then train here or start local ranks that do."""
     arguments = parse_run_options("train", words)
     from ranvier.train import loggers, prepare_data, train
     from ranvier.train.resume import elastic, run_directory
@@ -167,14 +175,17 @@ def _train_command(words: Sequence[str]) -> int:
     else:
         me = None
         world = nodes.num_nodes * arguments.nproc
+    # Choose the layout first: everything below depends on the degrees.
     run, said = _plan_layout(words, run, world, me, nodes)
     if _is_continued(words):
         run = elastic.fit_micro_batch(run, world)
     else:
         run = run.check_and_resolve(world)
+    # The launcher may restart on a smaller grid after a failure, so every fallback is checked now.
     choices = [run, *elastic.fallback_runs(run)]
     loggers.check_loggers(run)
     run_directory.check_output_dir(run)
+    # Device, backend and memory of each choice are checked in this process, before ranks start.
     for choice in choices:
         who = me or ProcessInfo(
             local_world_size=min(arguments.nproc or world, choice.plan.world_size)
@@ -182,17 +193,21 @@ def _train_command(words: Sequence[str]) -> int:
         device = train.resolve_device(choice, who)
         backend = train.resolve_backend(choice, who, device)
         train.check_memory(train.resolve_device_and_dtype(choice, device, backend), who, device)
+    # Under a launcher this process is one rank; the first rank of each machine tokenizes.
     if me is not None:
         with launch.report_errors(me):
             return _train_rank([run], None, said, me)
+    # Of several nodes the first one owns the run directory.
     first = nodes is None or nodes.node_rank == 0
     if first:
         run_directory.check_unlocked(run)
     stored = prepare_data.tokenize_corpora(run)
-    train.open_dataset(run, stored)  # what is wrong with the data is said before any rank starts
+    # Problems of the data are reported before any rank starts.
+    train.open_dataset(run, stored)
     if world == 1:
         return _train_rank([run], stored, said, ProcessInfo())
-    if first and not run.train.out:  # a restarted run comes back to the same one
+    # Named here rather than by the ranks, so that a restart finds the same directory.
+    if first and not run.train.out:
         out = run_directory.make_run_dir(run.model.size)
         choices = [run_directory.with_dir(one, out) for one in choices]
     task = functools.partial(_train_rank, choices, stored, said)
@@ -222,9 +237,9 @@ def _plan_layout(
     me: ProcessInfo | None,
     nodes: launch.NodeInfo | None,
 ) -> tuple[RunConfig, StepPrediction | None]:
-    """The run with the planner's layout, if it leaves that open, and what was foretold.
+    """The run with the planner's layout, if it leaves that open, and the prediction.
 
-    A run that is continued keeps its layout, or has what was asked for now.
+    A resumed run keeps its layout, or gets the one that the options ask for.
     """
     from ranvier.tools import auto_plan
 
@@ -246,13 +261,14 @@ def _train_rank(
     said: StepPrediction | None,
     me: ProcessInfo,
 ) -> int:
-    """Train as a rank of the grid that the launcher has chosen."""
+    """Train as one rank of the grid that the launcher has chosen."""
     from ranvier.tools import auto_plan
     from ranvier.train import train
     from ranvier.train.health import determinism
     from ranvier.train.resume import run_directory
 
     run = choices[me.grid_index]
+    # A restart resumes from the checkpoints that earlier attempts saved.
     if me.attempt:
         run = run_directory.with_auto_resume(run, me.start_time)
     device = train.resolve_device(run, me)
@@ -262,13 +278,14 @@ def _train_rank(
         determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
         launch.join_process_group(me, backend, run.train.timeout, share_gpu=share_gpu),
     ):
+        # The prediction is for the first grid; a fallback grid has none.
         if said is not None and me.grid_index == 0:
             run, said = auto_plan.broadcast_plan(run, said, me)
         return train.train(run, me, stored, said if me.grid_index == 0 else None)
 
 
 def _verify_command(words: Sequence[str]) -> int:
-    """Shrink, then compare on as many local ranks as the plan needs."""
+    """Shrink the model, then compare on as many local ranks as the plan needs."""
     from ranvier.tools import verify
 
     arguments = parse_run_options("verify", words)
@@ -284,7 +301,7 @@ def _verify_command(words: Sequence[str]) -> int:
     if me is not None or world == 1:
         with launch.report_errors(me or ProcessInfo()):
             return task(me or ProcessInfo())
-    # A rank that crashes or hangs is what is looked for: it is reported, not waited for.
+    # A crash or hang of a rank is a finding: it is reported and not retried.
     policy = launch.RestartPolicy(watchdog_seconds=run.launch.watchdog, grids=(("", world),))
     code = launch.launch_ranks(world, task, preload=[verify.__name__], policy=policy)
     if code not in verify.EXPECTED_EXIT_CODES:
@@ -300,6 +317,7 @@ def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
     from ranvier.tools import verify
     from ranvier.train import train
 
+    # The comparison runs on the CPU unless NCCL is asked for.
     backend = "gloo"
     if run.train.backend == "nccl":
         backend = train.resolve_backend(run, me, verify.comparison_device(run, me))
@@ -308,12 +326,12 @@ def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
 
 
 def _data_command(words: Sequence[str]) -> int:
-    """prepare or show."""
+    """Run `data prepare` or `data show`."""
     return _run_subcommand("data", {"prepare": _prepare_command, "show": _data_show_command}, words)
 
 
 def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) -> int:
-    """Run a verb of a verb."""
+    """Run a subcommand of a command."""
     if not words or words[0] not in verbs:
         if words[:1] in (["--help"], ["-h"]):
             print(USAGE, end="")
@@ -331,7 +349,7 @@ def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) 
 
 
 def _checkpoint_command(words: Sequence[str]) -> int:
-    """ls, verify, diff or convert."""
+    """Run `checkpoint ls`, `verify`, `diff` or `convert`."""
     from ranvier.cli import checkpoint
 
     def ls(words: Sequence[str]) -> int:
@@ -413,6 +431,7 @@ def _upcycle_command(words: Sequence[str]) -> int:
     settings = parse_options(UpcycleOptions, UpcycleOptions(), "convert SRC --upcycle 8", options)
     source = one_path("convert", "a dense run or a published model", names)
     out = Path(settings.to or Path("runs") / f"{Path(source).absolute().name}-moe")
+    # All other options have the names of the function's arguments.
     given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "to"}
     return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 
@@ -438,11 +457,13 @@ def _eval_command(words: Sequence[str]) -> int:
     from ranvier.infer.generate import load_config_from_dir
     from ranvier.tools import verify
 
+    # Fails early with a clear message if the path is not a run.
     names, _ = split_words(words)
     if names:
         load_config_from_dir(Path(names[0]))
     settings = load_run_with_options(EvalOptions, "eval RUN", words, verb.single_rank_run)
     verb.check_options(settings, names[0] if names else None)
+    # Needs neither a model nor ranks.
     if settings.samples:
         return verb.score_samples(settings)
     me, world = _resolve_world(settings, verify.required_ranks(settings.plan))
@@ -480,7 +501,7 @@ def _profile_command(words: Sequence[str]) -> int:
 
 
 def _plan_command(words: Sequence[str]) -> int:
-    """Search layouts; torch is imported only for models without a name."""
+    """Search layouts; torch is imported only for models without a built-in name."""
     from ranvier.cli import plan
     from ranvier.planner import request
 
@@ -489,6 +510,8 @@ def _plan_command(words: Sequence[str]) -> int:
         from ranvier.tools.calibrate import calibrate_cluster
 
         return calibrate_cluster(Path(settings.calibrate), settings.cluster)
+    # The printed train command repeats the user's words, without options of `plan` itself and
+    # without settings that the planner chooses.
     own = {field.name for field in dataclasses.fields(settings)}
     chosen = {*request.COMMAND_SETTINGS, "memory.states"}
     carried = [quote_word(word) for word in drop_options(words, own | chosen)]
@@ -544,6 +567,7 @@ def _doctor_command(words: Sequence[str]) -> int:
     run = _run_config(settings)
     from ranvier.cli import doctor
 
+    # Communicators are listed only if a run or any setting was given.
     asks = bool(names) or run != RunConfig()
     return doctor.print_findings(doctor.examine_machine(doctor.resolve_run(run) if asks else None))
 

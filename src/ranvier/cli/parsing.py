@@ -1,4 +1,4 @@
-"""Words: the settings in the words of a command line, on top of defaults, a file or a run."""
+"""Parse the settings of a command line, on top of defaults, a file or a run."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ class NoOptions:
 def parse_options(
     kind: type[ConfigT], default: ConfigT, verb: str, words: Sequence[str]
 ) -> ConfigT:
-    """The settings that options change in a default.
+    """The settings, with defaults changed by the options in `words`.
 
-    A boolean may be written as an option alone, or with true or false behind it, as in all verbs.
+    A boolean may be given as an option alone, or followed by true or false, in all commands.
     """
     if not words:
         return default
+    # Imported here: without options a command starts faster.
     import tyro
 
     words = with_boolean_values(words, default)
-    # its messages quote words, and bring colours of their own: only odd words are looked after
+    # tyro quotes words in its messages and adds its own colours, which escaping would destroy. So
+    # output is only escaped if a word has control characters.
     odd = any(escape_controls(word) != word for word in words)
     try:
         with _escaped_output() if odd else contextlib.nullcontext():
@@ -51,7 +53,7 @@ def parse_options(
                 prog=f"ranvier {verb}",
                 args=words,
                 default=default,
-                # comments take time to look for
+                # Searching comments for help texts takes time.
                 config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
             )
     except SystemExit as stop:
@@ -61,7 +63,7 @@ def parse_options(
 
 @contextlib.contextmanager
 def _escaped_output() -> Iterator[None]:
-    """What is printed inside comes out at the end, with control characters made visible."""
+    """Buffer what is printed inside, then print it with control characters made visible."""
     texts = {"stdout": io.StringIO(), "stderr": io.StringIO()}
     try:
         with (
@@ -77,8 +79,8 @@ def _escaped_output() -> Iterator[None]:
 def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
     """The words with each boolean option and its value, as Python writes it, in one word.
 
-    An option alone means True: `--adapter`, `--adapter true` and `--adapter=True` are the same.
-    What is neither true nor false is left to the parser, which says so.
+    An option alone means True: `--adapter`, `--adapter true` and `--adapter=True` are the same. Any
+    other value is left to the parser, which reports it.
     """
     booleans = set(_boolean_options(default))
     found = []
@@ -100,7 +102,7 @@ def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
 
 
 def _boolean_options(default: object, path: str = "--") -> Iterator[str]:
-    """The options of boolean settings, as they may be spelt."""
+    """The options of boolean settings, with underscores and with hyphens."""
     for name, value in vars(default).items():
         if dataclasses.is_dataclass(value):
             yield from _boolean_options(value, f"{path}{name}.")
@@ -120,15 +122,16 @@ def load_run_with_options(
     words: Sequence[str],
     change: Callable[[RunConfig], RunConfig] = lambda run: run,
 ) -> RunT:
-    """Settings from defaults, then the file or the run, then options, of a class that holds a run.
+    """Settings from defaults, then the file or the run, then options, for a subclass of RunConfig.
 
-    change: of the run, before options.
+    change: applied to the run before the options.
     """
     files, options = split_words(_expand_plan_auto(words))
     if len(files) > 1:
         raise PlanError(
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
         )
+    # A size sets the defaults of the whole model section, so it is needed before the file is read.
     size = option_value(options, "--model.size")
     if files and os.path.isdir(files[0]):
         if not (Path(files[0]) / "config.toml").exists():
@@ -137,16 +140,20 @@ def load_run_with_options(
                 "directory of a run to continue it."
             )
         run = runs.load_run_config(Path(files[0]) / "config.toml", size=size, in_run=True)
-        here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
-        # what was asked of its checkpoints was for that launch: it goes on from its own now
+        # The resumed run may be on other nodes than before.
+        here = replace(run.launch, nodes=1, node=0, address="")
+        # How to start was meant for the first launch: from now on the run resumes from its own
+        # checkpoints.
         word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
         own = replace(run.checkpoint, **dict[str, Any](word))
         run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
         own_words = Path(files[0]) / "tokenizer.json"
-        if own_words.exists() and (Path(files[0]) / "published").is_dir():  # it may have moved
+        # The directory of an imported run may have moved, and its tokenizer with it.
+        if own_words.exists() and (Path(files[0]) / "published").is_dir():
             run = replace(run, data=replace(run.data, tokenizer=str(own_words.absolute())))
         if any(option_value(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
-            run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
+            # Another grid was asked for: infer data, unless it is given as well.
+            run = replace(run, plan=replace(run.plan, data=-1))
     elif files:
         run = runs.load_run_config(Path(files[0]), size=size)
     else:
@@ -154,6 +161,8 @@ def load_run_with_options(
             run = RunConfig()
         else:
             run = RunConfig(model=ModelConfig.from_size(size))
+    # A new run that starts from a published model takes over its architecture; a resumed one has
+    # it.
     start = option_value(options, "--train.start") or run.train.start
     if start and not (files and os.path.isdir(files[0])):
         from ranvier.train import import_export
@@ -165,15 +174,18 @@ def load_run_with_options(
 
 
 def _expand_plan_auto(words: Sequence[str]) -> list[str]:
-    """The words with `--plan auto` as the setting that it is."""
+    """The words with `--plan auto` replaced by the setting it stands for."""
+    # NUL cannot occur in an argument, so it separates words safely.
     text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
     found = text.split("\0") if text else []
     return ["--plan.layout=auto" if word == "--plan=auto" else word for word in found]
 
 
 def given_settings(words: Sequence[str]) -> set[str]:
-    """Dotted names of the settings that a file or options give; all of a run's are in its file, so
-    of a run only its batch and length count."""
+    """Dotted names of the settings that a file or options give.
+
+    The file of a run has all settings, so of a run only batch and sequence length count.
+    """
     files, options = split_words(words)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in options if word[:2] == "--"}
     if files and os.path.isdir(files[0]):
@@ -197,7 +209,7 @@ def drop_options(words: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def option_value(words: Sequence[str], name: str) -> str | None:
-    """The last value given to an option."""
+    """The last value given to an option; None if it is not given."""
     found = None
     for i, word in enumerate(words):
         if word.startswith(f"{name}="):
@@ -208,9 +220,10 @@ def option_value(words: Sequence[str], name: str) -> str | None:
 
 
 def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
-    """The two paths a verb takes."""
+    """The two paths that a command takes."""
     names, options = split_words(words)
     if options:
+        # Prints the help, or reports the unknown option.
         parse_options(NoOptions, NoOptions(), usage, options)
     if len(names) != 2:
         raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
@@ -218,7 +231,7 @@ def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
 
 
 def one_path(verb: str, what: str, words: Sequence[str]) -> str:
-    """The only word a verb takes."""
+    """The only path that a command takes."""
     names, options = split_words(words)
     if options:
         parse_options(NoOptions, NoOptions(), f"{verb} PATH", options)

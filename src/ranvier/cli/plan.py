@@ -1,6 +1,6 @@
-"""Command: `ranvier plan`: what is asked, searched; without torch where the model has a name.
+"""`ranvier plan`: search the fastest layouts; without torch where the model has a built-in name.
 
-What only tells of a result is imported when there is one: a search begins sooner.
+What only presents a result is imported when there is one, so that a search begins sooner.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class PlanOptions(RunConfig):
 
 
 def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
-    """Search, and say what was found.
+    """Search, and print the result.
 
-    given: dotted names of settings that were given by hand; carried: words of the command line that
-    the command to run it repeats.
+    given: dotted names of settings that the user gave; carried: words of the command line that the
+    printed train command repeats.
     """
     counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
+    # All problems are collected, so that one error lists them together.
     odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
     if odd:
         wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."]
@@ -67,6 +68,7 @@ def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str
     wrong += wanted.find_problems()
     if wrong:
         raise PlanError(wrong)
+    # A search can take long: fail before it if its result cannot be written.
     output_files.check_outputs(wanted.json, wanted.html)
     if wanted.goal or "goal" in given:
         from ranvier.cli import plan_goal
@@ -83,18 +85,19 @@ def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str
 
 
 def request_from_options(wanted: PlanOptions, given: Set[str]) -> tuple[SearchRequest, list[str]]:
-    """What is searched, and words for what nobody gave."""
+    """The search request, and options for settings that the user did not give."""
     machine = resolve_cluster(wanted)
     run, assumed = request.assume_batch_and_seq(wanted, machine, given)
     return request.build_request(run, machine, given, precision=wanted.precision), assumed
 
 
 def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResult:
-    """All layouts, as an earlier search has found them, or on as many processes as there are.
+    """All layouts, from the cache of an earlier search or searched on several processes.
 
-    Who waits for it sees the best so far.
+    The best layout so far is shown meanwhile.
     """
-    from ranvier.planner import result_cache  # a process that searches nothing starts sooner
+    # Imported here: a process that searches nothing starts sooner.
+    from ranvier.planner import result_cache
     from ranvier.planner.search_progress import SearchProgressPrinter
 
     if cache:
@@ -111,7 +114,7 @@ def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResul
 
 
 def resolve_cluster(wanted: PlanOptions) -> Cluster:
-    """The cluster that is meant: a name, a file, or this machine as it was measured."""
+    """The cluster that is meant: by name, from a file, or this machine as it was measured."""
     if not wanted.cluster:
         from ranvier.planner import local_cluster
 

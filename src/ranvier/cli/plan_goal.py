@@ -1,4 +1,4 @@
-"""Reach: the fewest nodes for a goal, searched and told."""
+"""`ranvier plan --goal`: search the fewest nodes that reach a goal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ranvier.planner.suggestions import is_divisible
 from ranvier.system.terminal import print
 
 CARRIED_NODE_COUNTS = 2
-"""Numbers of nodes whose best layouts are carried over to others."""
+"""Numbers of nodes whose best layouts are carried over to another."""
 
 
 class ClusterNodeSearch:
-    """Searches of a run on more or fewer nodes of a machine."""
+    """Searches of a run on different numbers of nodes of a cluster."""
 
     def __init__(self, wanted: PlanOptions, given: Set[str]) -> None:
         self.options = wanted
@@ -32,28 +32,29 @@ class ClusterNodeSearch:
             replace(wanted, nodes=1, devices=None)
         ).per_node
         self.full_results: dict[int, SearchResult] = {}
-        """Of all layouts, where some fit."""
+        """Results of full searches, where some layout fits."""
         self.quick_results: dict[int, SearchResult] = {}
 
     def options_for_nodes(self, nodes: int) -> PlanOptions:
-        """What is asked of so many nodes, or of the part of one that was given."""
+        """The options for `nodes` nodes, or for the part of a node that was given."""
         part = self.options.devices is not None and self.options.devices < self.devices_per_node
         if part:
             return self.options
         return replace(self.options, nodes=nodes, devices=None)
 
     def request_for_nodes(self, nodes: int) -> SearchRequest:
-        """What is searched there."""
+        """The search request for `nodes` nodes."""
         return plan.request_from_options(self.options_for_nodes(nodes), self.given_settings)[0]
 
     def can_share_evenly(self, nodes: int) -> bool:
-        """Whether so many nodes can share the job evenly."""
+        """Whether `nodes` nodes can divide the job evenly."""
         return is_divisible(self.request_for_nodes(nodes))
 
     def quick_search(self, nodes: int) -> SearchResult | None:
-        """The best layouts of a number that was searched, carried over; a search if none was."""
+        """Carry over the best layouts of searched node counts; a full search if there is none."""
         if nodes in self.full_results or not self.full_results:
             return self.full_search(nodes)
+        # Nearest by ratio: layouts scale with the number of nodes.
         near = sorted(self.full_results, key=lambda n: (abs(math.log(n / nodes)), n))[
             :CARRIED_NODE_COUNTS
         ]
@@ -65,9 +66,10 @@ class ClusterNodeSearch:
         return None
 
     def full_search(self, nodes: int) -> SearchResult | None:
-        """All layouts, and those of a look: one that was carried over may be the best."""
+        """All layouts, merged with those of a quick search: a carried-over one may be best."""
         if nodes not in self.full_results:
             result = plan.search_with_cache(self.request_for_nodes(nodes), cache=self.options.cache)
+            # A layout that was carried over may not be among those of the full search.
             if nodes in self.quick_results:
                 looked = self.quick_results[nodes].feasible_candidates
             else:
@@ -81,17 +83,19 @@ class ClusterNodeSearch:
 
 
 def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
-    """Search the fewest nodes for the goal, and say what was found."""
+    """Search the fewest nodes for the goal, and print the result."""
     began = time.perf_counter()
     aim = goal.parse_goal(wanted.goal)
     run, words = _apply_goal_model(wanted, aim)
     machine = plan.resolve_cluster(wanted)
     searches = ClusterNodeSearch(run, given)
+    # A size of the cluster that is given is an upper bound.
     if wanted.nodes or wanted.devices:
         most = machine.nodes
     else:
         most = goal.MAX_NODES
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
+    # A guess from the FLOPs of the goal starts the search near the answer.
     first = goal.guess_nodes(aim, run.model.num_parameters, peak * machine.per_node)
     reached = goal.find_fewest_nodes(aim, searches, first=first, most=most, told=_print_progress)
     if reached is None:
@@ -111,18 +115,19 @@ def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) 
 
 
 def _print_progress(reached: GoalResult) -> None:
-    """Say on a terminal what was tried."""
+    """Print each attempt, on a terminal only."""
     if sys.stderr.isatty():
         days = reached.seconds / goal.SECONDS_PER_DAY
         print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
 
 
 def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[str]]:
-    """The run with the model of a goal, and the words that say so."""
+    """The run with the model of a goal, and the options that set it."""
     if aim.size:
         return replace(run, model=ModelConfig.from_size(aim.size)), [f"--model.size {aim.size}"]
     if aim.parameters:
         config = goal.llama_like_config(aim.parameters)
+        # Everything but the shape is taken from Llama 3 8B.
         changes = {name: getattr(config, name) for name in goal.SHAPE_FIELDS}
         model = replace(ModelConfig.from_size("llama3-8b"), **changes)
         words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changes.items()]
@@ -131,7 +136,7 @@ def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[st
 
 
 def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str]:
-    """What a goal takes, or how far it is. limited: no more nodes than given were tried."""
+    """What a goal takes, or how far it is. limited: the user limited the number of nodes."""
     days = reached.seconds / goal.SECONDS_PER_DAY
     wanted = aim.seconds / goal.SECONDS_PER_DAY
     devices = reached.result.request.world_size

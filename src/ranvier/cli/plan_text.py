@@ -1,4 +1,4 @@
-"""Told: what `ranvier plan` prints and writes of a search."""
+"""What `ranvier plan` prints and writes about a search."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ranvier.system.terminal import print
 
 
 def search_title(wish: SearchRequest) -> str:
+    """The title of a search: model, cluster and batch."""
     job = wish.workload
     machine = wish.cluster
     name = job.model.name or "model"
@@ -34,7 +35,7 @@ def search_title(wish: SearchRequest) -> str:
 def report_result(
     result: SearchResult, wanted: PlanOptions, carried: Sequence[str], assumed: Sequence[str]
 ) -> None:
-    """Print and write all that was found. assumed: words for what nobody gave."""
+    """Print and write all results. assumed: options for settings that the user did not give."""
     told = explain.train_command(
         result.best, result.request, _drop_batch_option([*carried, *assumed])
     )
@@ -47,14 +48,14 @@ def report_result(
             wanted.json, json.dumps(result_to_dict(result, wanted.top, told), indent=2) + "\n"
         )
     if wanted.html:
-        from ranvier.planner.html_report import (
-            render_report,  # a hundredth of a second of every start
-        )
+        # Imported here: it takes 10 ms, which other outputs do not need.
+        from ranvier.planner.html_report import render_report
 
         _write_output(
             wanted.html,
             render_report(result, title=title, top=wanted.top, command=told, notes=notes),
         )
+    # stdout then holds the document alone.
     if wanted.json == "-" or wanted.html == "-":
         return
     print(title)
@@ -79,7 +80,7 @@ def report_result(
 
 
 def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
-    """What nobody gave, and why it is taken."""
+    """What the user did not give, and why it is assumed."""
     job = wish.workload
     reason = "as runs of this size use"
     if any(word.startswith("--plan.batch") for word in words):
@@ -88,9 +89,11 @@ def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
 
 
 def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str]) -> NoReturn:
-    """Say why nothing can run, and what could."""
-    from ranvier.planner import suggestions  # only for this
+    """Raise why nothing fits, and what would."""
+    # Needed on this path only.
+    from ranvier.planner import suggestions
 
+    # The same request with one setting changed. A name without section is the size of the cluster.
     def again(name: str, value: int) -> SearchRequest:
         section, _, key = name.rpartition(".")
         if section:
@@ -107,7 +110,7 @@ def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str])
 
 
 def _drop_batch_option(words: Sequence[str]) -> list[str]:
-    """The batch is among the settings of every layout."""
+    """The words without the batch, which is among the settings of every layout."""
     return [word for word in words if not word.startswith("--plan.batch")]
 
 
@@ -124,7 +127,7 @@ def _write_output(name: str, text: str) -> None:
 
 
 def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:
-    """A search as JSON holds it."""
+    """A search as JSON types."""
     wish = result.request
     others = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     job = {"model": wish.workload.model.name, "parameters": wish.workload.model.num_parameters}

@@ -1,4 +1,4 @@
-"""Sums of gradients of the ranges of a flat buffer."""
+"""Gradient accumulation over the ranges of a flat buffer."""
 
 from __future__ import annotations
 
@@ -6,29 +6,31 @@ import torch
 from torch import Tensor
 
 Pieces = list[tuple[int, Tensor]]
-"""Flat parts that lie one after the other, each with where it begins."""
+"""Consecutive flat tensors, each with its start offset."""
 
 
 class GradientAccumulator:
-    """A sum of gradients of ranges of a flat buffer; a range that came once is kept as it came.
+    """Accumulates gradients of ranges of a flat buffer; the first one of a range is not copied.
 
-    So a step of one micro-batch copies no gradient and keeps its type; further ones are added in a
-    wide type.
+    So a step of one micro-batch copies no gradient and keeps its dtype; further ones are added in
+    the wider `dtype`.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size = size
         self.dtype = dtype
         self.parts: dict[tuple[int, int], Tensor] = {}
-        """By the range they cover; ranges do not overlap."""
+        """Gradients by the range they cover; ranges do not overlap."""
 
     def add_grad(self, start: int, grad: Tensor) -> None:
         """Add the gradient of the range that begins at `start`."""
         grad = grad.reshape(-1)
         key = (start, start + grad.numel())
-        if key in self.parts:  # never in place: the first one is not ours
+        if key in self.parts:
+            # Never in place: the first tensor belongs to the caller.
             self.parts[key] = self.parts[key].to(self.dtype) + grad
         elif any(low < key[1] and start < high for low, high in self.parts):
+            # Ranges that overlap without being equal: fall back to one range that covers all.
             whole = self.flat_grad(grad.device).clone()
             whole[start : key[1]] += grad
             self.parts = {(0, self.size): whole}
@@ -36,7 +38,7 @@ class GradientAccumulator:
             self.parts[key] = grad
 
     def covering_pieces(self, device: torch.device) -> Pieces:
-        """All ranges in order with where they begin, zeros where no gradient came."""
+        """Return all ranges in order with their offsets, zeros where there is no gradient."""
         out = Pieces()
         at = 0
         for (start, stop), part in sorted(self.parts.items(), key=lambda item: item[0]):
@@ -49,16 +51,18 @@ class GradientAccumulator:
         return out
 
     def flat_grad(self, device: torch.device) -> Tensor:
-        """The whole `[size]` in the wide type."""
+        """Return the full gradient `[size]` in `dtype`."""
         return flatten_pieces(self.covering_pieces(device), self.dtype)
 
 
 def flatten_pieces(pieces: Pieces, dtype: torch.dtype) -> Tensor:
-    """Pieces that lie one after the other as one tensor."""
+    """Concatenate consecutive pieces into one tensor of `dtype`."""
     if len(pieces) == 1:
         return pieces[0][1].to(dtype)
+    # Pieces may be on the host and on the device; the result is on the device then.
     device = next((piece.device for _, piece in pieces if not piece.is_cpu), pieces[0][1].device)
     whole = torch.empty(sum(piece.numel() for _, piece in pieces), dtype=dtype, device=device)
     for part, (_, piece) in zip(whole.split([x.numel() for _, x in pieces]), pieces, strict=True):
-        part.copy_(piece)  # one by one: all of them widened would be there beside the whole
+        # One at a time: `torch.cat` of converted pieces would need the memory twice.
+        part.copy_(piece)
     return whole

@@ -1,13 +1,14 @@
-"""Differentiable pairs: communications whose backward is the dual communication.
+"""Autograd collectives: communications whose backward is the dual communication.
 
-    gather       all-gather          <-> reduce-scatter    sum_scatter
-    share        nothing             <-> all-reduce        total
-    split        take my part        <-> all-gather        join
-    swap         all-to-all          <-> all-to-all (the other way)
+    all_gather         all-gather     <-> reduce-scatter    reduce_scatter
+    copy_to_axis       nothing        <-> all-reduce        reduce_from_axis
+    scatter_to_axis    local slice    <-> all-gather        gather_from_axis
+    all_to_all         all-to-all     <-> all-to-all (reversed)
 
-Values: `gather`, `join`, `total` give every rank the same value, `share` and `split` start from
-one. The pairs differ in the gradient: after `gather` every rank's gradient is a partial sum, after
-`join` it is whole.
+The outputs of `all_gather`, `gather_from_axis` and `reduce_from_axis` are replicated, and so are
+the inputs of `copy_to_axis` and `scatter_to_axis`. `all_gather` and `gather_from_axis` differ in
+the gradient: after `all_gather` each rank's gradient is a partial sum, after `gather_from_axis` it
+is complete.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ranvier.comm import collectives
 from ranvier.grid import Axis
 
 RowCounts = tuple[Sequence[int] | None, Sequence[int] | None]
-"""Rows sent to and received from each rank; None: equal numbers."""
+"""Rows sent to and received from each rank; None: equal counts."""
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """My part of `x` along `dim`."""
+    """Return this rank's slice of `x` along `dim`."""
     size = x.shape[dim] // axis.size
     assert size * axis.size == x.shape[dim], (x.shape, dim, axis.size)
     return x.narrow(dim, axis.index * size, size)
@@ -44,10 +45,12 @@ def _run_all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return collectives.all_reduce(x, axis).wait()
 
 
+# A view, as an autograd function should not return its input itself.
 def _view_identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.view_as(x)
 
 
+# A clone, so that the slice does not keep the full tensor alive.
 def _clone_local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return local_slice(x, axis, dim).clone()
 
@@ -61,7 +64,7 @@ def _run_reverse_all_to_all(x: Tensor, axis: Axis, counts: RowCounts) -> Tensor:
 
 
 def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
-    """An autograd function that runs one operation forward and its dual backward.
+    """Return an autograd function that runs one operation forward and its dual backward.
 
     how: the dim of the operation, or the counts of an all-to-all.
     """
@@ -69,7 +72,7 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     def forward(ctx: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:
         ctx.axis = axis
         ctx.how = how
-        # Backward is recorded where forward was; a compiled graph has no such place.
+        # Backward is traced in the scope of its forward; a compiled graph has no scope.
         if torch.compiler.is_compiling():
             ctx.where = ""
         else:
@@ -87,6 +90,8 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     return type(name, (torch.autograd.Function,), members)
 
 
+# Each pair of the module docstring in both directions; an all-to-all is its own dual with counts
+# swapped.
 _AllGather = _make_dual_function("AllGather", _run_all_gather, _run_reduce_scatter)
 _ReduceScatter = _make_dual_function("ReduceScatter", _run_reduce_scatter, _run_all_gather)
 _CopyToAxis = _make_dual_function("CopyToAxis", _view_identity, _run_all_reduce)
@@ -96,43 +101,44 @@ _GatherFromAxis = _make_dual_function("GatherFromAxis", _run_all_gather, _clone_
 _AllToAll = _make_dual_function("AllToAll", _run_all_to_all, _run_reverse_all_to_all)
 
 
+# Over an axis of size 1 all functions below return `x` itself, without a node in the graph.
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All parts along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
+    """Gather along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
     if axis.size == 1:
         return x
     return _apply_function(_AllGather, x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """My part of the sum. Communicates: reduce-scatter over axis; backward: all-gather."""
+    """Sum and scatter along `dim`. Communicates: reduce-scatter over axis; backward: all-gather."""
     if axis.size == 1:
         return x
     return _apply_function(_ReduceScatter, x, axis, dim)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
-    """The same value, used differently by each rank. Communicates: backward: all-reduce."""
+    """Use a replicated value differently on each rank. Communicates: backward: all-reduce."""
     if axis.size == 1:
         return x
     return _apply_function(_CopyToAxis, x, axis, 0)
 
 
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
-    """The sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
+    """Sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
     if axis.size == 1:
         return x
     return _apply_function(_ReduceFromAxis, x, axis, 0)
 
 
 def scatter_to_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """My part of a value all ranks have. Communicates: backward: all-gather over axis."""
+    """Slice a replicated value along `dim`. Communicates: backward: all-gather over axis."""
     if axis.size == 1:
         return x
     return _apply_function(_ScatterToAxis, x, axis, dim)
 
 
 def gather_from_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All parts, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
+    """Gather, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
     if axis.size == 1:
         return x
     return _apply_function(_GatherFromAxis, x, axis, dim)
@@ -144,7 +150,7 @@ def all_to_all(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows exchanged between ranks. Communicates: all-to-all over axis, forward and backward."""
+    """Exchange rows between ranks. Communicates: all-to-all over axis, forward and backward."""
     if axis.size == 1:
         return x
     return _apply_function(_AllToAll, x, axis, (send_counts, receive_counts))

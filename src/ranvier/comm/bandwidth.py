@@ -1,8 +1,8 @@
-"""Rates: how fast the ranks of an axis talk to each other, measured once.
+"""Latency and bandwidth of collectives over an axis, measured once.
 
     seconds = latency + bytes / bandwidth
 
-of two sizes, of which the small one is nearly all latency.
+fitted to two sizes; the time of the small one is nearly all latency.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ranvier.comm.consensus import broadcast_text
 from ranvier.grid import Axis, Grid
 
 LARGE_BYTES = 2**22
-"""Bytes of the gather whose time is mostly transfer."""
+"""Bytes of the all-gather whose time is mostly transfer."""
 REPEATS = 5
 
 
 @dataclass(frozen=True)
 class CollectiveRate:
-    """What a collective over an axis takes."""
+    """Latency and bandwidth of a collective over an axis."""
 
     latency: float
     """Seconds before the first byte."""
     bandwidth: float
-    """Bytes of the whole tensor a second."""
+    """Bytes of the full tensor per second."""
 
 
 DEFAULT_RATE = CollectiveRate(latency=2e-5, bandwidth=1e11)
-"""Of an axis nobody has measured: GPUs of one node."""
+"""Rate of an axis that was not measured: GPUs of one node."""
 
 
 def measure_axis_rates(
     grid: Grid, axes: Iterable[tuple[str, ...]], device: torch.device
 ) -> dict[tuple[str, ...], CollectiveRate]:
-    """The rates of axes by their names, as rank 0 has seen them, on all ranks.
+    """Return the rates of axes by their names, as measured by rank 0, on all ranks.
 
     Communicates: a few small and large all-gathers over each axis, and a text over all axes.
     """
@@ -51,12 +51,13 @@ def measure_axis_rates(
         short, long = (_time_all_gather(axis, size, device) for size in (axis.size, LARGE_BYTES))
         bandwidth = (LARGE_BYTES - axis.size) / max(long - short, 1e-9)
         found["·".join(names)] = (short, bandwidth)
+    # All ranks must use the same numbers, as they derive the same decisions from them.
     rows = json.loads(broadcast_text(json.dumps(found), grid, device))
     return {tuple(names.split("·")): CollectiveRate(*row) for names, row in rows.items()}
 
 
 def _time_all_gather(axis: Axis, size: int, device: torch.device) -> float:
-    """Seconds of the fastest of a few all-gathers of `size` bytes in all."""
+    """Return the seconds of the fastest of a few all-gathers of `size` bytes in total."""
     part = torch.zeros(max(size // axis.size, 1), dtype=torch.uint8, device=device)
     best = 1e9
     for _ in range(REPEATS):
@@ -74,7 +75,8 @@ MEASURED_OPS = ("all_gather", "reduce_scatter", "all_reduce", "send")
 
 
 def wire_bytes(op: str, size: int, whole: float) -> float:
-    """Bytes that a rank of a ring sends for a tensor of `whole` bytes."""
+    """Return the bytes that a rank of a ring sends for a tensor of `whole` bytes."""
+    # An all-reduce is a reduce-scatter and an all-gather.
     share = (size - 1) / size
     return whole * {"all_reduce": 2.0 * share, "send": 1.0}.get(op, share)
 
@@ -82,25 +84,28 @@ def wire_bytes(op: str, size: int, whole: float) -> float:
 def measure_collective(
     op: str, axis: Axis, device: torch.device, *, large: int, calls: int, crowd: float = 0.0
 ) -> CollectiveRate:
-    """Latency of an operation over an axis, and its bandwidth in bytes on the wire a second.
+    """Return the latency of an operation over an axis, and its bandwidth in wire bytes per second.
 
-    large: bytes of the whole tensor whose time is mostly transfer. Means of `calls` calls count.
-    crowd: ranks that want each core, if they are more than one: then the time of a processor that a
-    call takes counts, so often, as others compute while this rank waits.
-    Communicates: the operation, so often with each of two sizes.
+    large: bytes of the full tensor whose time is mostly transfer. Times are means of `calls` calls.
+    crowd: ranks per core. Above 1 the CPU time of a call, multiplied by it, counts instead of its
+    wall time, as other ranks compute while this one waits.
+    Communicates: the operation, `calls` times with each of two sizes.
     """
     small = 4 * axis.size
+    # A send is measured as a ping-pong of two messages.
     times = 2.0 if op == "send" else 1.0
     short, long = (
         _mean_seconds(_build_call(op, axis, size, device), device, calls, crowd) / times
         for size in (small, large)
     )
     moved = wire_bytes(op, axis.size, large) - wire_bytes(op, axis.size, small)
+    # Noise can make the long time hardly longer than the short one; 2 % bounds the bandwidth.
     return CollectiveRate(short, moved / max(long - short, 0.02 * long))
 
 
 def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], object]:
-    """The operation on a tensor of `size` bytes in all."""
+    """Return a function that runs the operation on a tensor of `size` bytes in total."""
+    # Four bytes per element (fp32).
     parts = max(size // (4 * axis.size), 1)
     part, whole = (torch.zeros(n, device=device) for n in (parts, parts * axis.size))
     if op == "all_gather":
@@ -113,7 +118,8 @@ def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callabl
 
 
 def _ping_pong(x: Tensor, axis: Axis) -> None:
-    """To a neighbour and back: two messages."""
+    """Send to a neighbour and receive back: two messages."""
+    # Ranks 0-1, 2-3, ... are pairs; with an odd number the last rank has no partner.
     other = axis.index ^ 1
     if other >= axis.size:
         return
@@ -128,8 +134,9 @@ def _ping_pong(x: Tensor, axis: Axis) -> None:
 def _mean_seconds(
     work: Callable[[], object], device: torch.device, calls: int, crowd: float
 ) -> float:
-    """Seconds of a call."""
-    for _ in range(2):  # connections are made in the first
+    """Return the mean seconds of a call."""
+    # Warm-up: connections are made at the first call.
+    for _ in range(2):
         work()
     _synchronize_device(device)
     start = time.perf_counter()

@@ -1,12 +1,11 @@
-"""Verbs: every communication of the package, in axes, asynchronous, traced.
+"""Collectives: every communication of the package, over axes, asynchronous, traced.
 
-`all_gather(x, axis, dim)` starts a communication and returns a `Pending`; `.wait()` gives the
-tensor. An axis of size 1 does nothing at all. Eager calls go through c10d with asynchronous
-handles, calls inside `torch.compile` through functional collectives, which the compiler sees. CUDA
-tensors on a Gloo group are staged through pinned host memory (Gloo can neither send nor receive
-them).
+`all_gather(x, axis, dim)` starts a communication and returns a `PendingTensor`; `.wait()` returns
+the tensor. Over an axis of size 1 nothing is done. Eager calls use c10d with asynchronous handles,
+calls inside `torch.compile` use functional collectives, which the compiler sees. CUDA tensors on a
+Gloo group are staged through pinned host memory (Gloo can neither send nor receive them).
 
-Not handled: tensors whose split dim does not divide; pad them before (see sharding).
+Not handled: tensors whose split dim is not divisible; pad them before (see sharding).
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _scatter_into = (
 
 
 class PendingTensor:
-    """A communication under way; `wait()` gives its result, as often as it is asked."""
+    """Result of a communication in flight; `wait()` returns it and may be called repeatedly."""
 
     def __init__(self, value: Tensor, handle: _WorkHandle | None = None) -> None:
         self._value = value
         self._handle = handle
 
     def wait(self) -> Tensor:
-        """The result; on CUDA the current stream waits for it, not the host."""
+        """Return the result; on CUDA the current stream waits for it, not the host."""
         if self._handle is not None:
             self._value = self._handle.wait()
             self._handle = None
@@ -61,7 +60,7 @@ class PendingTensor:
 
 
 class _WorkHandle:
-    """What happens when a communication is awaited: wait, bring back to the device, rearrange."""
+    """Handle of a communication: wait, copy back to the device if staged, rearrange the output."""
 
     def __init__(
         self,
@@ -79,6 +78,7 @@ class _WorkHandle:
         self.output = output
         self.postprocess = finish
         self.device = device
+        # The input must stay alive until the communication has read it.
         self.input_buffer = keep
         if axis.trace.enabled:
             _record_completion(event, work, device)
@@ -98,6 +98,7 @@ class _WorkHandle:
         except RuntimeError as error:
             raise CommunicationError(_failure_message(self.axis, event, error)) from error
         output = self.output
+        # Staged through the host: copy the result back to the device.
         if output.device != self.device:
             output = output.to(self.device, non_blocking=True)
         if stop is not None:
@@ -107,20 +108,24 @@ class _WorkHandle:
 
 
 def _record_completion(event: Event, work: Any, device: torch.device) -> None:
-    """Note when a communication on the host is done; a device's times come from its events."""
+    """Record when a communication on the host is done; device times come from CUDA events."""
     if device.type != "cpu":
         return
 
     def note(_: Any) -> None:
-        if event.done_time is None:  # the waiting thread may have been quicker
+        # The waiting thread may have set it already.
+        if event.done_time is None:
             event.done_time = time.perf_counter()
 
-    with contextlib.suppress(RuntimeError):  # a backend without futures: done when waited for
+    # A backend without futures raises; then the end of the wait counts as completion.
+    with contextlib.suppress(RuntimeError):
         work.get_future().add_done_callback(note)
 
 
 def _start_stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
-    """Called before the wait; what it returns is called after it."""
+    """Start timing a wait; the returned function ends it."""
+    # On CUDA the host does not wait: the time between two events on the stream is the exposed time.
+    # It is read later, as reading it would synchronize.
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -168,15 +173,17 @@ def _start_collective(
     call: Callable[[Tensor, Tensor], Any],
     finish: Callable[[Tensor], Tensor],
 ) -> PendingTensor:
-    """Record, check in debug mode, stage if needed, issue."""
+    """Record the event, check it in debug mode, stage tensors if needed, issue the call."""
     assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
     event = axis.trace.record_event(op, axis.names, num_bytes)
     if axis.trace.check_collectives and op not in POINT_TO_POINT_OPS:
-        ragged = op == "all_to_all"  # ranks may receive different numbers of rows
+        # Ranks may receive different numbers of rows in an all-to-all.
+        ragged = op == "all_to_all"
         shape = tuple(output.shape[1:] if ragged else output.shape)
         _check_same_collective(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
-    if output is x and _has_saving_mode():  # a mode must not keep what is about to be written
+    # A selective-checkpoint mode may have saved `x`, which an in-place operation overwrites.
+    if output is x and _has_saving_mode():
         with hide_from_dispatch_modes():
             x = output = x.clone()
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
@@ -192,9 +199,9 @@ def _start_collective(
 
 @contextmanager
 def hide_from_dispatch_modes() -> Iterator[None]:
-    """Operations inside are not seen by dispatch modes, such as those of selective checkpoints.
+    """Hide operations inside from dispatch modes, such as those of selective checkpointing.
 
-    A mode that only looks on, and says so (`everywhere`), sees them all the same.
+    A mode that only observes and declares it (`counts_communication`) still sees them.
     """
     if not _has_saving_mode():
         yield
@@ -207,7 +214,8 @@ def hide_from_dispatch_modes() -> Iterator[None]:
 
 
 def _has_saving_mode() -> bool:
-    """Whether a dispatch mode is on that may keep tensors, or change what operations do."""
+    """Whether a dispatch mode is active that may save tensors or change operations."""
+    # The common case, tested without building a list: this runs at every collective.
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     return any(
@@ -216,25 +224,27 @@ def _has_saving_mode() -> bool:
 
 
 def _empty_rows(like: Tensor, rows: int) -> Tensor:
-    """Room for so many rows like those of a tensor; no mode keeps it, as it is to be written."""
+    """Return an empty tensor of `rows` rows of `like`; hidden from modes, as it is written to."""
     with hide_from_dispatch_modes():
         return like.new_empty((rows, *like.shape[1:]))
 
 
 def _stage_on_host(x: Tensor) -> Tensor:
-    """A copy in pinned host memory, complete when this returns."""
+    """Return a copy in pinned host memory, complete when this returns."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
+    # Gloo reads host memory without regard to streams.
     torch.cuda.current_stream(x.device).synchronize()
     return host
 
 
 TAG_BYTES = 160
+"""Bytes of the description that ranks compare in debug mode; longer ones are cut off."""
 POINT_TO_POINT_OPS = ("send", "receive")
 
 
 def _check_same_collective(axis: Axis, tag: str) -> None:
-    """Compare what the ranks of an axis are about to issue; torch would sum unlike tensors."""
+    """Compare what the ranks of an axis are about to issue; torch would mix different tensors."""
     mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
     text = tag.encode()[:TAG_BYTES]
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -257,19 +267,21 @@ def _check_same_collective(axis: Axis, tag: str) -> None:
 
 
 def _move_dim_first(x: Tensor, dim: int) -> Tensor:
-    """`x` with `dim` first, contiguous."""
+    """Return `x` with `dim` moved first, contiguous."""
     return x.movedim(dim, 0).contiguous()
 
 
 def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
-    """The verb, whose result a block that runs again may have kept (`comm.results`).
+    """Wrap a collective so that a recomputed block reuses its saved result.
 
-    Over depth alone weights are gathered, which are shared in another way.
+    See `memory.saved_results`. Collectives over depth alone gather weights, which the bucket
+    scheduler shares between both runs.
     """
 
     @functools.wraps(verb)
     def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> PendingTensor:
         results = axis.trace.saved_results
+        # No block is running, nothing is communicated, or weights are gathered.
         if results is None or axis.size == 1 or axis.names == ("depth",):
             return verb(x, axis, *args, **kwargs)
         return PendingTensor(results.run_once(lambda: verb(x, axis, *args, **kwargs).wait()))
@@ -279,7 +291,7 @@ def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
 
 @_reuse_saved_result
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
-    """The parts of all ranks, one after the other along `dim`.
+    """Concatenate the tensors of all ranks along `dim`.
 
     x: `[..., n, ...]`; y: `[..., n·size, ...]`. Communicates: all-gather over axis.
     """
@@ -287,6 +299,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_gather(x, axis, dim))
+    # c10d gathers along dim 0 in the order of sorted ranks; the axis may have another order.
     part = _move_dim_first(x, dim)
     output = _empty_rows(part, part.shape[0] * axis.size)
     return _start_collective(
@@ -302,7 +315,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
 
 @_reuse_saved_result
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
-    """My part along `dim` of the sum over all ranks.
+    """Sum over all ranks and return this rank's part along `dim`.
 
     x: `[..., n·size, ...]`; y: `[..., n, ...]`. Communicates: reduce-scatter over axis.
     """
@@ -326,14 +339,16 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
 
 @_reuse_saved_result
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
-    """The sum (or maximum) over all ranks. Communicates: all-reduce over axis."""
+    """Reduce over all ranks (sum, max or min). Communicates: all-reduce over axis."""
     if axis.size == 1:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_reduce(x, axis, op))
+    # c10d reduces in place, but `x` must stay as it is.
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
+        # They differ if the tensor was staged on the host.
         if out is not value:
             out.copy_(value)
         return distributed.all_reduce(out, REDUCE_OPS[op], group=axis.group, async_op=True)
@@ -348,7 +363,7 @@ def all_to_all(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
 ) -> PendingTensor:
-    """Rows exchanged so that rank i gets the i-th part of every rank, in rank order.
+    """Exchange rows so that rank i gets the i-th part of every rank, in axis order.
 
     x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts all are equal.
     Communicates: all-to-all over axis.
@@ -365,6 +380,7 @@ def all_to_all(
         receive = None
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_to_all(x, axis, send, receive))
+    # Parts are permuted to the order of the group before, and back after the exchange.
     assert (send is None) == (receive is None), "counts are given both ways or not at all"
     parts = functional.reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     if receive is None:
@@ -395,7 +411,7 @@ def all_to_all(
 
 @_reuse_saved_result
 def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> PendingTensor:
-    """The tensor of the rank at this index of the axis, on all.
+    """Return the tensor of the rank at `index` of the axis on all ranks.
 
     Communicates: broadcast over axis.
     """
@@ -428,7 +444,7 @@ def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
 
 
 def receive(like: Tensor, axis: Axis, source: int) -> PendingTensor:
-    """A tensor shaped `like` from index `source`. Communicates: point to point over axis."""
+    """Receive a tensor like `like` from index `source`. Communicates: point to point over axis."""
     if like.dim():
         output = _empty_rows(like, len(like))
     else:

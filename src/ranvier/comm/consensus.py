@@ -1,4 +1,4 @@
-"""Agreement: small facts that all ranks must share before they go on."""
+"""Consensus: small values that all ranks must agree on before they continue."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 def world_axis(grid: Grid, channel: str = "") -> Axis:
-    """All ranks in the order of their numbers: the index on this axis is the global rank."""
+    """Return the axis of all ranks, on which the index is the global rank."""
     return grid.world_axis(channel=channel)
 
 
 def max_over_ranks(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
-    """The largest number any rank has. Communicates: all-reduce of one number over all axes."""
+    """Return the maximum over ranks. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
     return int(collectives.all_reduce(here, world_axis(grid, channel), "max").wait().item())
 
 
 def max_each(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
-    """The largest number of any rank in each place. Communicates: all-reduce over all axes."""
+    """Return the elementwise maximum over ranks. Communicates: all-reduce over all axes."""
     here = torch.tensor(values, dtype=torch.int64, device=device)
     found: list[int] = collectives.all_reduce(here, world_axis(grid), "max").wait().tolist()
     return found
@@ -37,7 +37,7 @@ def max_each(values: Sequence[int], grid: Grid, device: torch.device | str) -> l
 def broadcast_text(
     text: str, grid: Grid, device: torch.device | str, *, rank: int = 0, channel: str = ""
 ) -> str:
-    """The text of a (global) rank on all ranks.
+    """Return the text of a (global) rank on all ranks.
 
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
@@ -59,11 +59,14 @@ def broadcast_text(
 def find_rank_differences(
     mine: Mapping[str, str], grid: Grid, device: torch.device | str, *, most: int = 8
 ) -> list[str]:
-    """How ranks differ from rank 0 in facts that should be the same, as lines; none if they agree.
+    """Return lines that say how ranks differ from rank 0 in values that should be equal.
 
-    most: ranks that are named. Communicates: a digest over all axes; if ranks differ also texts.
+    most: maximum number of ranks to name. Communicates: a digest over all axes; if ranks differ
+    also texts.
     """
     text = json.dumps(dict(mine), sort_keys=True)
+    # Seven bytes, so that the digest and its negation are valid int64. All ranks agree if the
+    # maximum equals the minimum.
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     if max_over_ranks(digest, grid, device) == -max_over_ranks(-digest, grid, device):
         return []
@@ -82,7 +85,7 @@ def find_rank_differences(
 
 
 def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
-    """Do my part; an error of any rank is an error on all, told by those that met it.
+    """Run `work`; if it fails on any rank, raise on all: the failing ranks report their own error.
 
     Communicates: one number over all axes.
     """
@@ -91,6 +94,7 @@ def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.devi
         result = work()
     except Exception as caught:
         error = caught
+    # The largest exit code wins, so all ranks exit with the same one.
     if error is None:
         code = 0
     else:
@@ -106,10 +110,11 @@ def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.devi
 
 
 def broadcast_first_error(text: str, grid: Grid, device: torch.device | str) -> str:
-    """The text of the first rank that has one, on all ranks; empty: none has.
+    """Return the text of the lowest rank that has one on all ranks; empty if none has.
 
-    Communicates: one number, then perhaps a text, over all axes.
+    Communicates: one number, then possibly a text, over all axes.
     """
+    # The maximum of world_size - rank belongs to the lowest rank with a text.
     first = grid.world_size - max_over_ranks(
         grid.world_size - grid.rank if text else 0, grid, device
     )

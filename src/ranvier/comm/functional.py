@@ -1,8 +1,8 @@
-"""Functional collectives: what the verbs become inside `torch.compile`, which orders them.
+"""Functional collectives: used for `comm.collectives` inside `torch.compile`, which orders them.
 
 They are pure functions of tensors and group names, traced into the graph with forward and backward.
 Events are recorded when the graph is traced: what one call of it will communicate, without times
-(and not where a shape is dynamic: its bytes are not known).
+(and not for dynamic shapes, whose bytes are unknown).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As verbs.all_gather. Communicates: all-gather over axis."""
+    """As `collectives.all_gather`. Communicates: all-gather over axis."""
     _record_event("all_gather", axis, x, axis.size)
+    # c10d gathers and scatters along dim 0, in the order of sorted ranks.
     parts = x.movedim(dim, 0).contiguous()
     out = _wait_tensor(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
     return reorder_parts(out, axis, to_group=False).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As verbs.reduce_scatter. Communicates: reduce-scatter over axis."""
+    """As `collectives.reduce_scatter`. Communicates: reduce-scatter over axis."""
     _record_event("reduce_scatter", axis, x)
     parts = reorder_parts(x.movedim(dim, 0).contiguous(), axis, to_group=True)
     out = _wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
@@ -32,15 +33,16 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
-    """As verbs.all_reduce. Communicates: all-reduce over axis."""
+    """As `collectives.all_reduce`. Communicates: all-reduce over axis."""
     _record_event("all_reduce", axis, x)
     return _wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
-    """As verbs.all_to_all. Communicates: all-to-all over axis."""
+    """As `collectives.all_to_all`. Communicates: all-to-all over axis."""
     _record_event("all_to_all", axis, x)
     parts = reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
+    # Unlike the eager call, the functional one needs explicit counts.
     equal = [x.shape[0] // axis.size] * axis.size
     sent = to_group_order(send or equal, axis)
     received = to_group_order(receive or equal, axis)
@@ -49,13 +51,15 @@ def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int]
 
 
 def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
-    """As verbs.broadcast. Communicates: broadcast over axis."""
+    """As `collectives.broadcast`. Communicates: broadcast over axis."""
     _record_event("broadcast", axis, x)
+    # The source is a position in the group, not on the axis.
     return _wait_tensor(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
 
 
 def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
     num_bytes = x.numel() * x.element_size() * times
+    # The bytes of a dynamic shape are not known while the graph is traced.
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
         axis.trace.record_graph_event(op, axis.names, num_bytes)
 
@@ -66,18 +70,19 @@ def _wait_tensor(x: Tensor) -> Tensor:
 
 
 def to_group_order(counts: list[int], axis: Axis) -> list[int]:
-    """Numbers in the order of the axis, in that of its group."""
+    """Permute counts from the order of the axis to that of its group (sorted ranks)."""
     return [counts[axis.order.index(place)] for place in range(axis.size)]
 
 
 def reorder_parts(
     parts: Tensor, axis: Axis, *, to_group: bool, counts: list[int] | None = None
 ) -> Tensor:
-    """Parts along dim 0 from the order of the axis to that of its group (sorted ranks), or back.
+    """Permute parts along dim 0 from the order of the axis to that of its group, or back.
 
-    counts: rows of each part, in the order of the axis; None: all have the same.
+    counts: rows of each part, in the order of the axis; None: all are equal.
     """
     order = list(axis.order)
+    # The usual case: ranks rise along the axis, and no copy is needed.
     if order == sorted(order):
         return parts
     counts = counts or [parts.shape[0] // axis.size] * axis.size

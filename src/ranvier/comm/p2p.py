@@ -1,25 +1,26 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A message is known by its key at the receiver (what it brings, and for which chunk or from which
-sender) and by its number. There are two transports, as in MPI:
+A message is identified by its key at the receiver (its kind, and the chunk it is for or the stage
+that sent it) and by its number. There are two transports, as in MPI:
 
-* `EagerTransport` (Gloo): a message is sent as soon as it exists, and a thread has the next receive
-  posted while the last message waits to be taken. CUDA tensors pass through pinned host memory.
+* `EagerTransport` (Gloo): a message is sent as soon as it exists, and a thread posts the next
+  receive while the last message waits to be taken. CUDA tensors pass through pinned host memory.
 * `RendezvousTransport` (NCCL): a send and its receive are kernels that spin until the other one
-  runs. Whatever synchronises the context meanwhile (loading a kernel for the first time, freeing
-  device memory) waits for them, and on an H200 so does every other launch of the process, whichever
-  thread makes it. So all transfers are posted by the main thread between two jobs, under one rule:
+  runs. Anything that synchronizes the context meanwhile (loading a kernel for the first time,
+  freeing device memory) waits for them, and on an H200 so does every other launch of the process,
+  from any thread. So all transfers are posted by the main thread between two jobs, under one rule:
 
       Nothing is posted whose completion depends on what this rank does later.
 
-  A send is posted once its value is there. The receiver is told over a host channel, posts its
-  receive between two jobs and acknowledges it; until then the sender takes no job, but goes on
-  posting transfers. A receive is posted only after its send. Every job ends, as the ranks of a
-  stage post transfers in one order; so every receiver comes to the point where it posts, and no
-  cycle of waiting ranks can form. `tests/comm/test_p2p.py` plays it on a device that blocks.
+  A send is posted once its value is computed. The sender announces it over a host channel; the
+  receiver posts its receive between two jobs and acknowledges it. Until then the sender runs no
+  job, but continues to post transfers. A receive is posted only after its send. Every job ends, as
+  the ranks of a stage post transfers in the same order; so every receiver reaches the point where
+  it posts, and no cycle of waiting ranks can form. `tests/comm/test_p2p.py` simulates this on a
+  device that blocks.
 
-Operations of one communicator run in the order in which a rank posts them, so messages are shared
-out to communicators on which ranks cannot wait for each other in a circle (`Route`).
+Operations of one communicator run in the order in which a rank posts them, so messages are
+distributed over communicators on which ranks cannot wait for each other in a cycle (`Route`).
 
 Not handled: messages whose sizes differ between the ranks of a stage.
 """
@@ -43,28 +44,28 @@ from ranvier.errors import CommunicationError
 from ranvier.grid import CONTROL_CHANNEL, Axis, Grid
 
 Key = tuple[str, int]
-"""What messages bring, as a word, and the chunk they are for (or the stage they are from)."""
+"""Kind of a message, and the chunk it is for (or the stage that sent it)."""
 Delay = Callable[[Key, int], float]
-"""Seconds that a message is held back, by its key and number; for tests."""
+"""Seconds by which a message is delayed, by its key and number; for tests."""
 Route = Callable[[str, int, int], str]
-"""The channel of messages of a kind from one stage to another."""
+"""Returns the channel of messages of a kind from one stage to another."""
 Form = tuple[tuple[int, ...], torch.dtype]
-"""Shape and type of messages."""
+"""Shape and dtype of messages."""
 MESSAGE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 HEADER_NUMBERS = 12
-"""Numbers that describe a form: type, dims, sizes."""
+"""Integers that encode a form: dtype, number of dims, sizes, zero padding."""
 HEADER_FORM: Form = ((HEADER_NUMBERS,), torch.int64)
 
 
 def encode_form(form: Form) -> list[int]:
-    """A form as `[type, dims, sizes ...]`."""
+    """Encode a form as `[dtype, dims, sizes ...]`, padded to `HEADER_NUMBERS`."""
     shape, dtype = form
     numbers = [MESSAGE_DTYPES.index(dtype), len(shape), *shape]
     return numbers + [0] * (HEADER_NUMBERS - len(numbers))
 
 
 def decode_form(numbers: Sequence[int]) -> Form:
-    """The form that these numbers describe."""
+    """Decode a form; the inverse of `encode_form`."""
     kind, dims, *sizes = numbers
     return tuple(sizes[:dims]), MESSAGE_DTYPES[kind]
 
@@ -75,15 +76,15 @@ class Transfer:
 
     op: Literal["send", "receive"]
     key: Key
-    """As the receiver knows it."""
+    """The key at the receiver."""
     number: int
     peer: int
-    """Place of the other stage on the pipe axis."""
+    """Index of the other stage on the pipe axis."""
     form: Form
 
 
 class LostMessageError(CommunicationError):
-    """A message that will not come."""
+    """A message that will not arrive."""
 
     def __init__(self, key: Key | None, number: int, error: BaseException) -> None:
         super().__init__(str(error))
@@ -95,8 +96,8 @@ class LostMessageError(CommunicationError):
 class Transport(ABC):
     """Messages of one step: those that have arrived, in order for each key, and those to be sent.
 
-    ways: all words that keys begin with. ahead: messages that may wait to be taken, or be on their
-    way to one stage; 0: any number.
+    ways: all kinds of messages. ahead: maximum number of messages that wait to be taken, or are in
+    flight to one stage; 0: no limit.
     """
 
     def __init__(
@@ -112,43 +113,47 @@ class Transport(ABC):
         self.max_ahead = ahead
         self.stage = grid.index["pipe"]
         self.num_arrived: dict[Key, int] = {}
-        """Messages of each key that have come."""
+        """Number of messages of each key that have arrived."""
         self.arrival_log: list[tuple[Key, int, float]] = []
-        """When each came."""
+        """Arrival time of each message (`time.perf_counter`)."""
         self._delay = delay
+        # Guards all state that threads share; notified at every change of `version`.
         self._change = threading.Condition()
         self._version = 0
         self._error: LostMessageError | None = None
 
     @abstractmethod
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Say that messages of a key will come. All are said before the first job of a step."""
+        """Announce `count` messages of a key to receive; called before the first job of a step."""
 
     @abstractmethod
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Say that messages of a key will be sent; likewise."""
+        """Announce `count` messages of a key to send; called before the first job of a step."""
 
     @abstractmethod
     def start_listening(self) -> None:
-        """Begin to listen."""
+        """Start the threads that receive."""
 
     @abstractmethod
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over; it must not be changed any more. Communicates: point to point."""
+        """Hand a message over; `value` must not be modified afterwards.
+
+        Communicates: point to point.
+        """
 
     @abstractmethod
     def take_message(self, key: Key) -> Tensor:
-        """The next message of a key, which must have come (on the rank that chooses jobs)."""
+        """Take the next message of a key; it must have arrived on the rank that chooses jobs."""
 
     @abstractmethod
     def close(self, seconds: float) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
 
     def release_message(self, value: Tensor) -> None:  # noqa: B027 (most need not know)
-        """Say that nothing reads a message any more but what has been launched."""
+        """Release the memory of a message: only kernels already launched still read it."""
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
-        """A transfer that can be posted now. sends: else only receives."""
+        """Return a transfer that can be posted now, or None. sends: whether it may be a send."""
         return None
 
     def post_transfer(self, transfer: Transfer) -> None:
@@ -162,16 +167,16 @@ class Transport(ABC):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether messages of mine have not been acknowledged yet."""
+        """Whether messages of this stage have not been acknowledged yet."""
         return False
 
     @property
     def version(self) -> int:
-        """Counts everything that was noticed; see `wait`."""
+        """Counter of all changes; see `wait_for_change`."""
         return self._version
 
     def wait_for_change(self, seen: int, seconds: float) -> bool:
-        """Wait until more than `seen` was noticed; False if nothing was in time."""
+        """Wait until `version` exceeds `seen`; False after a timeout."""
         with self._change:
             new = self._change.wait_for(
                 lambda: self._error is not None or self._version > seen, timeout=seconds
@@ -181,11 +186,12 @@ class Transport(ABC):
             return bool(new)
 
     def _notify_waiters(self) -> None:
-        """Wake whoever waits; the lock is held."""
+        """Count a change and wake the waiting threads; the lock must be held."""
         self._version += 1
         self._change.notify_all()
 
     def _note_arrival(self, key: Key, number: int) -> None:
+        # Sleep outside the lock, so that a delayed message does not hold up the others.
         if self._delay is not None:
             time.sleep(self._delay(key, number))
         with self._change:
@@ -194,12 +200,14 @@ class Transport(ABC):
             self._notify_waiters()
 
     def _report_failure(self, key: Key | None, number: int, error: BaseException) -> None:
-        """Have whoever waits see an error of a thread."""
+        """Pass an error of a thread on to the waiting threads."""
         with self._change:
+            # Keep the first error: later ones are mostly its consequences.
             self._error = self._error or LostMessageError(key, number, error)
             self._notify_waiters()
 
     def _message_tag(self, key: Key) -> int:
+        # 4096 is above any number of chunks or stages, so tags of different keys differ.
         way, place = key
         return self.message_kinds.index(way) * 4096 + place
 
@@ -208,10 +216,10 @@ class Transport(ABC):
 
 
 class EagerTransport(Transport):
-    """Messages are received ahead and sent behind by threads."""
+    """Transport in which threads receive ahead of the jobs and send behind them."""
 
     def __init__(self, *args: Any, form: Form | None = None, **options: Any) -> None:
-        """form: of all messages; None: each sender tells before its first."""
+        """form: of all messages; None: each sender sends it before its first message."""
         super().__init__(*args, **options)
         self.form = form
         self._ready_messages: dict[Key, deque[Tensor]] = {}
@@ -219,22 +227,22 @@ class EagerTransport(Transport):
         self._outboxes: dict[str, _SendQueue] = {}
 
     def axis_for(self, way: str) -> Axis:
-        """The communicator of a kind of message: gradients have one of their own."""
+        """Return the communicator of a kind of message: gradients have a separate one."""
         return self.grid.axis(
             "pipe", channel=way if way in self.message_kinds[:2] else self.message_kinds[0]
         )
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Say that messages of a key will come."""
+        """Announce messages to receive."""
         self._ready_messages[key] = deque()
         self.num_arrived[key] = 0
         self._senders.append((key, sender, count))
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Nothing has to be known of what will be sent."""
+        """Do nothing: sends need no preparation."""
 
     def start_listening(self) -> None:
-        """Begin to listen."""
+        """Start one receiving thread per key."""
         for sender in self._senders:
             threading.Thread(target=self._receive_loop, args=sender, daemon=True).start()
 
@@ -253,7 +261,8 @@ class EagerTransport(Transport):
                     with self._change:
                         self._ready_messages[key].append(value)
                     self._note_arrival(key, number)
-        except BaseException as error:  # whoever waits must see it
+        # A daemon thread would die silently; the main thread must see the error.
+        except BaseException as error:
             self._report_failure(key, number, error)
 
     def _wait_for_room(self, key: Key) -> None:
@@ -261,7 +270,7 @@ class EagerTransport(Transport):
             self._change.wait_for(lambda: len(self._ready_messages[key]) < self.max_ahead)
 
     def _receive_message(self, key: Key, sender: int, form: Form, stream: Any) -> Tensor:
-        """The next message, complete when this returns."""
+        """Receive the next message; it is complete when this returns."""
         axis, (shape, dtype) = self.axis_for(key[0]), form
         if _is_staged(axis, self.device):
             value = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -272,12 +281,14 @@ class EagerTransport(Transport):
         )
         assert work is not None
         work.wait()
+        # The wait may only order the stream after the receive; the host must know it is complete
+        # before it announces the arrival.
         if stream is not None:
             stream.synchronize()
         return value
 
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over. Communicates: point to point, its form before the first."""
+        """Hand a message over. Communicates: point to point, the form before the first message."""
         way = key[0]
         if way in self.message_kinds[:2]:
             channel = way
@@ -295,24 +306,26 @@ class EagerTransport(Transport):
         box.send(value, axis, to, self._message_tag(key))
 
     def take_message(self, key: Key) -> Tensor:
-        """The next message of a key, which must have come."""
+        """Take the next message of a key, which must have arrived."""
         with self._change:
             value = self._ready_messages[key].popleft()
+            # There is room for one more: wakes `_wait_for_room`.
             self._change.notify_all()
         return value.to(self.device, non_blocking=True)
 
     def close(self, seconds: float) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent."""
         for box in self._outboxes.values():
             box.close(seconds)
 
 
 @contextmanager
 def _thread_stream(device: torch.device) -> Iterator[Any]:
-    """A stream of the thread's own."""
+    """Run a thread on a CUDA stream of its own; yields None without CUDA."""
     if device.type != "cuda":
         yield None
         return
+    # The current device is thread-local and starts at 0.
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -325,19 +338,19 @@ def _is_staged(axis: Axis, device: torch.device) -> bool:
 
 @dataclass
 class _QueuedSend:
-    """A message on its way out."""
+    """A message in a `_SendQueue`."""
 
     value: Tensor
     axis: Axis
     to: int
     tag: int
     ready_event: Any = None
-    """The event of the device after which the value is there."""
+    """CUDA event after which the value is computed."""
     work: Any = None
-    """What it is waited for by, once it is sent."""
+    """Handle of the send, once it is started."""
 
     def send(self) -> None:
-        """Start to send it."""
+        """Start the send."""
         to = self.axis.ranks[self.to]
         group = self.axis.group
         self.work = distributed.isend(self.value, to, group=group, tag=self.tag)
@@ -345,7 +358,7 @@ class _QueuedSend:
 
 
 class _SendQueue:
-    """Messages on their way out in one direction, in order, sent by a thread."""
+    """Queue of outgoing messages of one channel, sent in order by a thread."""
 
     def __init__(self, device: torch.device, ahead: int, seconds: float) -> None:
         self.device = device
@@ -361,7 +374,9 @@ class _SendQueue:
             raise CommunicationError(f"it was not taken within {self.seconds:g} s")
         self._raise_error()
         letter = _QueuedSend(value.contiguous(), axis, to, tag)
-        if self.device.type == "cuda":  # whose thread waits for the device first
+        # On CUDA the value may not be computed yet, so the thread waits for it and then sends. A
+        # CPU tensor is sent at once; the thread only waits for the end of the send.
+        if self.device.type == "cuda":
             letter.ready_event = torch.cuda.Event()
             letter.ready_event.record()
         else:
@@ -376,7 +391,7 @@ class _SendQueue:
         self._queued_sends.put(letter)
 
     def _send_loop(self) -> None:
-        """See letters off."""
+        """Send queued messages, and wait for each, until the queue is closed by None."""
         try:
             with _thread_stream(self.device) as stream:
                 while (letter := self._queued_sends.get()) is not None:
@@ -387,13 +402,15 @@ class _SendQueue:
                         stream.synchronize()
                     if self._free_slots is not None:
                         self._free_slots.release()
-        except BaseException as error:  # seen by the next send, or at the end
+        # Raised by the next `send`, or by `close`. The slot is released so that a blocked `send`
+        # wakes up and sees the error.
+        except BaseException as error:
             self._error = error
             if self._free_slots is not None:
                 self._free_slots.release()
 
     def close(self, seconds: float) -> None:
-        """Wait until all is sent."""
+        """Wait until all messages are sent, and end the thread."""
         if self._thread is not None:
             self._queued_sends.put(None)
             self._thread.join(seconds)
@@ -408,12 +425,13 @@ class _SendQueue:
 
 
 def _send_staged(letter: _QueuedSend, stream: Any) -> None:
-    """Send what lies on a device, once it is there; through the host where Gloo sends it."""
+    """Send a CUDA tensor once it is computed; through pinned host memory if Gloo sends it."""
     stream.wait_event(letter.ready_event)
     if _is_staged(letter.axis, letter.value.device):
         there = letter.value
         letter.value = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         letter.value.copy_(there, non_blocking=True)
+        # Gloo reads host memory without regard to streams.
         stream.synchronize()
     letter.send()
 
@@ -421,17 +439,18 @@ def _send_staged(letter: _QueuedSend, stream: Any) -> None:
 # ---- rendezvous -------------------------------------------------------------------------
 
 SEND_POSTED, RECEIVE_POSTED, STAGE_READY = range(3)
-"""What control messages say: a send is posted, its receive is, a stage is ready for a collective
-of all stages."""
+"""Opcodes of control messages: a send is posted, its receive is posted, a stage is ready for a
+collective of all stages."""
 CONTROL_NUMBERS = 4 + HEADER_NUMBERS
+"""Length of a control message: opcode, kind, place, number and a form."""
 MAX_BUFFERED_FORMS = 4
-"""Forms of messages whose buffers are kept."""
+"""Number of message forms whose buffers are kept."""
 
 
 def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
     """Have NCCL connect the ranks of an axis that will send to each other, as (from, to).
 
-    It would do so at the first transfer between two ranks, and block the hosts of both.
+    Otherwise NCCL connects two ranks at their first transfer, which blocks both hosts.
     Communicates: one number between each pair.
     """
     if axis.group is None or distributed.get_backend(axis.group) != "nccl":
@@ -447,37 +466,39 @@ def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
         for sender, to in pairs
         if to == axis.index
     ]
+    # One batch (an NCCL group call), so that the order of the pairs cannot deadlock.
     for work in distributed.batch_isend_irecv(operations) if operations else []:
         work.wait()
     torch.cuda.current_stream().synchronize()
 
 
 class ReceiveBuffers:
-    """Device memory of messages, kept for the next ones of the same form.
+    """Device memory of messages, reused for later messages of the same form.
 
-    A buffer that was released is written again only after the work that was launched before its
-    release. The allocator would not do: its memory belongs to one stream, but a message is received
-    on another than the one that reads it, and neither may wait for all that the other has to do.
+    A released buffer is overwritten only after the work that was launched before its release. The
+    caching allocator does not fit: its memory belongs to one stream, but a message is received on
+    one stream and read on another, and neither may wait for everything queued on the other.
     """
 
     def __init__(self) -> None:
         self._free_buffers: OrderedDict[Form, deque[tuple[Tensor, Any]]] = OrderedDict()
-        """By form, the one that was used last at the end."""
+        """Free buffers, each with the event after which it may be overwritten; in LRU order."""
         self._lent_buffers: dict[int, tuple[Form, Tensor]] = {}
 
     def acquire(self, form: Form, device: torch.device, stream: Any) -> Tensor:
-        """A buffer that may be written on a stream."""
+        """Return a buffer that may be written on `stream`."""
         free = self._free_buffers.setdefault(form, deque())
         self._free_buffers.move_to_end(form)
-        while (
-            len(self._free_buffers) > MAX_BUFFERED_FORMS
-        ):  # generation has another form for each length
+        # Generation has a different form for each length, so drop the least recently used ones.
+        while len(self._free_buffers) > MAX_BUFFERED_FORMS:
             self._free_buffers.popitem(last=False)
         if free:
             buffer, event = free.popleft()
         else:
             shape, dtype = form
             buffer = torch.empty(shape, dtype=dtype, device=device)
+            # The allocator may hand out memory that kernels of the current stream still use; the
+            # link's stream must wait for them, too.
             event = _record_event(device)
         if stream is not None:
             stream.wait_event(event)
@@ -485,11 +506,11 @@ class ReceiveBuffers:
         return buffer
 
     def holds_tensor(self, value: Tensor) -> bool:
-        """Whether a tensor lies in a buffer that is in use."""
+        """Whether a tensor is stored in a buffer that is in use."""
         return value.untyped_storage().data_ptr() in self._lent_buffers
 
     def release(self, value: Tensor) -> None:
-        """Take a buffer back."""
+        """Return a buffer for reuse; one of a dropped form is freed."""
         form, buffer = self._lent_buffers.pop(value.data_ptr())
         if form in self._free_buffers:
             self._free_buffers[form].append((buffer, _record_event(buffer.device)))
@@ -502,7 +523,7 @@ def _record_event(device: torch.device) -> Any:
 
 
 class _Link:
-    """The communicator of one direction, and the stream on which its transfers run."""
+    """The communicator of one channel, and the stream on which its transfers run."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis = axis
@@ -510,7 +531,7 @@ class _Link:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch_transfer(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
-        """Post one side of a transfer; what its end is waited for by."""
+        """Post one side of a transfer and return a handle of its end: a CUDA event or a work."""
         call = distributed.isend if op == "send" else distributed.irecv
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is not None and after is not None:
@@ -519,7 +540,8 @@ class _Link:
             assert work is not None
             if self.stream is None:
                 return work
-            work.wait()  # the stream waits, not the host
+            # For NCCL this makes the current stream wait, not the host.
+            work.wait()
             done = torch.cuda.Event(blocking=True)
             done.record(self.stream)
             return done
@@ -534,7 +556,7 @@ class _Outgoing:
     to: int
     value: Tensor
     ready_event: Any
-    """The event of the device after which the value is there; None: at once."""
+    """CUDA event after which the value is computed; None without CUDA."""
 
 
 @dataclass(eq=False)
@@ -543,13 +565,13 @@ class _Arrival:
 
     buffer: Tensor
     event: Any = None
-    """The event of the device after which it is there."""
+    """CUDA event after which the message is complete."""
     complete: threading.Event | None = None
-    """The same without a device."""
+    """The same without CUDA, set by a thread."""
 
 
 class RendezvousLinks:
-    """What the transports of all steps share: communicators, streams, buffers."""
+    """Communicators, streams and buffers shared by the transports of all steps."""
 
     def __init__(
         self, grid: Grid, device: torch.device, channels: Sequence[str], route: Route
@@ -559,26 +581,30 @@ class RendezvousLinks:
         self.control = grid.axis("pipe", channel=CONTROL_CHANNEL)
         self.buffers = ReceiveBuffers()
         self.is_broken = False
-        """Whether a step has failed: its threads may take messages of the next one."""
+        """Whether a step has failed; its threads may take messages of the next one."""
 
     def link_between(self, way: str, sender: int, to: int) -> _Link:
-        """What carries messages of a kind from one stage to another."""
+        """Return the link for messages of a kind from one stage to another."""
         return self.links[self.route(way, sender, to)]
 
 
 class RendezvousTransport(Transport):
-    """Transfers are posted by the main thread, between jobs, in an order that stages agree on.
+    """Transport whose transfers the main thread posts between jobs, in an order stages agree on.
 
-    leads: whether I choose for all ranks of my stage; the others post what they are told.
+    leads: whether this rank chooses for all ranks of its stage; the others post what it orders.
     """
 
     def __init__(self, *args: Any, links: RendezvousLinks, leads: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.links = links
         self.leads = leads
+        # Received messages by key, in order; the count is read by `next_transfer` for `max_ahead`.
         self._ready_messages: dict[Key, deque[_Arrival]] = {}
         self._waiting_counts: dict[Key, int] = {}
+        # Number of control messages that each peer will send: tells its thread when to stop.
         self._messages_from: dict[int, int] = {}
+        # Sends that peers have posted (their receives are due), and messages of this stage whose
+        # value is computed but whose send is not posted.
         self._posted_sends: deque[Transfer] = deque()
         self._made_messages: deque[_Outgoing] = deque()
         self._outgoing: dict[tuple[Key, int, int], _Outgoing] = {}
@@ -590,23 +616,23 @@ class RendezvousTransport(Transport):
         self._done_queues: dict[_Link, queue.SimpleQueue[Any]] = {}
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Say that messages of a key will come."""
+        """Announce messages to receive: a control message precedes each."""
         self._ready_messages[key] = deque()
         self.num_arrived[key] = 0
         self._waiting_counts[key] = 0
         self._messages_from[sender] = self._messages_from.get(sender, 0) + count
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Say that messages of a key will be sent: each is acknowledged."""
+        """Announce messages to send: each is acknowledged by a control message."""
         self._messages_from[to] = self._messages_from.get(to, 0) + count
 
     def expect_ready(self, peers: Sequence[int], count: int) -> None:
-        """Say how often stages will announce that they are ready; see `announce_ready`."""
+        """Announce how often other stages will call `announce_ready`."""
         for peer in peers:
             self._messages_from[peer] = self._messages_from.get(peer, 0) + count
 
     def start_listening(self) -> None:
-        """Begin to listen, on the rank that leads its stage."""
+        """Start one thread per peer stage for control messages, on the leader of the stage."""
         for peer, count in self._messages_from.items() if self.leads else ():
             threading.Thread(target=self._control_loop, args=(peer, count), daemon=True).start()
 
@@ -621,7 +647,8 @@ class RendezvousTransport(Transport):
                 assert work is not None
                 work.wait()
                 self._handle_control(peer, numbers.tolist())
-        except BaseException as error:  # whoever waits must see it
+        # A daemon thread would die silently; the main thread must see the error.
+        except BaseException as error:
             self._report_failure(None, peer, error)
 
     def _handle_control(self, peer: int, numbers: list[int]) -> None:
@@ -649,32 +676,34 @@ class RendezvousTransport(Transport):
             work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
+        # The tensor must stay alive until its send is complete; complete ones are dropped here.
         self._control_sends.append((work, numbers))
         while self._control_sends and self._control_sends[0][0].is_completed():
             self._control_sends.popleft()
 
     def announce_ready(self, peers: Sequence[int], number: int) -> None:
-        """Say that this stage is ready for a collective of all stages, and sends nothing before."""
+        """Announce that this stage is ready for a collective of all stages; it sends no more."""
         for peer in peers:
             self._send_control(peer, STAGE_READY, (self.message_kinds[0], 0), number)
 
     def all_ready(self, peers: Sequence[int], number: int) -> bool:
-        """Whether all of these stages are ready for it."""
+        """Whether all of these stages have announced that they are ready."""
         with self._change:
             return self._ready_stages.get(number, 0) == len(peers)
 
     # ---- transfers ----------------------------------------------------------------------
 
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over; it is posted once its value is there."""
+        """Hand a message over; its send is posted once its value is computed."""
         value = value.contiguous()
-        if self.links.buffers.holds_tensor(
-            value
-        ):  # a stage that changes nothing passes its input on
+        # A stage that changes nothing returns its input, whose buffer is released for reuse.
+        if self.links.buffers.holds_tensor(value):
             value = value.clone()
         outgoing = _Outgoing(key, number, to, value, _record_blocking_event(self.device))
         with self._change:
             self._outgoing[key, number, to] = outgoing
+        # Posting a send whose value is not computed would depend on later work; see the module's
+        # rule. A thread waits for the value; only the leader needs to know.
         if self._made_queue is None:
             self._note_made(outgoing)
         elif self.leads:
@@ -688,10 +717,11 @@ class RendezvousTransport(Transport):
             self._notify_waiters()
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
-        """A receive whose send is posted, else a send whose value is there."""
+        """Return a receive whose send is posted, else a send whose value is computed."""
         with self._change:
             if self._error is not None:
                 raise self._error
+            # Receives first: the sender runs no job until its receive is acknowledged.
             for transfer in self._posted_sends:
                 if not self.max_ahead or self._waiting_counts[transfer.key] < self.max_ahead:
                     self._posted_sends.remove(transfer)
@@ -703,11 +733,12 @@ class RendezvousTransport(Transport):
             return Transfer("send", one.key, one.number, one.to, form)
 
     def post_transfer(self, transfer: Transfer) -> None:
-        """Post a transfer, and tell the other stage. Communicates: point to point over pipe."""
+        """Post a transfer and inform the other stage. Communicates: point to point over pipe."""
         (key, number, peer), tag = _transfer_address(transfer), self._message_tag(transfer.key)
         if transfer.op == "send":
             link = self.links.link_between(key[0], self.stage, peer)
             outgoing = self._outgoing[key, number, peer]
+            # Noted before the peer can know of the send, whose acknowledgement removes it.
             if self.leads:
                 with self._change:
                     self._unacknowledged_sends.add((key, number, peer))
@@ -731,7 +762,7 @@ class RendezvousTransport(Transport):
     def _when_done(
         self, link: _Link, done: Any, key: Key, number: int, then: Callable[[], None]
     ) -> None:
-        """Have a thread wait for a transfer."""
+        """Call `then` from a thread once a transfer is complete."""
         if link.stream is None:
             wait = done.wait
         else:
@@ -744,6 +775,7 @@ class RendezvousTransport(Transport):
                 self._report_failure(key, number, error)
                 raise
 
+        # Transfers of a link complete in order, so one thread per link waits for them in turn.
         if link not in self._done_queues:
             self._done_queues[link] = self._start_waiter()
         self._done_queues[link].put((finish, then))
@@ -759,7 +791,7 @@ class RendezvousTransport(Transport):
         self._note_arrival(key, number)
 
     def take_message(self, key: Key) -> Tensor:
-        """The next message of a key, whose receive has been posted."""
+        """Take the next message of a key, whose receive has been posted."""
         arrival = self._ready_messages[key].popleft()
         self._waiting_counts[key] -= 1
         if arrival.complete is not None:
@@ -768,30 +800,31 @@ class RendezvousTransport(Transport):
                     key, self.num_arrived[key], TimeoutError("it was posted, but not sent")
                 )
         else:
+            # The host does not wait: only the compute stream does.
             torch.cuda.current_stream(self.device).wait_event(arrival.event)
         return arrival.buffer.detach()
 
     def release_message(self, value: Tensor) -> None:
-        """Let the memory of a message be used for the next one."""
+        """Let a later message reuse the memory of this one."""
         self.links.buffers.release(value)
 
     @property
     def can_compute(self) -> bool:
-        """Whether the receive of each posted send is posted, and few messages are on their way."""
+        """Whether all posted sends are acknowledged and fewer than `max_ahead` are in flight."""
         with self._change:
             crowded = bool(self.max_ahead) and len(self._outgoing) >= self.max_ahead
             return not self._unacknowledged_sends and not crowded
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether a message of mine has not been acknowledged, or not left, yet."""
+        """Whether a message of this stage is not acknowledged, or not completely sent, yet."""
         with self._change:
             return bool(self._unacknowledged_sends or self._outgoing)
 
     # ---- threads ------------------------------------------------------------------------
 
     def _start_waiter(self) -> queue.SimpleQueue[Any]:
-        """A thread that waits for one thing after the other and then says so."""
+        """Start a thread that takes pairs (wait, then) from a queue and calls both, in order."""
         work: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
@@ -802,7 +835,8 @@ class RendezvousTransport(Transport):
                 try:
                     wait()
                     then()
-                except BaseException as error:  # whoever waits must see it
+                # A daemon thread would die silently; the main thread must see the error.
+                except BaseException as error:
                     self._report_failure(None, -1, error)
                     return
 
@@ -812,7 +846,7 @@ class RendezvousTransport(Transport):
         return work
 
     def close(self, seconds: float) -> None:
-        """End the threads; all messages have been acknowledged."""
+        """End the threads, once all messages have been acknowledged."""
         try:
             for work, _ in self._control_sends:
                 work.wait()
@@ -832,7 +866,7 @@ def _transfer_address(transfer: Transfer) -> tuple[Key, int, int]:
 
 
 def _record_blocking_event(device: torch.device) -> Any:
-    """An event for which a host thread waits without using a core."""
+    """Record a CUDA event for which a host thread can wait without spinning."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)

@@ -1,6 +1,6 @@
-"""Lanes: work in order beside what the device computes; on a CPU it is done at once.
+"""Side streams: work that runs in order beside the compute stream; on a CPU it runs at once.
 
-A lane is a stream of its own. Who needs what it did waits for a mark, on the device, not the host.
+Consumers of a side stream's work wait for an event, on the device, not on the host.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import torch
 from ranvier.comm.accumulator import Pieces
 
 StreamEvent = torch.cuda.Event | None
-"""A point in the order of a stream; None where everything is done at once."""
+"""CUDA event on a stream; None on a CPU, where everything is done at once."""
 
 
 class SideStream:
-    """A stream of its own."""
+    """A CUDA stream beside the compute stream; a no-op on a CPU."""
 
     def __init__(self, device: torch.device, *, first: bool = False) -> None:
-        """first: before what other streams have waiting; for short work that others wait for."""
+        """first: with priority over other streams, for short work that others wait for."""
         self.device = device
+        # In CUDA a lower number is a higher priority.
         priority = -1 if first else 0
         self.stream = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
     @contextmanager
     def run_after(self, *marks: StreamEvent) -> Iterator[None]:
-        """Work inside runs here, after these marks."""
+        """Run work inside on this stream, after these events."""
+        # Without a stream everything before is done already: run in program order.
         if self.stream is None:
             yield
             return
@@ -40,46 +42,47 @@ class SideStream:
             yield
 
     def record_use(self, memory: torch.Tensor) -> None:
-        """Nobody else gets this memory before it is done here."""
+        """Keep the allocator from reusing this memory before this stream is done with it."""
         if self.stream is not None:
             memory.record_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Have the host wait for all that was given to it."""
+        """Block the host until all work of this stream is done."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def record_event(self) -> StreamEvent:
-        """The end of what was given to it so far."""
+        """Record an event after all work queued so far."""
         return None if self.stream is None else self.stream.record_event()
 
 
 def record_current_event(device: torch.device) -> StreamEvent:
-    """The end of what the current stream was given so far."""
+    """Record an event on the current stream after all work queued so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait_for_event(mark: StreamEvent, device: torch.device) -> None:
-    """Have the current stream wait."""
+    """Make the current stream wait for an event."""
     if mark is not None:
         torch.cuda.current_stream(device).wait_event(mark)
 
 
 @dataclass(eq=False)
 class PendingUpdate:
-    """An update of weights that is under way: they must not be read before it is done."""
+    """A weight update in progress: the weights must not be read before it is done."""
 
     device: torch.device
     grad_pieces: Pieces
-    """Gradients, which are read until then."""
+    """The gradients that the update reads; kept alive until it is done."""
     event_ready: threading.Event | None = None
-    """Set by a thread once it has given the mark; None if there is no thread."""
+    """Set by a thread once `done_event` is recorded; None if there is no thread."""
     raise_failure: Callable[[], None] | None = None
-    """Raises what that thread has failed with."""
+    """Raises the error of that thread, if it failed."""
     done_event: StreamEvent = None
 
     def wait_for_done_event(self) -> StreamEvent:
-        """When it is done; a host waits until that is known."""
+        """Return the event of its end; blocks the host until that event is recorded."""
+        # An event that is not recorded counts as complete, so a stream cannot wait for it yet.
         if self.event_ready is not None:
             self.event_ready.wait()
         if self.raise_failure is not None:
@@ -87,5 +90,5 @@ class PendingUpdate:
         return self.done_event
 
     def wait(self) -> None:
-        """Have the current stream wait."""
+        """Make the current stream wait for the update."""
         wait_for_event(self.wait_for_done_event(), self.device)

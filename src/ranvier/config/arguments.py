@@ -1,4 +1,4 @@
-"""Options: what the verbs of the command line take; those of `plan` are in its command."""
+"""Command-line options of the subcommands; those of `plan` are in its own module."""
 
 from __future__ import annotations
 

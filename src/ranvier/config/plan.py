@@ -1,6 +1,6 @@
-"""Plan: how many ranks lie on each axis of the grid, and how the batch is cut.
+"""Plan: the number of ranks on each axis of the grid, and how the batch is split.
 
-A plan is data: frozen, without processes, checked as a whole against the sizes of a model before
+A plan is data: frozen, without processes, validated as a whole against the sizes of a model before
 any process group exists. Derived numbers are properties here and nowhere else.
 """
 
@@ -123,6 +123,7 @@ class Plan:
     @property
     def axis_order(self) -> tuple[str, ...]:
         """All axes in the order in which ranks are placed, outermost first."""
+        # Axes that are not named keep their usual order outside of the named ones.
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     @property
@@ -138,7 +139,7 @@ class Plan:
 
     @property
     def without_measuring(self) -> Plan:
-        """The plan for those who measure no memory: what is left open has usual values."""
+        """The plan for callers that do not measure memory: open values get their defaults."""
         if self.recompute == "budget":
             kind: Recompute = "selective"
         else:
@@ -160,7 +161,7 @@ class Plan:
         return self._with_degrees(dict.fromkeys(unknown, world // known))
 
     def _with_degrees(self, degrees: Mapping[str, int]) -> Plan:
-        """These degrees, and the micro-batch of a rank's whole share if it was to be inferred."""
+        """The plan with these degrees, and the default micro-batch if it is to be inferred."""
         plan = replace(self, **dict[str, Any](degrees))
         if plan.micro_batch == -1 and plan.num_replicas > 0 and plan.batch % plan.num_replicas == 0:
             plan = replace(
@@ -169,13 +170,15 @@ class Plan:
         return plan
 
     def _default_micro_batch(self, share: int) -> int:
-        """The micro-batch of a rank's share: all of it, or a part that keeps all stages busy."""
+        """Default micro-batch of a rank's share: all of it, or a part that keeps stages busy."""
         if self.pipe == 1:
             return share
         if self.inner == "samples":
             multiple = self.col
         else:
             multiple = 1
+        # The smallest one with at most 4 · pipe micro-batches. With inner='samples' col has to
+        # divide it.
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
         if fits:
             return fits[0]
@@ -187,8 +190,8 @@ class Plan:
         """The resolved plan, or a PlanError with every problem.
 
         `sizes` counts the units of each named dim of the model, and `seq`, the tokens of a sample.
-        A micro-batch that a budget or a fit (`fitted`) is to find stays -1; that of the whole share
-        is checked for it.
+        A micro-batch that is found by a memory budget or fit (`fitted`) stays -1; that of the whole
+        share is validated in its place.
         """
         problems = [
             f"{axis}={size} is not a number of ranks. A degree is at least 1 (or -1 once: "
@@ -201,11 +204,13 @@ class Plan:
         except PlanError as error:
             problems += error.problems
             plan = self
-        if problems:  # look for the others as if each unknown degree were 1
+        # Look for further problems as if each unknown degree were 1, to report all at once.
+        if problems:
             plan = self._with_degrees({axis: max(size, 1) for axis, size in self.degrees.items()})
         problems += plan.find_problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
+        # The search for the micro-batch runs later, with measured memory.
         left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
         if left_open:
             return replace(plan, micro_batch=-1)
@@ -234,12 +239,13 @@ class Plan:
         yield from self._kv_problems(sizes)
 
     def _pipe_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
-        """What a pipeline needs."""
+        """Problems of the pipeline settings."""
         if self.chunks < 1 or self.credits < 0 or not 0.0 <= self.jitter <= 2.0:
             yield (
                 f"chunks={self.chunks}, credits={self.credits} or jitter={self.jitter} is out of "
                 "range. They are 1 or more, 0 or more, in [0, 2]. Use 1, 0 and 0.1."
             )
+            # The checks below assume values in range.
             return
         if self.pipe == 1:
             odd = [f"chunks={self.chunks}"] * (self.chunks > 1) + ["spread=True"] * self.spread
@@ -248,6 +254,7 @@ class Plan:
                 yield f"{one} with pipe=1. Only a pipeline has stages. Use pipe=2 or leave it out."
             return
         virtual = self.pipe * self.chunks
+        # Embedding and head are parts of their own.
         parts = sizes.get("layers", 0) + 2
         if "layers" in sizes and virtual > parts:
             yield (
@@ -281,6 +288,7 @@ class Plan:
         words += [("order", word, AXES) for word in self.order]
         for name, word, known in words:
             if word not in known:
+                # cutoff=0: always name the nearest known word.
                 near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
                 yield f"{name}={word!r} is not known. Known are {', '.join(known)}. Use {near!r}."
 
@@ -304,7 +312,7 @@ class Plan:
             )
 
     def _sample_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
-        """What col needs of the micro-batch; features are a remedy only where they divide."""
+        """Problems of col with the micro-batch; features are a remedy only where they divide."""
         if self.inner == "features" or self.micro_batch < 1 or self.micro_batch % self.col == 0:
             return
         share = self.batch // self.num_replicas
@@ -313,6 +321,7 @@ class Plan:
         batch = nearest_multiple(self.batch, self.num_replicas * self.col)
         remedies = [f"micro_batch={near}" if near else f"batch={batch} and micro_batch={self.col}"]
         remedies += [f"col in {_format_numbers(divisors(self.micro_batch))}"]
+        # Do not suggest features where the dims do not divide either.
         features = replace(self, inner="features")
         if not [*features._split_problems(sizes), *features._kv_problems(sizes)]:
             remedies += ["inner='features'"]
@@ -330,6 +339,7 @@ class Plan:
         return (self.row * self.col, "row·col")
 
     def _split_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        # Dim -> (number of ranks that split it, their name in messages).
         splits = {
             "seq": (self.context * self.row, "context·row" if self.context > 1 else "row"),
             "embed": (self.col, "col"),
@@ -351,6 +361,7 @@ class Plan:
 
     def _kv_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         heads = sizes.get("kv_heads", 1)
+        # Key and value heads are either split over the ranks or shared by equally many of them.
         for ranks, axis in dict.fromkeys([(self.row, "row"), self._inner_ranks]):
             if heads % ranks and ranks % heads:
                 fits = {*divisors(heads), *(heads * (ranks // heads + i) for i in (0, 1, 2))} - {0}
@@ -381,6 +392,7 @@ def _world_problem(degrees: Mapping[str, int], world: int) -> str:
     known = math.prod(size for size in degrees.values() if size > 0)
     shape = " · ".join(f"{a}={n}" for a, n in degrees.items() if n > 1) or "all degrees 1"
     inferred = -1 in degrees.values()
+    # Ranks of all axes but data: if they divide `world`, another data degree is a remedy.
     others = known // max(degrees["data"], 1)
     if inferred or world % others:
         data = ""

@@ -1,7 +1,7 @@
-"""Run: everything that defines a training run, as one tree of frozen dataclasses.
+"""Run config: everything that defines a training run, as one tree of frozen dataclasses.
 
-A run is read from TOML, overridden by dotted options, checked as a whole before any work, and
-saved with its results. Each value has one owner; nobody else keeps a copy.
+It is read from TOML, overridden by dotted options, validated as a whole before any work, and saved
+with the results. Each value has one owner; no other module keeps a copy.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ class RunConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     def check_and_resolve(self, world: int) -> RunConfig:
-        """The run with all that is derived resolved for `world` ranks, or every problem at once."""
+        """The config with all values resolved for `world` ranks; raises all problems at once."""
         problems = list(self.find_problems())
         sizes = (*self.model.dim_sizes.values(), self.data.seq, *self.plan.degrees.values())
         sizes += (self.plan.batch, self.plan.micro_batch)
+        # The checks of the plan divide by these sizes and enumerate divisors: stop here if they are
+        # zero or absurdly large.
         if problems and (min(self.model.dim_sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
@@ -80,6 +82,7 @@ class RunConfig:
             raise PlanError(problems)
         warmup = self.optim.warmup
         steps = self.train.steps
+        # A tenth of all steps, but at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
         optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup=warmup)
@@ -87,28 +90,31 @@ class RunConfig:
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate after warm-up: as given, or from the width of the model."""
+        """The learning rate after warmup: as given, or derived from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
         if self.train.start or self.model.size == IMPORTED_SIZE:
+            # Adapters take a tenfold rate.
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
         embed = self.model.embed
         tokens = max(self.plan.batch * self.data.seq, 1)
+        # Rounded to three digits, as it is printed and saved.
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
     @property
     def trainable_parameters(self) -> int:
-        """Weights of the matrices and embeddings that are trained."""
+        """Number of trained parameters in matrices and embeddings."""
         if self.lora.rank == 0:
             return self.model.num_parameters
-        from ranvier.models.lora import adapted_weights  # needs torch, which takes a second
+        # Imported here: it needs torch, whose import takes a second.
+        from ranvier.models.lora import adapted_weights
 
         found = adapted_weights(self.model, self.lora).values()
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
         return self.lora.rank * sum(sizes.values())
 
     def find_problems(self) -> Iterator[str]:
-        """What is wrong with its settings, whatever the ranks and the degrees."""
+        """All problems of the settings that do not depend on ranks and degrees."""
         yield from self._number_problems()
         yield from self._text_problems()
         if self.optim.lr == 0.0:
@@ -154,6 +160,7 @@ class RunConfig:
 
     def _number_problems(self) -> Iterator[str]:
         for name, value in self._setting_values():
+            # bool is a subclass of int.
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             whole = isinstance(value, int)
@@ -171,6 +178,7 @@ class RunConfig:
             elif least is not None and value < least:
                 yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
             elif value > most:
+                # TOML allows integers of any length; show only the first digits.
                 if len(str(value)) < 30:
                     shown = str(value)
                 else:
@@ -186,6 +194,7 @@ class RunConfig:
                     and name not in FREE_TEXT_SETTINGS
                 ):
                     yield f"{name}={text!r} has characters that no path or name has. Remove them."
+                # Unpaired surrogates cannot be encoded as UTF-8.
                 elif isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
                     yield f"{name}={text!r} is no text. It has half a character. Remove it."
 
@@ -232,6 +241,7 @@ class RunConfig:
                 f"memory.resident={memory.resident} with memory.states={memory.states!r}. Only "
                 "states that are split stay in part. Use memory.states='split', or leave it out."
             )
+        # A list times a bool: one entry for each kind of offloading in use.
         away = [f"memory.states={memory.states!r}"] * (memory.states != "device")
         away += ["memory.weights='host'"] * (memory.weights == "host")
         away += [f"memory.activations={memory.activations}"] * (memory.activations != 0.0)
@@ -270,6 +280,7 @@ class RunConfig:
                 f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
                 "0 < N < M. Use 2:4."
             )
+        # A sparsity that repeats what the pattern implies is harmless.
         elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
             yield (
                 f"prune.sparsity={prune.sparsity} with prune.pattern={prune.pattern!r}. The "
@@ -353,12 +364,14 @@ class RunConfig:
 
 
 def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False) -> RunConfig:
-    """The run of a TOML file, perhaps with another size; the rest keeps its defaults.
+    """The run config of a TOML file, perhaps with another size; the rest keeps its defaults.
 
     in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
     """
     try:
         if in_run:
+            # A run directory may come from elsewhere, so its files are read with the checks of
+            # safe_files.
             read = safe_files.read_text
         else:
             read = partial(Path.read_text, encoding="utf-8")
@@ -367,7 +380,8 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
         raise PlanError(
             f"{path} cannot be read: {error.strerror}. Give the path of a TOML file."
         ) from None
-    except (ValueError, RecursionError) as error:  # also of other encodings and endless numbers
+    # ValueError also covers invalid UTF-8 and integers with too many digits.
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
     if size is not None and isinstance(table.get("model", {}), dict):
         table["model"] = {**table.get("model", {}), "size": size}
@@ -375,7 +389,7 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
 
 
 def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
-    """A run from nested tables of values; `plan = "auto"` leaves its layout to the planner."""
+    """A run config from nested tables; `plan = "auto"` leaves the layout to the planner."""
     if tables.get("plan") == "auto":
         tables = {**tables, "plan": {"layout": "auto"}}
     if isinstance(tables.get("model"), dict):
@@ -409,7 +423,8 @@ def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -
 
 def _check_type(value: Any, kind: Any, path: str) -> Any:
     """`value` if it is of the type `kind`."""
-    if isinstance(kind, types.UnionType):  # a value that is derived where it is not given
+    # `X | None`: a value that is derived where it is not given.
+    if isinstance(kind, types.UnionType):
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     origin = typing.get_origin(kind)
     if origin is Literal:
@@ -423,8 +438,10 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
             )
         return tuple(_check_type(one, inner, path) for one in value)
     elif kind is float:
+        # TOML distinguishes 1 from 1.0; users do not.
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         rule = "a number"
+        # A larger integer overflows float(); inf is then reported as not finite.
         if good and abs(value) < 2**1000:
             value = float(value)
         elif good:
@@ -432,6 +449,7 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
         else:
             value = value
     else:
+        # Not isinstance: true is not a valid integer.
         good = type(value) is kind
         rule = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
     if not good:
@@ -440,11 +458,12 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
 
 
 def to_toml(run: RunConfig) -> str:
-    """The run as TOML, all values written out."""
+    """The config as TOML, with all values written out."""
     lines = []
     for section in dataclasses.fields(run):
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():
+            # TOML has no null: a missing key means "derived".
             if value is not None:
                 lines.append(f"{key} = {_format_toml_value(value)}")
         lines.append("")
@@ -452,7 +471,8 @@ def to_toml(run: RunConfig) -> str:
 
 
 def _format_toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value in TOML syntax."""
     if isinstance(value, tuple):
         value = list(value)
+    # JSON literals are valid TOML, except that TOML forbids an unescaped DEL character.
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

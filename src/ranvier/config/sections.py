@@ -1,4 +1,4 @@
-"""Settings: the sections of a run, and the bounds of their numbers."""
+"""Config sections: the sections of a run config, and the bounds of their numbers."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ class ModelConfig(DecoderConfig):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all matrices and embeddings; vectors are too few to matter."""
+        """Parameters of all matrices and embeddings; vectors are too few to matter."""
         return self._count_parameters(self.experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Those of them that one token meets: of the experts of a layer only its own."""
+        """Parameters that are active per token: only the experts it is routed to."""
         return self._count_parameters(self.experts_top)
 
     def _count_parameters(self, experts: int) -> int:
-        """Weights with so many experts in each layer that has any."""
+        """Parameters with `experts` experts in each MoE layer."""
+        # Query and output projections have `heads`, key and value projections `kv_heads`.
         attention = 2 * self.embed * (self.heads + self.kv_heads) * self.head_dim
         hidden = (3 if self.activation in GATED_ACTIVATIONS else 2) * self.embed
         mixed = sum(map(self.has_experts, range(self.layers)))
         mixture = hidden * (experts * self.expert_width + self.shared_mlp)
+        # The router has an output for every expert, however many are active.
         mixture += self.embed * self.experts
         words = self.vocab * self.embed * (1 if self.tied else 2)
         if self.positions == "learned":
@@ -218,12 +220,13 @@ class PruneConfig:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether something is pruned."""
+        """Whether anything is pruned."""
         return self.sparsity > 0.0 or bool(self.pattern or self.masks)
 
     @property
     def initial_density(self) -> float:
-        """Share of the numbers of a matrix that has states when a run begins, at least."""
+        """Lower bound on the fraction of a matrix that has states when a run begins."""
+        # The density of a mask file is unknown before it is read; a growing sparsity starts dense.
         if self.masks or self.every or not self.is_enabled:
             if self.masks:
                 return 0.0
@@ -234,8 +237,9 @@ class PruneConfig:
 
     @property
     def pattern_n_m(self) -> tuple[int, int] | None:
-        """N and M of the pattern; None: there is none, or it is none."""
+        """N and M of the pattern; None: there is none, or it is not valid."""
         words = self.pattern.split(":")
+        # isascii: isdigit also accepts digits of other scripts.
         if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
             return None
         stay, of = map(int, words)
@@ -460,7 +464,7 @@ FREE_TEXT_SETTINGS = ("train.prompt", "data.field")
 
 
 def suggest_nearest(key: str, known: Iterable[str]) -> str:
-    """A guess at what was meant, as a sentence."""
+    """A suggestion of the key that was meant, as a sentence; empty if none is close."""
     close = difflib.get_close_matches(key, list(known), 1)
     if close:
         return f" Did you mean {close[0]!r}?"

@@ -1,8 +1,8 @@
-"""Layers: what each communicates, computes and keeps, in closed form, without torch.
+"""Layer costs: what each layer communicates, computes and saves, in closed form, without torch.
 
-A layer here is its names of dims, its shapes and the ground it stands on: ranks, tables, units. The
-leaves of `nn` ask these for their predictions, and the planner asks the same without any leaf. All
-shapes of activations follow from the tables of `sharding`; `Event.bytes` is the size of the whole
+A layer here is its dim names, its shapes and its `LayoutContext`: degrees, sharding table, units.
+The layers of `nn` use these for their predictions, and the planner uses the same without any layer.
+All activation shapes follow from the tables of `sharding`; `Event.bytes` is the size of the full
 (gathered or reduced) tensor.
 """
 
@@ -18,30 +18,30 @@ from ranvier.sharding import WEIGHT_RULE, Sharding, ShardingTable
 from ranvier.trace import Event
 
 COUNT_BYTES = 4
-"""Bytes of a count of tokens."""
+"""Bytes of a token count."""
 SCALE_BYTES = 4
-"""Bytes of the scale of a row in fp8."""
+"""Bytes of the scale of an fp8 row."""
 
 
 @dataclass(frozen=True)
 class ActivationShape:
-    """What runs through a model on one (data, expert, depth) coordinate, for predictions."""
+    """Activations of a micro-batch on one (data, expert, depth) coordinate, for predictions."""
 
     samples: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     seq: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     itemsize: int
     """Bytes of an activation element."""
     statistics_itemsize: int
     """Bytes of an element of norms and loss statistics."""
     expert_load: float = 1.0
-    """Rows of the busiest rank of expert, in means of all; 1: experts are balanced."""
+    """Rows of the busiest expert rank, relative to the mean; 1: balanced experts."""
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Ranks along one axis or several, as predictions need them."""
+    """Names and number of ranks along one axis or several fused ones."""
 
     names: tuple[str, ...]
     size: int
@@ -49,60 +49,60 @@ class AxisGroup:
 
 @dataclass(frozen=True, eq=False)
 class LayoutContext:
-    """What all layers of a model share."""
+    """Layout that all layers of a model share."""
 
     degrees: Mapping[str, int]
     table: ShardingTable
     units: Mapping[str, int]
     """Number of units of each named dim of the model (heads, not their elements)."""
     dispatch: Dispatch = "same"
-    """In which type tokens travel to experts."""
+    """Dtype in which tokens are dispatched to experts."""
 
     def axis_group(self, *names: str) -> AxisGroup:
-        """The ranks along these axes; those of degree 1 are left out."""
+        """Return the ranks along these axes; axes of degree 1 are left out."""
         used = tuple(axis for axis in AXES if axis in names and self.degrees[axis] > 1)
         return AxisGroup(used, math.prod(self.degrees[axis] for axis in used))
 
     def feature_sharding(self, size: int, dim: str) -> Sharding:
-        """How `size` elements of a dim lie as the features of an activation."""
+        """Return the sharding of `size` elements of a dim as the features of an activation."""
         region = self.table.activation_rule(dim)
         return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
 
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
-        """Tokens of a micro-batch on this rank where `dim` is the features."""
+        """Return the tokens of a micro-batch on this rank where `dim` is the feature dim."""
         region = self.table.activation_rule(dim)
+        # An ActivationShape is already that of one (data, expert, depth) coordinate.
         cut = {*region["batch"], *region["seq"]} - {"data", "expert", "depth"}
         return flow.samples * flow.seq // math.prod(self.degrees[axis] for axis in cut)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCost:
-    """A layer that communicates nothing, computes nothing and keeps nothing."""
+    """Base class: a layer that communicates, computes and saves nothing."""
 
     name: str
     layout_context: LayoutContext = field(repr=False)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Communication of the forward pass of a micro-batch, gathered weights apart."""
+        """Return the communication of a forward pass, without weight gathers."""
         return []
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Communication of the backward pass of a micro-batch.
-
-        Gathered weights and gradients are apart.
-        """
+        """Return the communication of a backward pass, without weight gathers and gradients."""
         return []
 
     def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
-        """Communication of a micro-batch; a recomputed layer runs forward twice."""
+        """Return the communication of a micro-batch; a recomputed layer runs forward twice."""
+        # Recomputation repeats the communication of forward, unless its results are saved.
         forward = self.forward_events(flow)
         return forward * (2 if recomputed else 1) + self.backward_events(flow)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """Bytes that a block keeps more if it keeps what this layer communicates in forward.
+        """Return the extra bytes of a block that saves what this layer communicates in forward.
 
-        selective: they take the place of the results of products, which may have been larger.
+        selective: they replace saved results of matrix products, which may have been larger.
         """
+        # The result of a reduce-scatter is one part of the event's tensor.
         line = self.layout_context.axis_group
         return sum(
             event.bytes // (line(*event.axis).size if event.op == "reduce_scatter" else 1)
@@ -110,11 +110,11 @@ class LayerCost:
         )
 
     def flops(self, flow: ActivationShape) -> int:
-        """Multiplications and additions of one forward pass of a micro-batch on this rank."""
+        """Return the FLOPs of one forward pass of a micro-batch on this rank."""
         return 0
 
     def predict_event(self, op: str, line: AxisGroup, elements: int, itemsize: int) -> list[Event]:
-        """One predicted event; none if the line has one rank."""
+        """Return one predicted event; none if the group has one rank."""
         if line.size == 1:
             return []
         return [Event(op, line.names, elements * itemsize, self.name)]
@@ -122,7 +122,7 @@ class LayerCost:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingCost(LayerCost):
-    """W[ids]: the first dim split over row, or whole."""
+    """W[ids]: the first dim is split over row, or not split."""
 
     shape: tuple[int, ...]
     row_dim: str
@@ -149,39 +149,40 @@ class EmbeddingCost(LayerCost):
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Scatter the looked-up rows to the tokens."""
+        """Reduce-scatter the looked-up rows along the tokens."""
         return self.predict_event(
             "reduce_scatter", self.row_group, self._num_elements(flow), flow.itemsize
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gather the gradient of all tokens, if the table is trained."""
+        """All-gather the gradient of all tokens, if the table is trained."""
         if not self.trainable:
             return []
         return self.predict_event(
             "all_gather", self.row_group, self._num_elements(flow), flow.itemsize
         )
 
+    # Before the scatter a rank has rows for all tokens, with its part of the embed dim.
     def _num_elements(self, flow: ActivationShape) -> int:
         return flow.samples * flow.seq * self.weight_sharding.unsharded_shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class NormCost(LayerCost):
-    """A norm: numbers a token, summed over the axes that split its dim."""
+    """A norm: numbers per token, summed over the axes that split its dim."""
 
     size: int
     dim: str
     sums_per_token: int = 1
-    """Numbers a token."""
+    """Numbers per token."""
 
     @cached_property
     def feature_sharding(self) -> Sharding:
-        """How the dim lies."""
+        """Sharding of the normalized dim."""
         return self.layout_context.feature_sharding(self.size, self.dim)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """One all-reduce for each sum."""
+        """One all-reduce per sum."""
         line = self.layout_context.axis_group(
             *(cut.axis for cut in self.feature_sharding.splits[0])
         )
@@ -198,7 +199,7 @@ class NormCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class CrossEntropyCost(LayerCost):
-    """The loss of whole logits."""
+    """The cross entropy of unchunked logits."""
 
     dim: str
 
@@ -214,26 +215,27 @@ class CrossEntropyCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCost(LayerCost):
-    """The heads and samples of a rank."""
+    """Attention over the heads and samples of a rank; communicates nothing."""
 
     dim: str
     head_dim: int
     window: int = 0
-    """Tokens that a token sees; 0: all before it."""
+    """Sliding window: tokens that a token attends to; 0: all before it."""
 
     @property
     def local_width(self) -> int:
-        """Features of my heads."""
+        """Features of the heads on this rank."""
         ranks = self.layout_context.axis_group(
             *self.layout_context.table.feature_axes(self.dim)
         ).size
         return self.layout_context.units[self.dim] * self.head_dim // ranks
 
     def flops(self, flow: ActivationShape) -> int:
-        """Scores and values of the causal half: 2 · s · (width of my heads) a token.
+        """Scores and values of the causal half: 2 · s · (width of local heads) per token.
 
-        In a window of w tokens: 2 · w · (2 - w/s).
+        With a window of w tokens: 2 · w · (2 - w/s) · (width of local heads).
         """
+        # QKᵀ and PV take 4 · s · width per token without a mask; the causal mask halves it.
         seen = min(self.window or flow.seq, flow.seq)
         tokens = self.layout_context.local_tokens(flow, self.dim)
         return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.local_width
@@ -241,14 +243,14 @@ class AttentionCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class DoraNormCost(LayerCost):
-    """The lengths of the rows of an adapted weight (DoRA)."""
+    """The norms of the rows of an adapted weight (DoRA)."""
 
     size: int
     out_dim: str
     in_dim: str
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """A number for each row of the weight."""
+        """All-reduce of one number per row of the weight, over the axes that split its in dim."""
         ground = self.layout_context
         weights = ground.table.weight_rule
         (rows,) = Sharding.from_dims(
@@ -264,16 +266,16 @@ class DoraNormCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class SequenceGatherCost(LayerCost):
-    """The whole sequence, once for all layers of a module."""
+    """All-gather of the sequence over row, once for all layers of a module."""
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gather the tokens."""
+        """All-gather the tokens."""
         return self.predict_event(
             "all_gather", self._row_group, self._num_elements(flow), flow.itemsize
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Sum their gradients to where they came from."""
+        """Reduce-scatter their gradients."""
         return self.predict_event(
             "reduce_scatter", self._row_group, self._num_elements(flow), flow.itemsize
         )
@@ -291,49 +293,53 @@ class SequenceGatherCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class MoECost(LayerCost):
-    """Experts: tokens travel over expert, features lie on col.
+    """Mixture of experts: tokens are dispatched over expert, features are split over col.
 
-    How many rows a rank receives is a matter of the data: `flow.load` times the mean, which is one
-    for each choice of its own tokens. It sends as many as it has choices.
+    The number of rows a rank receives depends on data: `flow.expert_load` times the mean, which is
+    one per choice of its own tokens. It sends one row per choice.
     """
 
     num_experts: int
     experts_per_token: int
     expert_width: int
-    """Features of the hidden layer of an expert."""
+    """Hidden features of an expert."""
     matrices: int = 3
-    """Of an expert: with a gate 3, else 2."""
+    """Matrices of an expert: 3 with a gate, else 2."""
 
     def sent_rows(self, flow: ActivationShape) -> int:
-        """Rows that a rank sends: one for each choice of its tokens."""
+        """Return the rows that a rank sends: one per choice of its tokens."""
         return self.layout_context.local_tokens(flow, "embed") * self.experts_per_token
 
     def received_rows(self, flow: ActivationShape) -> int:
-        """Rows that a rank receives; on one rank of expert those that it has."""
+        """Return the rows that a rank receives; its own ones if expert has one rank."""
         choices = self.sent_rows(flow)
         if self.layout_context.axis_group("expert").size > 1:
             return math.ceil(choices * flow.expert_load)
         return choices
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Logits, counts, to the experts, through them, back."""
+        """Router logits, token counts, dispatch, expert matrices, combine."""
         peers = self.layout_context.axis_group("expert", "row")
+        # One count per sample and expert from each rank of expert and row.
         counts = flow.samples * self.num_experts * peers.size
         return [
             *self._router_events(flow, self.num_experts),
             *self.predict_event("all_gather", peers, counts, COUNT_BYTES),
+            # Outputs of gate and up are reduce-scattered over col, the input of down is gathered;
+            # in backward it is the other way round.
             *self._dispatch_events(flow, self.matrices - 1, 1, self.layout_context.dispatch),
         ]
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """The same way for gradients, after that of the weights of choices."""
+        """Gradient of the router weights, then the same path for gradients of the rows."""
         return [
             *self._router_events(flow, self.experts_per_token),
+            # Gradients are always sent in the dtype of activations.
             *self._dispatch_events(flow, 1, self.matrices - 1, "same"),
         ]
 
     def _router_events(self, flow: ActivationShape, numbers: int) -> list[Event]:
-        """So many numbers of each token, of which all ranks of col have a part."""
+        """All-reduce of `numbers` per token over col, whose ranks hold partial sums."""
         elements = self.layout_context.local_tokens(flow, "embed") * numbers
         return self.predict_event(
             "all_reduce", self.layout_context.axis_group("col"), elements, flow.statistics_itemsize
@@ -342,9 +348,10 @@ class MoECost(LayerCost):
     def _dispatch_events(
         self, flow: ActivationShape, before: int, after: int, dispatch: Dispatch
     ) -> list[Event]:
-        """There, hidden layers scattered (so many) and gathered over col, and back.
+        """Dispatch, the communication of the expert matrices over row and col, and combine.
 
-        dispatch: the type in which rows go there.
+        before, after: hidden activations that are reduce-scattered and all-gathered over col.
+        dispatch: the dtype in which rows are sent to the experts.
         """
         line = self.layout_context.axis_group
         rows = self.received_rows(flow)
@@ -352,11 +359,13 @@ class MoECost(LayerCost):
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape
+        # Ranks of row compute on each other's rows, each with its part of the hidden features.
         whole = rows * line("row").size
         hidden = whole * self.expert_width // line("row").size
         row = line("row")
         col = line("col")
         expert = line("expert")
+        # Bytes per row; fp8 rows carry a scale each.
         narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
         return [
             *self.predict_event("all_to_all", expert, self.sent_rows(flow), narrow[dispatch]),
@@ -368,12 +377,11 @@ class MoECost(LayerCost):
         ]
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · rows · (elements of an expert's matrices) and 2 · tokens · (the router's)."""
+        """2 · rows · (elements of expert matrices) + 2 · tokens · (elements of the router)."""
         tokens = self.layout_context.local_tokens(flow, "embed")
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape
-        hidden = (
-            self.expert_width * self.matrices
-        )  # of all ranks of row, for whose rows I compute a part
+        # The full width: this rank computes its part of it for the rows of all ranks of row.
+        hidden = self.expert_width * self.matrices
         return 2 * features * (self.received_rows(flow) * hidden + tokens * self.num_experts)

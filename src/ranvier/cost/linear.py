@@ -1,7 +1,8 @@
-"""Products: matrices of linear layers, and what multiplying by them communicates; no torch.
+"""Costs of linear layers: their weight matrices and what they communicate; no torch.
 
-A linear layer gathers its input, multiplies and scatters its output (`sharding.Table.move`);
-several that read the same value do it together. A head does it in chunks of tokens.
+A linear layer all-gathers its input, multiplies and reduce-scatters its output
+(`sharding.ShardingTable.linear_comm`); fused layers that read the same input do it together. The
+head does it in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from ranvier.sharding import WEIGHT_RULE, AxisSplit, Dim, LinearComm, Sharding
 from ranvier.trace import Event
 
 MAX_CHUNK_BYTES = 1 << 32
-"""Bytes of the logits of a chunk at most."""
+"""Maximum bytes of the logits of a chunk."""
 MAX_UNCHUNKED_BYTES = 1 << 30
-"""Bytes of logits that may be whole."""
+"""Maximum bytes of logits that are not split into chunks."""
 ALIGNMENT_BYTES = 16
-"""Bytes. On a GPU, products with a matrix whose rows do not begin at multiples of it take 3 to 8
+"""Bytes. On a GPU, products with a matrix whose rows do not start at multiples of it take 3 to 8
 times as long."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinearWeight:
-    """The matrix of a linear layer: of what it multiplies, to what, and which part is here."""
+    """The weight of a linear layer: its dims, its sharding and its shape on this rank."""
 
     shape: tuple[int, ...]
-    """Of the whole weight, as it is stored."""
+    """Global shape, as it is stored."""
     dims: tuple[Dim, ...]
     layout_context: LayoutContext = field(repr=False)
     trainable: bool = True
@@ -43,7 +44,7 @@ class LinearWeight:
 
     @property
     def packed_out_dim(self) -> Dim:
-        """The out dim, several of it perhaps packed one after the other."""
+        """The out dim, possibly several of it packed consecutively."""
         return self.dims[1 if self.is_transposed else 0]
 
     @property
@@ -62,14 +63,14 @@ class LinearWeight:
 
     @property
     def num_packed(self) -> int:
-        """Out dims that are packed one after the other."""
+        """Number of out dims that are packed consecutively."""
         if isinstance(self.packed_out_dim, str):
             return 1
         return self.packed_out_dim[0]
 
     @cached_property
     def linear_comm(self) -> LinearComm:
-        """What is gathered and scattered."""
+        """Communication of input and output."""
         return self.layout_context.table.linear_comm(self.out_dim, self.in_dim)
 
     @cached_property
@@ -87,25 +88,27 @@ class LinearWeight:
 
     @cached_property
     def output_sharding(self) -> Sharding:
-        """Sharding of the output features, of one of the packed."""
+        """Sharding of the output features of one of the packed dims."""
         features = self.shape[1 if self.is_transposed else 0]
         return self.layout_context.feature_sharding(features // self.num_packed, self.out_dim)
 
     @cached_property
     def used_part(self) -> tuple[int, AxisSplit] | None:
-        """Dim and cut of what of its matrix a rank uses; None: all of it.
+        """Dim and split of the part of the matrix that this rank uses; None: all of it.
 
-        Of the dim opposite to a rank my features: their region may cut it where no weight is.
+        For LoRA matrices: the activations' rule may split the dim opposite to the LoRA rank over an
+        axis that does not split the weight.
         """
         if "rank" not in (self.out_dim, self.in_dim):
             return None
         dim, name = (0, self.out_dim) if self.in_dim == "rank" else (1, self.in_dim)
         cuts = self.layout_context.feature_sharding(self.weight_sharding.shape[dim], name).splits[0]
+        # The split that the activations have and the weight has not.
         return next(((dim, cut) for cut in cuts if cut.axis not in WEIGHT_RULE[name]), None)
 
     @cached_property
     def used_shape(self) -> tuple[int, ...]:
-        """Shape of the gathered weight, what I use of it."""
+        """Shape of the used part of the gathered weight."""
         shape = list(self.weight_sharding.unsharded_shape)
         if self.used_part is not None:
             shape[self.used_part[0]] = self.used_part[1].block_size
@@ -117,7 +120,8 @@ class LinearWeight:
         return self.num_packed * self.output_sharding.local_shape[0]
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · tokens · (out · in) of this rank."""
+        """2 · tokens · (out · in) on this rank."""
+        # The product is computed before the scatter, on all tokens that it will distribute.
         scatter = self.linear_comm.scatter
         if scatter.dim >= 0:
             scattered = self.layout_context.axis_group(scatter.axis).size
@@ -127,22 +131,23 @@ class LinearWeight:
         return 2 * tokens * math.prod(self.used_shape)
 
     def product_elements(self, flow: ActivationShape) -> int:
-        """Elements of the result of its product, before it is communicated."""
+        """Return the elements of the product before it is communicated."""
         return self.flops(flow) // (2 * self.used_shape[0 if self.is_transposed else -1])
 
 
 @dataclass(frozen=True, eq=False)
 class LinearCost(LayerCost):
-    """x Wᵀ of layers that read the same value, or (apart) a part of it each."""
+    """x Wᵀ of fused layers that read the same input, or (`grouped_input`) a part of it each."""
 
     weights: tuple[LinearWeight, ...]
     grouped_input: bool = False
     whole_sequence: bool = False
-    """The sequence was gathered over row where the enclosing module begins."""
+    """The enclosing module has already gathered the sequence over row."""
 
     @cached_property
     def gather_group(self) -> AxisGroup:
         """Ranks over which the input is gathered."""
+        # Dim 1 is the sequence, which the enclosing module may have gathered already.
         step = self.weights[0].linear_comm.gather
         return self.layout_context.axis_group(
             *([] if self.whole_sequence and step.dim == 1 else [step.axis])
@@ -150,12 +155,12 @@ class LinearCost(LayerCost):
 
     @cached_property
     def scatter_group(self) -> AxisGroup:
-        """Ranks over which the output is scattered."""
+        """Ranks over which the output is reduce-scattered."""
         return self.layout_context.axis_group(self.weights[0].linear_comm.scatter.axis)
 
     @cached_property
     def copy_group(self) -> AxisGroup:
-        """Ranks that have the same input and use it differently."""
+        """Ranks that hold the same input and use it differently."""
         return self.layout_context.axis_group(self.weights[0].linear_comm.copy_axis)
 
     @cached_property
@@ -165,20 +170,21 @@ class LinearCost(LayerCost):
 
     @property
     def has_trainable_weight(self) -> bool:
-        """Whether a weight of the layers gets a gradient."""
+        """Whether any weight of the layers is trained."""
         return any(factor.trainable for factor in self.weights)
 
     @property
     def output_width(self) -> int:
-        """Features of all outputs on this rank."""
+        """Number of output features of all layers on this rank."""
         return sum(factor.local_width for factor in self.weights)
 
     def comm_elements(self, flow: ActivationShape) -> tuple[int, int]:
-        """Elements of the gathered input and of the output before its scatter."""
+        """Return the elements of the gathered input and of the output before its scatter."""
         ground = self.layout_context
         first = self.weights[0]
         width = ground.axis_group(*ground.table.feature_axes(first.in_dim)).size
         features = first.weight_sharding.shape[0 if first.is_transposed else -1] // width
+        # Each layer reads its own part of the input, and all parts are gathered.
         features *= len(self.weights) if self.grouped_input else 1
         x = ground.local_tokens(flow, first.in_dim) * features * self.gather_group.size
         return x, ground.local_tokens(
@@ -186,7 +192,7 @@ class LinearCost(LayerCost):
         ) * self.output_width * self.scatter_group.size
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gather x, scatter y."""
+        """All-gather x, reduce-scatter y."""
         x, y = self.comm_elements(flow)
         return [
             *self.predict_event("all_gather", self.gather_group, x, flow.itemsize),
@@ -197,8 +203,9 @@ class LinearCost(LayerCost):
         ]
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gather x and dy, scatter dx."""
+        """All-gather x and dy, reduce-scatter dx."""
         x, y = self.comm_elements(flow)
+        # The gathered x is not saved for dW but gathered again.
         if self.has_trainable_weight:
             again = self.predict_event("all_gather", self.gather_group, x, flow.itemsize)
         else:
@@ -213,33 +220,35 @@ class LinearCost(LayerCost):
         ]
 
     def saves_output(self, features: int, selective: bool) -> bool:
-        """Whether a block that keeps what it communicates keeps the output, not the gathered input.
+        """Whether a block that saves communicated results saves the output, not the gathered input.
 
-        Then it does not multiply again. It is so if the output is communicated, if it is kept
-        anyway, or if it is no larger than the input (of `features` on this rank).
+        Then it does not recompute the product. This is so if the output is communicated, if it is
+        saved anyway, or if it is no larger than the input (of `features` on this rank).
         """
         if self.scatter_group.size * self.reduce_group.size > 1:
             return True
+        # Compared per token: only a gather of features makes the input wider.
         gathered = features * (
             self.gather_group.size if self.weights[0].linear_comm.gather.dim == -1 else 1
         )
         return self.gather_group.size > 1 and (selective or self.output_width <= gathered)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """The output, or what is gathered if it is smaller: see `output_kept`."""
+        """The output, or the gathered input if it is smaller; see `saves_output`."""
         x, y = self.comm_elements(flow)
         communicated = self.scatter_group.size * self.reduce_group.size > 1
         output = y // self.scatter_group.size
         if self.gather_group.size == 1 and not communicated:
             return 0
-        if selective:  # instead of the results of its products
+        # Instead of the results of its products, which selective recomputation saves.
+        if selective:
             return (
                 output - sum(one.product_elements(flow) for one in self.weights)
             ) * flow.itemsize
         return (output if communicated else min(x, output)) * flow.itemsize
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · tokens · (out · in) of this rank, of all."""
+        """2 · tokens · (out · in) on this rank, of all layers."""
         return sum(factor.flops(flow) for factor in self.weights)
 
 
@@ -249,14 +258,15 @@ class LMHeadCost(LinearCost):
 
     @property
     def vocab_group(self) -> AxisGroup:
-        """Ranks that hold the other columns."""
+        """Ranks that hold the other columns of the logits."""
         return self.layout_context.axis_group(
             *self.layout_context.table.feature_axes(self.weights[0].out_dim)
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gather x; of each chunk scatter the logits, then sum their statistics."""
+        """All-gather x; per chunk reduce-scatter the logits, then all-reduce their statistics."""
         batch = self.layout_context.table.activation_rule(self.weights[0].out_dim)["batch"]
+        # If col splits samples, a rank has the statistics of its samples only, after the scatter.
         samples = self.layout_context.axis_group(*(axis for axis in batch if axis == "col")).size
         events = self.predict_event(
             "all_gather", self.gather_group, self._input_elements(flow), flow.itemsize
@@ -265,6 +275,7 @@ class LMHeadCost(LinearCost):
             events += self.predict_event(
                 "reduce_scatter", self.scatter_group, self._logit_elements(tokens), flow.itemsize
             )
+            # The maximum, then sum and target logit together; see `CrossEntropyCost`.
             for numbers in (1, 2):
                 count = numbers * tokens // samples
                 events += self.predict_event(
@@ -273,7 +284,7 @@ class LMHeadCost(LinearCost):
         return events
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Of each chunk gather the gradient of the logits; scatter dx."""
+        """Per chunk all-gather the gradient of the logits; reduce-scatter dx."""
         events = [
             event
             for tokens in self.chunk_tokens(flow)
@@ -285,15 +296,17 @@ class LMHeadCost(LinearCost):
         return events + self.predict_event("reduce_scatter", self.gather_group, dx, flow.itemsize)
 
     def chunk_tokens(self, flow: ActivationShape) -> list[int]:
-        """Tokens of each chunk, of all samples; where nothing is scattered samples are one."""
+        """Return the tokens of each chunk, over all samples."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        # Without a scatter samples are flattened; otherwise chunks are ranges of the sequence, with
+        # all samples.
         if self.scatter_group.size == 1:
             return [cut.stop - cut.start for cut in chunk_slices(flow.samples * flow.seq, row)]
         cuts = chunk_slices(flow.seq, flow.samples * row)
         return [flow.samples * (cut.stop - cut.start) for cut in cuts]
 
     def chunk_bytes(self, flow: ActivationShape) -> int:
-        """Bytes of the logits of the largest chunk, before they are scattered."""
+        """Return the bytes of the logits of the largest chunk, before they are scattered."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
         return max(self.chunk_tokens(flow), default=0) * row
 
@@ -301,7 +314,7 @@ class LMHeadCost(LinearCost):
         return flow.samples * flow.seq * self.weights[0].weight_sharding.unsharded_shape[1]
 
     def _logit_elements(self, tokens: int) -> int:
-        """Elements of the logits of a chunk before they are scattered."""
+        """Return the elements of the logits of a chunk before they are scattered."""
         factor = self.weights[0]
         if factor.linear_comm.scatter.dim == -1:
             ranks = self.scatter_group.size
@@ -311,17 +324,17 @@ class LMHeadCost(LinearCost):
 
 
 def align_columns(columns: int, itemsize: int) -> int:
-    """The smallest number of columns, at least `columns`, whose rows fill whole multiples of
-    ALIGNMENT."""
+    """Round columns up so that rows are multiples of ALIGNMENT_BYTES."""
     multiple = max(ALIGNMENT_BYTES // itemsize, 1)
     return -(-columns // multiple) * multiple
 
 
 def chunk_slices(tokens: int, row_bytes: int) -> list[slice]:
-    """Ranges of tokens of which at most CHUNK bytes are needed at once, and never all of many.
+    """Split tokens into ranges of at most MAX_CHUNK_BYTES, at least two above MAX_UNCHUNKED_BYTES.
 
-    A power of two: matrix products come in tiles.
+    The length is a power of two: matrix products are computed in tiles.
     """
+    # Large logits get at least two chunks, so that they are never all in memory.
     many = tokens * row_bytes > MAX_UNCHUNKED_BYTES
     step = min(MAX_CHUNK_BYTES // max(row_bytes, 1), tokens // 2 if many else tokens)
     if step < tokens:

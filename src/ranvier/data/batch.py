@@ -1,4 +1,4 @@
-"""Batch: the samples of a step or of a part of it, as tensors."""
+"""Batch: samples of a step or of a micro-batch as tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ranvier.models.document_attention import Documents
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a step or of a part of it; all `[b, s]` but `samples`, `[b]`."""
+    """Samples of a step or of a micro-batch; all `[b, s]` but `samples`, `[b]`."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
     documents: Documents | Tensor | None = None
-    """Equal neighbours are one document; on a device as the cuts themselves."""
+    """Document ids, equal for neighbours in one document; on a device the boundaries themselves."""
     samples: Tensor | None = None
-    """Number in the run of each sample."""
+    """Index of each sample in the run."""
 
     def select(self, rows: slice) -> Batch:
-        """Some of the samples."""
+        """A slice of the samples."""
         return self._map_tensors(
             lambda x: x.select_samples(rows) if isinstance(x, Documents) else x[rows]
         )
@@ -41,7 +41,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
-        """The batch in memory from which copies to a device run by themselves."""
+        """The batch in pinned memory, for asynchronous copies to a device."""
         return self._map_tensors(lambda x: x if isinstance(x, Documents) else x.pin_memory())
 
     def _map_tensors(self, change: Callable[[Any], Any]) -> Batch:
@@ -50,12 +50,12 @@ class Batch:
         return Batch(**changed)
 
     def model_inputs(self) -> dict[str, Any]:
-        """What the model is called with."""
+        """Keyword arguments of the model."""
         names = ("tokens", "targets", "positions", "documents")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     def split_micro_batches(self, grid: Grid, size: int) -> list[Batch]:
-        """The micro-batches of this rank: its contiguous share of the samples, `size` at a time."""
+        """This rank's micro-batches: its contiguous share of the samples, `size` at a time."""
         axis = grid.axis_without_group("data", "expert", "depth")
         share, rest = divmod(self.tokens.shape[0], axis.size)
         assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)

@@ -1,7 +1,8 @@
-"""Stored corpora: for each input of a run the folder with its tokens, made when it is not there.
+"""Corpus cache: the directory with the tokens of each input of a run, created when missing.
 
-A prepared folder is used as it is. The pairs of others are indexed: hashes and manifest go to the
-cache, tokens stay in place. Everything else is prepared in the cache under a key of its content.
+A prepared directory is used as it is. Foreign Megatron pairs are indexed: hashes and manifest go to
+the cache, tokens stay in place. Everything else is prepared in the cache under a key of its
+content.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ DESCRIPTION_FILES = {
     *("corpus.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "README.md"),
 }
-"""Files beside pairs that describe them: no texts to train on."""
+"""Files next to pairs that describe them; not texts to train on."""
 DataFormat = Literal["auto", "text", "chat"]
 
 
@@ -52,11 +53,12 @@ def cache_corpus(
     verify: bool = False,
     progress: PrepareProgress | None = None,
 ) -> Path:
-    """The folder of an input's corpus; verify: compare the content of its files, not only sizes.
+    """The corpus directory of an input; verify: compare contents of its files, not only sizes.
 
     form: what its records are; template: a file in place of the tokenizer's own chat template.
     """
     path = Path(source)
+    # A prepared corpus, foreign Megatron pairs, or raw documents, in this order.
     if source != STDLIB and os.path.isfile(path / CORPUS_MANIFEST):
         folder = path
     elif source != STDLIB and (prefixes := pair_prefixes(path)):
@@ -65,6 +67,7 @@ def cache_corpus(
     else:
         known = load_tokenizer(tokenizer, cache)
         reader = DocumentReader(source, field=field, max_bytes=max_bytes)
+        # The key covers everything that determines the tokens.
         parts = [
             reader.content_digest(),
             known.fingerprint,
@@ -72,7 +75,7 @@ def cache_corpus(
             str(reader.max_bytes),
             str(FIRST_CORPUS_FORMAT),
         ]
-        # Only where the JSON leaves it open: corpora from before are found again.
+        # Only where the JSON does not determine it, so that older cache entries keep their keys.
         parts += [known.explicit_end_name] if known.explicit_end_name else []
         chat = None
         if holds_chats(reader, form):
@@ -90,12 +93,13 @@ def cache_corpus(
                 max_bytes=max_bytes,
                 progress=progress,
             )
+    # Also for a cached corpus: its files may have been damaged or removed since.
     CorpusManifest.read_from(folder).check_files(folder, verify=verify)
     return folder.resolve()
 
 
 def holds_chats(reader: DocumentReader, form: DataFormat) -> bool:
-    """Whether the records of an input are conversations: as is said, or as the first one looks."""
+    """Whether the records of an input are conversations, as configured or by the first record."""
     if form == "text":
         return False
     if not reader.is_tabular:
@@ -110,16 +114,19 @@ def holds_chats(reader: DocumentReader, form: DataFormat) -> bool:
     records = reader.read_records()
     try:
         first, _ = next(records)
-    except DataError:  # said where the texts are read
+    # Reported later, when the texts are read.
+    except DataError:
         return False
     finally:
         records.close()
+    # A record with the text field is a document, even if it has messages as well.
     return reader.field not in first and is_conversation(first)
 
 
 def pair_prefixes(path: Path) -> list[Path]:
-    """The Megatron pairs of a prefix, of one of its files or of a folder, if there are any."""
-    if os.path.isdir(path):  # unlike Path.is_dir, whatever the name
+    """The Megatron pairs of a prefix, of one of its files or of a directory; may be empty."""
+    # Unlike Path.is_dir, os.path.isdir does not raise for impossible names.
+    if os.path.isdir(path):
         if any(path.glob("*.idx")):
             found = [*path.glob("*.idx"), *path.glob("*.bin")]
         else:
@@ -137,7 +144,7 @@ def pair_prefixes(path: Path) -> list[Path]:
 
 
 def _refuse_texts(folder: Path, pair: Path) -> None:
-    """Refuse texts beside pairs: only the pairs would be read."""
+    """Refuse texts next to pairs: only the pairs would be read."""
     for file in sorted(folder.iterdir()):
         known = (
             file.name.startswith(".") or file.name in DESCRIPTION_FILES or suffix_of(file) is None
@@ -151,11 +158,11 @@ def _refuse_texts(folder: Path, pair: Path) -> None:
 
 
 def _tokenizer_beside(prefixes: Sequence[Path], name: str, cache: Path) -> Tokenizer | None:
-    """The tokenizer of pairs: the tokenizer.json beside them, or a path that was asked for."""
+    """The tokenizer of pairs: the tokenizer.json next to them, or a given path."""
     beside = prefixes[0].parent / "tokenizer.json"
     if os.path.lexists(beside):
         return load_tokenizer(beside, cache)
-    # A name is the choice for texts; these tokens may come from anywhere.
+    # A name is the default for texts; these tokens may come from any tokenizer.
     if name in TOKENIZER_NAMES:
         return None
     return load_tokenizer(name, cache)
@@ -168,7 +175,7 @@ def index_pairs(
     tokenizer: Tokenizer | None = None,
     progress: PrepareProgress | None = None,
 ) -> Path:
-    """The folder in the cache with hashes and manifest of pairs, one corpus in this order."""
+    """The cache directory with hashes and manifest of pairs, as one corpus in this order."""
     if tokenizer is None:
         fingerprint = ""
     else:
@@ -178,7 +185,7 @@ def index_pairs(
     else:
         told = []
     pairs = [IndexedDataset.open(prefix.absolute()) for prefix in prefixes]
-    # By name, size and time: their content is digested once, not at every start.
+    # Keyed by name, size and time: contents are hashed once, not at every start.
     labels = (_file_label(pair, suffix) for pair in pairs for suffix in PAIR_SUFFIXES)
     key = digest_of(str(FIRST_CORPUS_FORMAT), fingerprint, *told, *labels)
     folder = cache / "pairs" / key
@@ -230,9 +237,9 @@ def _index_pair(
     total: int,
     progress: PrepareProgress | None,
 ) -> CorpusShard:
-    """The shard of a pair; its hashes are written, its files digested.
+    """Index one pair: write its hashes and compute the checksums of its files.
 
-    before, total: bytes of the pairs before this one and of all.
+    before, total: bytes of the pairs before this one and of all pairs.
     """
     hashes = np.zeros(pair.num_documents, "<u8")
     for document in range(pair.num_documents):
@@ -244,6 +251,7 @@ def _index_pair(
                 f"to {tokens.max()}. A token is 0 or more and below 2^31. Make the pair again."
             )
         hashes[document] = tally.add_document(tokens)
+        # Report rarely: documents may be tiny.
         if progress is not None and (document % 1024 == 0 or document == pair.num_documents - 1):
             done = before + int(pair.document_bounds[document + 1]) * pair.dtype.itemsize
             progress(done, total, tally.num_documents, tally.num_tokens)

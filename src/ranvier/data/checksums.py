@@ -1,4 +1,4 @@
-"""Files with a stamp: size and digest, made while they are written, compared when they are read."""
+"""File checksums: size and digest, computed while writing and compared when reading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file is known by."""
+    """Size and digest of a file."""
 
     size: int
     digest: str
@@ -22,7 +22,7 @@ class FileChecksum:
 
 
 def digest_of(*parts: bytes | str) -> str:
-    """The digest of several parts, each with its length, so that their borders count too."""
+    """Digest of several parts, each with its length, so that their borders matter too."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, str):
@@ -35,10 +35,11 @@ def digest_of(*parts: bytes | str) -> str:
 
 
 def file_size(path: Path) -> int:
-    """The bytes of a regular file; an OSError for anything else: opening a FIFO waits forever."""
+    """Size of a regular file; OSError for anything else: opening a FIFO would block."""
     try:
         now = path.stat()
-    except ValueError as error:  # no name of a file: it holds a NUL or half a surrogate pair
+    # Not a valid file name: it contains a NUL or a lone surrogate.
+    except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     if not stat.S_ISREG(now.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -46,14 +47,14 @@ def file_size(path: Path) -> int:
 
 
 def file_checksum(path: Path) -> FileChecksum:
-    """The stamp of a file, read in pieces."""
+    """Checksum of a file, read in chunks."""
     with path.open("rb") as file:
         state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         return FileChecksum(file.tell(), state.hexdigest())
 
 
 class ChecksumWriter:
-    """A file being written whose stamp is known at its end without reading it again."""
+    """A new file whose checksum is computed while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -67,7 +68,7 @@ class ChecksumWriter:
         self._size += len(raw)
 
     def close(self) -> FileChecksum:
-        """Close the file; its stamp."""
+        """Close the file; return its checksum."""
         self._file.close()
         return FileChecksum(self._size, self._state.hexdigest())
 

@@ -1,9 +1,9 @@
-"""Corpus: the tokens of a prepared folder, mapped, and the windows a run reads of them.
+"""Corpus: the memory-mapped tokens of a prepared directory, and the windows a run reads from it.
 
-A part of a corpus (train or held out) is its documents laid one after the other and cut into
-windows of `seq` tokens; the last one is filled up. Nothing is left out: over all windows every
-token meets its successor in the same document exactly once. Whether a document is held out depends
-on its tokens only, so copies never stand on both sides.
+A split of a corpus (train or held out) is its documents concatenated and cut into windows of `seq`
+tokens; the last one is padded. Nothing is dropped: over all windows every token predicts its
+successor in the same document exactly once. Whether a document is held out depends only on its
+tokens, so that duplicates are never in both splits.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ CorpusSplit = Literal["train", "held_out"]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The documents of a folder as one range of tokens, shard after shard."""
+    """The documents of a directory as one range of tokens, shard after shard."""
 
     folder: Path
     manifest: CorpusManifest
     indexed_datasets: list[IndexedDataset]
     shard_starts: Ints
-    """Where each shard begins, in tokens."""
+    """First token of each shard."""
     document_starts: Ints
-    """Where each document begins."""
+    """First token of each document."""
     document_lengths: Ints
     document_hashes: NDArray[np.uint64]
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
-        """The corpus of a prepared folder; nothing is compared but numbers of documents."""
+        """Open a prepared directory; only the numbers of documents and tokens are verified."""
         folder = Path(folder)
         manifest = CorpusManifest.read_from(folder)
         pairs = []
@@ -67,6 +67,7 @@ class Corpus:
             pairs.append(pair)
             hashes.append(values)
         offsets = np.cumsum([0, *(pair.document_bounds[-1] for pair in pairs)], dtype=np.int64)[:-1]
+        # np.concatenate needs at least one array: a corpus may have no shard.
         empty = [np.zeros(0, np.int64)]
         return cls(
             folder,
@@ -83,14 +84,14 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """The tokenizer.json that made the tokens, None if the tokenizer is unknown."""
+        """The tokenizer.json of the tokens; None if the tokenizer is unknown."""
         if self.manifest.tokenizer:
             return self.folder / "tokenizer.json"
         return None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the folder, if it is the one that made the tokens."""
+        """The tokenizer of the directory, verified to be the one that produced the tokens."""
         path = self.tokenizer_path
         said = self.manifest
         if path is None:
@@ -109,7 +110,8 @@ class Corpus:
                 f"{path} is changed or damaged: its fingerprint is {found}. {rule}. {remedy}"
             )
         assert said.end is not None, said
-        # As it was when the tokens were made, whatever lies beside it now.
+        # The end token from the manifest, not from the tokenizer_config.json, which may have
+        # changed since.
         known = parse_tokenizer(text, str(path), end=said.end)
         if (known.vocab_size, known.eos_token_id) != (said.vocab, said.end):
             raise DataError(
@@ -121,7 +123,7 @@ class Corpus:
 
     @cached_property
     def chat_encoder(self) -> ChatEncoder | None:
-        """The chat template of the folder with its tokenizer; None if it holds texts."""
+        """The chat template with its tokenizer; None if the corpus holds plain text."""
         if not self.manifest.template or self.tokenizer is None:
             return None
         found = load_chat_template(self.tokenizer, self.folder)
@@ -137,27 +139,28 @@ class Corpus:
 
     @cached_property
     def loss_masks(self) -> list[NDArray[np.uint8]]:
-        """The masks of the shards of conversations, mapped."""
+        """The memory-mapped loss masks of the shards of conversations."""
         return [
             _map_mask(s.file_path(self.folder, MASK_SUFFIX), s.tokens) for s in self.manifest.shards
         ]
 
     def read_tokens(self, places: Ints) -> Ints:
-        """The tokens at increasing places."""
+        """The tokens at increasing positions."""
         return self._gather_places([pair.tokens for pair in self.indexed_datasets], places)
 
     def read_with_mask(self, places: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-        """The tokens of conversations at increasing places, and which are to be learnt."""
+        """The tokens of conversations at increasing positions, and which are learned."""
         return self.read_tokens(places), self._gather_places(self.loss_masks, places) > 0
 
     def count_learned(self, starts: Ints, lengths: Ints, *, learn_all: bool) -> Ints:
-        """How many tokens of each of some ranges are to be learnt; none reaches over a shard."""
+        """Number of learned tokens in each of some ranges; none crosses a shard."""
         if learn_all:
             return lengths
         counts = np.zeros(len(starts), np.int64)
         shards = np.searchsorted(self.shard_starts, starts, "right") - 1
         for shard in np.unique(shards):
             mine = shards == shard
+            # Prefix sums: the count of a range is a difference of two of them.
             sums = np.concatenate(
                 [np.zeros(1, np.int64), np.cumsum(self.loss_masks[shard], dtype=np.int64)]
             )
@@ -174,10 +177,13 @@ class Corpus:
         return out
 
     def select_documents(self, held_out: float = 0.0, part: CorpusSplit = "train") -> Ints:
-        """Numbers of the documents of a part that are not empty; held_out: see `stream`."""
+        """Indices of the non-empty documents of a split; held_out: see `open_stream`."""
         assert 0.0 <= held_out < 1.0, held_out
         there = self.document_lengths > 0
+        # Hashes are uniform in 64 bits: those below the fraction are held out, independent of order
+        # and of other documents.
         aside = there & (self.document_hashes < np.uint64(int(held_out * 2**64)))
+        # Never hold out everything: a tiny corpus is trained on instead.
         if np.array_equal(aside, there):
             aside[:] = False
         return np.flatnonzero(aside if part == "held_out" else there & ~aside)
@@ -192,16 +198,17 @@ class Corpus:
         truncate: Truncate = "right",
         learn: Learn = "answers",
     ) -> DocumentStream | ConversationStream | None:
-        """The documents of a part, None if it has none.
+        """The documents of a split; None if it has none.
 
-        held_out: share of the documents that are; none if nothing were left to train on. truncate,
-        learn: of conversations.
+        held_out: fraction of documents that are held out; none if nothing would be left to train
+        on. truncate, learn: for conversations.
         """
         assert seq >= 1, seq
         chosen = self.select_documents(held_out, part)
         if len(chosen) == 0:
             return None
         if self.manifest.template:
+            # A corpus prepared with learn=all has no mask of answers.
             options = {"packed": packed, "learn_all": "all" in (learn, self.manifest.learn)}
             chats = ConversationStream(self, chosen, seq, truncate=truncate, **options)
             if chats.num_windows:
@@ -209,15 +216,17 @@ class Corpus:
             return None
         lengths = self.document_lengths[chosen]
         ends = np.cumsum(lengths)
+        # Offset of a document: its place in the corpus minus its place in the stream.
         return DocumentStream(
             self, seq, packed, ends, self.document_starts[chosen] - (ends - lengths)
         )
 
     def check_vocab(self, vocab: int) -> None:
-        """Refuse tokens that a vocabulary cannot name."""
+        """Refuse tokens outside of a model's vocabulary."""
         if self.manifest.largest < vocab:
             return
         for pair in self.indexed_datasets:
+            # Scan in slices to bound the memory; this only runs to report an error.
             for start in range(0, len(pair.tokens), 1 << 24):
                 over = np.flatnonzero(pair.tokens[start : start + (1 << 24)] >= vocab)
                 if len(over):
@@ -237,30 +246,30 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class DocumentStream:
-    """The documents of a part of a corpus, one after the other."""
+    """The documents of a split, concatenated."""
 
     corpus: Corpus
     seq: int
     document_mask: bool
-    """Targets, positions and documents keep to a document; else all is one text."""
+    """Whether targets, positions and attention stay within a document."""
     document_ends: Ints
-    """Where each document ends in the stream."""
+    """End of each document in the stream."""
     corpus_offsets: Ints
-    """What leads from a place in the stream to that in the corpus, for each document."""
+    """Difference between a position in the corpus and in the stream, per document."""
 
     @property
     def num_documents(self) -> int:
-        """Documents that are not empty."""
+        """Number of non-empty documents."""
         return len(self.document_ends)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.document_ends[-1])
 
     @property
     def num_windows(self) -> int:
-        """Windows, the last one filled up."""
+        """Number of windows; the last one is padded."""
         return -(-self.num_tokens // self.seq)
 
     def read_sample(self, number: int) -> Window:
@@ -268,12 +277,13 @@ class DocumentStream:
         return self.read_window(number)
 
     def read_window(self, number: int) -> Window:
-        """Tokens `number * seq` and following of the stream."""
+        """The window of tokens from `number * seq` on."""
         assert 0 <= number < self.num_windows, (number, self.num_windows)
         first = number * self.seq
         count = min(self.seq, self.num_tokens - first)
-        # One more than the window holds: the last target may lie in the next one.
+        # One more token than the window holds: it is the last target.
         places = np.arange(first, min(first + count + 1, self.num_tokens))
+        # Search the few documents of this window only, not the whole list per token.
         low, high = np.searchsorted(self.document_ends, [places[0], places[-1]], "right")
         owners = low + np.searchsorted(self.document_ends[low : high + 1], places, "right")
         read = self.corpus.read_tokens(places + self.corpus_offsets[owners])
@@ -285,9 +295,12 @@ class DocumentStream:
         index = np.arange(self.seq)
         if not self.document_mask:
             return Window(tokens, targets, index, np.zeros(self.seq, np.int64))
+        # The last token of a document has no target.
         targets[:count][places[:count] == self.document_ends[owners] - 1] = IGNORE_INDEX
+        # Padding is a document of its own, so that nothing attends to it.
         documents = np.full(self.seq, owners[-1] - low + 1)
         documents[:count] = owners - low
+        # Positions restart at 0 with each document.
         begins = np.where(np.diff(documents, prepend=-1) > 0, index, 0)
         return Window(tokens, targets, index - np.maximum.accumulate(begins), documents)
 

@@ -1,4 +1,4 @@
-"""Data of a run: its corpora, checked against each other and mixed."""
+"""The data of a run: its corpora, checked against each other and mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ranvier.errors import DataError, PlanError
 
 @dataclass
 class RunData:
-    """What a run reads."""
+    """Training and validation data of a run."""
 
     train: CorpusMixture
     validation: CorpusMixture | None
@@ -29,34 +29,36 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """The digest of all corpora and their shares."""
+        """Digest of all corpora and their quotas."""
+        # Quotas, not weights: equal quotas give the same order of samples.
         prints = [corpus.manifest.fingerprint for corpus in self.corpora]
         return digest_of(*prints, *map(str, self.train.quotas))
 
     @property
     def vocab(self) -> int:
-        """The smallest vocabulary that names all tokens of corpora and tokenizer."""
+        """The smallest vocabulary that covers all tokens of corpora and tokenizer."""
         return max(max(c.manifest.vocab, c.manifest.largest + 1) for c in self.corpora)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the corpora, None if it is unknown."""
+        """The tokenizer of the corpora; None if it is unknown."""
         return next((corpus.tokenizer for corpus in self.corpora if corpus.tokenizer), None)
 
     @property
     def chat_encoder(self) -> ChatEncoder | None:
-        """The chat template of the corpora with their tokenizer, None if all are texts."""
+        """The chat template of the corpora with their tokenizer; None if all hold plain text."""
         return next((corpus.chat_encoder for corpus in self.corpora if corpus.chat_encoder), None)
 
     @property
     def summary_lines(self) -> list[str]:
-        """A line on each corpus."""
+        """One line per corpus, a second one for conversations."""
         lines = []
         for number, corpus in enumerate(self.corpora):
             known = corpus.manifest
             stream = self.train.streams[number]
             aside = known.documents - stream.num_documents
             if isinstance(stream, ConversationStream):
+                # Conversations that are left out are not held out.
                 aside -= stream.num_left_out
             lines.append(
                 f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
@@ -70,7 +72,7 @@ class RunData:
         return lines
 
     def check_vocab(self, vocab: int) -> None:
-        """Refuse tokens that a model's vocabulary cannot name."""
+        """Refuse tokens outside of a model's vocabulary."""
         for corpus in self.corpora:
             corpus.check_vocab(vocab)
 
@@ -88,7 +90,7 @@ def cache_corpora(
     verify: bool = False,
     progress: PrepareProgress | None = None,
 ) -> list[Path]:
-    """The folder of each input's corpus, made where it is not there; for one process of a run."""
+    """The prepared directory of each input, created if missing; for one process of a run."""
     return [
         cache_corpus(
             one,
@@ -117,10 +119,10 @@ def open_data(
     truncate: Truncate = "right",
     learn: Learn = "answers",
 ) -> RunData:
-    """The data of stored corpora, for every rank of a run.
+    """Open prepared corpora; called on every rank of a run.
 
-    weights: of the corpora; none: by their tokens. held_out: share of the documents. truncate,
-    learn: of conversations.
+    weights: of the corpora; None: by their tokens. held_out: fraction of the documents. truncate,
+    learn: for conversations.
     """
     _check_options(len(folders), seq, held_out)
     if weights:
@@ -135,8 +137,9 @@ def open_data(
     else:
         shares = [float(stream.num_tokens) for stream in streams]
     asides = [corpus.open_stream(seq, held_out, "held_out", **options) for corpus in corpora]
+    # Corpora without held-out documents or with weight 0 do not take part in validation.
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
-    # The seed does not count here: runs are compared on the same samples.
+    # Seed 0, whatever the seed of the run: runs are compared on the same validation samples.
     if kept:
         aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0)
     else:
@@ -184,6 +187,7 @@ def _open_train_stream(
             f"{name} has {corpus.manifest.documents} documents, all empty. A corpus needs "
             "at least one token. Choose another one."
         )
+    # With one token per document no token has a predecessor within its document.
     if options["packed"] and stream.num_tokens == stream.num_documents:
         raise DataError(
             f"{name} has nothing to learn: {stream.num_documents} documents to train on, each "
@@ -204,7 +208,7 @@ def _check_learn(corpora: Sequence[Corpus], learn: Learn) -> None:
 
 
 def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
-    # Read and compared on every rank, though a run may never encode a text.
+    # Read and compared on every rank, even though a run may never encode text.
     known = [corpus for corpus in corpora if corpus.tokenizer is not None]
     if len({corpus.manifest.tokenizer for corpus in known}) > 1:
         found = ", ".join(f"{c.manifest.source}: {c.manifest.tokenizer}" for c in known)

@@ -1,10 +1,10 @@
-r"""Pairs: the tokens of documents in Megatron's two files, `NAME.bin` and `NAME.idx`.
+r"""Megatron's indexed dataset: tokens of documents in two files, `NAME.bin` and `NAME.idx`.
 
-`.bin` is nothing but tokens. `.idx`, little-endian: `MMIDIDX\0\0`, version (u64, 1), type of the
-tokens (u8), number of sequences and of document borders (u64 each), lengths (i32) and byte pointers
-(i64) of the sequences, borders (i64): document d is sequences border[d] to border[d + 1]. The
-sequences lie one after the other, so a document is one range of tokens. Files are mapped, not read.
-Not handled: the modes of multimodal pairs, tokens that are floats.
+`.bin` holds tokens only. `.idx`, little-endian: `MMIDIDX\0\0`, version (u64, 1), type of the tokens
+(u8), number of sequences and of document borders (u64 each), lengths (i32) and byte pointers (i64)
+of the sequences, borders (i64): document d is sequences border[d] to border[d + 1]. Sequences are
+contiguous, so that a document is one range of tokens. Files are memory-mapped, not read. Not
+supported: the modes of multimodal pairs, tokens that are floats.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Types of tokens by their code; 6 and 7 are floats."""
+"""Token dtypes by their code; 6 and 7 are floats."""
 MAX_SEQUENCE_TOKENS = 2**31 - 1
-"""Tokens of a sequence; a longer document has several."""
+"""Maximum tokens of a sequence (lengths are i32); a longer document has several."""
 PAIR_REMEDY = "Copy or make the pair again."
 
 
 def pair_prefix(path: str | Path) -> Path:
-    """The common part of the names of a pair, from it or from one of its files."""
+    """The common prefix of a pair, from itself or from one of its files."""
     text = str(path)
     if text.endswith((".bin", ".idx")):
         return Path(text[:-4])
@@ -40,29 +40,30 @@ def pair_prefix(path: str | Path) -> Path:
 
 
 def pair_file(prefix: Path, suffix: str) -> Path:
-    """A file of a pair (a prefix may hold dots)."""
+    """A file of a pair (a prefix may contain dots)."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
 @dataclass(frozen=True, eq=False)
 class IndexedDataset:
-    """A checked pair: where its documents lie, and its tokens once they are asked for."""
+    """A validated pair: the document bounds, and the tokens on demand."""
 
     prefix: Path
     dtype: np.dtype[Any]
     document_bounds: NDArray[np.int64]
-    """Where each document begins, in tokens, and where the last one ends `[documents + 1]`."""
+    """First token of each document, and the end of the last one `[documents + 1]`."""
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones too."""
+        """Number of documents, including empty ones."""
         return len(self.document_bounds) - 1
 
     @cached_property
     def tokens(self) -> NDArray[Any]:
-        """All tokens, mapped."""
+        """All tokens, memory-mapped."""
         if self.document_bounds[-1] == 0:
-            return np.zeros(0, self.dtype)  # an empty file cannot be mapped
+            # An empty file cannot be mapped.
+            return np.zeros(0, self.dtype)
         path = pair_file(self.prefix, "bin")
         try:
             return np.memmap(path, self.dtype, "r", shape=(int(self.document_bounds[-1]),)).view(
@@ -79,12 +80,13 @@ class IndexedDataset:
 
     @classmethod
     def open(cls, path: str | Path) -> IndexedDataset:
-        """The pair of a prefix or of one of its files, with every number in the index checked."""
+        """Open the pair of a prefix or of one of its files; the whole index is validated."""
         prefix = pair_prefix(path)
         index = pair_file(prefix, "idx")
         dtype, lengths, pointers, borders = _read_index(index, _file_size(index))
         _check_sequences(index, dtype, lengths, pointers, _file_size(pair_file(prefix, "bin")))
         _check_borders(index, borders, len(lengths))
+        # Borders count sequences; prefix sums of the lengths turn them into tokens.
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         return cls(prefix, dtype, ends[borders])
 
@@ -103,7 +105,7 @@ IndexArrays = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray
 
 
 def _read_index(path: Path, size: int) -> IndexArrays:
-    """Type of the tokens, lengths, pointers and borders of an index file."""
+    """Token dtype, lengths, pointers and borders of an index file."""
     try:
         raw = np.fromfile(path, np.uint8)
     except OSError as error:
@@ -125,8 +127,10 @@ def _read_index(path: Path, size: int) -> IndexArrays:
             f"{', '.join(map(str, TOKEN_TYPES))}: "
             f"integers. {PAIR_REMEDY}"
         )
+    # Per sequence 4 bytes of length and 8 of pointer; 8 per border.
     expected = HEADER.size + 12 * sequences + 8 * borders
     if size != expected:
+        # Multimodal pairs append one mode byte per sequence.
         if size == expected + sequences:
             why = " (modes of a multimodal pair are not read)"
         else:
@@ -151,13 +155,14 @@ def _check_sequences(
     pointers: NDArray[np.int64],
     size: int,
 ) -> None:
-    """Refuse sequences that do not lie one after the other or do not fill the file of tokens."""
+    """Refuse sequences that are not contiguous or do not cover the file of tokens."""
     if (lengths < 0).any():
         first = int(np.argmax(lengths < 0))
         raise DataError(
             f"{path}: sequence {first} has length {lengths[first]}. It must be 0 or more. "
             f"{PAIR_REMEDY}"
         )
+    # In 64 bits, since the lengths are i32 and their sum may overflow.
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     wrong = pointers != ends - lengths.astype(np.int64) * dtype.itemsize
     if wrong.any():
@@ -176,7 +181,7 @@ def _check_sequences(
 
 
 def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> None:
-    """Refuse documents that overlap or leave sequences out."""
+    """Refuse documents that overlap or omit sequences."""
     if len(borders) == 0 or borders[0] != 0 or borders[-1] != sequences:
         if len(borders):
             ends = f"{borders[0]} to {borders[-1]}"
@@ -196,7 +201,7 @@ def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> No
 
 
 class IndexedDatasetBuilder:
-    """A pair being written, document by document."""
+    """Writes a pair, document by document."""
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
@@ -207,19 +212,20 @@ class IndexedDatasetBuilder:
 
     @property
     def num_documents(self) -> int:
-        """Documents so far."""
+        """Number of documents so far."""
         return len(self._borders) - 1
 
     def add_document(self, tokens: NDArray[Any]) -> None:
         """Append a document."""
         self._bin.write(tokens.astype(self.dtype).tobytes())
         whole, rest = divmod(len(tokens), MAX_SEQUENCE_TOKENS)
+        # An empty document still has one sequence, of length 0.
         self._lengths += [MAX_SEQUENCE_TOKENS] * whole + [rest] * (rest > 0 or whole == 0)
         self._borders.append(len(self._lengths))
         self.num_tokens += len(tokens)
 
     def close(self) -> dict[str, FileChecksum]:
-        """Write the index; the stamps of both files by suffix."""
+        """Write the index; return the checksums of both files by suffix."""
         stamps = {"bin": self._bin.close()}
         lengths = np.array(self._lengths, "<i4")
         sizes = lengths.astype("<i8") * self.dtype.itemsize
@@ -227,11 +233,12 @@ class IndexedDatasetBuilder:
         with ChecksumWriter(pair_file(self.prefix, "idx")) as index:
             index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._borders)))
             index.write(lengths.tobytes())
+            # Byte pointers: exclusive prefix sums.
             index.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
             index.write(np.array(self._borders, "<i8").tobytes())
             stamps["idx"] = index.close()
         return stamps
 
     def abandon(self) -> None:
-        """Close what is open, without an index."""
+        """Close open files without writing an index."""
         self._bin.close()

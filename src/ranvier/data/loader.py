@@ -1,7 +1,7 @@
-"""Loader: batches made ahead in a thread, and the rows of a batch that a rank reads.
+"""Loader: prefetches batches in a thread, and selects the samples of a batch that a rank reads.
 
-A rank reads only its own samples. Which they are follows from its coordinates alone, so the thread
-never makes a process group.
+A rank reads only its own samples. They follow from its coordinates alone, so that the thread never
+creates a process group.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ T = TypeVar("T")
 
 
 class SampleSource(Protocol):
-    """What has numbered samples: a mixture or a stream."""
+    """A source of numbered samples: a mixture or a stream."""
 
     @property
     def seq(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
 
     @property
     def document_mask(self) -> bool:
-        """Whether samples keep their documents apart."""
+        """Whether attention and positions stay within a document."""
 
     def read_sample(self, number: int) -> Window:
-        """The sample of a number."""
+        """The sample of this number."""
 
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for what is being made; a thread that hangs is left to its fate."""
+"""Seconds that close() waits for the batch in progress; a thread that hangs is abandoned."""
 
 
 class Loader(Generic[T]):
-    """make(first), make(first + 1), ..., made by a thread, at most `ahead` before their use.
+    """Yields make(first), make(first + 1), ..., prefetched by a thread, at most `ahead` of them.
 
-    patience: seconds after which a batch that does not come is an error.
+    patience: timeout in seconds for a single batch.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class Loader(Generic[T]):
         self._is_closed = self._has_hung = False
         self._wait_seconds = 0.0
         self._condition = threading.Condition()
+        # A daemon, since a read that hangs must not keep the process from exiting.
         self._thread = threading.Thread(target=self._make_batches, args=(first,), daemon=True)
         self._thread.start()
 
     def _make_batches(self, number: int) -> None:
         try:
             while self._wait_for_room():
+                # Outside of the lock: the consumer takes finished batches meanwhile.
                 made = self._make_item(number)
                 with self._condition:
                     self._ready.append(made)
@@ -83,7 +85,7 @@ class Loader(Generic[T]):
             text = f"Batch {number} cannot be read: {error}. Corpora stay as they are during a run."
             self._set_error(DataError(f"{text} Look at the file and its disk, then go on."))
         except BaseException as error:
-            # whatever it is, the consumer must see it instead of waiting
+            # Whatever it is, the consumer must raise it instead of waiting.
             self._set_error(error)
 
     def _set_error(self, error: BaseException) -> None:
@@ -92,7 +94,7 @@ class Loader(Generic[T]):
             self._condition.notify_all()
 
     def _wait_for_room(self) -> bool:
-        """Wait until another one may be made; False if the loader is closed."""
+        """Wait until another batch may be made; False if the loader is closed."""
         with self._condition:
             self._condition.wait_for(lambda: self._is_closed or len(self._ready) < self._max_ahead)
             return not self._is_closed
@@ -118,6 +120,7 @@ class Loader(Generic[T]):
                 )
             if self._is_closed:
                 raise StopIteration
+            # Batches made before an error are still delivered; the error comes after them.
             if self._ready:
                 made = self._ready.popleft()
                 self._number += 1
@@ -127,18 +130,19 @@ class Loader(Generic[T]):
             raise self._error
 
     def take_wait_seconds(self) -> float:
-        """Seconds the consumer stood waiting since the last call."""
+        """Seconds the consumer has waited since the last call."""
         waited = self._wait_seconds
         self._wait_seconds = 0.0
         return waited
 
     def close(self) -> None:
-        """End the thread, after what it is making; nothing more is given."""
+        """End the thread after the batch in progress; no further batch is delivered."""
         with self._condition:
             self._is_closed = True
             self._ready.clear()
             self._condition.notify_all()
-        # A launcher gives a rank that fails seconds to say why: none are spent on a hang.
+        # The launcher gives a failing rank a few seconds to report its error: do not spend them on
+        # a thread that hangs.
         self._thread.join(0.0 if self._has_hung else CLOSE_SECONDS)
 
     def __enter__(self) -> Loader[T]:
@@ -154,9 +158,10 @@ class Loader(Generic[T]):
 
 
 def rank_rows(batch: int, grid: Grid) -> range:
-    """Which samples of a batch this rank reads: a contiguous share over data, expert and depth."""
+    """Samples of a batch that this rank reads: a contiguous share over data, expert and depth."""
     size = 1
     index = 0
+    # Ranks along the other axes read the same samples.
     for axis in ("data", "expert", "depth"):
         size = size * grid.degrees[axis]
         index = index * grid.degrees[axis] + grid.index[axis]
@@ -168,7 +173,7 @@ def rank_rows(batch: int, grid: Grid) -> range:
 def load_micro_batches(
     samples: SampleSource, first: int, batch: int, grid: Grid, size: int, *, pin: bool = False
 ) -> list[Batch]:
-    """The micro-batches of this rank of samples `first` to `first + batch`, `size` at a time."""
+    """This rank's micro-batches of samples `first` to `first + batch`, `size` samples each."""
     numbers = [first + row for row in rank_rows(batch, grid)]
     windows = [samples.read_sample(number) for number in numbers]
     return _split_micro_batches(numbers, windows, size, packed=samples.document_mask, pin=pin)
@@ -177,10 +182,11 @@ def load_micro_batches(
 def validation_batches(
     samples: SampleSource, count: int, batch: int, grid: Grid, size: int, *, pin: bool = False
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of this rank of samples 0 to `count`, batch after batch.
+    """This rank's micro-batches of samples 0 to `count`, batch after batch.
 
-    The last batch is filled up with samples without targets.
+    The last batch is padded with samples without targets.
     """
+    # All ranks must take part in each batch; blank samples add nothing to the loss.
     blank = Window.without_targets(samples.seq)
     for first in range(0, count, batch):
         numbers = [first + row for row in rank_rows(batch, grid)]

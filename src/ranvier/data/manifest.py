@@ -1,13 +1,13 @@
-"""Manifest: what a prepared corpus is, in `corpus.json` beside its shards.
+"""Corpus manifest: the description of a prepared corpus in `corpus.json`, next to its shards.
 
-It is written last, so a folder that holds one is whole. A shard is a Megatron pair and the hashes
-of its documents (u64, little-endian); in a corpus of conversations also a mask, a byte a token: 1
-if it is to be learnt. Pairs of others stay where they are: only hashes and manifest
-are made for them, and the manifest names the pair by its absolute path.
+It is written last, so that a directory with a manifest is complete. A shard is a Megatron pair and
+the hashes of its documents (u64, little-endian); for conversations also a mask, one byte per token:
+1 if it is learned. Foreign pairs stay in place: only hashes and manifest are written for them, and
+the manifest refers to the pair by its absolute path.
 
-Format 2 has a digest over all other fields, as canonical JSON, so that no value changes unseen.
-Format 1 is the same without it and is still read: only `tokens` and `documents` of it are compared
-with the shards.
+Format 2 has a digest over all other fields, as canonical JSON, so that no value changes unnoticed.
+Format 1 is the same without the digest and is still read: only its `tokens` and `documents` are
+compared with the shards.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ CORPUS_MANIFEST = "corpus.json"
 SHARD_SUFFIXES = ("bin", "idx", "hash")
 """Suffixes of the files of a shard."""
 MASK_SUFFIX = "mask"
-"""That of the fourth file of a shard of conversations."""
+"""Suffix of the loss mask of a shard of conversations."""
 TOKEN_LIMIT = 2**31
-"""Tokens are below it."""
+"""Tokens are below this limit."""
 CORPUS_FORMAT = 2
 FIRST_CORPUS_FORMAT = 1
-"""The format without a digest; also what keys of a cache hold, whose tokens are the same."""
+"""The format without a digest; also part of cache keys, as its tokens are the same."""
 
 
 @dataclass(frozen=True)
 class CorpusShard:
-    """A pair, its hashes, and their stamps by suffix."""
+    """A pair, its hashes, and the checksums of its files by suffix."""
 
     pair: str
-    """Prefix of .bin and .idx: in the folder, or absolute."""
+    """Prefix of .bin and .idx: relative to the directory, or absolute."""
     hash: str
-    """Prefix of .hash, in the folder."""
+    """Prefix of .hash, relative to the directory."""
     documents: int
     tokens: int
     files: dict[str, FileChecksum]
 
     def file_path(self, folder: Path, suffix: str) -> Path:
-        """One of its files."""
+        """Path of one of its files."""
         return pair_file(
             folder / (self.hash if suffix in ("hash", MASK_SUFFIX) else self.pair), suffix
         )
@@ -57,18 +57,18 @@ class CorpusShard:
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """A corpus."""
+    """Description of a corpus."""
 
     source: str
     """What it was made from, for people."""
     fingerprint: str
     """Digest of the tokenizer's fingerprint and of length and hash of every document, in order."""
     tokenizer: str
-    """Fingerprint of the tokenizer, empty if it is unknown."""
+    """Fingerprint of the tokenizer; empty if it is unknown."""
     vocab: int
-    """Ids of the tokenizer; if it is unknown, the largest token and one."""
+    """Vocabulary size of the tokenizer; if it is unknown, the largest token plus 1."""
     end: int | None
-    """Token that ends a document, None if it is unknown."""
+    """End-of-document token; None if it is unknown."""
     documents: int
     tokens: int
     largest: int
@@ -76,7 +76,7 @@ class CorpusManifest:
     shards: list[CorpusShard]
     format: int = CORPUS_FORMAT
     template: str = ""
-    """Fingerprint of the chat template; empty: the documents are no conversations."""
+    """Fingerprint of the chat template; empty if the documents are plain text."""
     learn: str = "all"
     """What the masks of conversations mark: answers, or all."""
 
@@ -88,10 +88,11 @@ class CorpusManifest:
 
     @classmethod
     def read_from(cls, folder: Path) -> CorpusManifest:
-        """The manifest of a folder."""
+        """Read and validate the manifest of a directory."""
         path = folder / CORPUS_MANIFEST
         remedy = "Prepare the corpus again."
         try:
+            # Raises for anything but a regular file, before it is opened.
             file_size(path)
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format"]
@@ -102,6 +103,7 @@ class CorpusManifest:
                     f"and {CORPUS_FORMAT}. {remedy}"
                 )
             if version == CORPUS_FORMAT:
+                # Removed from the content, as it covers all other fields.
                 digest = _check_text(content.pop("digest"), "digest")
             else:
                 digest = None
@@ -111,6 +113,8 @@ class CorpusManifest:
                 )
                 for one in _check_type(content["shards"], list, "shards")
             ]
+            # An unknown or missing field raises TypeError here and is reported as a broken
+            # manifest.
             made = cls(**content | {"shards": shards})
             for number, shard in enumerate(shards):
                 _check_shard(shard, f"shard {number}: ", masked=bool(made.template))
@@ -129,19 +133,20 @@ class CorpusManifest:
         return made
 
     def check_files(self, folder: Path, *, verify: bool) -> None:
-        """Refuse missing files and wrong sizes; with `verify` also other contents."""
+        """Refuse missing files and wrong sizes; with `verify` also changed contents."""
         for shard in self.shards:
             for suffix, stamp in shard.files.items():
                 _check_file(shard.file_path(folder, suffix), stamp, folder, verify)
 
 
 def manifest_digest(fields: Mapping[str, Any]) -> str:
-    """The digest of all fields of a manifest but itself, however they are laid out."""
+    """Digest of all fields of a manifest but itself, independent of their layout."""
     return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
 def _check_type(value: Any, kind: type, name: str) -> Any:
-    if type(value) is not kind:  # a bool is no number here
+    # Not isinstance: a bool must not pass as a number.
+    if type(value) is not kind:
         raise TypeError(f"{name} is {value!r:.80}, not a {kind.__name__}")
     return value
 
@@ -153,7 +158,8 @@ def _check_count(value: Any, name: str) -> int:
 
 
 def _check_text(value: Any, name: str) -> str:
-    """A text that can be printed and, with a NUL aside, name a file."""
+    """A string that can be printed and, apart from NUL, used as a file name."""
+    # Raises for lone surrogates.
     os.fsencode(_check_type(value, str, name))
     return str(value)
 
@@ -173,7 +179,7 @@ def _check_shard(shard: CorpusShard, at: str, *, masked: bool) -> None:
 
 
 def _check_numbers(made: CorpusManifest) -> None:
-    """Refuse values that no corpus has; its shards are checked."""
+    """Refuse impossible values; the shards are already checked."""
     for name in ("source", "fingerprint", "tokenizer", "template"):
         _check_text(getattr(made, name), name)
     for name in ("format", "vocab", "largest", "documents", "tokens"):
@@ -189,6 +195,7 @@ def _check_numbers(made: CorpusManifest) -> None:
         raise ValueError("fingerprint is empty")
     if not made.largest < made.vocab <= TOKEN_LIMIT:
         raise ValueError(f"vocab is {made.vocab}, not above largest={made.largest} and up to 2^31")
+    # The end token is known exactly if the tokenizer is.
     if (made.end is None) == bool(made.tokenizer):
         raise ValueError(f"end is {made.end!r:.80}, but tokenizer is {made.tokenizer!r:.80}")
     if made.end is not None and _check_count(made.end, "end") >= made.vocab:
@@ -198,6 +205,7 @@ def _check_numbers(made: CorpusManifest) -> None:
 def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> None:
     try:
         size = file_size(path)
+        # Hashing is slow: it is skipped if the size alone shows a difference.
         if verify and size == stamp.size:
             digest = file_checksum(path).digest
         else:

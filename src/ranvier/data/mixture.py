@@ -1,9 +1,9 @@
-"""Order: which window is sample n of a run, as a function of (seed, n) and nothing else.
+"""Mixture: which window is sample n of a run, as a function of (seed, n) only.
 
 A period of 10,000 samples gives each stream a fixed quota, spread evenly with some jitter; so the
-number of a sample in its stream is known without counting, and a run resumes anywhere at once. Each
+index of a sample in its stream is known without counting, and a run resumes anywhere at once. Each
 epoch of a stream is a permutation of its windows: a Feistel network over a rectangle of about that
-many cells, walked until it lands inside.
+many cells, with cycle walking until it lands inside.
 """
 
 from __future__ import annotations
@@ -23,42 +23,46 @@ from ranvier.data.window import Window
 from ranvier.errors import PlanError
 
 PERIOD_SAMPLES = 10_000
-"""Samples in which every stream has its share."""
+"""Samples in which every stream has exactly its share."""
 FEISTEL_ROUNDS = 4
 _BITS_64 = 2**64 - 1
 
 
 def _mix_bits(x: Any) -> Any:
-    """64 bits that look random (the finaliser of splitmix64), of an int or an array of uint64."""
+    """Pseudo-random 64 bits (the finalizer of splitmix64) of an int or an array of uint64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _BITS_64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _BITS_64
     return x ^ (x >> 31)
 
 
 def permute_index(index: int, count: int, key: int) -> int:
-    """Where a pseudo-random permutation of `range(count)` takes an index."""
+    """Image of an index under a pseudo-random permutation of `range(count)`."""
     assert 0 <= index < count, (index, count)
+    # The smallest near-square rectangle with at least `count` cells: few walks are needed.
     rows = math.isqrt(count - 1) + 1
     cols = -(-count // rows)
     while True:
         row, col = divmod(index, cols)
         for number in range(FEISTEL_ROUNDS):
-            # Each half step adds to one side what depends on the other only: it can be undone.
+            # Each half round adds to one coordinate a function of the other only, which makes it
+            # invertible.
             row = (row + _mix_bits(key + (2 * number << 40) + col & _BITS_64)) % rows
             col = (col + _mix_bits(key + (2 * number + 1 << 40) + row & _BITS_64)) % cols
         index = row * cols + col
+        # Cycle walking: apply the permutation of the rectangle until it lands in range.
         if index < count:
             return index
 
 
 def stream_quotas(weights: Sequence[float]) -> list[int]:
-    """Samples of each stream in a period: the largest remainders, at least 1 if it has a weight."""
-    # A power of two: no sum overflows, and the shares are those of the weights to the last bit.
+    """Samples per period of each stream: largest remainders, at least 1 if its weight is not 0."""
+    # Scaling by a power of two is exact and keeps sums from overflowing.
     power = math.frexp(max(weights))[1]
     scaled = [math.ldexp(weight, -power) for weight in weights]
     total = math.fsum(scaled)
     exact = [PERIOD_SAMPLES * (weight / total) for weight in scaled]
     parts = [max(math.floor(x), 1) if w > 0 else 0 for x, w in zip(exact, weights, strict=True)]
+    # Positive if flooring left samples over, negative if the minimum of 1 took too many.
     while (missing := PERIOD_SAMPLES - sum(parts)) != 0:
         step = 1 if missing > 0 else -1
         able = [i for i, n in enumerate(parts) if weights[i] > 0 and n + step >= 1]
@@ -68,13 +72,13 @@ def stream_quotas(weights: Sequence[float]) -> list[int]:
 
 
 def check_weights(weights: Sequence[float], count: int) -> None:
-    """Refuse weights that do not say how to mix `count` corpora."""
+    """Refuse invalid weights for a mixture of `count` corpora."""
     problems = []
     remedy = "Give each corpus a weight, or none of them."
     if len(weights) != count:
         problems.append(f"{len(weights)} weights for {count} corpora. Each has one. {remedy}")
     for weight in weights:
-        # A comparison, not isfinite: that fails on an int beyond all floats.
+        # A comparison, since math.isfinite fails on an int beyond the range of floats.
         if not 0 <= weight <= sys.float_info.max:
             problems.append(f"A weight of {weight!s:.40}. It is finite and 0 or more. {remedy}")
     if not problems and not any(weights):
@@ -88,7 +92,7 @@ def check_weights(weights: Sequence[float], count: int) -> None:
 
 
 class CorpusMixture:
-    """Streams read in shares: sample n is a window of one of them."""
+    """Streams mixed by weight: sample n is a window of one of them."""
 
     def __init__(
         self,
@@ -104,26 +108,26 @@ class CorpusMixture:
 
     @property
     def seq(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self.streams[0].seq
 
     @property
     def document_mask(self) -> bool:
-        """Whether samples keep their documents apart."""
+        """Whether attention and positions stay within a document."""
         return self.streams[0].document_mask
 
     @property
     def num_windows(self) -> int:
-        """Different windows that can occur."""
+        """Number of different windows that can occur."""
         mixed = zip(self.streams, self.quotas, strict=True)
         return sum(stream.num_windows for stream, quota in mixed if quota)
 
     def pick_stream(self, number: int) -> tuple[int, int]:
-        """The stream of sample `number`, and how many samples of it came before."""
+        """The stream of sample `number`, and how many of its samples came before."""
         if len(self.streams) == 1:
             return 0, number
         period, place = divmod(number, PERIOD_SAMPLES)
-        # One assignment, so that threads may share a mixture.
+        # A single assignment, so that threads may share a mixture.
         known = self._period
         if known is None or known[0] != period:
             known = self._period = (period, *self._draw_period(period))
@@ -131,7 +135,7 @@ class CorpusMixture:
         return stream, period * self.quotas[stream] + int(known[2][place])
 
     def _draw_period(self, period: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Stream of each sample of a period, and its rank in that stream."""
+        """Stream of each sample of a period, and its index within the quota of that stream."""
         numbers = np.repeat(np.arange(len(self.quotas)), self.quotas)
         ranks = np.concatenate([np.arange(quota) for quota in self.quotas])
         times = []
@@ -140,8 +144,8 @@ class CorpusMixture:
             jitter = _mix_bits(np.arange(quota, dtype=np.uint64) + np.uint64(drawn)) >> np.uint64(
                 32
             )
-            # Rank j lies in the j-th of `quota` equal parts of the period; whole numbers, so that
-            # every machine has the same order.
+            # Sample j gets a time in the j-th of `quota` equal parts of the period; integers only,
+            # so that all machines agree on the order.
             grid = (np.arange(quota) << 32) + jitter.astype(np.int64)
             times.append((grid << 16) // max(quota, 1))
         order = np.lexsort((numbers, np.concatenate(times)))
@@ -151,6 +155,7 @@ class CorpusMixture:
         """Sample `number` of a run."""
         which, count = self.pick_stream(number)
         stream = self.streams[which]
+        # Each epoch has a permutation of its own.
         epoch, place = divmod(count, stream.num_windows)
         drawn = random_key(self.seed, "order", which, epoch)
         return stream.read_window(permute_index(place, stream.num_windows, drawn))

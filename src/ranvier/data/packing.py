@@ -1,10 +1,10 @@
-"""Packing: whole conversations in windows, and what is done with those that do not fit.
+"""Packs whole conversations into windows, and truncates or splits those that do not fit.
 
-The longest is placed first, each in the fullest window that has room for it (best fit decreasing):
-no conversation is cut for the sake of packing, and a window ends with padding. In a packed window
-attention and positions stay inside a conversation; else each has a window of its own. Only tokens
-that the mask marks are targets; a conversation without any is left out. All of it follows from
-lengths and masks, so every rank packs alike.
+The longest is placed first, each in the fullest window with enough room (best fit decreasing): no
+conversation is cut for the sake of packing, and windows end with padding. In a packed window
+attention and positions stay within a conversation; otherwise each has a window of its own. Only
+tokens in the loss mask are targets; a conversation without any is left out. Everything is
+determined by lengths and masks, so that all ranks pack alike.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Truncate = Literal["right", "left", "drop", "split"]
 
 @dataclass(frozen=True)
 class ConversationPieces:
-    """Parts of conversations that windows are made of; all `[pieces]`."""
+    """Pieces of conversations that windows are made of; all `[pieces]`."""
 
     starts: Ints
-    """Where each begins in the corpus."""
+    """First token of each piece in the corpus."""
     lengths: Ints
     continues: NDArray[np.bool_]
-    """Whether the conversation goes on behind it: its last token has a target, too."""
+    """Whether the conversation continues after the piece: its last token has a target too."""
     num_conversations: int
     num_long: int
-    """Conversations longer than a window."""
+    """Number of conversations longer than a window."""
     num_unlearned: int
-    """Conversations that were left out: nothing in them is to be learnt."""
+    """Number of conversations left out because nothing in them is learned."""
 
 
 def split_conversations(
     corpus: Corpus, chosen: Ints, seq: int, truncate: Truncate, *, learn_all: bool
 ) -> ConversationPieces:
-    """The parts of the chosen documents of a corpus that are learnt from."""
+    """The pieces of the chosen documents of a corpus that are learned from."""
     starts = corpus.document_starts[chosen]
     lengths = corpus.document_lengths[chosen]
     long = lengths > seq
@@ -53,6 +53,7 @@ def split_conversations(
         lengths = lengths[~long]
         owners = np.flatnonzero(~long)
     elif truncate == "split":
+        # Repeat each conversation per piece and number its pieces 0, 1, ...
         counts = -(-lengths // seq)
         owners = np.repeat(np.arange(len(lengths)), counts)
         number = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -60,31 +61,37 @@ def split_conversations(
         rest = lengths[owners] - number * seq
         lengths = np.minimum(rest, seq)
     else:
+        # `left` drops the beginning of a long conversation, `right` its end.
         starts = starts + (np.maximum(lengths - seq, 0) if truncate == "left" else 0)
         lengths, owners = np.minimum(lengths, seq), np.arange(len(lengths))
     follows = np.zeros(len(owners), bool)
     if truncate == "split":
         follows = rest > seq
-    # The first token of a piece is no target: nothing stands before it.
+    # The first token of a piece is not a target: nothing precedes it.
     heard = corpus.count_learned(starts + 1, lengths - 1 + follows, learn_all=learn_all) > 0
     there = np.zeros(len(chosen), bool)
     there[owners[heard]] = True
+    # Dropped conversations are counted as long, not as unlearned.
     silent = len(chosen) - int(there.sum()) - (int(long.sum()) if truncate == "drop" else 0)
     kept = (starts[heard], lengths[heard], follows[heard])
     return ConversationPieces(*kept, int(there.sum()), int(long.sum()), silent)
 
 
 def pack_pieces(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
-    """Which pieces lie in each window: all of them in order, and where windows begin in that.
+    """Pieces in window order, and the offset of each window in that order.
 
-    Best fit decreasing; equal lengths in the order they have.
+    Best fit decreasing; ties keep their order.
     """
+    # A stable sort makes the result the same on all ranks.
     order = np.argsort(-lengths, kind="stable")
-    spaces: list[int] = []  # of open windows, each once, rising
-    windows: dict[int, list[list[int]]] = {}  # by space
+    # Free space of open windows, distinct and sorted.
+    spaces: list[int] = []
+    # Open windows by their free space.
+    windows: dict[int, list[list[int]]] = {}
     made: list[list[int]] = []
     for number in order.tolist():
         size = int(lengths[number])
+        # The smallest space that is large enough: the fullest window.
         at = bisect_left(spaces, size)
         if at < len(spaces):
             space = spaces[at]
@@ -108,7 +115,7 @@ def pack_pieces(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
 
 
 class ConversationStream:
-    """The conversations of a part of a corpus, in windows."""
+    """The conversations of a split, in windows."""
 
     def __init__(
         self,
@@ -133,27 +140,27 @@ class ConversationStream:
 
     @property
     def num_documents(self) -> int:
-        """Conversations that are learnt from."""
+        """Number of conversations that are learned from."""
         return self.pieces.num_conversations
 
     @property
     def num_left_out(self) -> int:
-        """Conversations that are not."""
+        """Number of conversations that are left out."""
         return self.pieces.num_unlearned + (self.pieces.num_long if self.truncate == "drop" else 0)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all that is read of them."""
+        """Number of tokens of all pieces."""
         return int(self.pieces.lengths.sum())
 
     @property
     def num_windows(self) -> int:
-        """Windows, each filled up."""
+        """Number of windows, each padded."""
         return len(self._bounds) - 1
 
     @property
     def summary_line(self) -> str:
-        """What became of the conversations, in words."""
+        """A summary of what was packed, cut and left out."""
         found = self.pieces
         done = {"drop": "left out", "split": "split"}
         share = self.num_tokens / max(self.num_windows * self.seq, 1)
@@ -175,7 +182,7 @@ class ConversationStream:
         return self.read_window(number)
 
     def read_window(self, number: int) -> Window:
-        """The conversations of a window, one after the other, and padding."""
+        """The conversations of a window, concatenated and padded."""
         assert 0 <= number < self.num_windows, (number, self.num_windows)
         tokens = np.zeros(self.seq, np.int64)
         targets = np.full(self.seq, IGNORE_INDEX, np.int64)
@@ -187,6 +194,7 @@ class ConversationStream:
             size = int(self.pieces.lengths[piece])
             more = int(self.pieces.continues[piece])
             start = int(self.pieces.starts[piece])
+            # One token more where the conversation continues: it is the last target of the piece.
             read, mask = self.corpus.read_with_mask(np.arange(start, start + size + more))
             here = slice(at, at + size)
             tokens[here] = read[:size]
@@ -198,6 +206,7 @@ class ConversationStream:
             positions[here] = np.arange(size)
             documents[here] = count
             at += size
+        # Padding is a document of its own with its own positions.
         positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
         if not self.document_mask:
             return Window(tokens, targets, np.arange(self.seq), np.zeros(self.seq, np.int64))

@@ -1,7 +1,7 @@
-"""Preparing: documents to tokens, once, in a folder that is whole or not there.
+"""Tokenizes documents once, into a directory that is either complete or absent.
 
-Everything is written to a hidden folder beside the target and renamed at the end. The fingerprint
-covers the tokens of every document and the tokenizer, not how they lie in shards.
+Everything is written to a hidden directory next to the target and renamed at the end. The
+fingerprint covers the tokens of every document and the tokenizer, not the division into shards.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 
 PrepareProgress = Callable[[int, int, int, int], None]
-"""Called with bytes done, bytes in all, documents and tokens so far."""
+"""Called with bytes done, total bytes, documents and tokens so far."""
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 20
 SHARD_TOKENS = 1 << 28
 
 
 def document_hash(tokens: NDArray[Any]) -> int:
-    """64 bits of a document's tokens, whatever their type: equal documents have equal ones."""
+    """64-bit hash of a document's tokens, independent of their dtype."""
+    # One fixed width and byte order: the hash must not depend on how tokens are stored.
     raw = tokens.astype("<u4").tobytes()
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
 class CorpusTally:
-    """What is known of a corpus after its documents so far."""
+    """Running totals and fingerprint of the documents so far."""
 
     def __init__(self, tokenizer: str) -> None:
         self.num_documents = self.num_tokens = 0
@@ -50,7 +51,7 @@ class CorpusTally:
         self._state = hashlib.blake2b(tokenizer.encode(), digest_size=DIGEST_BYTES)
 
     def add_document(self, tokens: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> int:
-        """Count a document; its hash."""
+        """Count a document; return its hash."""
         value = document_hash(tokens)
         if mask is not None:
             self._state.update(np.packbits(mask).tobytes())
@@ -58,17 +59,18 @@ class CorpusTally:
         self.num_tokens += len(tokens)
         if len(tokens):
             self.largest_token = max(self.largest_token, int(tokens.max()))
+        # Length and hash of each document: the fingerprint does not depend on the shards.
         self._state.update(len(tokens).to_bytes(8, "little") + value.to_bytes(8, "little"))
         return value
 
     @property
     def fingerprint(self) -> str:
-        """The digest of the documents so far."""
+        """Digest of the documents so far."""
         return self._state.hexdigest()
 
 
 class ShardWriter:
-    """The shards of a folder being written."""
+    """Writes the shards of a corpus."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
         self.folder = folder
@@ -82,7 +84,7 @@ class ShardWriter:
     def add_document(
         self, tokens: NDArray[Any], value: int, mask: NDArray[np.bool_] | None = None
     ) -> None:
-        """Append a document; a full shard is closed before it."""
+        """Append a document; if the shard would become too large, start a new one."""
         if self._builder is not None and self._builder.num_tokens + len(tokens) > self.shard_tokens:
             self.close()
         if self._builder is None:
@@ -97,9 +99,10 @@ class ShardWriter:
             self._masks.write(mask.astype(np.uint8).tobytes())
 
     def close(self) -> None:
-        """Finish the shard."""
+        """Finish the current shard."""
         if self._builder is None:
             return
+        # Cleared first, so that `abandon` does not close the files a second time after an error.
         pair = self._builder
         self._builder = None
         name = pair.prefix.name
@@ -135,10 +138,10 @@ def prepare_corpus(
     shard_tokens: int = SHARD_TOKENS,
     progress: PrepareProgress | None = None,
 ) -> CorpusManifest:
-    """Tokenize files, folders or "stdlib" into a corpus folder; its manifest.
+    """Tokenize files, directories or "stdlib" into a corpus directory; return its manifest.
 
-    chat: for conversations, of which the tokens to `learn` are marked.
-    max_bytes: how much of "stdlib" is read. An `out` that holds this very corpus is left alone.
+    chat: for conversations, of which the tokens to `learn` are marked. max_bytes: how much of
+    "stdlib" is read. An `out` that holds the same corpus already is left alone.
     """
     if shard_tokens < 1 or not inputs:
         raise PlanError(
@@ -146,9 +149,11 @@ def prepare_corpus(
             "Name an input and a larger shard."
         )
     out = Path(out)
+    # Checked before hours of tokenization, not only at the final rename.
     refuse_other_content(out)
     readers = [DocumentReader(path, field=field, max_bytes=max_bytes) for path in inputs]
     with assemble_folder(out) as folder:
+        # Two bytes per token if all ids fit.
         shards = ShardWriter(
             folder, "<u2" if tokenizer.vocab_size <= 65536 else "<i4", shard_tokens
         )
@@ -178,6 +183,7 @@ def prepare_corpus(
             template="" if chat is None else chat.template.fingerprint,
             learn="all" if chat is None else learn,
         )
+        # Last: a directory with a manifest is complete.
         made.write_to(folder)
         return publish_corpus(made, folder, out)
 
@@ -206,7 +212,7 @@ def _write_documents(
 def _tokenize_texts(
     readers: Sequence[DocumentReader], tokenizer: Tokenizer
 ) -> Iterator[list[TokenizedDocument]]:
-    """Tokens of texts, each with an end."""
+    """Tokens of texts, each with an end token."""
     end = np.array([tokenizer.eos_token_id], np.uint32)
     for reader in readers:
         for texts in _batch_texts(reader):
@@ -216,7 +222,7 @@ def _tokenize_texts(
 def _tokenize_conversations(
     readers: Sequence[DocumentReader], _: Tokenizer, *, chat: ChatEncoder, learn: Learn
 ) -> Iterator[list[TokenizedDocument]]:
-    """Tokens and masks of conversations, whose template ends them."""
+    """Tokens and masks of conversations, which end as their template says."""
     for reader in readers:
         batch: list[TokenizedDocument] = []
         for record, at in reader.read_records():
@@ -228,7 +234,7 @@ def _tokenize_conversations(
 
 
 def _batch_texts(texts: Iterator[str] | DocumentReader) -> Iterator[list[str]]:
-    """Documents to encode at once: many, but not much text."""
+    """Batches of documents to encode at once, limited in number and in total text."""
     batch: list[str] = []
     size = 0
     for text in texts:
@@ -274,8 +280,9 @@ def _write_error(out: Path, error: OSError) -> DataError:
 
 @contextmanager
 def assemble_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` to write into; all that was made is removed if not renamed."""
+    """A hidden directory next to `out` to write into; removed unless it was renamed."""
     folder = out.absolute().with_name(f".{out.absolute().name}.{secrets.token_hex(4)}")
+    # Remember which parents are created here, to remove them after a failure.
     missing = [above for above in folder.parents if not os.path.lexists(above)]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -285,19 +292,20 @@ def assemble_folder(out: Path) -> Iterator[Path]:
         raise _write_error(out, error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        # Folders made for it go too, the innermost first; one that holds something stays.
+        # Remove created parents as well, the innermost first; one that is not empty stays.
         for above in missing:
             with suppress(OSError):
                 above.rmdir()
 
 
 def publish_corpus(made: CorpusManifest, folder: Path, out: Path) -> CorpusManifest:
-    """Rename a finished folder to `out`, unless it holds the same corpus already."""
+    """Rename a finished directory to `out`, unless it holds the same corpus already."""
     try:
+        # Atomic; it succeeds only if `out` does not exist or is an empty directory.
         os.rename(folder, out)
         return made
     except OSError:
-        # Not empty: a corpus from before, or from another process a moment ago.
+        # Not empty: an earlier corpus, or one that another process has just written.
         if not (out / CORPUS_MANIFEST).is_file():
             raise
     found = CorpusManifest.read_from(out)

@@ -1,8 +1,8 @@
-"""Saved datasets: folders that `Dataset.save_to_disk` of the package datasets has written.
+"""Directories written by `Dataset.save_to_disk` of Hugging Face datasets.
 
-Such a folder holds its rows in arrow files, which `state.json` lists, and `dataset_info.json`. A
-`DatasetDict` is a folder with `dataset_dict.json` and one such folder per split. The package itself
-is not needed to read them.
+Such a directory holds its rows in arrow files, which `state.json` lists, and `dataset_info.json`. A
+`DatasetDict` is a directory with `dataset_dict.json` and one such directory per split. The package
+itself is not needed to read them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ ARROW_SUFFIX = ".arrow"
 
 
 def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
-    """The arrow files of a saved dataset, in order; None: the folder is none. names: its files."""
+    """The arrow files of a saved dataset, in order; None if it is not one. names: its files."""
     if STATE_FILE not in names or not any(name.endswith(ARROW_SUFFIX) for name in names):
         return None
     table = _read_json_object(folder / STATE_FILE)
     listed = table.get("_data_files")
+    # An indices mapping selects rows; ignoring it would train on rows that were filtered out.
     if table.get("_indices_data_files"):
         raise DataError(
             f"{folder} is a dataset that was saved with a list of the rows that count "
@@ -38,6 +39,7 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     else:
         each = []
     files = [one.get("filename") for one in each if isinstance(one, dict)]
+    # Only names of files in this very directory: a path could lead anywhere.
     sound = [name for name in files if isinstance(name, str) and name in names]
     if not sound or len(sound) != len(each):
         raise DataError(
@@ -49,7 +51,7 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
 
 
 def only_split(folder: Path, names: Sequence[str]) -> str | None:
-    """The one split of a saved DatasetDict; None: the folder is none."""
+    """The single split of a saved DatasetDict; None if it is not one."""
     if SPLITS_FILE not in names:
         return None
     splits = _read_json_object(folder / SPLITS_FILE).get("splits")
@@ -73,7 +75,7 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
 
 
 def metadata_files(names: Sequence[str]) -> set[str]:
-    """Files of a folder that describe arrow files beside them and hold no rows."""
+    """Files of a directory that describe arrow files and hold no rows."""
     arrow = any(name.endswith(ARROW_SUFFIX) for name in names)
     if arrow or SPLITS_FILE in names:
         return {STATE_FILE, INFO_FILE, SPLITS_FILE}

@@ -1,8 +1,8 @@
-"""Sources: documents of text files, JSON lines, parquet and arrow files, folders and the standard
-library.
+"""Reads documents from text, JSON lines, parquet and arrow files, directories and the stdlib.
 
-A text file is one document, a line of JSON or a row of a table another; empty ones are left out.
-Everything is read in one fixed order and as a stream, but a text file is held whole.
+A text file is one document, and so is each line of JSON and each row of a table; empty ones are
+skipped. Everything is read in a fixed order and streamed, except that a text file is read as a
+whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 TABLE_SUFFIXES = (".parquet", ARROW_SUFFIX)
 SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, *TABLE_SUFFIXES)
 BATCH_ROWS = 1024
-"""Rows of a table that are held at once."""
+"""Rows of a table that are held in memory at once."""
 STDLIB = "stdlib"
-"""The name of the standard library as a corpus."""
+"""Name of the Python standard library as a corpus."""
 SKIPPED_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -40,16 +40,16 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "__pycache__",
 }
-"""Folders of the standard library that are no part of the corpus."""
+"""Directories of the standard library that are not part of the corpus."""
 
 
 class DocumentReader:
-    """The documents of one input, and how far they are read."""
+    """Reads the documents of one input and tracks the progress."""
 
     def __init__(
         self, path: str | Path, *, field: str = "text", max_bytes: int | None = None
     ) -> None:
-        """Find the files; max_bytes: of the standard library read only so many."""
+        """Find the files; max_bytes: limit for the standard library."""
         self.name = str(path)
         self.field = field
         self.is_stdlib = path == STDLIB
@@ -66,15 +66,17 @@ class DocumentReader:
         if self.max_bytes is not None:
             self.total_bytes = min(self.total_bytes, self.max_bytes)
         self.done_bytes = 0
-        """Bytes read."""
+        """Bytes read so far."""
 
     def __iter__(self) -> Iterator[str]:
-        """The documents; empty ones are left out, but there must be one."""
+        """Yield the non-empty documents; an error if there is none."""
         self.done_bytes = 0
         found = False
         for file in self.files:
             before = self.done_bytes
             for text, position in self._read_file(file):
+                # Positions are approximate (compressed files, tables): never report more than the
+                # total.
                 self.done_bytes = min(before + position, self.total_bytes)
                 if text:
                     found = True
@@ -95,7 +97,7 @@ class DocumentReader:
         )
 
     def read_records(self) -> Generator[tuple[dict[str, Any], str]]:
-        """The records of all files and where each stands; there must be one."""
+        """Yield the records of all files with their locations; an error if there is none."""
         self.done_bytes = 0
         found = False
         for file in self.files:
@@ -118,7 +120,7 @@ class DocumentReader:
 
     def _read_file(self, file: Path) -> Iterator[tuple[str, int]]:
         if self.is_stdlib:
-            # The last file may be cut inside a character.
+            # The limit may cut the last file within a UTF-8 character, hence errors=ignore below.
             if self.max_bytes is None:
                 left = None
             else:
@@ -135,8 +137,9 @@ class DocumentReader:
             yield from _read_row_texts(file, self.field)
 
     def content_digest(self) -> str:
-        """The digest of all that is read: kind and content of each file, in order."""
+        """Digest of everything that is read: type and content of each file, in order."""
         if self.is_stdlib:
+            # Only a part of the last file may be read, so that digests of files would not do.
             return digest_of(*self)
         parts = []
         for file in self.files:
@@ -150,12 +153,12 @@ class DocumentReader:
 def read_documents(
     path: str | Path, field: str = "text", *, max_bytes: int | None = None
 ) -> Iterator[str]:
-    """The documents of a file, a folder or the standard library ("stdlib")."""
+    """The documents of a file, a directory or the standard library ("stdlib")."""
     return iter(DocumentReader(path, field=field, max_bytes=max_bytes))
 
 
 def import_optional(name: str, use: str) -> Any:
-    """An optional package, imported when it is needed."""
+    """Import an optional package when it is needed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -167,9 +170,9 @@ def import_optional(name: str, use: str) -> Any:
 
 
 def suffix_of(path: Path) -> str | None:
-    """The suffix that says how a file is read, None for an unknown one."""
+    """The suffix that determines how a file is read; None for an unknown one."""
     name = path.name.lower()
-    # the longest first: .jsonl.gz before .gz
+    # The longest suffix first: .jsonl.gz before .gz.
     return next((s for s in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(s)), None)
 
 
@@ -190,8 +193,9 @@ def _file_size(path: Path) -> int:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """The files of a path, of a folder sorted by relative path."""
-    if not os.path.isdir(path):  # unlike Path.is_dir, whatever the name
+    """The files of a path; those of a directory sorted by relative path."""
+    # Unlike Path.is_dir, os.path.isdir does not raise for impossible names.
+    if not os.path.isdir(path):
         _file_size(path)
         if suffix_of(path) is None:
             raise DataError(
@@ -202,11 +206,13 @@ def _list_files(path: Path) -> list[Path]:
     found = []
     try:
         for folder, below, names in os.walk(path, onerror=_raise_error):
+            # Changing the list in place tells os.walk where to descend.
             below[:] = [name for name in below if not name.startswith(".")]
             split = only_split(Path(folder), names)
             if split is not None:
                 below[:] = [name for name in below if name == split]
             saved = saved_files(Path(folder), names)
+            # A directory written by save_to_disk: exactly the files that it lists are read.
             if saved is not None:
                 below.clear()
                 names = [file.name for file in saved]
@@ -229,7 +235,7 @@ def _raise_error(error: OSError) -> None:
 
 @contextmanager
 def _open_content(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file as it lies on disk, and its content."""
+    """Open a file; yields the raw file, for its position, and the decompressed content."""
     try:
         with path.open("rb") as raw:
             if path.name.lower().endswith(".gz"):
@@ -248,7 +254,7 @@ def _open_content(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _decode_utf8(raw: bytes, path: Path, start: int) -> str:
-    """Bytes of a file as text; `start`: where in the file they lie."""
+    """Decode bytes of a file; `start`: their offset in the file."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -256,6 +262,7 @@ def _decode_utf8(raw: bytes, path: Path, start: int) -> str:
             f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {start + error.start}. "
             "Texts are read as UTF-8. Convert the file (iconv -t UTF-8)."
         ) from None
+    # A byte order mark at the start of a file is not part of the text.
     if start == 0:
         return text.removeprefix("\ufeff")
     return text
@@ -267,7 +274,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_line_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """Document and bytes read so far of each line of JSON."""
+    """Document and bytes read so far, for each line of JSON."""
     for line, at, position in _number_lines(path):
         record = _parse_object(line, at, f'{{"{field}": "..."}}')
         if field not in record:
@@ -276,7 +283,7 @@ def _read_line_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _number_lines(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Line, its place and bytes read so far; empty lines are left out."""
+    """Line, its location and bytes read so far; empty lines are skipped."""
     with _open_content(path) as (raw, content):
         start = 0
         for number, line in enumerate(content, 1):
@@ -287,7 +294,7 @@ def _number_lines(path: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Record, its place and bytes read so far: of each line, or of one array in a .json file."""
+    """Record, location and bytes read so far: per line, or per element of a .json array."""
     form = '{"messages": [...]}'
     if "json" in path.name.lower().split(".") and _first_character(path) == "[":
         try:
@@ -298,6 +305,7 @@ def _read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
             ) from None
         for number, record in enumerate(records):
             at = f"{path}: record {number}"
+            # The array is parsed at once: progress is estimated from the number of the record.
             yield _check_object(record, at, form), at, _file_size(path) * number // len(records)
         return
     for line, at, position in _number_lines(path):
@@ -339,6 +347,7 @@ def _check_string(value: Any, field: str, at: str) -> str:
 
 def _missing_field_error(field: str, names: Iterable[str], at: str, thing: str) -> DataError:
     known = list(names)
+    # A cutoff of 0 always suggests one of the fields that are there.
     near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
     shown = ", ".join(map(repr, known[:20])) or "none"
     if near:
@@ -352,13 +361,13 @@ def _missing_field_error(field: str, names: Iterable[str], at: str, thing: str) 
 
 
 def _read_row_texts(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """Document and bytes read so far of each row of a table."""
+    """Document and bytes read so far, for each row of a table."""
     for record, at, position in _read_rows(path, field):
         yield _check_string(record[field], field, at), position
 
 
 def _read_rows(path: Path, field: str | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """Record, its place and bytes read so far of each row; field: only this column."""
+    """Record, location and bytes read so far, for each row; field: only this column."""
     arrow = import_optional("pyarrow", f"reading {path}")
     size = _file_size(path)
     number = 0
@@ -383,7 +392,7 @@ def _read_rows(path: Path, field: str | None = None) -> Iterator[tuple[dict[str,
 
 
 def _parquet_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
-    """Rows of a parquet file, and bytes read so far as a share of them."""
+    """Batches of rows of a parquet file, and bytes read so far, estimated from the rows."""
     parquet = import_optional("pyarrow.parquet", f"reading {path}")
     done = 0
     with parquet.ParquetFile(path) as file:
@@ -398,10 +407,11 @@ def _parquet_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]
 
 
 def _arrow_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
-    """Rows of an arrow file, which is a stream (as datasets writes it) or a file of batches."""
+    """Batches of rows of an arrow file: a stream (as datasets writes it) or a file of batches."""
     arrow = import_optional("pyarrow", f"reading {path}")
     ipc = import_optional("pyarrow.ipc", f"reading {path}")
     with arrow.memory_map(str(path)) as source:
+        # The random-access format starts with this magic; the streaming format has none.
         stream = source.read(6) != b"ARROW1"
         source.seek(0)
         if stream:
@@ -413,19 +423,21 @@ def _arrow_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
         if stream:
             whole = reader
         else:
+            # Lazily, one batch at a time.
             whole = map(reader.get_batch, range(reader.num_record_batches))
         for batch in whole:
             if field is None:
                 some = batch
             else:
                 some = batch.select([field])
-            some.validate(full=True)  # offsets in it may lead anywhere
+            # The file is untrusted: offsets in it may point anywhere in memory.
+            some.validate(full=True)
             for start in range(0, len(some), BATCH_ROWS):
                 yield some.slice(start, BATCH_ROWS), source.tell()
 
 
 def _library_files(limit: int | None) -> list[Path]:
-    """The files of the standard library, in order, until they hold `limit` bytes."""
+    """The files of the standard library, in order, up to `limit` bytes in total."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     size = 0
@@ -441,7 +453,7 @@ def _library_files(limit: int | None) -> list[Path]:
 
 
 def _walk_sources(root: Path) -> Iterator[Path]:
-    """Sources and texts of a folder, then of the folders below it, sorted."""
+    """Source and text files of a directory, then of its subdirectories, sorted."""
     entries = sorted(root.iterdir())
     yield from (path for path in entries if path.suffix in (".py", ".txt") and path.is_file())
     for folder in entries:

@@ -1,10 +1,10 @@
-"""Tokenizers: text to ids and back, each known by the digest of its `tokenizer.json`.
+"""Tokenizers: text to ids and back, each identified by the digest of its `tokenizer.json`.
 
-Two kinds. Bytes needs nothing; its file is the byte-level BPE without merges that it equals, so
-other tools read it too. Everything else runs through the `tokenizers` library, imported when text
-is first encoded: ids and fingerprint are read from the JSON alone. Its end is the `eos_token` of
-the files beside it, else a token with a usual name. Special tokens that occur in a text are text: a
-document cannot end itself.
+There are two kinds. `bytes` needs no library; its file is the equivalent byte-level BPE without
+merges, so that other tools can read it. All others use the `tokenizers` library, imported when text
+is first encoded: ids and fingerprint are read from the JSON alone. The end token is the `eos_token`
+of the files next to it, else a token with a common name. Special tokens that occur in a text are
+plain text: a document cannot end itself.
 """
 
 from __future__ import annotations
@@ -34,45 +34,44 @@ from ranvier.errors import DataError, PlanError
 from ranvier.system import safe_files
 
 STANDARD_VOCAB = 4096
-"""Ids of the standard tokenizer."""
+"""Number of ids of the standard tokenizer."""
 STANDARD_BYTES = 4_000_000
-"""How much of the standard library it is trained on."""
+"""Bytes of the standard library that it is trained on."""
 END_TOKEN = "<|end|>"
 END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""Names of the token that ends a document, in the order in which they are looked for, where the
-files beside a tokenizer.json name none."""
+"""Common names of the end token, in order of precedence, used if no file names one."""
 TOKENIZER_NAMES = ("bytes", "standard")
 ID_LIMIT = 2**31
-"""Ids of a tokenizer, at most: tokens are stored in 32 bits with a sign."""
+"""Upper limit of ids: tokens are stored as signed 32-bit integers."""
 TRAINED_VOCAB_RANGE = (257, 2**20)
-"""Ids of a tokenizer that is trained: the bytes and an end, and what fits in memory."""
+"""Ids of a trained tokenizer: at least the bytes and an end, at most what fits in memory."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `tokenizer.json` and what is known of it without the library that runs it."""
+    """A `tokenizer.json` and what is known of it without the `tokenizers` library."""
 
     json_text: str
     vocab_size: int
-    """Number of ids: the largest and one."""
+    """Number of ids: the largest one plus 1."""
     eos_token_id: int
     """Id of the token that ends a document."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """The digest of the canonical JSON."""
+        """Digest of the canonical JSON."""
         return fingerprint_of(self.json_text)
 
     @cached_property
     def explicit_end_name(self) -> str:
-        """The name of the end where the JSON alone would not give it; else empty."""
+        """Name of the end token if the JSON alone would not determine it; else empty."""
         if _find_end(self._ids_by_token) == self.eos_token_id:
             return ""
         return self.token_names.get(self.eos_token_id, "")
 
     @cached_property
     def token_names(self) -> dict[int, str]:
-        """Tokens by their id, as the JSON writes them."""
+        """Tokens by id, as the JSON writes them."""
         return {i: name for name, i in self._ids_by_token.items()}
 
     @cached_property
@@ -81,22 +80,24 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> dict[str, int]:
-        """Ids of the special tokens: those that templates write, but no text."""
+        """Ids of the special tokens, which only templates may write, not texts."""
         added = json.loads(self.json_text).get("added_tokens") or []
         return {one["content"]: one["id"] for one in added if one.get("special")}
 
     @cached_property
     def _text_library(self) -> Any:
         made = self._build_library()
+        # In spite of its name, True makes the library encode special tokens as plain text.
         made.encode_special_tokens = True
         return made
 
     @cached_property
     def _template_library(self) -> Any:
-        """The library for what a template has written: special tokens in it are such."""
+        """The library for rendered templates: special tokens in them are special."""
         made = self._build_library()
         made.encode_special_tokens = False
-        # It only adds tokens, which templates write themselves, and cuts spaces from offsets.
+        # A post-processor only adds tokens, which templates write themselves, and trims spaces from
+        # offsets.
         made.post_processor = None
         return made
 
@@ -114,13 +115,13 @@ class Tokenizer:
                 f"The tokenizer {self.fingerprint} is not accepted: {error!s:.300}. It must be a "
                 "tokenizer.json of the tokenizers library. Save it again or update the library."
             ) from None
-        # A file may ask for them; documents are never cut or filled here.
+        # A file may ask for truncation and padding; documents are never cut or padded here.
         made.no_truncation()
         made.no_padding()
         return made
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without an end."""
+        """The ids of each text, without an end token."""
         clean = [repair_surrogates(text) for text in texts]
         with self._named_errors():
             rows = self._text_library.encode_batch_fast(clean, add_special_tokens=False)
@@ -128,7 +129,7 @@ class Tokenizer:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Have the library's errors name the tokenizer: it may be broken and yet be accepted."""
+        """Let errors of the library name the tokenizer: a broken one may have been accepted."""
         try:
             yield
         except DataError:
@@ -144,7 +145,7 @@ class Tokenizer:
     def encode_with_offsets(
         self, text: str, *, special: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text and the characters of each; special: special tokens in it are such."""
+        """Ids of a text and their character spans; special: parse special tokens."""
         made = self._template_library
         made.encode_special_tokens = not special
         with self._named_errors():
@@ -152,25 +153,26 @@ class Tokenizer:
         return row.ids, row.offsets
 
     def decode_with_specials(self, ids: Iterable[int]) -> str:
-        """The text of ids with special tokens."""
+        """Decode ids, including special tokens."""
         text: str = self._text_library.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; special tokens are left out."""
+        """Decode ids; special tokens are skipped."""
         text: str = self._text_library.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def token_name(self, token: int) -> str:
-        """How the tokenizer.json writes a token."""
+        """A token as the tokenizer.json writes it."""
         found: str | None = self._text_library.id_to_token(token)
         return found or ""
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json, at once or not at all; where needed its end beside it."""
+        """Atomically write the tokenizer.json, and its end token next to it where needed."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(self.json_text, encoding="utf-8")
         os.replace(temporary, path)
+        # tokenizer_config.json is only written if reading the file back would give another end.
         name = self.token_names.get(self.eos_token_id)
         if (
             name is not None
@@ -182,24 +184,25 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8 and an end."""
+    """The bytes of UTF-8 and an end token."""
 
     def __init__(self) -> None:
         super().__init__(_canonical_json(_bytes_json()), 257, 256)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bytes of each text, without an end."""
+        """The bytes of each text, without an end token."""
         raw = (repair_surrogates(text).encode() for text in texts)
         return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in raw]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; what is no UTF-8 is replaced, the end is left out."""
+        """Decode bytes; invalid UTF-8 is replaced, the end token is skipped."""
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
 
 def repair_surrogates(text: str) -> str:
-    """The text with halves of surrogate pairs joined or replaced: they have no UTF-8."""
+    """Join or replace lone surrogates, which cannot be encoded as UTF-8."""
     try:
+        # Cheap test first: nearly all texts are valid.
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -207,12 +210,12 @@ def repair_surrogates(text: str) -> str:
 
 
 def fingerprint_of(text: str) -> str:
-    """The digest of the canonical form of a JSON; a ValueError or RecursionError if it is none."""
+    """Digest of the canonical form of a JSON text; ValueError or RecursionError if invalid."""
     return digest_of(_canonical_json(json.loads(text)))
 
 
 def load_tokenizer(name: str | Path, cache: Path) -> Tokenizer:
-    """The tokenizer of a name: bytes, standard, or the path of a tokenizer.json or its folder."""
+    """Load a tokenizer: bytes, standard, or the path of a tokenizer.json or its directory."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "standard":
@@ -238,9 +241,9 @@ def load_tokenizer(name: str | Path, cache: Path) -> Tokenizer:
 
 
 def parse_tokenizer(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
-    """The tokenizer of a tokenizer.json; `origin` names it in messages.
+    """Parse a tokenizer.json; `origin` names it in error messages.
 
-    end: name or id of its end, where it is known and among the tokens.
+    end: name or id of its end token, if it is known and among the tokens.
     """
     content, ids = _parse_json(text, origin)
     if _canonical_json(content) == ByteTokenizer().json_text:
@@ -256,9 +259,9 @@ def parse_tokenizer(text: str, origin: str, *, end: str | int = "") -> Tokenizer
 
 
 def check_tokenizer(path: Path, vocab: int) -> list[str]:
-    """Refuse a tokenizer.json that no text can be encoded with; lines on what else it lacks.
+    """Refuse a tokenizer.json that cannot encode any text; return warnings about the rest.
 
-    vocab: tokens that the model knows.
+    vocab: vocabulary size of the model.
     """
     try:
         text = safe_files.read_text(path)
@@ -270,7 +273,8 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
         Tokenizer(text, largest + 1, 0)._text_library.encode("a b", add_special_tokens=False)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    except Exception:  # not every tokenizer knows every word
+    # Not every tokenizer knows every word; this error is not about the file.
+    except Exception:
         pass
     except BaseException as error:
         if not _is_library_error(error):
@@ -287,7 +291,7 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
 
 
 def _parse_json(text: str, origin: str) -> tuple[Any, dict[str, int]]:
-    """The content of a tokenizer.json, and the id of each token."""
+    """Contents of a tokenizer.json, and the id of each token."""
     try:
         content = json.loads(text)
         return content, _parse_token_ids(content)
@@ -299,12 +303,12 @@ def _parse_json(text: str, origin: str) -> tuple[Any, dict[str, int]]:
 
 
 def _is_library_error(error: BaseException) -> bool:
-    """Whether the tokenizers library raised it: plain exceptions, and one where it panics."""
+    """Whether the tokenizers library raised it: plain exceptions, or a Rust panic."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _read_eos_token(path: Path) -> str:
-    """The end that the files beside a tokenizer.json name; empty if they name none."""
+    """The EOS named by the files next to a tokenizer.json; empty if there is none."""
     if path.name == "tokenizer.json":
         folder = path.parent
     else:
@@ -313,7 +317,7 @@ def _read_eos_token(path: Path) -> str:
 
 
 def _find_end(ids: dict[str, int], end: str | int = "") -> int | None:
-    """The token of a name or id, if there is one, else the first that usually ends a document."""
+    """The token of a name or id, if it exists, else the first of the common end tokens."""
     if isinstance(end, int):
         if end in ids.values():
             return end
@@ -324,7 +328,8 @@ def _find_end(ids: dict[str, int], end: str | int = "") -> int | None:
 def _parse_token_ids(content: Any) -> dict[str, int]:
     """Id of each token."""
     vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):  # Unigram: pieces with their scores
+    # Unigram: a list of pieces with their scores.
+    if isinstance(vocab, list):
         vocab = {piece[0]: i for i, piece in enumerate(vocab)}
     added = {one["content"]: one["id"] for one in content.get("added_tokens") or []}
     ids: dict[str, int] = vocab | added
@@ -335,7 +340,7 @@ def _parse_token_ids(content: Any) -> dict[str, int]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` ids, learnt from texts; equal texts make it equal."""
+    """Train a byte-level BPE of at most `vocab` ids; deterministic in the texts."""
     if not TRAINED_VOCAB_RANGE[0] <= vocab <= TRAINED_VOCAB_RANGE[1]:
         raise PlanError(
             f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
@@ -353,6 +358,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[END_TOKEN],
+        # All bytes, so that any text can be encoded.
         initial_alphabet=sorted(level.alphabet()),
         show_progress=False,
     )
@@ -361,7 +367,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
-    """Run the library's trainer beside this thread: it looks at no signal before its end."""
+    """Run the library's trainer in another thread: it handles no signal before it ends."""
     stopped = threading.Event()
     done = threading.Event()
     failed: list[BaseException] = []
@@ -383,12 +389,12 @@ def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
     thread = threading.Thread(target=work, name="trained tokenizer", daemon=True)
     try:
         thread.start()
-        # Not join: an interrupted one takes the thread for ended (Python 3.11).
+        # Not join: an interrupted join considers the thread ended (Python 3.11).
         while not done.wait(0.2):
             pass
     except BaseException:
         stopped.set()
-        # While it reads, it stops at the next text; nothing else stops it.
+        # While it reads, it stops at the next text; nothing else can stop it.
         done.wait(1.0)
         raise
     if failed:
@@ -396,8 +402,9 @@ def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
 
 
 def _standard_tokenizer(cache: Path) -> Tokenizer:
-    """The tokenizer trained on the standard library, from the cache or into it."""
+    """The tokenizer trained on the standard library, cached."""
     texts = list(read_documents("stdlib", max_bytes=STANDARD_BYTES))
+    # The standard library differs between versions and distributions of Python.
     digest = digest_of(str(STANDARD_VOCAB), *texts)
     path = cache / f"tokenizer-{platform.python_version()}-{digest[:16]}.json"
     try:
@@ -405,7 +412,8 @@ def _standard_tokenizer(cache: Path) -> Tokenizer:
         if found.vocab_size == STANDARD_VOCAB:
             return found
     except DataError:
-        pass  # not there or damaged: made again
+        # Missing or damaged: train it.
+        pass
     made = train_tokenizer(texts, STANDARD_VOCAB)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -425,7 +433,7 @@ def _canonical_json(content: Any) -> str:
 def _bytes_json() -> dict[str, Any]:
     """The byte-level BPE without merges whose ids are the bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    # A byte-level BPE writes a byte that is no printable character as one from 256 up.
+    # Byte-level BPE maps bytes that are not printable to characters from 256 on (as GPT-2).
     others = [b for b in range(256) if b not in printable]
     letters = {b: b for b in printable} | {b: 256 + i for i, b in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}

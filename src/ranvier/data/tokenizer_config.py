@@ -1,7 +1,7 @@
-"""Beside: what the files beside a `tokenizer.json` say of it.
+"""Special tokens and settings from the files next to a `tokenizer.json`.
 
 Special tokens have names such as `eos_token` in `tokenizer_config.json`, else in
-`special_tokens_map.json`. No code that these files name is run.
+`special_tokens_map.json`. No code that these files name is executed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_tokenizer_file(path: Path) -> str:
 
 
 def read_tokenizer_config(folder: Path | None, name: str = TOKENIZER_CONFIG) -> dict[str, Any]:
-    """The JSON object of a file of a tokenizer; empty if it is not there."""
+    """The JSON object of a file of a tokenizer; empty if the file does not exist."""
     if folder is None:
         path = None
     else:
@@ -52,14 +52,16 @@ def read_tokenizer_config(folder: Path | None, name: str = TOKENIZER_CONFIG) -> 
 
 
 def read_special_tokens(folder: Path | None) -> dict[str, str]:
-    """Special tokens by the names that the files of a folder have for them."""
+    """Special tokens by name, from the files of a directory."""
     return _parse_special_tokens(
         read_tokenizer_config(folder, SPECIAL_TOKENS_MAP)
+        # The right side wins: tokenizer_config.json takes precedence.
     ) | _parse_special_tokens(read_tokenizer_config(folder))
 
 
 def save_tokenizer_config(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write a tokenizer_config.json, at once or not at all."""
+    """Atomically write a tokenizer_config.json."""
+    # A hidden name with the process id, then an atomic rename: other ranks never see half a file.
     temporary = folder / f".{TOKENIZER_CONFIG}.{os.getpid()}"
     text = json.dumps(content, indent=1, sort_keys=True)
     temporary.write_text(text + "\n", encoding="utf-8")
@@ -67,12 +69,13 @@ def save_tokenizer_config(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _parse_special_tokens(content: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name: texts, or objects with one."""
+    """Special tokens by name: strings, or objects with a `content`."""
     extra = content.get("extra_special_tokens")
     values = {**content, **(extra if isinstance(extra, dict) else {})}
     found = {}
     for name, value in values.items():
         if isinstance(value, dict):
+            # Added tokens are objects with further settings.
             text = value.get("content")
         else:
             text = value

@@ -1,4 +1,4 @@
-"""Window: a sample of a corpus."""
+"""Window: one sample of a corpus."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Window:
 
     tokens: Ints
     targets: Ints
-    """The next token; IGNORE where there is none."""
+    """The next token; IGNORE_INDEX where there is none."""
     positions: Ints
-    """Place in the document, as far as it lies in this window."""
+    """Position within the document, counted from its first token in this window."""
     documents: Ints
-    """Number of the document in this window."""
+    """Index of the document within this window."""
 
     @classmethod
     def without_targets(cls, seq: int) -> Window:

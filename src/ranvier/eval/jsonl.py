@@ -1,4 +1,4 @@
-"""Lines of JSON: the objects of a file, each with the number and the text of its line."""
+"""JSON lines: the values of a file, each with the number and the text of its line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from ranvier.errors import DataError
 
 
 def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, str, Any]]:
-    """Number, text and value of each line that is not empty; None for what is no JSON.
+    """Number, text and value of each non-empty line; the value is None if it is not valid JSON.
 
-    what: what the lines are, for the error if they cannot be read.
+    what: what the lines are, for the error if the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other ends of lines may be in texts
+        # Not splitlines(): JSON strings may contain other line separators, such as U+2028.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "

@@ -1,7 +1,7 @@
-"""Harness: lm-evaluation-harness asks a model on a grid.
+"""Adapter that lets lm-evaluation-harness evaluate a model on a grid.
 
 Contexts, prefixes and truncation are those of its own Hugging Face model, so that both give the
-same scores. The package (extra `eval`) is imported when it is used, on rank 0 only.
+same scores. The package (extra `eval`) is imported on use, on rank 0 only.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ranvier.errors import DataError, PlanError
 from ranvier.eval.model_server import GenerationConfig, ModelServer
 
 MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the largest number of tokens to say, in the order in which they count."""
+"""Names of the maximum number of new tokens, in order of precedence."""
 DEFAULT_MAX_TOKENS = 256
-"""Tokens to say where a task does not tell."""
+"""Maximum number of new tokens where a task does not set it."""
 BOOTSTRAP_ITERS = 1000
-"""Resamples of the examples from which the spread of a metric without a formula is estimated."""
+"""Bootstrap resamples for the standard error of metrics without a closed formula."""
 
 
 def evaluate_tasks(
     served: ModelServer, wanted: EvalOptions, length: int, *, manager: Any | None = None
 ) -> dict[str, Any]:
-    """The results of tasks by task and metric; length: most tokens that the model looks at.
+    """The results of tasks by task and metric; length: maximum context of the model.
 
-    manager: what `manager_of` has found.
+    manager: the result of `build_task_manager`, if it was called before.
     """
     check_installed()
     from lm_eval import evaluator
@@ -54,12 +54,15 @@ def evaluate_tasks(
     except OSError as error:
         raise _data_error(wanted, error) from error
     except Exception as error:
+        # Failed downloads raise exceptions of these packages, which are not imported here to catch
+        # them.
         if type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx"):
             raise _data_error(wanted, error) from error
         raise
     return {
         name: {
-            key.removesuffix(",none"): value  # metrics bear the name of a filter, mostly none
+            # Metric names end with the name of a filter, mostly "none".
+            key.removesuffix(",none"): value
             for key, value in table.items()
             if isinstance(value, (int, float)) and key != "sample_len"
         }
@@ -69,10 +72,10 @@ def evaluate_tasks(
 
 @contextmanager
 def _bootstrap_in_process() -> Iterator[None]:
-    """Have the package resample here.
+    """Have the package compute bootstrap errors in this process.
 
-    Its own way forks as many processes as there are cores: a rank may have none (it is a daemon),
-    and forks of one would take signals for the run's.
+    Its own way forks a process per core: a rank must not have children (it is a daemon), and forks
+    of it would handle signals meant for the run.
     """
     from lm_eval.api import metrics
 
@@ -87,18 +90,19 @@ def _bootstrap_in_process() -> Iterator[None]:
 def _bootstrap_stderr(
     metric: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int
 ) -> float:
-    """Standard deviation of a metric over resamples of its values; the package's first draws."""
+    """Standard deviation of a metric over resamples; seeded like the package's first chunk."""
     from lm_eval.api.metrics import sample_stddev
 
     draw = random.Random(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a resample may lack a class, which f1 warns of
+        # A resample may lack a class, which f1 warns about.
+        warnings.simplefilter("ignore")
         found = [metric(draw.choices(values, k=len(values))) for _ in range(iters)]
     return float(sample_stddev(found))
 
 
 def check_installed() -> None:
-    """Refuse to go on without the package."""
+    """Raise if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise PlanError(
             "lm_eval is not installed. Tasks are those of lm-evaluation-harness. Install it with "
@@ -107,15 +111,16 @@ def check_installed() -> None:
 
 
 def task_names(wanted: EvalOptions) -> tuple[str, ...]:
-    """The tasks that are asked for."""
+    """Names of the requested tasks."""
     return tuple(filter(None, (name.strip() for name in wanted.tasks.split(","))))
 
 
 def build_task_manager(wanted: EvalOptions) -> Any:
-    """What knows the tasks; the many of the package are looked at only if they are needed."""
+    """The task manager; the many tasks of the package are indexed only if they are needed."""
     check_installed()
     from lm_eval.tasks import TaskManager
 
+    # Indexing all tasks of the package takes a while: try the user's own tasks alone first.
     if wanted.include:
         own = TaskManager(include_path=wanted.include, include_defaults=False)
         if all(own.match_tasks([name]) for name in task_names(wanted)):
@@ -150,17 +155,17 @@ def _data_error(wanted: EvalOptions, error: Exception) -> DataError:
 
 
 def build_harness_model(served: ModelServer, length: int) -> Any:
-    """The model as the harness wants it."""
+    """The model as a class of the harness."""
     from lm_eval.api.model import TemplateLM
 
     class Model(HarnessModel, TemplateLM):  # type: ignore[misc]
-        """Methods are ours, pairs of context and continuation the harness's."""
+        """Our methods on the harness's base class, which splits contexts and continuations."""
 
     return Model(served, length)
 
 
 class HarnessModel:
-    """What the harness asks a model."""
+    """The requests of the harness, answered by a `ModelServer`."""
 
     def __init__(self, served: ModelServer, length: int) -> None:
         super().__init__()
@@ -174,18 +179,18 @@ class HarnessModel:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text that nothing else is before."""
+        """The token that precedes a text without context."""
         return self.server.tokenizer.prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What answers that are kept are known by."""
+        """Identifies the tokenizer in caches of answers."""
         return self.server.tokenizer.run_tokenizer.fingerprint
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_more: Any
     ) -> list[int]:
-        """The tokens of a text; one that begins with the first token gets no second one."""
+        """Tokens of a text; one that already starts with the prefix token gets no second one."""
         words = self.server.tokenizer
         begins = string.startswith(words.token_name(words.prefix_token_id))
         if add_special_tokens is None:
@@ -197,13 +202,14 @@ class HarnessModel:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_more: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the likeliest."""
+        """Log-probability of each continuation, and whether it is the greedy one."""
         most = max((len(answer) for _, _, answer in requests), default=0)
         if most > self.max_length:
             raise PlanError(
                 f"A continuation has {most} tokens, but the model looks at {self.max_length}. It "
                 "must fit as a whole. Use a larger --length, or another task."
             )
+        # Truncated from the left. The last token is only predicted, never read, hence one more.
         wholes = [(known + answer)[-(self.max_length + 1) :] for _, known, answer in requests]
         found = []
         for (_, _, answer), one in zip(requests, self.server.score_sequences(wholes), strict=True):
@@ -212,7 +218,7 @@ class HarnessModel:
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_more: Any) -> list[float]:
-        """Log-probability of each text, in windows that share no token they predict."""
+        """Log-probability of each text, in windows that predict disjoint tokens."""
         from lm_eval import utils
 
         windows: list[tuple[int, list[int], list[int]]] = []
@@ -230,7 +236,8 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests: Sequence[Any], **_more: Any) -> list[str]:
-        """The text that follows each context, cut before what stops it."""
+        """The text that follows each context, cut before the first stop string."""
+        # Requests with the same settings are generated together.
         groups: dict[GenerationConfig, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(self.parse_generation_kwargs(request.args[1]), []).append(number)
@@ -250,13 +257,14 @@ class HarnessModel:
         return [found[number] for number in range(len(requests))]
 
     def parse_generation_kwargs(self, settings: Mapping[str, Any]) -> GenerationConfig:
-        """How a task wants its texts; what cannot be done is refused."""
+        """The generation settings of a task; raises if one is not supported."""
         rest = dict(settings)
         until = rest.pop("until", None) or []
         if isinstance(until, str):
             stops = [until]
         else:
             stops = list(until)
+        # As in the harness's own model, the end-of-text token always is a stop string.
         end = self.server.tokenizer.token_name(self.eot_token_id)
         counts = [rest.pop(name, None) for name in MAX_TOKENS_KEYS]
         count = next((int(n) for n in counts if n is not None), DEFAULT_MAX_TOKENS)
@@ -264,6 +272,7 @@ class HarnessModel:
         temperature = float(rest.pop("temperature", 1.0) or 0.0)
         top_k = int(rest.pop("top_k", 0) or 0)
         top_p = float(rest.pop("top_p", 1.0) or 1.0)
+        # Anything left over would change the texts, unless it is switched off.
         unknown = {key: value for key, value in rest.items() if value not in (None, False)}
         if unknown:
             raise PlanError(

@@ -1,7 +1,7 @@
-"""Served: a model on a grid that one rank asks, while the others do what it asks for.
+"""Model server: a model on a grid that rank 0 uses, while the other ranks serve its requests.
 
-Tasks, texts and programs are the business of rank 0 alone: only sequences of tokens go out to the
-others, and what becomes of them comes back. So nothing has to be the same everywhere but the model.
+Tasks, texts and programs exist on rank 0 alone: only sequences of tokens are sent to the other
+ranks, and their results come back. So nothing but the model has to be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ranvier.parallel.parallelize import get_parallel_model
 
 T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]
-"""Is told what is done, how much of it, of how much."""
+"""Called with what is done, how much of it, and the total."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How texts are to be made."""
+    """Settings of text generation."""
 
     max_new_tokens: int
-    """Tokens at most."""
+    """Maximum number of tokens."""
     stops: tuple[str, ...] = ()
-    """Texts that end it."""
+    """Strings that end a text."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -43,18 +43,19 @@ class GenerationConfig:
 
 @dataclass
 class ModelServer:
-    """A model, its words, and what rank 0 may ask."""
+    """A model, its tokenizer, and the requests that rank 0 may make."""
 
     model: nn.Module
     tokenizer: EvalTokenizer
     batch: int = 8
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     progress: ProgressCallback | None = None
 
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], what: str = "scoring"
     ) -> list[TokenLogprobs]:
-        """What each sequence is worth. Communicates: orders, then as `scores`."""
+        """Score each sequence. Communicates: requests, then as `logprobs.score_sequences`."""
+        # Sorted here already, so that each round holds sequences of similar length.
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         found: dict[int, TokenLogprobs] = {}
         for some in self._split_rounds(order, what):
@@ -66,22 +67,23 @@ class ModelServer:
     def generate(
         self, prompts: Sequence[Sequence[int]], wish: GenerationConfig, what: str = "generating"
     ) -> list[str]:
-        """The text that follows each prompt, cut before what stops it.
+        """The text that follows each prompt, cut before the first stop string.
 
-        Communicates: orders, then as `generated`.
+        Communicates: requests, then as `generate_tokens`.
         """
         order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
         found: dict[int, list[int]] = {}
         for some in self._split_rounds(order, what):
             chosen = [list(map(int, prompts[i])) for i in some]
             self._broadcast_order(do="generate", prompts=chosen, numbers=some, wish=asdict(wish))
+            # The prompt's number seeds its samples, so the order of rounds does not change them.
             found |= zip(some, self._generate_tokens(chosen, some, wish), strict=True)
         return [self.tokenizer.decode_until_stop(found[i], wish.stops) for i in range(len(prompts))]
 
     def _generate_tokens(
         self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], wish: GenerationConfig
     ) -> list[list[int]]:
-        """What follows prompts that fit at once; on all ranks."""
+        """Generate for prompts that fit at once; called on all ranks."""
         choose = make_sampler(
             temperature=wish.temperature, top_k=wish.top_k, top_p=wish.top_p, seed=wish.seed
         )
@@ -96,7 +98,7 @@ class ModelServer:
         )
 
     def _split_rounds(self, order: Sequence[int], what: str) -> Iterator[list[int]]:
-        """As many at a time as all ranks take at once."""
+        """Yield as many at a time as all ranks process at once."""
         size = sequences_per_round(get_parallel_model(self.model), self.batch)
         for start in range(0, len(order), size):
             if self.progress is not None:
@@ -106,17 +108,19 @@ class ModelServer:
             self.progress(what, len(order), len(order))
 
     def _broadcast_order(self, **order: Any) -> dict[str, Any]:
-        """Tell the other ranks what to do, or be told. Communicates: a text over all axes."""
+        """Send a request to the other ranks, or receive it. Communicates: a text over all axes."""
         text = json.dumps(order) if order else ""
+        # A channel with a long timeout: ranks may wait for the next request while rank 0 runs
+        # programs.
         found: dict[str, Any] = json.loads(
             broadcast_text(text, get_parallel_model(self.model).grid, "cpu", channel=ORDERS_CHANNEL)
         )
         return found
 
     def run_on_first_rank(self, work: Callable[[ModelServer], T]) -> T | None:
-        """Have rank 0 work with the model; the others serve, and get None.
+        """Run `work` on rank 0; the other ranks serve its requests and return None.
 
-        An error of rank 0 ends them all. Communicates: orders over all axes.
+        An error of rank 0 ends them all. Communicates: requests over all axes.
         """
         if get_parallel_model(self.model).grid.rank != 0:
             self._serve_orders()
@@ -124,7 +128,8 @@ class ModelServer:
         try:
             found = work(self)
         except CommunicationError:
-            raise  # nobody can be told
+            # The other ranks cannot be reached; they notice the failure themselves.
+            raise
         except Exception as error:
             if isinstance(error, RanvierError):
                 code = error.exit_code
@@ -137,7 +142,7 @@ class ModelServer:
         return found
 
     def _serve_orders(self) -> None:
-        """Do as rank 0 says, until it is done."""
+        """Serve the requests of rank 0 until it ends."""
         while (order := self._broadcast_order())["do"] != "end":
             if order["do"] == "score":
                 score_sequences(self.model, order["sequences"], batch=self.batch)

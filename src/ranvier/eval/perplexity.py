@@ -1,8 +1,8 @@
-"""Perplexity: what a corpus is worth to a model, document by document.
+"""Perplexity of a corpus, document by document.
 
 Each document is read in windows of `seq` tokens, of which each but the first predicts only what the
 one before has not: with stride = seq they share one token, with a smaller one each token has at
-least seq - stride tokens before it (where the document has them). The first token of a document is
+least seq - stride tokens of context (where the document has them). The first token of a document is
 given, as in training.
 
     loss = -Σ log p / tokens,   perplexity = exp(loss),   bits per byte = -Σ log₂ p / bytes
@@ -24,36 +24,37 @@ from ranvier.infer.logprobs import sequences_per_round
 from ranvier.parallel.parallelize import get_parallel_model
 
 READ_AHEAD_ROUNDS = 64
-"""Windows that are known at once, in as many as all ranks take at once."""
+"""Windows held in memory at once, in multiples of what all ranks process at once."""
 
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """What a corpus is worth."""
+    """Perplexity of a corpus."""
 
     documents: int
     tokens: int
-    """Those that were predicted."""
+    """Number of predicted tokens."""
     bytes: int
-    """Of the text that they stand for; 0: unknown."""
+    """Bytes of the text of these tokens; 0 if unknown."""
     nats: float
-    """The sum of their losses."""
+    """Sum of their losses."""
 
     @property
     def loss(self) -> float:
-        """Of a token, in nats."""
+        """Loss per token, in nats."""
         return self.nats / self.tokens
 
     @property
     def perplexity(self) -> float:
         """exp(loss)."""
+        # math.exp overflows a float beyond about 709.
         if self.loss < 700.0:
             return math.exp(self.loss)
         return math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None where bytes are unknown."""
+        """Bits per byte; None where bytes are unknown."""
         if self.bytes:
             return self.nats / math.log(2.0) / self.bytes
         return None
@@ -62,10 +63,11 @@ class PerplexityResult:
 def compute_perplexity(
     served: ModelServer, corpus: Corpus, *, seq: int, stride: int = 0, held_out: float = 0.0
 ) -> PerplexityResult:
-    """What the documents of a corpus are worth; stride 0: seq. Of conversations what is learnt.
+    """Perplexity of the documents of a corpus; stride 0 means seq.
 
-    held_out: of which share of the documents, those that training keeps aside; 0: all.
-    Communicates: as `Served.score`.
+    Of conversations only the tokens with a loss count. held_out: fraction of the documents that
+    training holds out, which alone are read; 0: all documents. Communicates: as
+    `ModelServer.score_sequences`.
     """
     if held_out > 0.0:
         part: CorpusSplit = "held_out"
@@ -84,11 +86,13 @@ def compute_perplexity(
     terms = []
     tokens = 0
     known = 0
+    # Lazy: a corpus may be larger than memory. `heard` marks the tokens whose loss counts.
     todo = (
         (window, first, heard[start + 1 : start + len(window)])
         for one, heard in _read_documents(corpus, chosen)
         for start, window, first in split_into_windows(one, seq, stride)
     )
+    # Scoring sorts by length, which saves padding only if it sees many windows at once.
     size = READ_AHEAD_ROUNDS * sequences_per_round(get_parallel_model(served.model), served.batch)
     while some := list(islice(todo, size)):
         for found, (_, first, heard) in zip(
@@ -96,6 +100,7 @@ def compute_perplexity(
         ):
             terms.append(-float(found.logprobs[first:][heard[first:]].sum()))
             tokens += int(heard[first:].sum())
+    # The bytes of a conversation are unknown: its template adds text around the messages.
     if corpus.tokenizer is not None and not corpus.manifest.template:
         known = sum(_text_bytes(served, one) for one, _ in _read_documents(corpus, chosen))
     return PerplexityResult(len(chosen), tokens, known, math.fsum(terms))
@@ -104,11 +109,12 @@ def compute_perplexity(
 def split_into_windows(
     tokens: np.ndarray, seq: int, stride: int = 0
 ) -> Iterator[tuple[int, list[int], int]]:
-    """Windows of at most seq + 1 tokens of a document: start, tokens, first prediction that counts.
+    """Yield windows of at most seq + 1 tokens: start, tokens, first prediction that counts.
 
-    Those that count are of different tokens: of each token but the first once.
+    Each token of the document but the first is predicted exactly once among those that count.
     """
     stride = stride or seq
+    # Tokens before `done` are predicted already; the first of a document never is.
     done = 1
     for start in range(0, max(len(tokens) - 1, 0), stride):
         stop = min(start + seq + 1, len(tokens))
@@ -118,7 +124,7 @@ def split_into_windows(
 
 
 def _read_documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens of each document, and which of them count."""
+    """Tokens of each document, and which of them count."""
     for number in chosen.tolist():
         places = corpus.document_starts[number] + np.arange(corpus.document_lengths[number])
         if corpus.manifest.template:

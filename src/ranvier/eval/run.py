@@ -1,4 +1,4 @@
-"""`ranvier eval`: tasks, a corpus or programs, asked of a run's model on any grid."""
+"""`ranvier eval`: run tasks, perplexity or code generation with a run's model on any grid."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ranvier.train.train import resolve_backend, resolve_device
 
 
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
-    """Numbers of programs of which the best counts."""
+    """The values of k for pass@k."""
     try:
         if wanted.k:
             found = tuple(int(word) for word in wanted.k.split(","))
@@ -52,7 +52,7 @@ def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
 
 
 def check_options(wanted: EvalOptions, folder: str | None) -> None:
-    """Refuse what cannot be asked, all problems at once."""
+    """Check the options and raise all problems at once."""
     asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(wanted, n)]
     problems = []
     if len(asked) != 1:
@@ -60,6 +60,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
             f"eval was given {' and '.join(f'--{n}' for n in asked) or 'nothing to do'}. It "
             "does one thing at a time. Use --tasks, --corpus, --code or --samples."
         )
+    # Samples were run elsewhere and need no model; everything else does.
     if (folder is None) != (asked == ["samples"]) and len(asked) == 1:
         problems.append(
             "--samples are of no RUN. Leave it out."
@@ -88,6 +89,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
             f"k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
             f"drawn from those. Use --samples-per-task {most} or more."
         )
+    # Fail before ranks start or weights are read.
     if wanted.tasks:
         lm_eval_harness.check_installed()
     if wanted.code:
@@ -95,7 +97,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
 
 
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
-    """The run on the grid of this evaluation: its batch is not that of training."""
+    """Resolve the run on the grid of this evaluation: its batch is not that of training."""
     model = run.model
     if model.positions == "learned" and wanted.length > model.max_seq:
         raise PlanError(
@@ -105,8 +107,10 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
         )
     plan = run.plan.resolve(world)
     size = plan.num_replicas * (plan.col if plan.inner == "samples" else 1)
+    # The smallest batch that the grid divides; the batch of training may not fit this grid.
     plan = replace(plan, batch=size, micro_batch=size // plan.num_replicas)
-    # Samples are filled up, which takes no positions.
+    # Sequences are padded to a multiple of row, and padding uses no positions of its own: only for
+    # the check, the model gets room for it.
     seq = -(-run.data.seq // plan.row) * plan.row
     fits = run.data.seq <= model.max_seq
     if fits:
@@ -118,20 +122,20 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
 
 
 def single_rank_run(run: RunConfig) -> RunConfig:
-    """The run on one rank of this machine, whatever it was trained on, until more is asked for."""
+    """The run on one rank of this machine, whatever it was trained on; options may ask for more."""
     here = replace(run.train, device="auto", backend="auto", dtype="auto")
     return replace(run, plan=Plan(data=-1, inner=run.plan.inner), train=here)
 
 
 def eval_rank(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Join the other ranks, then `evaluate`."""
+    """Join the other ranks, then `evaluate_run`."""
     backend = resolve_backend(run, me, resolve_device(run, me))
     with join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
         return evaluate_run(run, folder, wanted, me)
 
 
 def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Ask the model of a run as a rank of the grid; the exit code."""
+    """Evaluate the model of a run as one rank of the grid; returns the exit code."""
     device = resolve_device(run, me)
     grid = Grid.from_plan(
         run.plan,
@@ -160,7 +164,8 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
         step = wanted.step
     words = EvalTokenizer.from_run(folder)
     first = grid.rank == 0
-    # names are looked up before weights are read: both take their time
+    # Task names are checked before weights are read, since both take a while; an error of rank 0 is
+    # raised on all ranks.
     manager = run_and_raise_together(
         lambda: lm_eval_harness.build_task_manager(wanted) if first and wanted.tasks else None,
         grid,
@@ -176,6 +181,7 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
         )
     served = ModelServer(model, words, wanted.batch, shown if first else None)
 
+    # Runs on rank 0 only; the other ranks serve its requests.
     def work(served: ModelServer) -> None:
         try:
             found = _run_evaluation(served, run, folder, at, wanted, manager)
@@ -197,7 +203,7 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
 def _run_evaluation(
     served: ModelServer, run: RunConfig, folder: Path, step: int, wanted: EvalOptions, manager: Any
 ) -> dict[str, dict[str, Any]]:
-    """What was to be found out, by kind and name."""
+    """Run the evaluation that was asked for; results by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
@@ -211,7 +217,8 @@ def _run_evaluation(
     )
     tasks = generate.read_tasks(Path(wanted.code))
     count = wanted.samples_per_task
-    told = _print_protection()  # before the first program of the model runs
+    # Printed before the first program of the model runs.
+    told = _print_protection()
     tried, lacks = generate.attempt_tasks(served, tasks, count=count, wish=wish, length=length)
     rows = [{**asdict(one.sample), "said": one.completion, "why": one.failure} for one in tried]
     write_text_atomically(
@@ -222,7 +229,8 @@ def _run_evaluation(
 
 
 def _print_protection() -> tuple[str, ...]:
-    """Say what keeps programs in on this machine, and what is missing; the latter."""
+    """Print which guards isolate programs here and which are missing; returns the latter."""
+    # An empty program probes the sandbox.
     found = sandbox.run_program("python", "")
     if found.guards:
         print(f"Programs are kept in by {', '.join(found.guards)} and limits.", flush=True)
@@ -237,7 +245,7 @@ def _print_protection() -> tuple[str, ...]:
 
 
 def _warn_missing_guards(lacks: Iterable[str]) -> None:
-    """Say which protection is missing."""
+    """Print a warning for each missing guard."""
     for lack in lacks:
         print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
 
@@ -245,7 +253,7 @@ def _warn_missing_guards(lacks: Iterable[str]) -> None:
 def _evaluate_corpora(
     served: ModelServer, run: RunConfig, folder: Path, wanted: EvalOptions
 ) -> dict[str, Any]:
-    """What each corpus is worth."""
+    """Perplexity of each corpus."""
     data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
     for name, stored in zip(
@@ -253,6 +261,7 @@ def _evaluate_corpora(
     ):
         corpus = Corpus.open(stored)
         mine = served.tokenizer.run_tokenizer.fingerprint
+        # A corpus without a fingerprint came as tokens: it is trusted.
         if corpus.manifest.tokenizer not in (None, "", mine):
             raise DataError(
                 f"{name} was tokenized by {corpus.manifest.tokenizer}, the run by {mine}. Tokens "
@@ -285,7 +294,7 @@ def _evaluate_corpora(
 
 
 def score_samples(wanted: EvalOptions) -> int:
-    """Print the metrics of programs that were run elsewhere; the exit code."""
+    """Print the metrics of programs that were run elsewhere; returns the exit code."""
     found = metrics.compute_metrics(
         metrics.read_samples(Path(wanted.samples)), parse_pass_at_k(wanted)
     )
@@ -296,13 +305,14 @@ def score_samples(wanted: EvalOptions) -> int:
 
 
 def save_results(path: Path, found: Mapping[str, Any]) -> None:
-    """Add results to a file, at once; those of the same name are replaced."""
+    """Merge results into a file, atomically; those of the same name are replaced."""
     known: Any = {}
     if path.exists():
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             known = {}
+    # Results of another step, or a file of something else, are not merged.
     if not (isinstance(known, dict) and known.get("step") == found.get("step")):
         known = {}
     for name, value in found.items():
@@ -321,7 +331,7 @@ def save_results(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """A line for each row and a column for each number, on a terminal in a frame."""
+    """Print a row for each name and a column for each number, framed on a terminal."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     cells = [[one, *(_format_number(row.get(key)) for key in columns)] for one, row in rows.items()]
     heads = ["k" if name == "code" else name, *columns]
@@ -332,7 +342,8 @@ def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
         table = Table(*heads)
         for line in cells:
-            table.add_row(*(Text(escape_controls(word)) for word in line))  # no markup in names
+            # Text, not str: rich would interpret brackets in names as markup.
+            table.add_row(*(Text(escape_controls(word)) for word in line))
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -351,7 +362,7 @@ def _format_number(value: Any) -> str:
 
 
 class _EvalProgress:
-    """Progress: a bar on a terminal, else a line for each half."""
+    """Progress: a bar on a terminal, else a line at start, half and end."""
 
     def __init__(self) -> None:
         self._what = ""
@@ -360,6 +371,7 @@ class _EvalProgress:
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             from rich import progress
 
+            # The default first column would interpret markup in the description.
             _, *others = progress.Progress.get_default_columns()
             plain = progress.TextColumn("{task.description}", markup=False)
             self._bar = progress.Progress(plain, *others, transient=True)
@@ -378,6 +390,6 @@ class _EvalProgress:
         self._half = half
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

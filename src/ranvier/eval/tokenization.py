@@ -1,7 +1,7 @@
-"""Words: texts to tokens and back, as others do it with the tokenizer of a model.
+"""Tokenize texts for evaluation, as other frameworks do with the tokenizer of a model.
 
-Unlike in training, the tokenizer's own rules hold: it may begin a text with a token of its own, and
-special tokens that are spelt out are special.
+Unlike in training, the tokenizer's own rules apply: it may prepend a token to a text, and special
+tokens that are spelled out in it are special.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ranvier.errors import DataError
 
 @dataclass
 class EvalTokenizer:
-    """A tokenizer with what its config says of it."""
+    """A tokenizer with the special tokens of its config."""
 
     run_tokenizer: Tokenizer
     hf_tokenizer: Any
     eos_token_id: int
     """The token that ends a text."""
     prefix_token_id: int
-    """The token before a text that nothing else is before."""
+    """The token that precedes a text without context."""
 
     @classmethod
     def from_run(cls, folder: Path) -> EvalTokenizer:
-        """Those of a run: its tokenizer.json, and what lies beside it."""
+        """Load the tokenizer of a run: its tokenizer.json and the files beside it."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise DataError(
@@ -41,6 +41,7 @@ class EvalTokenizer:
         library = import_optional("tokenizers", "evaluation").Tokenizer.from_str(
             tokenizer.json_text
         )
+        # The file may configure both; lengths are handled by the caller.
         library.no_truncation()
         library.no_padding()
         end = tokenizer.eos_token_id
@@ -48,30 +49,31 @@ class EvalTokenizer:
         return cls(tokenizer, library, end, end if first is None else first)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text; special: with those that the tokenizer adds itself."""
+        """Tokens of a text; special: with those that the tokenizer adds itself."""
         ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; special ones are left out."""
+        """Text of tokens, without special ones."""
         text: str = self.hf_tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token_name(self, token: int) -> str:
-        """How a token is spelt."""
+        """How a token is spelled."""
         return str(self.hf_tokenizer.id_to_token(token))
 
     def decode_until_stop(self, said: Sequence[int], stops: Sequence[str]) -> str:
-        """The text of tokens up to the end, or to what stops it."""
+        """Text of tokens up to the end, or up to the first stop string."""
         text = self.decode(said)
         for stop in filter(None, stops):
             text = text.partition(stop)[0]
         return text
 
     def make_stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-        """Whether the last of the tokens that were said ends the text."""
+        """Build a check whether the last generated token ends the text."""
         stops = [stop for stop in stops if stop]
-        # a token has one byte at least, and the first of them may be of a character before
+        # Decode only a tail that surely contains a stop string: a token has at least one byte, and
+        # up to 4 more belong to a character that the tail cuts.
         most = max((len(stop.encode()) for stop in stops), default=0) + 4
 
         def ended(said: Sequence[int]) -> bool:

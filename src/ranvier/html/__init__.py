@@ -1,4 +1,4 @@
-"""HTML: pages, plots and number formats of reports, without a script or a download.
+"""HTML pages, plots and number formats of reports, without external resources.
 
 Imports the standard library only.
 """

@@ -1,7 +1,7 @@
-"""Pieces of an HTML page that needs nothing else: styles, tables, lists, and the document.
+"""Building blocks of a self-contained HTML page: styles, tables, lists, and the document.
 
-The document has no outside resource: a content policy forbids them, and all scripts but its own.
-Every function escapes the text it is given; what is named `inner` or `body` is HTML already.
+The document has no external resources: a content security policy forbids them, and all scripts but
+its own. Every function escapes the text it is given; `inner` and `body` are HTML already.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from ranvier.html.plot import PLOT_STYLE, READOUT_SCRIPT, escape_html
 
-MAX_TEXT_CHARS = 20_000  # characters of a text, at most
-MAX_LIST_LINES = 200  # lines of a list, at most
+MAX_TEXT_CHARS = 20_000
+"""Maximum number of characters of a text block."""
+MAX_LIST_LINES = 200
+"""Maximum number of lines of a list."""
 
 PAGE_TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -75,7 +77,8 @@ ul{padding-left:1.2rem;overflow-wrap:anywhere}
 
 
 def render_document(title: str, body: str, *, script: str = READOUT_SCRIPT) -> str:
-    """A whole page; its script is the only one that a browser runs."""
+    """A complete page; its script is the only one that a browser runs."""
+    # The content security policy allows exactly this script, by its hash.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return PAGE_TEMPLATE.format(
         title=escape_html(title),
@@ -87,7 +90,7 @@ def render_document(title: str, body: str, *, script: str = READOUT_SCRIPT) -> s
 
 
 def render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table that scrolls by itself where the page is narrow."""
+    """A table that scrolls horizontally on narrow pages."""
     top = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape_html(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -97,7 +100,7 @@ def render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def render_section(title: str, *parts: str) -> str:
-    """A heading and what it heads, or nothing."""
+    """A section with a heading; empty if all parts are."""
     inner = "\n".join(filter(None, parts))
     if inner:
         return f"<section><h2>{escape_html(title)}</h2>\n{inner}\n</section>"
@@ -105,7 +108,7 @@ def render_section(title: str, *parts: str) -> str:
 
 
 def render_text_block(text: object) -> str:
-    """Text as it is, cut where it is very long."""
+    """Preformatted text, truncated if it is very long; empty for blank text."""
     whole = str(text)
     if len(whole) > MAX_TEXT_CHARS:
         more = f"\n[{len(whole) - MAX_TEXT_CHARS:,} more characters]"
@@ -117,7 +120,7 @@ def render_text_block(text: object) -> str:
 
 
 def render_list(lines_of: object) -> str:
-    """A list of lines, cut where it is very long."""
+    """A list of lines, truncated if it is very long; empty if it is not a list."""
     if not isinstance(lines_of, list) or not lines_of:
         return ""
     items = [str(one)[:MAX_TEXT_CHARS] for one in lines_of[:MAX_LIST_LINES]]
@@ -127,7 +130,7 @@ def render_list(lines_of: object) -> str:
 
 
 def render_details(title: str, inner: str) -> str:
-    """A part that opens on demand, or nothing."""
+    """A collapsible part; empty if `inner` is."""
     if inner:
         return f"<details><summary>{escape_html(title)}</summary>{inner}</details>"
     return ""

@@ -1,10 +1,10 @@
-"""Plots as inline SVG, in plain Python: lines over steps, and a bar of shares.
+"""Plots as inline SVG, in plain Python: line plots over steps, and a stacked bar.
 
-An SVG of this module carries classes only. In a page, put `STYLE` (light and dark by the reader's
-preference) and, for a read-out under the pointer, `SCRIPT` beside it; `standalone` makes a file
-that renders alone. Long series are thinned to the smallest and largest value of each pixel
-column, so a spike of one step in 100,000 stays visible. Values that are missing or not finite
-are gaps. Not handled: dates on an axis, negative values on a logarithmic one (they are gaps too).
+An SVG of this module has CSS classes only. Put `PLOT_STYLE` (light and dark by the reader's
+preference) into the page and, for values under the pointer, `READOUT_SCRIPT`; `standalone_svg`
+makes a file that renders on its own. Long series are thinned to the smallest and largest value of
+each pixel column, so a spike of one step in 100,000 stays visible. Missing or non-finite values are
+gaps. Not handled: dates on an axis, negative values on a logarithmic one (they are gaps too).
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from ranvier.html.number_format import format_number, format_percent
 
 Point = tuple[float, float]
 
-LEFT_MARGIN, RIGHT_MARGIN, BOTTOM_MARGIN = 58, 18, 44  # margins around the area of the data
-LARGEST_VALUE = 1e300  # differences of larger values overflow
-MAX_DOTS = 100  # a "dots" series with more points is a plain line
+# Margins around the data area, in pixels.
+LEFT_MARGIN, RIGHT_MARGIN, BOTTOM_MARGIN = 58, 18, 44
+# Differences of larger values could overflow.
+LARGEST_VALUE = 1e300
+# A "dots" series with more points is drawn as a plain line.
+MAX_DOTS = 100
 
 LIGHT_THEME = {
     "ink": "#1f2328",
@@ -42,7 +45,7 @@ LIGHT_THEME = {
     "c7": "#7a5ab5",
     "c8": "#1f868c",
 }
-"""Colours on white: Okabe and Ito's, some darkened to keep a contrast of 3."""
+"""Colours on white: the palette of Okabe and Ito, some darkened for a contrast of at least 3."""
 
 DARK_THEME = {
     "ink": "#e6e8eb",
@@ -96,7 +99,7 @@ PLOT_STYLE = (
     "@media (max-width:640px){.plot{font-size:16px}.plot .title{font-size:19px}}\n"
     "@media print{.plot .readout{display:none}}\n"
 )
-"""What a page with plots needs; once for all of them."""
+"""The CSS of all plots in a page; needed once."""
 
 READOUT_SCRIPT = """
 for (const svg of document.querySelectorAll("svg.plot[data-box]")) {
@@ -139,12 +142,12 @@ for (const svg of document.querySelectorAll("svg.plot[data-box]")) {
   });
 }
 """
-"""The read-out under the pointer: it reads the drawn paths, so no number is stored twice."""
+"""Shows values under the pointer; it reads the drawn paths, so no number is stored twice."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """A named line; `x` does not fall."""
+    """A named line; `x` must not decrease."""
 
     name: str
     x: Sequence[float]
@@ -154,7 +157,7 @@ class Series:
 
 @dataclass(frozen=True)
 class AxisScale:
-    """The map from the values of an axis to pixels."""
+    """Maps the values of an axis to pixels, linearly or logarithmically."""
 
     low: float
     high: float
@@ -173,8 +176,10 @@ class AxisScale:
 
 
 def escape_html(text: object) -> str:
-    """Text that is safe inside HTML and XML, attributes too."""
-    whole = str(text).encode("utf-8", "replace").decode()  # no lone surrogates
+    """Escape text for HTML and XML, including attributes."""
+    # Remove lone surrogates, which cannot be encoded.
+    whole = str(text).encode("utf-8", "replace").decode()
+    # Control characters are not valid in XML, even if they are escaped.
     whole = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", whole)
     return html.escape(whole)
 
@@ -183,8 +188,10 @@ def linear_ticks(low: float, high: float, *, count: int = 5, whole: bool = False
     """Round values (1, 2, 5 times a power of ten) from at most `low` to at least `high`."""
     step = _round_step((high - low) / count)
     step = max(step, 1.0) if whole else step
+    # The tolerance keeps a bound that is a multiple of the step from getting another tick.
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
+    # Rounding removes the error of i * step, as in 0.30000000000000004.
     power = -math.floor(math.log10(step))
     return [round(i * step, power) if 0 < power < 300 else i * step for i in range(first, last + 1)]
 
@@ -199,6 +206,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     decades = last - first
+    # Over many decades only powers of ten fit, at most about seven.
     if decades > 3:
         stride = math.ceil(decades / 6)
         return [10.0**p for p in range(first, last + stride, stride)]
@@ -209,7 +217,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The ticks of an axis as text, with enough digits to tell neighbours apart."""
+    """The labels of ticks, with enough digits to be distinct."""
     for digits in range(3, 9):
         texts = [format_number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
@@ -218,7 +226,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def _finite_points(series: Series, log: bool) -> list[Point]:
-    """The points of a series; nan where there is nothing to draw."""
+    """The points of a series, with nan where nothing can be drawn."""
     if log:
         least = 1 / LARGEST_VALUE
     else:
@@ -230,8 +238,9 @@ def _finite_points(series: Series, log: bool) -> list[Point]:
 
 
 def _value_range(values: Iterable[float], *, zero: bool = False) -> Point:
-    """Smallest and largest value, apart."""
-    known = [value for value in values if value == value]  # nan is not itself
+    """The smallest and largest value, widened if they are (almost) equal."""
+    # nan != nan, so this drops the gaps.
+    known = [value for value in values if value == value]
     low = min(known, default=0.0)
     high = max(known, default=1.0)
     if zero:
@@ -245,8 +254,9 @@ def _value_range(values: Iterable[float], *, zero: bool = False) -> Point:
 
 
 def contiguous_runs(points: Sequence[Point], columns: int, across: AxisScale) -> list[list[Point]]:
-    """Stretches without a gap; of many points, the smallest and largest of each pixel column."""
+    """Split points at gaps; of many points, keep the smallest and largest of each pixel column."""
     runs: list[list[Point]] = [[]]
+    # Few enough points: nothing is thinned.
     if len(points) <= 2 * columns:
         for point in points:
             if not math.isnan(point[1]):
@@ -266,8 +276,10 @@ def contiguous_runs(points: Sequence[Point], columns: int, across: AxisScale) ->
         start = end
         if not group:
             continue
-        known = [point for point in group if point[1] == point[1]]  # nan is not itself
-        late = math.isnan(group[0][1])  # the gap is before the values of this column
+        known = [point for point in group if point[1] == point[1]]
+        # A gap at the start of a column separates it from the previous run, any other one from the
+        # next; the order inside of a column is not visible.
+        late = math.isnan(group[0][1])
         if late and runs[-1]:
             runs.append([])
         if known:
@@ -278,7 +290,7 @@ def contiguous_runs(points: Sequence[Point], columns: int, across: AxisScale) ->
 
 
 def _svg_path(runs: Iterable[Sequence[Point]], across: AxisScale, up: AxisScale) -> str:
-    """The `d` of a path; a lone point is a line to itself, which round caps make a dot."""
+    """The `d` of a path; a single point is a line to itself, which round caps make a dot."""
     parts = []
     for run in runs:
         whole = [*run, run[0]] if len(run) == 1 else run
@@ -287,7 +299,7 @@ def _svg_path(runs: Iterable[Sequence[Point]], across: AxisScale, up: AxisScale)
 
 
 def _draw_axes(across: AxisScale, up: AxisScale, bounds: Sequence[float]) -> list[str]:
-    """Grid, ticks and their labels; `bounds` are the ticks of the y axis."""
+    """Grid lines, ticks and their labels; `bounds` are the ticks of the y axis."""
     out = []
     for value, text in zip(bounds, tick_labels(bounds), strict=True):
         y = up(value)
@@ -311,13 +323,14 @@ def _draw_axes(across: AxisScale, up: AxisScale, bounds: Sequence[float]) -> lis
 
 
 def _draw_legend(series: Sequence[Series], width: int, top: int) -> tuple[list[str], int]:
-    """A row (or rows) of names, and the height below it."""
+    """The rows of a legend, and the y of the last one; none for a single series."""
     out: list[str] = []
     if len(series) < 2:
         return out, top
     x = float(LEFT_MARGIN)
     y = top + 18
     for i, one in enumerate(series):
+        # An estimate of the text width, as the font is not known.
         room = 34 + 8.5 * len(one.name)
         if x > LEFT_MARGIN and x + room > width - RIGHT_MARGIN:
             x = LEFT_MARGIN
@@ -334,7 +347,7 @@ def _draw_legend(series: Sequence[Series], width: int, top: int) -> tuple[list[s
 def _describe_series(
     series: Sequence[Series], drawn: Sequence[list[list[Point]]], x_label: str
 ) -> str:
-    """What a plot shows, in words."""
+    """A description of a plot in words, for screen readers."""
     parts = []
     for one, runs in zip(series, drawn, strict=True):
         if not runs:
@@ -370,7 +383,8 @@ def line_plot(
     width: int = 720,
     height: int = 280,
 ) -> str:
-    """Lines over a common axis as SVG; `zero` shows the origin, `marks` are vertical lines."""
+    """Lines over a common x axis as SVG; `zero` includes 0, `marks` are vertical lines."""
+    # x does not decrease, so the ends are enough.
     first, last = _value_range(x for one in series for x in [*one.x[:1], *one.x[-1:]])
     across = AxisScale(first, last, LEFT_MARGIN, width - RIGHT_MARGIN)
     drawn = [
@@ -379,6 +393,7 @@ def line_plot(
     ]
     values = [y for runs in drawn for run in runs for _, y in run]
     low, high = _value_range(values, zero=zero and not log)
+    # Without any positive value a logarithmic axis is not possible.
     log = log and low > 0.0
     if log:
         bounds = log_ticks(low, high)
@@ -387,6 +402,7 @@ def line_plot(
     legend, top = _draw_legend(series, width, 24)
     top += 33
     up = AxisScale(bounds[0], bounds[-1], height - BOTTOM_MARGIN, top, log)
+    # The read-out script inverts this map from pixels to values.
     box = (across.start, across.end, top, up.start, first, last, up.low, up.high, float(log))
     data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escape_html(x_label)}"'
     out = _open_svg(title, _describe_series(series, drawn, x_label), (width, height), data)
@@ -416,7 +432,7 @@ def line_plot(
 def _draw_series(
     one: Series, colour: int, runs: Sequence[Sequence[Point]], across: AxisScale, up: AxisScale
 ) -> list[str]:
-    """The path of a series, and its dots."""
+    """The path of a series and its dots."""
     if not runs:
         return []
     if one.style == "faint":
@@ -434,7 +450,7 @@ def _draw_series(
 def stacked_bar(
     parts: Mapping[str, float], *, title: str, unit: str = "s", width: int = 720
 ) -> str:
-    """Shares of a whole as one horizontal bar, with amounts and percentages below."""
+    """Parts of a whole as one horizontal bar, with amounts and percentages below."""
     known = {name: value for name, value in parts.items() if 0.0 < value < LARGEST_VALUE}
     total = sum(known.values())
     top = 34
@@ -455,6 +471,7 @@ def stacked_bar(
             f'<rect class="f{colour}" x="{x:.1f}" y="{top}" width="{max(size - 1, 0.5):.1f}" '
             f'height="{thick}"><title>{escape_html(text)}</title></rect>'
         )
+        # A label fits only into a wide part; the legend has all of them.
         if size > 64:
             place = f'x="{x + size / 2:.1f}" y="{top + thick / 2 + 5:g}"'
             out.append(f'<text class="paper middle" {place}>{format_percent(share)}</text>')
@@ -475,7 +492,7 @@ def stacked_bar(
 
 
 def standalone_svg(svg: str) -> str:
-    """An .svg file of a plot: light, on white, with its styles, for renderers without variables."""
+    """A plot as an .svg file with its styles, on white, for renderers without CSS variables."""
     style = re.sub(r"var\(--(\w+)\)", lambda m: LIGHT_THEME[m[1]], PLOT_RULES)
     size = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
     assert size is not None, f"no viewBox in {svg[:80]!r}"

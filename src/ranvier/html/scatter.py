@@ -1,8 +1,8 @@
-"""Points of many groups in a plane, and bars of stacked parts, as inline SVG in plain Python.
+"""Scatter plots of groups of points, and stacked bars, as inline SVG in plain Python.
 
-A group of points is one path, so that ten thousand of them are a small file; what the pointer
-shows of each lies beside the plot as JSON, in the same order, and `HOVER` reads both. Colours are
-those of the plots.
+A group of points is one path, so that ten thousand of them are a small file; the texts shown under
+the pointer are stored beside the plot as JSON, in the same order, and `HOVER_SCRIPT` reads both.
+Colours are those of `plot`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ranvier.html.plot import (
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points of one colour; `faint` ones lie behind."""
+    """Points of one colour; `faint` ones are drawn behind the others."""
 
     name: str
     colour: int
     x: Sequence[float]
     y: Sequence[float]
     text: Sequence[str]
-    """What the pointer shows of each point."""
+    """The text shown under the pointer, per point."""
     faint: bool = False
 
 
@@ -62,7 +62,7 @@ for (const figure of document.querySelectorAll("figure.points")) {
   });
 }
 """
-"""The read-out under the pointer: the nearest point's text, below the plot."""
+"""Shows the text of the point nearest to the pointer below the plot."""
 
 SCATTER_STYLE = """
 .plot .ring{fill:none;stroke:var(--ink);stroke-width:1.5}
@@ -84,12 +84,13 @@ def scatter_plot(
     width: int = 960,
     height: int = 520,
 ) -> str:
-    """A figure: points over a linear x and a logarithmic y, with a vertical line at a limit."""
+    """A figure of points over linear x and logarithmic y, with a vertical line at a limit."""
     xs = [x for one in groups for x in one.x] or [0.0]
     ys = [y for one in groups for y in one.y] or [1.0]
     across_ticks = linear_ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
     low = min(ys)
     high = max(ys)
+    # A log axis needs a range: a single value gets 20 % above it.
     up_ticks = log_ticks(low, high if high > low * 1.01 else low * 1.2)
     top = _draw_legend(groups, width)[1][-1] + 36
     across = AxisScale(across_ticks[0], across_ticks[-1], LEFT_MARGIN, width - RIGHT_MARGIN)
@@ -104,6 +105,7 @@ def scatter_plot(
         f'<text class="end" x="{width - RIGHT_MARGIN}" '
         f'y="{height - 6}">{escape_html(x_label)}</text>',
     ]
+    # Faint groups are drawn first, so that they are behind. The texts below have the same order.
     for i, one in enumerate(sorted(groups, key=lambda group: not group.faint)):
         kind = "ghost" if one.faint else "dot"
         places = "".join(
@@ -118,6 +120,7 @@ def scatter_plot(
         f'<text class="ink" x="{x + 6:.1f}" y="{top + 14}">{escape_html(limit_label)}</text>'
     )
     texts = [list(one.text) for one in sorted(groups, key=lambda group: not group.faint)]
+    # An escaped "<" keeps a text from closing the script element.
     stored = json.dumps(texts, ensure_ascii=True).replace("<", "\\u003c")
     return (
         f'<figure class="points">{"".join([*out, "</svg>"])}'
@@ -146,7 +149,7 @@ def _draw_axes(
 
 
 def _draw_legend(groups: Sequence[PointGroup], width: int) -> tuple[list[str], list[int]]:
-    """Names with their colours in rows, and the heights of the rows."""
+    """Legend entries in rows, and the y of each row; faint groups have no entry."""
     out = []
     x = 8.0
     rows = [42]
@@ -172,7 +175,8 @@ def stacked_bars(
     unit: str = "s",
     width: int = 960,
 ) -> str:
-    """Rows of stacked parts on one scale as SVG; `names`: all parts, by colour."""
+    """Rows of stacked parts on one scale as SVG. names: all parts, in the order of colours."""
+    # Common scale of all rows; 1 if all are empty, to avoid a division by zero.
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
     used = [name for name in names if any(parts.get(name, 0.0) > 0.0 for _, parts in rows)]
     groups = [PointGroup(name, names.index(name), (), (), ()) for name in used]
@@ -188,6 +192,7 @@ def stacked_bars(
         y += 19
         for name in used:
             value = parts.get(name, 0.0)
+            # 110 pixels are left for the total behind the bar.
             size = value / most * (width - 110)
             if size <= 0.0:
                 continue

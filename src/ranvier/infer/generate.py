@@ -1,7 +1,7 @@
-"""Sample: text from the newest checkpoint of a run, on one device.
+"""Generate text from the latest checkpoint of a run, on one device.
 
-The simple way: each token is one pass over all tokens before it, as many as the model has positions
-for. Not handled: a cache of keys and values, several devices.
+The simple way: each token is one forward pass over all tokens before it, as many as the model has
+positions for. Not handled: a KV cache, several devices (see `generate_distributed`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ranvier.system.terminal import print
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How many tokens are said, and how each is chosen."""
+    """How many tokens are generated, and how each is sampled."""
 
     max_tokens: int
     temperature: float
@@ -41,20 +41,20 @@ class SamplingParams:
 
 @dataclass
 class TextGenerator:
-    """A model with the words of its tokenizer."""
+    """A model together with its tokenizer and, if the run has one, its chat template."""
 
     model: Decoder
     tokenizer: Tokenizer
     max_positions: int
-    """Most tokens the model looks at."""
+    """Maximum number of tokens in the context of the model."""
     chat: ChatEncoder | None = None
-    """How conversations are written, if the run has a chat template."""
+    """Encoder of conversations; None if the run has no chat template of its own."""
 
     @classmethod
     def from_run(
         cls, folder: Path, device: torch.device | str, *, step: int | None = None
     ) -> TextGenerator:
-        """From a checkpoint of a run, the newest if no step is named."""
+        """Load a checkpoint of a run; the latest one if `step` is None."""
         run = load_config_from_dir(folder)
         checkpoint = find_checkpoint(folder, step)
         words = folder / "tokenizer.json"
@@ -63,11 +63,14 @@ class TextGenerator:
                 f"{folder} has no tokenizer.json: its corpora came as tokens. Text needs the "
                 f"tokenizer that made them. Copy its tokenizer.json to {words}."
             )
+        # The model is built without memory, so that the weights of the checkpoint are its only
+        # copy.
         with torch.device("meta"):
             model = build_decoder(run.model, run.lora)
         fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
         known = load_tokenizer(str(words), folder)
         template = load_chat_template(known, folder)
+        # The built-in template is a fallback that the model was not trained on: it enables no chat.
         if template.origin == BUILT_IN:
             chat = None
         else:
@@ -77,7 +80,9 @@ class TextGenerator:
     def complete_prompt(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[str]:
-        """Pieces of text that follow the prompt, until the end of a document."""
+        """Yield pieces of text that follow the prompt, until the end of the document."""
+        # An empty prompt starts with the end-of-document token: what follows it begins a new
+        # document.
         known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.eos_token_id]
         draw = SamplingParams(tokens, temperature, top_k, seed)
         yield from self._generate_pieces(known, frozenset([self.tokenizer.eos_token_id]), draw)
@@ -85,7 +90,7 @@ class TextGenerator:
     def answer_question(
         self, question: str, *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[str]:
-        """Pieces of the answer to a question, until the end of the turn."""
+        """Yield pieces of the answer to a question, until the end of the turn."""
         if self.chat is None:
             raise DataError(
                 "The run has no chat template. A question is written by the one it was trained "
@@ -99,9 +104,10 @@ class TextGenerator:
     def _generate_pieces(
         self, known: list[int], ends: frozenset[int], draw: SamplingParams
     ) -> Iterator[str]:
-        """Pieces of text that follow tokens, until one of the ends.
+        """Yield pieces of text that follow the tokens `known`, until one of the tokens in `ends`.
 
-        A text that outgrows the positions goes on with its last tokens, and that is said.
+        A text that outgrows the positions of the model continues with its last tokens as context,
+        after a warning.
         """
         if len(known) > self.max_positions:
             raise DataError(
@@ -112,6 +118,7 @@ class TextGenerator:
         said: list[int] = []
         told = self.tokenizer.decode(known)
         for _ in range(draw.max_tokens):
+            # Warn once, at the first token whose context no longer fits.
             if len(known) + len(said) == self.max_positions + 1:
                 print(
                     f"Warning: the text has {self.max_positions + 1:,} tokens, but the model has "
@@ -126,25 +133,29 @@ class TextGenerator:
             if token in ends:
                 return
             said.append(token)
+            # The whole text is decoded anew: a token's text can depend on the tokens before it.
             text = self.tokenizer.decode([*known, *said])
-            if not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
+            # A character of several bytes may be split over several tokens: until it is complete,
+            # the text ends with the replacement character and is held back.
+            if not text.endswith("\ufffd"):
                 yield text[len(told) :]
                 told = text
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
 
 def fill_weights(
     model: nn.Module, whole: Mapping[str, Tensor], origin: Path, device: torch.device | str
 ) -> None:
-    """Give a model without values its weights and buffers: all of them, or none is usable.
+    """Assign weights and buffers to a model on the meta device; every tensor must be present.
 
-    A tied one bears its first name and stays tied. Buffers, as the bias of a router, keep the type
-    in which they were saved.
+    A tied weight is looked up by its first name and stays tied. Buffers, such as the expert bias of
+    a router, keep the dtype in which they were saved.
     """
+    # Group the names of each tensor: those of a tied weight share one object.
     owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for path, module in model.named_modules():
         own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
@@ -168,7 +179,7 @@ def fill_weights(
 
 
 def _common_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:
-    """The type of most weights (adapters may have a wider one); on a CPU fp32 at least."""
+    """The dtype of most weights (adapters may have a wider one); at least fp32 on a CPU."""
     counts: dict[torch.dtype, int] = {}
     for value in whole.values():
         counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
@@ -180,7 +191,9 @@ def _common_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> to
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """A token: the likeliest at temperature 0, else drawn from the `top_k` likeliest (0: all)."""
+    """Sample a token: the most likely at temperature 0, else one of the `top_k` most likely (0:
+    all).
+    """
     if temperature <= 0.0:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
@@ -201,7 +214,11 @@ def print_generated(
     step: int,
     device: str,
 ) -> int:
-    """Print what a run says after a prompt or answers in a chat, as it comes; the exit code."""
+    """Print the completion of a prompt or the answer in a chat while it is generated.
+
+    Returns the exit code.
+    """
+    # All problems are collected, so that one error lists them together.
     problems = []
     if prompt and chat:
         problems.append(f"prompt={prompt!r} and chat={chat!r}. One of them is said. Leave one out.")
@@ -230,7 +247,7 @@ def print_generated(
 
 
 def load_config_from_dir(folder: Path) -> RunConfig:
-    """The settings of a run."""
+    """Load the settings of a run from its directory."""
     if not (folder / "config.toml").exists():
         near: Sequence[Path] = sorted(folder.parent.glob("*/config.toml"))
         others = ", ".join(str(path.parent) for path in near) or "none here"
@@ -240,15 +257,17 @@ def load_config_from_dir(folder: Path) -> RunConfig:
         )
     run = runs.load_run_config(folder / "config.toml", in_run=True)
     if run.model.positions == "rope" and run.data.seq > run.model.max_seq:
-        # trained before that was refused: it has read texts of this length
+        # Runs trained before this combination was refused have seen sequences of this length, so
+        # their maximum is raised instead of failing.
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_seq=run.data.seq))
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
-    run.check_and_resolve(known)  # it may have been edited
+    # The file may have been edited by hand since the run wrote it.
+    run.check_and_resolve(known)
     return run
 
 
 def find_checkpoint(folder: Path, step: int | None = None) -> Path:
-    """A checkpoint of a run: of a step, or the newest."""
+    """Path of the checkpoint of a step, or of the latest one."""
     paths = find_checkpoints(folder / "checkpoints")
     if not paths:
         raise DataError(

@@ -1,7 +1,7 @@
-"""Staged: tokens from a model on a grid, whose stages, rows and columns all take part.
+"""Generate tokens from a model on a grid, with all its stages, rows and columns.
 
-The simple way, as in `sample`: each token is one pass over all tokens before it. Not handled: a
-cache of keys and values.
+The simple way, as in `generate`: each token is one forward pass over all tokens before it. Not
+handled: a KV cache.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.pipeline.executor import MicroBatch
 
 TokenSampler = Callable[[Tensor, Sequence[int], int], Tensor]
-"""Tokens `[b]` from logits `[b, v]`, the numbers of their prompts, and how many were said before;
-ranks with the same logits must choose alike."""
+"""Maps logits `[b, v]`, the numbers of their prompts and the count of tokens generated so far to
+tokens `[b]`; ranks with the same logits must choose the same tokens."""
 
 
 def extend_tokens(
     model: nn.Module, tokens: Tensor, count: int, choose: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Tokens `[b, s]` with `count` more, the same on all ranks that read them: `[b, s + count]`.
+    """Append `count` tokens to the tokens `[b, s]`, equal on all ranks that read them: `[b, s +
+    count]`.
 
-    choose: tokens `[b]` from the logits `[b, v]` of the last ones; all ranks must choose alike.
-    Communicates: as a forward pass; logits of one token over the axes of vocab; tokens over pipe.
+    choose: maps the logits `[b, v]` of the last position to tokens `[b]`; all ranks must choose the
+    same. Communicates: as a forward pass; logits of one token over the axes of vocab; tokens over
+    pipe.
     """
     parallel = get_parallel_model(model)
     was = model.training
@@ -42,6 +44,7 @@ def extend_tokens(
                 [tokens, choose(next_token_logits(parallel, tokens)).unsqueeze(1)], 1
             )
     finally:
+        # Also after an error: training must find its mode, and no weights gathered for evaluation.
         model.train(was)
         parallel.bucket_scheduler.begin_step("")
     return tokens
@@ -57,20 +60,21 @@ def generate_tokens(
     numbers: Sequence[int] | None = None,
     batch: int = 8,
 ) -> list[list[int]]:
-    """What follows each prompt, at most `count` tokens, on all ranks, which all ask for the same.
+    """Generate at most `count` tokens after each prompt; all ranks pass the same and get the same.
 
-    ended: whether tokens that were said, the last one just now, are all. numbers: of the prompts,
-    for those who choose; None: 0, 1, 2, ... batch: prompts of a micro-batch.
-    Communicates: as `continued`; of each token one number over all axes; at the end what was said
-    over the axes of samples.
+    ended: whether generation stops after these tokens, of which the last is new. numbers: of the
+    prompts, passed to `choose`; None: 0, 1, 2, ... batch: prompts per micro-batch. Communicates: as
+    `extend_tokens`; per token one number over all axes; at the end the generated tokens over the
+    axes of samples.
     """
     parallel = get_parallel_model(model)
     was = model.training
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
-    # what is said last is not read any more
+    # The last generated token is never an input, hence `count - 1`.
     check_length(model, max((len(prompt) + count - 1 for prompt in prompts), default=0))
     if numbers is None:
         numbers = range(len(prompts))
+    # Longest first: prompts of similar length share a round and need little padding.
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     size = round_up_batch(parallel, batch) * parallel.grid.axis(*REPLICA_AXES).size
     found: dict[int, list[int]] = {}
@@ -96,11 +100,12 @@ def _generate_round(
     ended: Callable[[Sequence[int]], bool],
     batch: int,
 ) -> list[list[int]]:
-    """What follows prompts that fit at once; replicas that are done go on for the others' sake."""
+    """Generate for prompts that fit at once; finished replicas continue until all are done."""
     grid = parallel.grid
     device = parallel.pipeline.executor.device
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
+    # A replica without a prompt runs a dummy one, as every rank must take part in the collectives.
     mine = [asked[i] for i in rank_rows(batch * replicas.size, grid) if i < len(asked)] or [
         (0, [0])
     ]
@@ -112,6 +117,7 @@ def _generate_round(
     said: list[list[int]] = [[] for _ in mine]
     open_ = [not idle] * len(mine)
     for place in range(count):
+        # All ranks must leave the loop at the same token.
         if not max_over_ranks(int(any(open_)), grid, device):
             break
         now = tokens[:, : int(lengths.max()) + place].to(device)
@@ -121,6 +127,8 @@ def _generate_round(
             if open_[row]:
                 said[row].append(token)
                 open_[row] = not ended(said[row])
+    # Rows are padded with -1 to a common length for the all-gather; the extra column guarantees
+    # that each row has at least one -1 to end it.
     known = torch.full((batch, count + 1), -1, dtype=torch.int64)
     for row, words in enumerate(said if not idle else []):
         known[row, : len(words)] = torch.tensor(words, dtype=torch.int64)
@@ -131,22 +139,28 @@ def _generate_round(
 def make_sampler(
     *, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0
 ) -> TokenSampler:
-    """Chooses the likeliest token at temperature 0, else draws one.
+    """Build a sampler: greedy at temperature 0, else random.
 
-    A draw depends on (seed, number of the prompt, place): on no grid and no batch. top_k: from so
-    many likeliest tokens (0: all); top_p: from the fewest that together have this probability.
+    A draw depends on (seed, number of the prompt, position) and neither on the grid nor on the
+    batch. top_k: sample from the k most likely tokens (0: all); top_p: from the smallest set of
+    tokens whose probabilities sum to at least this.
     """
 
     def choose(logits: Tensor, numbers: Sequence[int], place: int) -> Tensor:
         if temperature <= 0.0:
             return logits.argmax(-1)
+        # float64 and a stable sort: the choice must not depend on rounding or on the order of ties.
         whole = (logits.double() / temperature).softmax(-1)
         shares, tokens = whole.sort(stable=True, dim=-1, descending=True)
+        # Nucleus sampling keeps a token if those before it have less than top_p in total; the most
+        # likely token always stays.
         before = shares.cumsum(-1) - shares
         kept = before < top_p
         if top_k > 0:
             kept[:, top_k:] = False
         sums = (shares * kept).cumsum(-1)
+        # Inverse transform sampling: find the first cumulative sum above u times the total, u in
+        # [0, 1).
         keys = [counter_rng.random_key(seed, "draw", number, place) / 2.0**63 for number in numbers]
         mark = torch.tensor(keys, dtype=torch.float64, device=logits.device).unsqueeze(1)
         column = torch.searchsorted(sums, mark * sums[:, -1:], right=True)
@@ -160,15 +174,15 @@ def make_sampler(
 def next_token_logits(
     parallel: ParallelModel, tokens: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """Logits of what follows the tokens `[b, s]`: `[b, v]`, on all ranks that read them.
+    """Logits `[b, v]` of the token after the tokens `[b, s]`, on all ranks that read them.
 
-    lengths: how many tokens of each sample there are `[b]`; None: all.
+    lengths: number of valid tokens of each sample `[b]`; None: all.
     """
     grid = parallel.grid
     stage = parallel.pipeline.executor.stage
     samples, length = tokens.shape
     multiple = grid.degrees["row"] * grid.degrees["context"]
-    # what comes later changes nothing before it
+    # Padding at the end is safe: attention is causal, so earlier positions do not see it.
     padded = tokens.new_zeros(round_up_batch(parallel, samples), -(-length // multiple) * multiple)
     padded[:samples, :length] = tokens
     own = torch.full((len(padded),), length, device=tokens.device)
@@ -176,6 +190,7 @@ def next_token_logits(
         own[:samples] = length
     else:
         own[:samples] = lengths
+    # Positions are passed only where there is padding; otherwise the model uses 0, 1, 2, ...
     inputs = {"tokens": padded}
     if lengths is not None or padded.shape[1] > length:
         inputs["positions"] = padded_positions(own, padded.shape[1])
@@ -184,7 +199,8 @@ def next_token_logits(
     region = parallel.table.activation_rule("vocab")
     vocab = grid.axis(*region["vocab"])
     batch = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
-    if not found:  # another stage has them
+    # The logits are on the last stage: the others allocate a buffer for the broadcast.
+    if not found:
         words = parallel.sizes["vocab"]
         y = torch.zeros(samples, words, dtype=_weight_dtype(parallel), device=tokens.device)
     else:
@@ -193,13 +209,16 @@ def next_token_logits(
         y = collectives.all_gather(pad_vocab_shard(y, parallel), vocab, -1).wait()
         y = collectives.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
+    # With the vocabulary split over pipe every stage has computed its share and gathered all of it.
     if stage.vocab_layers:
         return y.contiguous()
     return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """My logits with their padding, which the head has left out: all ranks have equally many."""
+    """Pad my logits with the columns that the LM head left out, so that all ranks have equally
+    many.
+    """
     axes = parallel.table.activation_rule("vocab")["vocab"]
     ranks = parallel.grid.axis(*axes).size
     degrees = parallel.grid.degrees

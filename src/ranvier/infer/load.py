@@ -1,7 +1,7 @@
-"""Loaded: the weights of a run's checkpoint on any grid, for those who do not train.
+"""Load the weights of a run's checkpoint onto any grid, for inference and evaluation.
 
-The model is put on the grid without values, its buckets are made once, and every rank reads its own
-slices into them: no rank ever holds the whole model, nor a second copy of its part.
+The model is parallelized without values, its buckets are allocated once, and every rank reads its
+own slices into them: no rank ever holds the whole model, nor a second copy of its shards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ranvier.parallel.parallelize import get_parallel_model, parallelize
 from ranvier.pipeline.partition import PipelineConfig
 
 MASTER_SUFFIX = ".master"
-"""How the names of weights end in a checkpoint."""
+"""Suffix of the names of weights in a checkpoint."""
 
 
 def load_model(
@@ -37,13 +37,15 @@ def load_model(
     how: PipelineConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """The model of a run after a step (None: the newest checkpoint) on a grid, ready to be asked.
+    """Load the model of a run after a step (None: the latest checkpoint) onto a grid, in eval mode.
 
-    inner: what col splits inside. how: its stages over pipe. dtype: of the weights; None: the one
-    they were saved in. Communicates: the making of groups; one number over all axes.
+    inner: what col splits inside of blocks. how: its pipeline stages. dtype: of the weights; None:
+    the one they were saved in. Communicates: creation of process groups; one number over all axes.
     """
     run = load_config_from_dir(folder)
     checkpoint = find_checkpoint(folder, step)
+    # Every rank reads the manifest itself; if one cannot, all ranks raise instead of waiting for
+    # it.
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
     model = build_empty_model(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
@@ -52,7 +54,7 @@ def load_model(
 
 
 def saved_dtype(checkpoint: Path) -> torch.dtype:
-    """The type of most weights of a checkpoint: adapters may have a wider one."""
+    """The dtype of most weights of a checkpoint: adapters may have a wider one."""
     counts: dict[torch.dtype, int] = {}
     for name, entry in manifests.read_manifest(checkpoint).tensors.items():
         if name.endswith(MASTER_SUFFIX):
@@ -61,7 +63,7 @@ def saved_dtype(checkpoint: Path) -> torch.dtype:
 
 
 def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
-    """The type to ask a model in: a CPU computes in fp32 rather than in 16 bits."""
+    """The dtype to run a model in: a CPU computes in fp32 rather than in 16 bits."""
     narrow = dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
     if narrow:
         return torch.float32
@@ -69,7 +71,10 @@ def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dty
 
 
 def find_saved_adapters(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
-    """The adapters of a run, if a checkpoint has them: before the first step it has none."""
+    """The adapter config of a run, or an empty one if the checkpoint has no adapters.
+
+    A checkpoint from before the first step has none.
+    """
     there = any(".adapters." in name for name in manifests.read_manifest(checkpoint).tensors)
     if there:
         return lora
@@ -86,10 +91,11 @@ def build_empty_model(
     how: PipelineConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A model on a grid with weights of 0, of which a rank has its own part only.
+    """A model on a grid with zero weights, of which each rank holds its own shards only.
 
-    Communicates: the making of groups.
+    Communicates: creation of process groups.
     """
+    # No memory yet: the buckets are allocated once, below, for the shards of this rank only.
     with counter_rng.init_empty_weights():
         model = build_decoder(config, lora or AdapterConfig())
     parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
@@ -101,12 +107,13 @@ def build_empty_model(
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
-    """Read my slices of the weights of a checkpoint; an error of one rank is one on all.
+    """Read my slices of the weights of a checkpoint; an error of one rank is raised on all.
 
     Communicates: one number over all axes.
     """
     parallel = get_parallel_model(model)
     state = {f"{name}{MASTER_SUFFIX}": part for name, part in parallel.sharded_state().items()}
     run_and_raise_together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
+    # Tells optimizers that the weights have changed behind them, and drops gathered copies.
     parallel.bucket_scheduler.load_count += 1
     parallel.bucket_scheduler.begin_step("")

@@ -1,9 +1,9 @@
-"""Scores: how likely a model on a grid finds given tokens.
+"""Log-probabilities that a model on a grid assigns to given tokens.
 
-Sequences of different lengths are sorted by length, shared out to the ranks that read different
-samples, and filled up at their ends, which changes nothing before (`own_positions`). Logits stay
-where they are: of each token only its log-probability, and whether it was the likeliest, leave the
-head.
+Sequences of different lengths are sorted by length, distributed over the ranks that read different
+samples, and padded at their ends, which changes nothing before (`padded_positions`). Logits are
+never gathered: of each token only its log-probability, and whether it was the most likely, leave
+the LM head.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ REPLICA_AXES = ("data", "expert", "depth")
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """What a sequence of n tokens is worth: of each but the first, given all before it."""
+    """Scores of a sequence of n tokens: of each but the first, given all tokens before it."""
 
     logprobs: Tensor
     """Log-probabilities, float64 `[n - 1]`."""
     is_greedy: Tensor
-    """Whether no token was likelier, bool `[n - 1]`."""
+    """Whether no other token was more likely, bool `[n - 1]`."""
 
 
 def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
-    """Sequences that all ranks score at once, `batch` of them a micro-batch."""
+    """Number of sequences that all ranks score at once, with `batch` of them per micro-batch."""
     pipe = parallel.grid.degrees["pipe"]
     degrees = parallel.grid.degrees
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
+    # Two micro-batches per stage keep a pipeline mostly filled.
     return round_up_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
 
 
 def round_up_batch(parallel: ParallelModel, batch: int) -> int:
-    """The next micro-batch that col can divide, where it divides samples."""
+    """Round a micro-batch up to a multiple of col, where col splits samples."""
     if parallel.table.col_splits == "samples":
         shares = parallel.grid.degrees["col"]
     else:
@@ -54,17 +55,17 @@ def round_up_batch(parallel: ParallelModel, batch: int) -> int:
 
 
 def padded_positions(lengths: Tensor, seq: int) -> Tensor:
-    """Positions 0, 1, 2, ... of texts of so many tokens `[b]`, filled up to `[b, seq]`.
+    """Positions 0, 1, 2, ... of sequences of `lengths` tokens `[b]`, padded to `[b, seq]`.
 
-    What fills a text up repeats its last position: a model whose frequencies depend on the length
-    (LongRoPE) sees that of the text alone, and none looks up a position that it does not have.
+    Padding repeats the last position: a model whose frequencies depend on the length (LongRoPE)
+    sees the length of the text alone, and no position beyond those of the model is looked up.
     """
     places = torch.arange(seq, device=lengths.device)
     return torch.minimum(places, lengths.unsqueeze(1).clamp(min=1) - 1)
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Refuse texts of more tokens than a model has learned positions for, before it reads any."""
+    """Reject sequences that are longer than the learned positions, before any is read."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "positions", "") == "learned" and length > config.max_seq:
         raise DataError(
@@ -77,18 +78,20 @@ def check_length(model: nn.Module, length: int) -> None:
 def score_sequences(
     model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8
 ) -> list[TokenLogprobs]:
-    """What each sequence is worth, on all ranks, which all ask for the same.
+    """Score each sequence; all ranks pass the same sequences and get the same result.
 
-    batch: sequences of a micro-batch. Communicates: as forward passes; of each token two numbers
+    batch: sequences per micro-batch. Communicates: as forward passes; of each token two numbers
     over the axes of samples and over pipe.
     """
     parallel = get_parallel_model(model)
     was = model.training
     assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
     check_length(model, max((len(one) - 1 for one in sequences), default=0))
+    # Longest first: sequences of similar length share a round and need little padding.
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
     found: dict[int, TokenLogprobs] = {}
     model.eval()
+    # The LM head returns log-probability and greediness per token instead of the summed loss.
     parallel.step_context.per_token_loss = True
     try:
         size = sequences_per_round(parallel, batch)
@@ -108,21 +111,26 @@ def score_sequences(
 def _score_round(
     parallel: ParallelModel, sequences: Sequence[Sequence[int]], batch: int
 ) -> Iterator[TokenLogprobs]:
-    """Of sequences that fit at once, longest first, what each is worth."""
+    """Score sequences that fit at once, sorted longest first."""
     grid = parallel.grid
     runtime = parallel.pipeline.executor
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
     micros = -(-len(sequences) // (batch * replicas.size))
     multiple = grid.degrees["row"] * grid.degrees["context"]
+    # The first sequence is the longest. The sequence dim must divide over row and context, and a
+    # sequence of one token still needs a position.
     length = max(-(-(len(sequences[0]) - 1) // multiple), 1) * multiple
-    mine = rank_rows(batch * replicas.size, grid)  # of each micro-batch of all ranks
+    # Rows of this rank within each global micro-batch.
+    mine = rank_rows(batch * replicas.size, grid)
     inputs = []
     for micro in range(micros):
         some = [micro * batch * replicas.size + row for row in mine]
         inputs.append(
             _pad_sequences([sequences[i] for i in some if i < len(sequences)], batch, length)
         )
+    # The number of micro-batches is part of the kind: it changes the recorded order of weight
+    # gathers.
     parallel.bucket_scheduler.begin_step(f"score {micros}")
     found = runtime.run_forward(
         [MicroBatch({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
@@ -134,12 +142,14 @@ def _score_round(
             y, grid.axis(*(a for a in region["batch"] if a == "col")), 2
         ).wait()
         y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
-    else:  # another stage has them
+    # The scores are on the last stage: the others allocate a buffer for the broadcast.
+    else:
         shape = (micros, 2, batch, length)
         y = torch.zeros(shape, dtype=parallel.bucket_scheduler.reduce_dtype, device=runtime.device)
     pipe = grid.axis("pipe")
     y = collectives.broadcast(y.contiguous(), pipe, index=pipe.size - 1).wait()
     y = collectives.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
+    # Not strict: the last rows are padding without a sequence.
     for one, (log, greedy) in zip(sequences, y.flatten(0, 1).cpu(), strict=False):
         count = len(one) - 1
         yield TokenLogprobs(log[:count].double(), greedy[:count] > 0.0)
@@ -148,12 +158,13 @@ def _score_round(
 def _pad_sequences(
     sequences: Sequence[Sequence[int]], batch: int, length: int
 ) -> dict[str, Tensor]:
-    """Tokens, targets and positions `[b, s]` of sequences, filled up."""
+    """Tokens, targets and positions `[b, s]` of sequences, padded at the end."""
     lengths = torch.ones(batch, dtype=torch.int64)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     targets = torch.full((batch, length), IGNORE_INDEX, dtype=torch.int64)
     for row, one in enumerate(sequences):
         known = torch.as_tensor(one, dtype=torch.int64)
+        # Shifted by one: each token predicts the next. Padding has no target and is not scored.
         tokens[row, : len(one) - 1] = known[:-1]
         targets[row, : len(one) - 1] = known[1:]
         lengths[row] = len(one) - 1

@@ -5,7 +5,7 @@
 
 The methods that such loops call, with the same meaning; Accelerate itself is not needed. One thing
 differs: a batch of the loader is that of the whole grid (split_batches=True there), so schedulers
-step once a step. Start it with torchrun, srun or `accelerate launch`.
+step once per step. Start it with torchrun, srun or `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ranvier.launch.external_launch import AxisSizes, build_grid
 
 
 class Accelerator:
-    """What a loop knows of the ranks it runs on."""
+    """The interface of `accelerate.Accelerator` on a grid."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Accelerator:
         device: torch.device | str | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """plan: ranks on each axis; all others lie on data. grid: one that is there.
+        """plan: ranks on each axis; the rest is data. grid: an existing one.
 
         Communicates: with all ranks that the launcher has started, unless a grid is given.
         """
@@ -57,14 +57,14 @@ class Accelerator:
         self.inner = plan.inner if inner is None and isinstance(plan, Plan) else inner
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.sync_gradients = True
-        """Whether the batch at hand is the last before an update."""
+        """Whether the current batch is the last before an update."""
         self.is_last_batch = False
-        """Whether it is the last that its loader gives: an update follows in any case."""
+        """Whether it is the last of its loader: an update follows in any case."""
         self._batch_count = 0
         self._grid_model: GridModel | None = None
         self._adamw: AdamW | None = None
 
-    # ---- who am I -------------------------------------------------------------------------------
+    # ---- ranks ----------------------------------------------------------------------------------
 
     @property
     def process_index(self) -> int:
@@ -87,7 +87,7 @@ class Accelerator:
         return self.grid.rank % self.grid.ranks_per_node == 0
 
     def print(self, *words: Any) -> None:
-        """Print once."""
+        """Print on rank 0 only."""
         if self.is_main_process:
             print(*words)
 
@@ -95,12 +95,12 @@ class Accelerator:
         """Wait for all ranks. Communicates: one number over all axes."""
         max_over_ranks(0, self.grid, self.device)
 
-    # ---- the loop -------------------------------------------------------------------------------
+    # ---- training loop --------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """The twins of a model, its AdamW, loaders and schedulers, in the same order.
+        """Wrap a model, its AdamW, loaders and schedulers; returned in the same order.
 
-        Communicates: as `loop.lent`.
+        Communicates: as `training_loop.put_on_grid`.
         """
         models = [x for x in objects if isinstance(x, nn.Module)]
         adamws = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
@@ -112,6 +112,7 @@ class Accelerator:
         twins: dict[int, Any] = {}
         if models:
             if adamws:
+                # Before the model is put on the grid: its parameters are replaced there.
                 members = training_loop.param_group_indices(models[0], adamws[0])
             else:
                 members = {}
@@ -130,37 +131,39 @@ class Accelerator:
     def _prepare_object(self, x: Any, twins: Mapping[int, Any]) -> Any:
         if id(x) in twins:
             return twins[id(x)]
+        # Schedulers have both attributes; anything else is taken for a loader.
         if hasattr(x, "optimizer") and hasattr(x, "step"):
             return _StepAfterAccumulation(self, x)
         return _DeviceLoader(training_loop.shard_loader(x, self.grid, self.device), self)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """A batch; only the last of several is followed by an update."""
+        """Context of one batch; only the last of several is followed by an update."""
         self._batch_count += 1
         self.sync_gradients = (
             self.is_last_batch or self._batch_count % self.gradient_accumulation_steps == 0
         )
+        # The next epoch starts a new accumulation.
         if self.is_last_batch:
             self._batch_count = 0
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Nothing is held back: gradients are reduced at the step."""
+        """A null context: gradients are reduced at the step."""
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Nothing is cast: weights have one type, master weights are ours."""
+        """A null context: weights have one dtype, and the optimizer has master weights."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of a loss, of which each of several batches has its share."""
+        """Gradients of a loss, divided by the number of accumulated batches."""
         (loss / self.gradient_accumulation_steps).backward()
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """The norm over the whole grid; the next step takes at most `max_norm` of it."""
+        """The norm over the whole grid; the next step clips it to `max_norm`."""
         if self._adamw is None or float(norm_type) != 2.0:
             raise PlanError(
                 f"clip_grad_norm_ with norm_type={norm_type}. The Euclidean norm of a model that "
@@ -168,10 +171,10 @@ class Accelerator:
             )
         return self._adamw.clip_grad_norm(max_norm)
 
-    # ---- among ranks ----------------------------------------------------------------------------
+    # ---- collectives ----------------------------------------------------------------------------
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Tensors of all coordinates, one after the other: each sample once.
+        """Tensors of all coordinates, concatenated: each sample once.
 
         Communicates: all-gather over the axes of samples.
         """
@@ -179,6 +182,7 @@ class Accelerator:
             whole = tensor.unsqueeze(0)
         else:
             whole = tensor
+        # Only over coordinates with different samples; other axes would repeat them.
         axis = self.grid.axis(*REPLICA_AXES)
         return collectives.all_gather(whole.detach(), axis).wait()
 
@@ -192,7 +196,7 @@ class Accelerator:
             return found / axis.size
         return found
 
-    # ---- saving ---------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model itself, of which this rank has a part."""
@@ -201,13 +205,13 @@ class Accelerator:
         return model
 
     def save_state(self, path: str | Path) -> None:
-        """Save model and optimizer as a directory that any grid reads."""
+        """Save model and optimizer to a directory that any grid can load."""
         training_loop.save_checkpoint(
             Path(path), self._require_model(), self._adamw, {"batches": self._batch_count}
         )
 
     def load_state(self, path: str | Path) -> None:
-        """Go on from what was saved, on this grid or another."""
+        """Resume from a checkpoint of this grid or another."""
         self._batch_count = int(
             training_loop.load_checkpoint(Path(path), self._require_model(), self._adamw).get(
                 "batches", 0
@@ -235,18 +239,18 @@ class _StepAfterAccumulation:
         return getattr(self._inner, name)
 
     def step(self, *args: Any) -> None:
-        """Step, if it is time."""
+        """Step if the current batch is the last one accumulated."""
         if self._accelerator.sync_gradients:
             self._inner.step(*args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, if they were used."""
+        """Drop gradients if they were used."""
         if self._accelerator.sync_gradients:
             self._inner.zero_grad(set_to_none)
 
 
 class _DeviceLoader:
-    """A loader whose batches are on the device, and which knows the last one."""
+    """A loader whose batches are on the device, and which detects the last one."""
 
     def __init__(self, loader: Any, accelerator: Accelerator) -> None:
         self._loader = loader
@@ -259,8 +263,9 @@ class _DeviceLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """One batch is read ahead: there is another, or this is the last."""
+        """Yield batches one behind the loader, so that the last one is known when it is yielded."""
         self._accelerator.is_last_batch = False
+        # Holds the one batch that was read but not yielded.
         before: list[Any] = []
         for batch in self._loader:
             yield from before
@@ -270,7 +275,7 @@ class _DeviceLoader:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: its tensors, wherever they are in it."""
+    """A batch on a device, with all nested tensors."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

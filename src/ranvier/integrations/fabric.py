@@ -1,12 +1,12 @@
-"""RanvierStrategy: the grid for a loop of Lightning Fabric.
+"""RanvierStrategy: the grid for a training loop with Lightning Fabric.
 
     fabric = Fabric(strategy=RanvierStrategy(row=2, col=2), devices=4, accelerator="cpu")
     fabric.launch()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loader = fabric.setup_dataloaders(loader)
 
-All else of the loop stays: see `loop` for what happens to the three. Processes are started and
-found as Fabric does it; what they tell each other goes over the grid.
+The rest of the loop is unchanged: `training_loop` describes what happens to the three. Processes
+are started and connected by Fabric; collectives use the grid.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from ranvier.integrations.training_loop import AdamW, GridModel
 from ranvier.launch.external_launch import resolve_axes
 
 PRECISIONS = ("32-true", "64-true", "bf16-true")
-"""Those in which weights have one type; master weights of bf16 ones are in fp32 in any case."""
+"""Precisions with a single dtype for all weights; bf16 weights have fp32 master weights in any
+case."""
 
 
 def _import_fabric_strategy() -> Any:
-    """Fabric's strategy of one process a device: of the package that the loop has imported."""
+    """Fabric's DDP strategy, of whichever package the loop has imported."""
+    # Both packages ship the same classes, but a strategy of one is not accepted by the other.
     names = ("lightning.fabric", "lightning_fabric")
     try:
         name = next((name for name in names if name in sys.modules), names[1])
@@ -50,15 +52,15 @@ def _import_fabric_strategy() -> Any:
 
 
 class _NoBackwardSync:
-    """Gradients are reduced at the step: there is nothing to hold back before."""
+    """Gradients are reduced at the step: there is no synchronization in backward to skip."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Hold nothing back."""
+        """Return a null context."""
         return nullcontext()
 
 
-class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # whichever of the two packages
-    """A strategy of Fabric whose processes form a grid."""
+class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
+    """A Fabric strategy whose processes form a grid."""
 
     def __init__(
         self,
@@ -68,9 +70,9 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
         grid: Grid | None = None,
         **axes: int,
     ) -> None:
-        """plan, axes: ranks on each axis, `row=2`; all others lie on data. grid: one that is there.
+        """plan, axes: ranks on each axis, `row=2`; the rest is data. grid: an existing one.
 
-        inner: what col splits inside the model; of those of transformers always features.
+        inner: what col splits inside the model; for transformers models always features.
         """
         super().__init__()
         self.axis_sizes = {**(plan or {}), **axes}
@@ -82,13 +84,13 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
 
     @property
     def grid(self) -> Grid:
-        """The grid of all processes, once they are there."""
+        """The grid of all processes, once they are started."""
         if self._grid is None:
             raise PlanError("The grid is made when processes are. Call fabric.launch() first.")
         return self._grid
 
     def setup_environment(self) -> None:
-        """Join the others and lay out the grid. Communicates: with all processes."""
+        """Join the other processes and build the grid. Communicates: with all processes."""
         given = str(self.precision.precision)
         if given not in PRECISIONS:
             raise PlanError(
@@ -96,6 +98,7 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
                 f"used. Use one of {', '.join(PRECISIONS)}."
             )
         if self._grid is None:
+            # Resolve first: a plan that does not fit fails before processes connect.
             plan = resolve_axes(
                 self.axis_sizes, self.num_nodes * self.num_processes, {}, inner=self.inner
             )
@@ -106,12 +109,14 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
             self.accelerator.setup_device(self.root_device)
 
     def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # it would leave variables for others behind
+        # For a single process the launcher would only leave environment variables behind.
+        if self.num_nodes * self.num_processes > 1:
             super()._configure_launcher()
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        if self.num_nodes * self.num_processes > 1:  # one rank alone needs no group
+        # A single rank needs no process group.
+        if self.num_nodes * self.num_processes > 1:
             super()._setup_distributed()
 
     # ---- model, optimizer, data -----------------------------------------------------------------
@@ -119,33 +124,34 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Any], Any]:
-        """Model and AdamW on the grid."""
+        """Put model and AdamW on the grid."""
         if len(optimizers) != 1:
             raise PlanError(f"{len(optimizers)} optimizers of one model. A grid has one. Use one.")
+        # Before `setup_module` replaces the parameters that the groups refer to.
         members = training_loop.param_group_indices(module, optimizers[0])
         lent = self.setup_module(module)
         return lent, [AdamW.from_optimizer(optimizers[0], members, lent)], scheduler
 
     def setup_module(self, module: nn.Module) -> GridModel:
-        """The model on the grid. Communicates: as `loop.lent`."""
+        """The model on the grid. Communicates: as `training_loop.put_on_grid`."""
         self._grid_model = training_loop.put_on_grid(
             module, self.grid, inner=self.inner, device=self.root_device
         )
         return self._grid_model
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> AdamW:
-        """AdamW of the model that was set up last, whose parameters it was made of."""
+        """AdamW of the model that was set up last, built from its parameters."""
         if self._grid_model is None:
             raise PlanError("An optimizer without its model. Use fabric.setup(model, optimizer).")
         members = training_loop.param_group_indices(self._grid_model.model, optimizer)
         return AdamW.from_optimizer(optimizer, members, self._grid_model)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Nothing: only the parts of a model go to their devices."""
+        """No-op: only the shards of a model are moved to their devices."""
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """None: samplers stay as they are, and each coordinate takes its part of a batch."""
+        """None: samplers are kept, and each coordinate takes its part of a batch."""
         return None
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -160,24 +166,24 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The norm over the whole grid; the next step takes at most `max_norm` of it."""
+        """The norm over the whole grid; the next step clips it to `max_norm`."""
         if float(norm_type) != 2.0:
             raise PlanError(f"norm_type={norm_type}. Gradients are clipped by their Euclidean norm")
         adamw: AdamW = getattr(optimizer, "optimizer", optimizer)
         return adamw.clip_grad_norm(float(max_norm), finite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Refused: gradients are reduced when the step comes."""
+        """Refused: gradients are reduced only at the step."""
         raise PlanError(f"clip_val={clip_val}. A grid clips by norm. Use max_norm=1.0.")
 
-    # ---- among processes ------------------------------------------------------------------------
+    # ---- collectives ----------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of all ranks, in the order of their numbers, in a new dim."""
+        """Tensors of all ranks, in rank order, along a new dim."""
         return collectives.all_gather(tensor.unsqueeze(0), world_axis(self.grid)).wait()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over all ranks, which those of a coordinate enter alike."""
+        """The mean or sum over all ranks; ranks of the same coordinate have equal values."""
         if not isinstance(tensor, Tensor):
             return tensor
         found = collectives.all_reduce(tensor, world_axis(self.grid)).wait()
@@ -192,7 +198,7 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
             max_over_ranks(0, self.grid, self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank on all."""
+        """The object of one rank on all ranks."""
         try:
             if self.grid.rank == src:
                 text = json.dumps(obj, default=os.fspath)
@@ -205,12 +211,12 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
             ) from None
         return json.loads(broadcast_text(text, self.grid, self.root_device, rank=src))
 
-    # ---- saving ---------------------------------------------------------------------------------
+    # ---- checkpoints ----------------------------------------------------------------------------
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save as a directory that any grid reads; beside model and optimizer only plain facts."""
+        """Save to a directory that any grid can load; other entries must be plain facts."""
         if filter:
             raise PlanError("filter= of fabric.save. A checkpoint is whole. Leave it out.")
         lent, adamw, rest = self._split_state(state)
@@ -220,7 +226,7 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what was saved, on this grid or another, into model, optimizer and facts."""
+        """Load a checkpoint of this grid or another into model, optimizer and facts."""
         lent, adamw, rest = self._split_state(state if isinstance(state, dict) else {"": state})
         facts = training_loop.load_checkpoint(Path(path), lent, adamw)
         for key, held in rest.items():
@@ -235,7 +241,7 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # which
     def _split_state(
         self, state: Mapping[str, Any]
     ) -> tuple[GridModel, AdamW | None, dict[str, Any]]:
-        """Model, optimizer and the rest of what a loop saves."""
+        """Model, optimizer and the rest of the state of a loop."""
         models = [x for x in state.values() if isinstance(x, GridModel)]
         adamws = [x for x in state.values() if isinstance(x, AdamW)]
         if len(models) != 1 or len(adamws) > 1:

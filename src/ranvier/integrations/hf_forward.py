@@ -1,14 +1,14 @@
-"""Called: a model on a grid, called as models of transformers are.
+"""Hugging Face forward: a model on a grid, called as transformers models are.
 
 Each (data, expert, depth) coordinate is called with samples of its own, all its ranks with the same
-ones. Whatever comes out is whole on all ranks of the coordinate:
+ones. Outputs are complete on all ranks of the coordinate:
 
     loss      the mean over the targets of all coordinates, whatever their number on each
-    logits    [b, s, v] of my samples; a gradient that comes back to them is that of the mean over
-              the coordinates, as data-parallel loops expect
+    logits    [b, s, v] of my samples; their gradient is taken as that of the mean over the
+              coordinates, as data-parallel loops expect
 
-Samples and tokens that the grid needs beyond those that came are added and left out again. With
-labels, in training, there are no logits: they are never whole then.
+Inputs are padded to samples and tokens that the grid can divide; padding is removed from outputs.
+With labels, in training, there are no logits: they are never gathered then.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.pipeline.executor import MicroBatch
 
 PADDING_DOCUMENT = -1
-"""The document of tokens that the grid needs beyond those that came."""
+"""Document number of padding tokens."""
 
 
 class CausalLMOutput(OrderedDict[str, Tensor]):
-    """What a call gives: by name (`out.loss`, `out["loss"]`) or by place (`out[0]`)."""
+    """Output of a call: by name (`out.loss`, `out["loss"]`) or by index (`out[0]`)."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name not in ("loss", "logits"):
@@ -44,7 +44,7 @@ class CausalLMOutput(OrderedDict[str, Tensor]):
         return self.get(name)
 
     def __getitem__(self, key: Any) -> Any:
-        """A tensor by its name, or those at some places."""
+        """A tensor by its name, or by index or slice."""
         if isinstance(key, str):
             return super().__getitem__(key)
         return tuple(self.values())[key]
@@ -59,9 +59,10 @@ def hf_forward(
     attention_mask: Tensor | None = None,
     samples: Tensor | None = None,
 ) -> CausalLMOutput:
-    """The loss of labels (-100: none), each compared with the logits before it, or logits.
+    """The loss of labels (-100: ignored), each compared with the logits before it, or logits.
 
-    All inputs `[b, s]` but samples, the number in the run of each `[b]`, on which dropout depends.
+    All inputs are `[b, s]` but samples `[b]`, the number of each sample in the run, which dropout
+    depends on.
     Communicates: as the model; of the loss two numbers over the axes of tokens; of logits the parts
     of the vocabulary, and of samples over col.
     """
@@ -78,9 +79,12 @@ def hf_forward(
         given = None
     if labels is None:
         return CausalLMOutput(logits=compute_logits(model, even, shape, given))
+    # Labels are aligned with tokens, targets with the logits that predict them: shift by one.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    if attention_mask is not None:  # what fills up foretells nothing
+    # Padding tokens predict nothing.
+    if attention_mask is not None:
         targets = targets.masked_fill(attention_mask == 0, IGNORE_INDEX)
+    # Only evaluation returns logits with the loss; in training they are never gathered.
     if not torch.is_grad_enabled():
         logits = compute_logits(model, even, shape, given)
         return CausalLMOutput(loss=mean_loss_from_logits(logits, targets, parallel), logits=logits)
@@ -97,7 +101,7 @@ def hf_forward(
 def compute_mean_loss(
     model: nn.Module, inputs: Mapping[str, Tensor], samples: Tensor | None
 ) -> Tensor:
-    """Mean over the targets of all ranks, the same on all; inputs fit the grid.
+    """Mean over the targets of all ranks, the same on all; inputs are already padded.
 
     Communicates: as the model; two numbers over the axes of tokens.
     """
@@ -106,13 +110,14 @@ def compute_mean_loss(
     count = collectives.all_reduce((mine != IGNORE_INDEX).sum(), parallel.token_axis).wait()
     parallel.step_context.samples = samples
     loss: Tensor = model(**inputs)
+    # clamp: a batch without any target has loss 0, not NaN.
     return reduce_from_axis(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
 
 
 def compute_logits(
     model: nn.Module, inputs: Mapping[str, Tensor], shape: torch.Size, samples: Tensor | None
 ) -> Tensor:
-    """Logits `[b, s, v]` of the samples that came in this shape; inputs fit the grid.
+    """Logits `[b, s, v]` of the samples before padding (`shape`); inputs are already padded.
 
     Communicates: as the model; parts of the vocabulary, of samples over col, and from the last
     stage to all.
@@ -129,11 +134,13 @@ def compute_logits(
         found = runtime.run_forward([MicroBatch(dict(inputs), samples)])
         if found:
             y = _gather_logits(found[0], parallel)[: shape[0], : shape[1], :words]
-        else:  # another stage has them
+        # Another stage has the logits; this tensor receives the broadcast.
+        else:
             dtype = parallel.bucket_scheduler.buckets[0].data.dtype
             device = runtime.device
             y = torch.zeros(*shape, words, dtype=dtype, device=device)
         axis = grid.axis("pipe")
+        # With the vocabulary split over pipe all stages have the logits already.
         if runtime.stage.vocab_layers:
             return y.contiguous()
         return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
@@ -143,16 +150,18 @@ def _gather_logits(y: Tensor, parallel: ParallelModel) -> Tensor:
     """All logits of this coordinate, from my part of samples, tokens and vocabulary."""
     region = parallel.table.activation_rule("vocab")
     grid = parallel.grid
+    # Vocabulary shards are padded first: a gather needs equal parts.
     y = gather_from_axis(pad_vocab_shard(y, parallel), grid.axis(*region["vocab"]), -1)
     y = gather_from_axis(y, batch_axis(parallel), 0)
     return gather_from_axis(y, grid.axis(*region["seq"]), 1)
 
 
 def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelModel) -> Tensor:
-    """Mean over the targets `[b, s]` of all coordinates, from the whole logits of mine.
+    """Mean over the targets `[b, s]` of all coordinates, from the full logits of mine.
 
     Communicates: two numbers over the axes of samples.
     """
+    # A sum over many tokens needs fp32.
     if logits.dtype in (torch.bfloat16, torch.float16):
         wide = logits.float()
     else:
@@ -165,13 +174,13 @@ def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelMod
 
 
 def batch_axis(parallel: ParallelModel) -> Axis:
-    """Ranks among which the head divides the samples of a coordinate."""
+    """Ranks over which the head splits the samples of a coordinate."""
     batch = parallel.table.activation_rule("vocab")["batch"]
     return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
 
 
 def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor:
-    """Inputs `[b, s]` or `[b]`, filled up to samples and tokens that the grid can divide."""
+    """Inputs `[b, s]` or `[b]`, padded to samples and tokens that the grid can divide."""
     degrees = parallel.grid.degrees
     device = parallel.pipeline.executor.device
     more = [0, round_up_batch(parallel, x.shape[0]) - x.shape[0]]
@@ -183,15 +192,16 @@ def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor
 
 
 def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[str, Tensor]:
-    """Inputs of a model `[b, s]` by name, filled up as `filled` does.
+    """Inputs of a model `[b, s]` by name, padded as in `pad_to_grid`.
 
-    Added tokens are no part of a text: they have no targets, a document of their own, and a
-    position that each text has. Texts without positions get theirs, if tokens are added.
+    Padding tokens have no targets, a document of their own, and a position that every sample has.
+    Samples without positions get explicit ones if tokens are added.
     """
     values = {"targets": IGNORE_INDEX, "documents": PADDING_DOCUMENT}
     even = {name: pad_to_grid(x, parallel, value=values.get(name, 0)) for name, x in inputs.items()}
     (samples, seq), tokens = inputs["tokens"].shape, even["tokens"]
     if "positions" not in even and tokens.shape[1] > seq:
+        # Added samples consist of padding only; they count as one token long.
         lengths = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
         lengths[:samples] = seq
         even["positions"] = padded_positions(lengths, tokens.shape[1])
@@ -201,9 +211,9 @@ def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[st
 def resolve_positions(
     tokens: Tensor, positions: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Positions `[b, s]` as they were given, or None; what fills up at the end has none beyond.
+    """Positions `[b, s]` as given, or None; padding at the end gets none beyond the text.
 
-    As many tokens as the mask lets in are a text, whatever else is in the batch.
+    The number of tokens in the mask is the length of a sample, whatever else is in the batch.
     """
     if mask is None or not bool((mask[:, 0] != 0).all()) or bool((mask != 0).all()):
         return positions
@@ -213,9 +223,9 @@ def resolve_positions(
 
 
 def documents_from_mask(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | None:
-    """Documents `[b, s]` that keep attention where a mask `[b, s]` of 0 and 1 allows it.
+    """Documents `[b, s]` that restrict attention to where a mask `[b, s]` of 0 and 1 allows it.
 
-    None: nothing has to be kept apart, as what is filled up at the end is seen by nothing before.
+    None: no restriction is needed, since causal attention never looks at padding at the end.
     """
     if mask is None or bool((mask != 0).all()):
         return None
@@ -225,6 +235,7 @@ def documents_from_mask(mask: Tensor | None, labels: Tensor | None = None) -> Te
             "one: [samples, tokens]. Leave it out for causal attention."
         )
     ones = (mask != 0).long()
+    # +1 where a text starts, -1 after its end.
     steps = torch.diff(F.pad(ones, (1, 0)), dim=1)
     if bool(((steps > 0).sum(1) > 1).any()):
         raise DataError(
@@ -238,6 +249,7 @@ def documents_from_mask(mask: Tensor | None, labels: Tensor | None = None) -> Te
         )
     if bool((ones[:, 0] == 1).all()):
         return None
+    # Number the runs of equal mask values: each becomes a document.
     return steps.abs().cumsum(1)
 
 

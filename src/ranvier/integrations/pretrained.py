@@ -1,12 +1,12 @@
-"""Pretrained: a model that others published, or that a run has trained, on any grid.
+"""Pretrained models: a published model, or one that a run has trained, on any grid.
 
     model = ranvier.from_pretrained("path/or/name", plan={"row": 2, "depth": 2})
     model.generate(input_ids, max_new_tokens=20)
     model(input_ids, labels=labels).loss.backward()
 
 Under a launcher every rank calls it; each maps the files and copies its own slices, so that no rank
-holds the whole model or its part twice. Not handled: a cache of keys and values; gradients through
-stages (pipe), which take turns (`ranvier train`).
+holds the full model or its shards twice. Not handled: a KV cache; gradients with pipeline
+parallelism (pipe > 1; use `ranvier train`).
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ def from_pretrained(
     device: torch.device | str | None = None,
     inner: InnerSplit | None = None,
 ) -> PretrainedModel:
-    """A published model (directory, file, name on the hub), or that of a run, ready to be asked.
+    """Load a published model (directory, file, name on the hub), or that of a run.
 
-    plan: ranks on each axis, `{"row": 2}`, or a Plan; all others lie on data. grid: instead of it,
-    one that is there. dtype: of the weights; None: as they are stored. inner: what col splits.
+    plan: ranks on each axis, `{"row": 2}`, or a Plan; the rest is data. grid: an existing one,
+    instead of a plan. dtype: of the weights; None: as stored. inner: what col splits.
     Communicates: with all ranks that the launcher has started, unless a grid is given.
     """
     path = import_export.find_model(str(source))
+    # A path to one checkpoint of a run: its config is two levels up.
     if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = path.parent.parent
     else:
@@ -91,6 +92,7 @@ def from_pretrained(
             step = None
         model = load.load_model(origin, grid, here, step=step, inner=inner, dtype=dtype)
         return PretrainedModel(model, origin)
+    # The files stay mapped while every rank copies its slices; an error on one raises on all.
     with there:
         model = load.build_empty_model(config, grid, here, inner=inner, dtype=dtype or there.dtype)
         parallel = get_parallel_model(model)
@@ -101,7 +103,7 @@ def from_pretrained(
 
 
 MAX_TOKEN_ID = 2**31
-"""Tokens are below it."""
+"""Upper bound (exclusive) of token ids."""
 CHECKED_DIMS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers")
 """Dims that a plan is checked against."""
 
@@ -112,7 +114,7 @@ def _published_config(there: PublishedModel | None) -> DecoderConfig:
 
 
 class PretrainedModel(nn.Module):
-    """A model on a grid with the manners of those of transformers."""
+    """A model on a grid with the interface of transformers models."""
 
     def __init__(self, model: Decoder, origin: Path) -> None:
         super().__init__()
@@ -122,21 +124,21 @@ class PretrainedModel(nn.Module):
         self.config = model.config
         self.train(model.training)
         self._samples_seen = 0
-        """Samples of training so far, of all coordinates: dropout depends on them."""
+        """Training samples so far, of all coordinates: dropout depends on them."""
 
     @property
     def parallel(self) -> ParallelModel:
-        """What the model knows of itself on the grid."""
+        """The `ParallelModel` of the model."""
         return get_parallel_model(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where my part of the weights is."""
+        """Device of my shards."""
         return self.parallel.bucket_scheduler.device
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """What its tokens mean, if that came with it."""
+        """The tokenizer stored with the model, if there is one."""
         words = self.origin / "tokenizer.json"
         if words.exists():
             return load_tokenizer(str(words), self.origin)
@@ -149,9 +151,9 @@ class PretrainedModel(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Loss or logits `[b, s, v]`, as `called` says; the inputs are those of my coordinate.
+        """Loss or logits `[b, s, v]`, as in `hf_forward`; the inputs are those of my coordinate.
 
-        Communicates: as `called`.
+        Communicates: as `hf_forward`.
         """
         samples = None
         if self.training:
@@ -184,11 +186,12 @@ class PretrainedModel(nn.Module):
         pad_token_id: int | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Tokens `[b, s]` with what follows them, `[b, s + at most max_new_tokens]`, on all ranks.
+        """Prompts `[b, s]` with continuations, `[b, s + at most max_new_tokens]`, on all ranks.
 
-        All ranks ask for the same. What ends a text (None: what came with the model) is its last
-        token; shorter texts are filled up. Draws depend on (seed, row, place), on no grid.
-        Communicates: as `infer.staged.generated`.
+        All ranks pass the same arguments. An EOS token (None: those stored with the model) is the
+        last of its continuation; shorter ones are padded. Sampling depends on (seed, row,
+        position), not on the grid.
+        Communicates: as `generate_distributed.generate_tokens`.
         """
         if max_new_tokens < 1 or input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise PlanError(
@@ -199,6 +202,7 @@ class PretrainedModel(nn.Module):
             ends = self.eos_token_ids
         else:
             ends = _as_list(eos_token_id)
+        # Temperature 0 is greedy decoding.
         choose = make_sampler(
             temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p, seed=seed
         )
@@ -210,6 +214,7 @@ class PretrainedModel(nn.Module):
             known = [pad_token_id]
         else:
             known = self._read_token_ids("pad_token_id")
+        # Pad with the pad token, else with an EOS token, else with 0.
         fill = (known or ends or [0])[0]
         longest = max(map(len, said))
         more = [words + [fill] * (longest - len(words)) for words in said]
@@ -217,7 +222,7 @@ class PretrainedModel(nn.Module):
 
     @cached_property
     def eos_token_ids(self) -> list[int]:
-        """Tokens that end a text: those that came with the model."""
+        """EOS tokens stored with the model."""
         if (self.origin / "config.toml").exists():
             own = self.tokenizer
         else:
@@ -227,7 +232,8 @@ class PretrainedModel(nn.Module):
         )
 
     def _read_token_ids(self, key: str) -> list[int]:
-        """Tokens that the settings beside the weights name, if any do."""
+        """Token ids under `key` in the JSON files next to the weights, if any."""
+        # A run keeps the files of the model it was imported from in a subdirectory.
         homes = (self.origin / import_export.ORIGIN_DIR, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
             there = safe_files.path_exists(path)
@@ -248,16 +254,16 @@ class PretrainedModel(nn.Module):
         decay: float = 0.1,
         clip: float = 1.0,
     ) -> Optimizer:
-        """AdamW of its weights, states sharded; `step()` updates, and forgets the gradients."""
+        """AdamW for its weights with sharded states; `step()` updates and drops the gradients."""
         queue = self.parallel.bucket_scheduler
         return Optimizer(queue, lr=lr, betas=betas, eps=eps, decay=decay, clip=clip)
 
-    # ---- out ----------------------------------------------------------------------------
+    # ---- export -------------------------------------------------------------------------
 
     def save_pretrained(
         self, out: str | Path, *, shard: int = import_export.MAX_SHARD_BYTES
     ) -> None:
-        """Write it as others read it; no rank holds more than one whole tensor beside its part.
+        """Save in Hugging Face format; no rank holds more than one full tensor besides its shards.
 
         Communicates: one tensor after the other over all axes.
         """
@@ -265,6 +271,7 @@ class PretrainedModel(nn.Module):
         dtype = self.parallel.bucket_scheduler.buckets[0].data.dtype
         ids = import_export.token_ids(self.origin, config)
         config = {**config, **ids, "dtype": str(dtype).removeprefix("torch.")}
+        # The older name of "dtype"; it would contradict the one written above.
         config.pop("torch_dtype", None)
         entries = published.entries_of(kind, self.config)
         shapes = published.shapes_of(self.config)
@@ -272,6 +279,8 @@ class PretrainedModel(nn.Module):
         listed = safetensors.list_hf_tensors(entries, shapes, dict.fromkeys(names, dtype))
 
         def write() -> None:
+            # Rank 0 decides which weight comes next. The others follow in a loop: the maximum over
+            # ranks is the index that rank 0 sends, as they contribute -1.
             if self.grid.rank != 0:
                 while (number := max_over_ranks(-1, self.grid, self.device)) < len(names):
                     self._gather_full_weight(names[number], shapes)
@@ -287,12 +296,13 @@ class PretrainedModel(nn.Module):
                             here, listed, read, most=shard, progress=progress
                         )
             finally:
-                max_over_ranks(len(names), self.grid, self.device)  # no more will be asked for
+                # Also after an error: an index past the last one ends the loops of the other ranks.
+                max_over_ranks(len(names), self.grid, self.device)
 
         run_and_raise_together(write, self.grid, self.device)
 
     def _resolve_family(self) -> tuple[Family, dict[str, Any]]:
-        """What others call such a model, and its config.json."""
+        """The published model family, and its config.json."""
         if (self.origin / "config.toml").exists():
             return import_export.resolve_family(self.origin, load_config_from_dir(self.origin))
         theirs = published.read_json_table(self.origin / "config.json")
@@ -304,7 +314,7 @@ class PretrainedModel(nn.Module):
     def _full_weight_reader(
         self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
     ) -> Any:
-        """Reads the whole of a weight on rank 0, for which all others are told its number."""
+        """Function that reads a full weight on rank 0, after sending its index to all ranks."""
 
         def read(name: str) -> Tensor:
             max_over_ranks(names.index(name), self.grid, self.device)
@@ -313,7 +323,7 @@ class PretrainedModel(nn.Module):
         return read
 
     def _gather_full_weight(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """A whole weight on all ranks, bit by bit. Communicates: all-reduce over all axes."""
+        """A full weight on all ranks, bit-exact. Communicates: all-reduce over all axes."""
         parallel = self.parallel
         device = self.device
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
@@ -322,7 +332,7 @@ class PretrainedModel(nn.Module):
         first = self.grid.index["data"] == 0
         if weight is not None and first and weight.bucket.is_owner_of(weight):
             weight.shard.write_into(whole, weight.storage)
-        # bits are added, not numbers: -0.0 stays what it is
+        # Sum bytes, not numbers: exactly one rank has each element, and -0.0 keeps its sign.
         bits = collectives.all_reduce(
             whole.view(-1).view(torch.uint8), world_axis(self.grid)
         ).wait()
@@ -330,10 +340,11 @@ class PretrainedModel(nn.Module):
 
 
 def prompts_from_mask(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The tokens of each row `[s]` that its mask does not leave out, which are the last ones."""
+    """The tokens of each row `[s]` that its mask keeps; padding must be on the left."""
     if mask is None:
         return [[int(token) for token in row] for row in tokens.tolist()]
     ones = (mask != 0).long()
+    # A mask may only rise from 0 to 1: generated tokens follow the prompt without a gap.
     if mask.shape != tokens.shape or bool((torch.diff(ones, dim=1) < 0).any()):
         raise DataError(
             f"attention_mask of the shape {list(mask.shape)} leaves out tokens behind others. What "
@@ -346,7 +357,7 @@ def prompts_from_mask(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 
 def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
-    """Tokens that a settings file names."""
+    """Validated token ids from a settings file."""
     if isinstance(found, list):
         listed = found
     else:

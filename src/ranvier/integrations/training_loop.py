@@ -1,14 +1,15 @@
-"""Loop: what a training loop that was written for one process needs to run on a grid.
+"""Training loop: what a loop written for one process needs to run on a grid.
 
-The loop keeps its model, its AdamW and its data loader; each gets a twin with the same manners:
+The loop keeps its model, its AdamW and its data loader; each gets a wrapper with the same
+interface:
 
-    Lent     the model on the grid; called as before, it gives whole losses and logits
-    AdamW    the optimizer's own param_groups (schedulers go on working), our update, states sharded
-    shared   the loader, of whose every batch a (data, expert, depth) coordinate gets its part
+    GridModel      the model on the grid; called as before, it returns full losses and logits
+    AdamW          the optimizer's own param_groups (schedulers keep working), our sharded update
+    shard_loader   the loader; each (data, expert, depth) coordinate gets its part of every batch
 
-So a batch of the loop is that of the whole grid, and its losses are those of one process. The
-gradients are in buckets until the step: `p.grad` stays empty. Not handled: stages (pipe), which
-take turns; optimizers other than AdamW.
+So a batch of the loop is that of the whole grid, and its losses are those of one process. Gradients
+are in buckets until the step: `p.grad` stays empty. Not handled: pipeline parallelism (pipe > 1);
+optimizers other than AdamW.
 """
 
 from __future__ import annotations
@@ -52,44 +53,45 @@ from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, para
 from ranvier.sharding import Shard, ShardedStateDict
 
 STEP_KIND = "loop"
-"""What the queue calls a step: its blocks come in the same order each time."""
+"""Kind of step for the bucket scheduler: its blocks come in the same order each time."""
 HF_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
-"""What a model of transformers may be called with."""
+"""Arguments that a transformers model may be called with."""
 ACCEPTED_ARGUMENTS = {
     "use_cache": (None, False),
     "return_dict": (None, True),
     "past_key_values": (None,),
 }
-"""What it may be told besides, as it is so in any case."""
+"""Further arguments, with the values that are accepted because they describe what happens anyway.
+"""
 
 
 class GridModel(nn.Module):
-    """A model on a grid, called by a loop that knows of none.
+    """A model on a grid, called by a loop that is not aware of it.
 
-    One of transformers gives loss and logits as `called` says. One of ours gives the sum of the
-    losses of my coordinate, or its logits `[b, s, v]`; their gradient is that of the mean over the
-    coordinates, so that a loop that divides by its own tokens learns from the mean of all.
+    A transformers model returns loss and logits as in `hf_forward`. One of ours returns the sum of
+    the losses of my coordinate, or its logits `[b, s, v]`; their gradient is that of the mean over
+    the coordinates, so that a loop that divides by its own tokens optimizes the mean of all.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.is_huggingface = model, huggingface.is_huggingface_model(model)
         self.samples_seen = 0
-        """Samples of training so far, of all coordinates: dropout depends on them."""
+        """Training samples so far, of all coordinates: dropout depends on them."""
 
     @property
     def parallel(self) -> ParallelModel:
-        """What the model knows of itself on the grid."""
+        """The `ParallelModel` of the model."""
         return get_parallel_model(self.model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it. Communicates: as the model, and to make the result whole."""
+        """Call the model. Communicates: as the model, and to gather the result."""
         if self.is_huggingface:
             return self._call_like_hf(*args, **kwargs)
         return self._call_directly(*args, **kwargs)
 
     def _sample_numbers(self, count: int) -> Tensor | None:
-        """The numbers of my samples, if they are trained on."""
+        """The numbers of my samples in the run, in training mode."""
         if not self.training:
             return None
         grid = self.parallel.grid
@@ -118,7 +120,7 @@ class GridModel(nn.Module):
         )
 
     def _call_directly(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call it as ours: tokens, targets, positions, documents, all `[b, s]`."""
+        """Call one of our models: tokens, targets, positions, documents, all `[b, s]`."""
         signature = inspect.signature(type(self.model).forward)
         bound = signature.bind(self.model, *args, **kwargs)
         inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
@@ -135,6 +137,7 @@ class GridModel(nn.Module):
             return compute_logits(self.model, even, shape, numbers)
         parallel.step_context.samples = numbers
         loss: Tensor = self.model(**even)
+        # Losses of the ranks of this coordinate that hold different samples or parts of a sequence.
         context = parallel.grid.axis(*batch_axis(parallel).names, "context")
         return scale_gradient(
             reduce_from_axis(loss, context), 1.0 / parallel.grid.axis(*REPLICA_AXES).size
@@ -144,9 +147,9 @@ class GridModel(nn.Module):
 def put_on_grid(
     model: nn.Module, grid: Grid, *, inner: InnerSplit | None = None, device: torch.device | str
 ) -> GridModel:
-    """A model on a grid, with the values that rank 0 has.
+    """A model on a grid, with the values of rank 0.
 
-    Communicates: the making of groups; weight after weight over all axes.
+    Communicates: creation of process groups; weight after weight over all axes.
     """
     theirs = huggingface.is_huggingface_model(model)
     sizes = dict(huggingface.dim_units(model.config) if theirs else getattr(model, "sizes", {}))
@@ -169,26 +172,28 @@ def put_on_grid(
     with torch.no_grad():
         for param in model.parameters():
             if not param.is_meta and grid.world_size > 1:
-                # one whole weight at a time; ranks may have drawn different ones
+                # Ranks may have drawn different values. One weight at a time bounds the memory.
                 param.copy_(collectives.broadcast(param.detach(), world_axis(grid)).wait())
     return GridModel(parallelize(model, grid, inner=inner, device=device))
 
 
-# ---- the optimizer ------------------------------------------------------------------------------
+# ---- optimizer ----------------------------------------------------------------------------------
 
 
 class AdamW(torch.optim.Optimizer):
-    """The loop's AdamW, whose numbers it keeps, with our update of sharded weights."""
+    """The loop's AdamW, whose param_groups it keeps, with our update of sharded weights."""
 
     def __init__(
         self, theirs: torch.optim.Optimizer, kinds: Mapping[ParamGroup, int], lent: GridModel
     ):
-        """kinds: which of its groups each kind of weights is in."""
+        """kinds: index of the param group that holds each kind of parameter."""
         self.bucket_scheduler: BucketScheduler = lent.parallel.bucket_scheduler
         self.torch_optimizer, self.group_indices, self.grid_model = theirs, dict(kinds), lent
         first = theirs.param_groups[0]
         super().__init__([dict(group) for group in theirs.param_groups], theirs.defaults)
-        self.param_groups = theirs.param_groups  # schedulers of theirs change these
+        # The same list object: learning-rate schedulers of the loop write to it.
+        self.param_groups = theirs.param_groups
+        # Clipping is off until the loop calls `clip_grad_norm`.
         self.sharded_optimizer = Optimizer(
             self.bucket_scheduler, betas=tuple(first["betas"]), eps=float(first["eps"]), clip=0.0
         )
@@ -198,7 +203,7 @@ class AdamW(torch.optim.Optimizer):
     def from_optimizer(
         cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: GridModel
     ) -> AdamW:
-        """From an optimizer whose groups had the parameters of these names."""
+        """Build from an optimizer; members: index of the param group of each parameter name."""
         kinds = dict[ParamGroup, int]()
         odd = list[str]()
         weights = lent.parallel.weights.values()
@@ -213,17 +218,20 @@ class AdamW(torch.optim.Optimizer):
                 "vectors (norms, biases) are each in the same. Group them so, and freeze the rest."
             )
         held = {weight.name: weight.param for weight in weights}
-        for number, group in enumerate(theirs.param_groups):  # lets the whole weights go
+        # Replacing the parameters releases the full weights.
+        for number, group in enumerate(theirs.param_groups):
             group["params"] = [held[name] for name, at in members.items() if at == number]
         return cls(theirs, kinds, lent)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights and forget the gradients. Communicates: as `Optimizer.step`."""
+        """Update the weights and drop the gradients. Communicates: as `Optimizer.step`."""
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        # Read at every step, as a scheduler may have changed them. The factors are the rates
+        # themselves, of a base rate of 1.
         groups = {kind: self.param_groups[number] for kind, number in self.group_indices.items()}
         self.sharded_optimizer.lr_factors = {
             kind: float(group["lr"]) for kind, group in groups.items()
@@ -233,14 +241,16 @@ class AdamW(torch.optim.Optimizer):
         }
         self.sharded_optimizer.step(1.0)
         self.sharded_optimizer.clip = 0.0
-        self.torch_optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        # Schedulers check this flag and warn if it is not set.
+        self.torch_optimizer._opt_called = True  # type: ignore[attr-defined]
         self.bucket_scheduler.begin_step(STEP_KIND)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         self.sharded_optimizer.clip = 0.0
         buckets = self.bucket_scheduler.buckets
+        # Not if there are none, as right after `step`: an empty order of blocks would be recorded.
         if any(
             b.grad or b.unsharded_grads is not None or b.reduced_grads or b.final_grads
             for b in buckets
@@ -248,9 +258,9 @@ class AdamW(torch.optim.Optimizer):
             self.bucket_scheduler.begin_step(STEP_KIND)
 
     def clip_grad_norm(self, limit: float, *, finite: bool = False) -> Tensor:
-        """Norm of the gradients, of which the next step takes at most `limit`.
+        """Norm of the gradients; the next step clips it to `limit`.
 
-        finite: another norm is an error. Communicates: as `Optimizer.norm`.
+        finite: raise if the norm is not finite. Communicates: as `Optimizer.grad_norm`.
         """
         norm = self.sharded_optimizer.grad_norm()
         self.sharded_optimizer.clip = float(limit)
@@ -262,12 +272,12 @@ class AdamW(torch.optim.Optimizer):
         return norm
 
     def group_settings(self) -> list[dict[str, Any]]:
-        """What each group has besides its weights: learning rates, as a scheduler has left them."""
+        """Settings of each group without its weights: learning rates as a scheduler left them."""
         kept = [{k: x for k, x in g.items() if k != "params"} for g in self.param_groups]
         return [{k: float(x) if isinstance(x, Tensor) else x for k, x in g.items()} for g in kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank has a part of it only."""
+        """Refused: a rank has only a part of it."""
         raise PlanError(
             "state_dict() of an optimizer on a grid. Each rank has a part of its state. Save model "
             "and optimizer together: fabric.save, accelerator.save_state."
@@ -275,7 +285,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def param_group_indices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The group of an optimizer that each parameter of a model is in, by its name."""
+    """Index of the param group of an optimizer that each parameter of a model is in, by name."""
     groups = optimizer.param_groups
     wrong = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
     same = all(
@@ -295,11 +305,11 @@ def param_group_indices(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     return {n: numbers[id(p)] for n, p in model.named_parameters() if id(p) in numbers}
 
 
-# ---- the data -----------------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 
 class ShardedBatchSampler:
-    """A batch sampler of which a rank gets its part of each batch."""
+    """A batch sampler that yields this rank's part of each batch."""
 
     def __init__(self, sampler: Any, grid: Grid, device: torch.device | str) -> None:
         self.full_sampler = sampler
@@ -315,13 +325,16 @@ class ShardedBatchSampler:
     def __iter__(self) -> Iterator[list[Any]]:
         """My part of each batch, in the order that rank 0 draws.
 
-        Communicates: the state of random numbers over all axes, and whether ranks agree.
+        Communicates: the RNG state over all axes, and whether ranks agree.
         """
+        # A random sampler draws its seed from the global generator, which may differ between ranks.
         state = torch.get_rng_state().to(self.device)
         torch.set_rng_state(collectives.broadcast(state, world_axis(self.grid)).wait().cpu())
         first = True
         for batch in self.full_sampler:
             if first:
+                # A sampler with a generator of its own is not covered by the broadcast: compare its
+                # first batch.
                 odd = find_rank_differences(
                     {"first batch": str(batch)[:999]}, self.grid, self.device
                 )
@@ -336,7 +349,7 @@ class ShardedBatchSampler:
 
 
 def local_rows(batch: int, grid: Grid) -> range:
-    """The rows of a batch that are mine."""
+    """The rows of a batch that belong to this rank."""
     replicas = grid.degrees["data"] * grid.degrees["expert"] * grid.degrees["depth"]
     if batch % replicas:
         raise DataError(
@@ -348,21 +361,22 @@ def local_rows(batch: int, grid: Grid) -> range:
 
 
 class ShardedIterable:
-    """A loader without numbered samples: every rank reads all and keeps its part of each batch."""
+    """A loader without indexed samples: every rank reads all and keeps its part of each batch."""
 
     def __init__(self, loader: Iterable[Any], grid: Grid) -> None:
         self.loader = loader
         self.grid = grid
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # asked only of those that have one
+        # Only called for loaders that have a length.
+        return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         return (take_local_rows(batch, self.grid) for batch in self.loader)
 
 
 def take_local_rows(batch: Any, grid: Grid) -> Any:
-    """The part of a batch that is mine: of every tensor some rows."""
+    """This rank's part of a batch: some rows of every tensor."""
     if isinstance(batch, Tensor):
         mine = local_rows(batch.shape[0], grid)
         return batch[mine.start : mine.stop]
@@ -374,9 +388,10 @@ def take_local_rows(batch: Any, grid: Grid) -> Any:
 
 
 def shard_loader(loader: Any, grid: Grid, device: torch.device | str) -> Any:
-    """The loader of my coordinate: its part of each batch of the loop's."""
+    """The loader of my coordinate: its part of each batch of the loop's loader."""
     if grid.axis(*REPLICA_AXES).size == 1 and grid.world_size == 1:
         return loader
+    # Without a batch sampler there are no indices to split.
     streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
     if streamed or not isinstance(loader, DataLoader):
         return ShardedIterable(loader, grid)
@@ -395,13 +410,13 @@ def shard_loader(loader: Any, grid: Grid, device: torch.device | str) -> Any:
     )
 
 
-# ---- saving -------------------------------------------------------------------------------------
+# ---- checkpoints --------------------------------------------------------------------------------
 
 
 def checkpoint_tensors(
     lent: GridModel, optimizer: AdamW | None
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
-    """What a loop goes on from, and what of it this rank writes."""
+    """The tensors a loop resumes from, and those of them that this rank writes."""
     parallel = lent.parallel
     index = lent.parallel.grid.index
     owners = {w.name: w.bucket.is_owner_of(w) for w in parallel.weights.values()}
@@ -409,13 +424,15 @@ def checkpoint_tensors(
         state = optimizer.sharded_optimizer.sharded_state()
     else:
         state = {}
+    # Weights without optimizer states: frozen, or without an optimizer.
     rest = {
         f"{w.name}{MASTER_SUFFIX}": (w.storage, w.shard)
         for w in parallel.weights.values()
         if f"{w.name}{MASTER_SUFFIX}" not in state
     }
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    if index["data"] == 0:  # weights themselves are not split over data
+    # Weights are replicated over data, optimizer states are split.
+    if index["data"] == 0:
         mine |= {name: x for name, x in rest.items() if owners[name.rpartition(".")[0]]}
     numbers: ShardedStateDict = {
         "loop.samples": (torch.tensor(lent.samples_seen), Shard((), (), (), ()))
@@ -429,12 +446,13 @@ def checkpoint_tensors(
 def save_checkpoint(
     where: Path, lent: GridModel, optimizer: AdamW | None, facts: Mapping[str, Any]
 ) -> None:
-    """Save as a directory that any grid reads. Communicates: as `checkpoint.saver.Saver`."""
+    """Save to a directory that any grid can load. Communicates: as `async_saver.save_and_wait`."""
     if optimizer is None:
         groups = []
     else:
         groups = optimizer.group_settings()
     try:
+        # The round trip rejects what JSON cannot hold before any file is written.
         told = json.loads(json.dumps({"facts": dict(facts), "groups": groups}))
     except (TypeError, ValueError) as error:
         raise PlanError(
@@ -449,7 +467,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> dict[str, Any]:
-    """Go on from what any grid has saved; the facts beside the tensors.
+    """Resume from a checkpoint of any grid; returns the facts stored with the tensors.
 
     Communicates: one number over all axes; all-gather of weights over data.
     """
@@ -465,6 +483,8 @@ def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> di
         lambda: load_parts(paths[-1], state, cast=True), parallel.grid, queue.device
     )
     lent.samples_seen = int(state["loop.samples"][0])
+    # Counted before `finish_restore`, which takes note of the count: a later change would make the
+    # next step overwrite the restored master weights.
     queue.load_count += 1
     told = manifests.read_manifest(paths[-1]).facts.get("loop", {})
     if optimizer is not None:

@@ -1,6 +1,6 @@
-"""Launch: who am I, who are the others, how ranks start and end. It alone reads the environment.
+"""Launch: ranks, process groups, agents and signals; the only package that reads the environment.
 
-What only runs need is imported when it is asked for: a plan starts sooner.
+What only runs need is imported lazily, so that `ranvier plan` starts sooner.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what only runs need."""
+    """Import lazily what only runs need."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"ranvier.launch.{home}"), name)

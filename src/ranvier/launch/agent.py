@@ -1,8 +1,7 @@
-"""Supervisor: starts local ranks, watches them, and starts them again where that may help.
+"""Agent: starts local ranks, monitors them, and restarts them where that may help.
 
 A rank that fails ends all ranks of its attempt; its own message is shown, not the broken
-connections of the others. Each attempt has a store of its own, and a prefix that only its ranks
-know.
+connections of the others. Each attempt has its own store, with a prefix that only its ranks know.
 """
 
 from __future__ import annotations
@@ -53,31 +52,31 @@ from ranvier.system.terminal import print, write_raw
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""
 START_SECONDS = 2.0
-"""The same for ranks that have not begun: they can only tell why."""
+"""The same for ranks that are still starting: they can only report why."""
 STOP_SECONDS = 600.0
 """How long the other ranks may still save after one has stopped because of a signal."""
 DONE_SECONDS = 30.0
-"""How long a rank may take to leave when its work is done."""
+"""How long a rank may take to exit when its work is done."""
 HEARTBEAT_POLL_SECONDS = 0.5
-"""How often the pulses are read."""
+"""How often the heartbeats are read."""
 HANDLES_PER_RANK = 8
-"""Handles that a launcher takes for each of its ranks."""
+"""File handles that a launcher needs per rank."""
 RankTask = Callable[[ProcessInfo], int]
 
 
 class SignalRelay(GracefulStop):
-    """Signals to the launcher: the first is for all ranks; another ends them at once."""
+    """Handles signals to the launcher: the first is forwarded, a second ends all ranks at once."""
 
     def __init__(self) -> None:
         super().__init__(patient=True)
         self.exit_code = 0
-        """The exit code, once all are to end at once."""
+        """Exit code, once all ranks are to end at once; 0 before."""
 
     def on_first_signal(self, number: int) -> None:
-        """Ranks are told by whoever waits for them."""
+        """Do nothing: `WorkerGroup.wait_for_end` forwards it to the ranks."""
 
     def on_repeated_signal(self, number: int) -> None:
-        """End all ranks."""
+        """Have all ranks ended at once."""
         self.exit_code = 128 + number
 
 
@@ -92,9 +91,9 @@ class WorkerGroup:
         self.notice_times: dict[int, float] = {}
         self.killed_ranks: set[int] = set()
         self.deadline = math.inf
-        """When the ranks that are left are ended."""
+        """When the remaining ranks are killed."""
         self.hang_message = ""
-        """The message of a hang."""
+        """Message of a hang; empty if there was none."""
         self.has_warned = self.has_forwarded = self.has_failed = False
         context = multiprocessing.get_context("forkserver")
         for me in members:
@@ -103,14 +102,15 @@ class WorkerGroup:
             self.children.append(context.Process(target=run_rank, args=(me, task), daemon=True))
             self.children[-1].start()
             if me.listener is not None:
-                me.listener.close()  # it is the rank's now
+                # The rank has its own duplicate of the socket.
+                me.listener.close()
 
     def wait_for_end(
         self, watchdog: float, over: Callable[[bool], bool] = lambda _: False
     ) -> AttemptResult:
-        """Wait until all have ended.
+        """Wait until all ranks have ended.
 
-        over: is told whether a rank has failed here, and tells whether one has elsewhere.
+        over: called with whether a rank has failed here; returns whether one has failed elsewhere.
         """
         eye = watch.Watchdog(watchdog)
         looked = 0.0
@@ -128,6 +128,7 @@ class WorkerGroup:
                 looked = now
                 self._check_heartbeats(eye)
         self._notice_ends()
+        # In order of precedence: a hang, a second signal, then the ranks' own exits.
         if self.hang_message:
             return AttemptResult(
                 "hang", HangError.exit_code, self.hang_message, step=self._highest_step()
@@ -138,18 +139,18 @@ class WorkerGroup:
         return judge_attempt(outcomes, told=bool(self.signal_relay.signal))
 
     def alive_ranks(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Return the indices of ranks that are still running."""
         return [i for i, child in enumerate(self.children) if child.exitcode is None]
 
     def kill_ranks(self) -> None:
-        """End the ranks that are left."""
+        """Kill the remaining ranks."""
         alive = self.alive_ranks()
         self.killed_ranks.update(alive)
         for i in alive:
             self.children[i].kill()
 
     def read_heartbeats(self) -> list[HeartbeatState]:
-        """What the pulses say."""
+        """Return the heartbeats of all ranks."""
         return [pulse.read_state() for pulse in self.heartbeats]
 
     def _highest_step(self) -> int:
@@ -159,11 +160,13 @@ class WorkerGroup:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _notice_ends(self) -> None:
-        """Note who has ended; the others have their time to end, too."""
+        """Note which ranks have ended, and set the deadline of the others."""
         for i, child in enumerate(self.children):
             if child.exitcode is None or i in self.notice_times:
                 continue
             self.notice_times[i] = time.time()
+            # A rank that is done, or has stopped cleanly, leaves the others time to save. After a
+            # failure they only get the time to report it.
             silent = not os.stat(self.members[i].error_file).st_size
             if silent and self.heartbeats[i].read_state().section == DONE:
                 self._set_deadline(STOP_SECONDS)
@@ -178,11 +181,11 @@ class WorkerGroup:
             self._set_deadline(STOP_SECONDS if good else seconds)
 
     def _is_starting(self) -> bool:
-        """Whether a rank is not ready to take steps: there is nothing to save."""
+        """Whether a rank is still starting, so that there is nothing to save."""
         return any(self.heartbeats[i].read_state().section == START for i in self.alive_ranks())
 
     def _forward_signal(self) -> None:
-        """Tell all ranks to stop; at their start they may be deaf, and are ended."""
+        """Forward the signal to all ranks; while they start they may ignore it, and are killed."""
         self.has_forwarded = True
         if self._is_starting():
             self.kill_ranks()
@@ -191,12 +194,13 @@ class WorkerGroup:
                 os.kill(self.children[i].pid or 0, self.signal_relay.signal)
 
     def _check_heartbeats(self, eye: watch.Watchdog) -> None:
-        """Warn of a rank that lags, and end a hang."""
+        """Warn of a rank that lags, and kill all ranks if one hangs."""
         alive = self.alive_ranks()
         beats = self.read_heartbeats()
         for i, age in zip(alive, eye.silence_seconds([beats[i] for i in alive]), strict=True):
             if beats[i].section == DONE and age > DONE_SECONDS:
-                self.children[i].kill()  # it is done whatever keeps it from leaving
+                # Its work is done, whatever keeps it from exiting.
+                self.children[i].kill()
         mine = [beats[i] for i in alive]
         pids = [self.children[i].pid for i in alive]
         if not self.has_warned and mine and eye.is_over_limit(mine, watch.warning_limit):
@@ -244,14 +248,16 @@ def launch_ranks(
     timeout_seconds: float = 600.0,
     ended: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
-    """Run `task` as `nproc` local ranks, of one node or of several; the exit code of the run.
+    """Run `task` as `nproc` local ranks, on one node or several, and return the exit code.
 
-    preload: see `warm`; timeout_seconds: how long nodes wait for each other at the start; ended: is
-    told code and message, on the first node, when no rank is left.
+    preload: see `start_forkserver`; timeout_seconds: how long nodes wait for each other at the
+    start; ended: called with exit code and message, on the first node, when all ranks have ended.
     """
+    # First of all, so that the imports overlap with what follows.
     start_forkserver(preload)
     file_handles.require_handles(HANDLES_PER_RANK * nproc, f"A launcher of {nproc} ranks")
     policy = policy or RestartPolicy(grids=(("", nproc),))
+    # On one node a fresh key is passed to the ranks; several nodes must share the user's key.
     if nodes is None:
         key = new_key()
     else:
@@ -284,15 +290,15 @@ def launch_ranks(
 
 @dataclass
 class LocalAgent:
-    """What attempts on this node have in common."""
+    """Runs attempts on this node."""
 
     key: str
-    """Of this run; see `ranvier.launch.store`."""
+    """Key of this run; see `ranvier.launch.store`."""
     task: RankTask
     signal_relay: SignalRelay
     watchdog_seconds: float
     on_end: Callable[[int, str], None]
-    """Is told the exit code of the run and its message."""
+    """Called with the exit code of the run and its message."""
 
     def run_attempt(
         self,
@@ -305,7 +311,8 @@ class LocalAgent:
     ) -> AttemptResult:
         """Start this node's ranks of an attempt and wait for their end.
 
-        store: where all ranks are on this node; listener: else that of rank 0, if it is here.
+        store: file of the store, if all ranks are on this node; listener: else the socket of rank
+        0, if it is on this node.
         """
         places = order.local_ranks[str(node)]
         first = order.first_ranks[str(node)]
@@ -338,17 +345,19 @@ class LocalAgent:
         attempt = WorkerGroup(members, self.task, self.signal_relay)
         try:
             end = attempt.wait_for_end(self.watchdog_seconds, over)
+        # Also after an exception in this process: no rank may outlive its attempt.
         finally:
             attempt.kill_ranks()
             for file in shared:
                 file.close()
         if end.exit_code and sys.stdout.isatty():
-            write_raw("\x1b[?25h\n")  # a progress display that was killed has hidden the cursor
+            # A progress display that was killed has hidden the cursor: show it.
+            write_raw("\x1b[?25h\n")
         return end
 
 
 def _run_single_node(local: LocalAgent, policy: RestartPolicy, nproc: int) -> int:
-    """All attempts of a run on one node."""
+    """Run all attempts on a single node and return the exit code."""
     history = RestartHistory(policy)
     places = list(range(nproc))
     began = time.time()
@@ -371,7 +380,8 @@ def _run_single_node(local: LocalAgent, policy: RestartPolicy, nproc: int) -> in
         if not then.restart:
             local.on_end(then.exit_code, then.message)
             return then.exit_code
-        if local.signal_relay.signal:  # it came when no rank was left to hear it
+        # The signal arrived when no rank was left to receive it.
+        if local.signal_relay.signal:
             local.on_end(local.signal_relay.exit_code or end.exit_code, then.message)
             return local.signal_relay.exit_code or end.exit_code
         if history.grid_index != grid and history.excluded_rank is not None:
@@ -379,12 +389,13 @@ def _run_single_node(local: LocalAgent, policy: RestartPolicy, nproc: int) -> in
 
 
 def _run_coordinator(local: LocalAgent, captain: Coordinator, timeout_seconds: float) -> int:
-    """All attempts of a run on several nodes, as node 0."""
+    """Run all attempts on several nodes, as node 0, and return the exit code."""
     if not captain.wait_for_nodes(timeout_seconds, local.signal_relay):
         print_message(NOTHING_SAVED_MESSAGE)
         captain.dismiss_nodes(0, STOPPED_EXIT_CODE)
         return STOPPED_EXIT_CODE
     while True:
+        # Each attempt gets any free port, which the order announces to the other nodes.
         with open_listener(captain.store.nodes.host) as listener:
             order = captain.issue_order(listener.getsockname()[1])
             watching = FailureRelay(captain.store, order.attempt, captain)
@@ -400,7 +411,7 @@ def _run_coordinator(local: LocalAgent, captain: Coordinator, timeout_seconds: f
 
 
 def _run_follower(local: LocalAgent, board: RendezvousStore) -> int:
-    """This node's part of all attempts, as node 0 orders them."""
+    """Run this node's part of all attempts, as ordered by node 0."""
     number = 0
     mine = board.nodes.node_rank
     while True:
@@ -422,7 +433,7 @@ def _run_follower(local: LocalAgent, board: RendezvousStore) -> int:
 
 
 class FailureRelay:
-    """Tells other nodes of a rank that failed here, and hears of one there."""
+    """Reports failed ranks of this node to the others, and polls for failures there."""
 
     def __init__(
         self, board: RendezvousStore, attempt: int, captain: Coordinator | None = None
@@ -435,7 +446,7 @@ class FailureRelay:
         self._failed_elsewhere = False
 
     def check_other_nodes(self, failed: bool) -> bool:
-        """Whether a rank or a node has failed elsewhere."""
+        """Report a failure of this node, and return whether a rank or node has failed elsewhere."""
         now = time.monotonic()
         if failed and not self._has_reported:
             self._has_reported = True

@@ -1,4 +1,4 @@
-"""Environment: who this process is among all ranks, and what it tells those below.
+"""Environment: rank and world size of this process, and the variables that libraries read.
 
 Ranks come from the variables of torchrun, mpirun or srun. Heterogeneous jobs of Slurm are not
 handled.
@@ -30,19 +30,19 @@ M_MMAP_THRESHOLD = -3
 
 @dataclass(frozen=True)
 class Failure:
-    """Why all ranks were started again."""
+    """Why all ranks were restarted."""
 
     attempt: int
     step: int
-    """The step that was at hand; -1: none."""
+    """The step that was reached; -1: none."""
     why: str
     grid: str
-    """The grid that the attempt had."""
+    """The grid of the attempt."""
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process among all processes of a run."""
+    """Rank of this process and how it reaches the others."""
 
     rank: int = 0
     world_size: int = 1
@@ -51,55 +51,56 @@ class ProcessInfo:
     address: str = "127.0.0.1"
     port: int = 0
     error_file: str | SharedFile = ""
-    """Where to leave the error for the parent that started this rank; empty: print it."""
+    """Where to write the error for the agent that started this rank; empty: print it."""
     launcher: str = ""
     """The program that started the ranks; empty: this package."""
     heartbeat_file: str | SharedFile = ""
-    """Where to say what this rank is at; empty: nobody watches it from outside."""
+    """Where to write heartbeats; empty: this rank is not watched from outside."""
     stack_file: str | SharedFile = ""
-    """Where to leave the stacks of this rank when it is asked for them or crashes."""
+    """Where to write the stacks of this rank on request or after a crash."""
     store_file: SharedFile | None = field(default=None, repr=False)
-    """The keys of all ranks, where they are on one node; None: rank 0 keeps them at the address."""
+    """File of the store, if all ranks are on one node; None: rank 0 hosts it at the address."""
     listener: socket.socket | None = field(default=None, repr=False)
     """The socket at which rank 0 listens, opened by its launcher; None: it opens its own."""
     store_prefix: str = field(default="", repr=False)
-    """The prefix of all keys, known to the ranks of one attempt only; empty: of the user's key."""
+    """Prefix of all store keys, secret to the ranks of one attempt; empty: from the user's key."""
     attempt: int = 0
-    """How often the ranks of this run have been started before."""
+    """Number of earlier attempts of this run."""
     grid_index: int = 0
-    """Which of the grids that the launcher may choose from: 0 is the one that was asked for."""
+    """Index of the grid that the launcher has chosen; 0 is the requested one."""
     failures: tuple[Failure, ...] = ()
-    """Why the attempts before ended."""
+    """Why earlier attempts failed."""
     start_time: float = 0.0
-    """When the launcher began (seconds since 1970); 0: with this process."""
+    """When the launcher started (Unix time); 0: with this process."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process who it is."""
+    """Environment variables by which a launcher passes ranks and sizes."""
 
     name: str
     rank_variable: str
     world_size_variables: tuple[str, ...]
-    """The first that is set counts."""
+    """The first one that is set is used."""
     local_rank_variable: str
     local_world_size_variables: tuple[str, ...]
-    """The first that is set counts: a number, or one for each node as in `4(x2),3`."""
+    """The first one that is set is used: a number, or one per node as in `4(x2),3`."""
     node_variable: str = ""
     """The index of this node."""
     host_list_variables: tuple[str, ...] = ()
-    """The first that is set counts: the hosts of all ranks, as in `node[01-04,07],gpu3`."""
+    """The first one that is set is used: the hosts of all ranks, as in `node[01-04,07],gpu3`."""
     job_variables: tuple[str, ...] = ()
-    """What tells one job from another: a port is made of it."""
+    """Identify the job; the port is derived from them."""
 
     def find_world_size_variable(self, env: Mapping[str, str]) -> str:
-        """The variable that counts the ranks, empty if none is set."""
+        """Return the variable that holds the number of ranks, empty if none is set."""
         return next((name for name in self.world_size_variables if name in env), "")
 
 
 TORCHRUN = Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
 LAUNCHERS = (
-    Launcher(  # before srun, by which mpirun may start its own processes
+    # Before srun, with which mpirun may start its own processes.
+    Launcher(
         name="mpirun",
         rank_variable="OMPI_COMM_WORLD_RANK",
         world_size_variables=("OMPI_COMM_WORLD_SIZE",),
@@ -125,13 +126,14 @@ LAUNCHERS = (
 
 
 def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
-    """What the environment says; None if no launcher has started this process, or it alone."""
+    """Return the ranks set by a launcher; None without a launcher, or if it started one rank."""
     env = os.environ if environment is None else environment
     names = (TORCHRUN.rank_variable, *TORCHRUN.world_size_variables, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in env]
     others = [
         it for it in LAUNCHERS if it.rank_variable in env and it.find_world_size_variable(env)
     ]
+    # Variables of torchrun come first if they are complete: it may itself be started by srun.
     if others and missing:
         if env[others[0].find_world_size_variable(env)] != "1":
             return _parse_process_info(others[0], env)
@@ -147,7 +149,7 @@ def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessIn
 
 
 def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessInfo:
-    """The ranks of a launcher whose variables are there, checked."""
+    """Parse and check the variables of a launcher."""
     rank = _parse_count(launcher.rank_variable, env[launcher.rank_variable])
     count = launcher.find_world_size_variable(env)
     world = _parse_count(count, env[count])
@@ -163,6 +165,7 @@ def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessIn
         local_world = _parse_count(known[0], _count_on_node(env[known[0]], node))
     alone = bool(known) and local_world == world
     job = ".".join(env[name] for name in launcher.job_variables if name in env)
+    # All ranks derive the same port, and jobs that share a node most likely get different ones.
     if job:
         port = 20000 + zlib.crc32(job.encode()) % 20000
     else:
@@ -190,7 +193,7 @@ def _parse_count(name: str, text: str) -> int:
 
 
 def _count_on_node(text: str, node: int) -> str:
-    """The number of one node in a list such as `4(x2),3`; the text itself if it is none."""
+    """Return the count of one node in a list such as `4(x2),3`; the text itself if it is none."""
     counts: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -203,7 +206,7 @@ def _count_on_node(text: str, node: int) -> str:
 
 
 def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
-    """Where rank 0 listens: this node if it is alone, else the first host of the job."""
+    """Return the address of rank 0: this node if it is the only one, else the first of the job."""
     names = [name for name in launcher.host_list_variables if env.get(name)]
     if names and not alone:
         every = parse_host_list(env[names[0]])
@@ -221,7 +224,7 @@ def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) 
 
 
 def parse_host_list(text: str) -> list[str]:
-    """The hosts in a list of Slurm: `node[01-02,07],gpu3` are node01, node02, node07 and gpu3."""
+    """Expand a Slurm host list: `node[01-02,07],gpu3` is node01, node02, node07 and gpu3."""
     names: list[str] = []
     if not re.fullmatch(r"[^\[\]]*(\[\d+(-\d+)?(,\d+(-\d+)?)*\][^\[\]]*)*", text):
         raise PlanError(
@@ -229,14 +232,15 @@ def parse_host_list(text: str) -> list[str]:
             "MASTER_ADDR to the host of rank 0."
         )
     for term in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
-        pieces = re.split(r"\[([^\]]*)\]", term)  # outside, inside, outside, ...
+        # Alternates between text outside and inside of brackets.
+        pieces = re.split(r"\[([^\]]*)\]", term)
         choices = [_expand_ranges(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         names += ["".join(parts) for parts in itertools.product(*choices)]
     return names
 
 
 def _expand_ranges(text: str) -> list[str]:
-    """The numbers in `01-04,07`, with their leading zeros."""
+    """Expand `01-04,07` to numbers, with their leading zeros."""
     numbers: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -245,7 +249,7 @@ def _expand_ranges(text: str) -> list[str]:
 
 
 def is_follower() -> bool:
-    """Whether a launcher has started this process as another rank than 0: rank 0 speaks."""
+    """Whether a launcher has started this process as a rank other than 0, which prints nothing."""
     with contextlib.suppress(PlanError):
         me = read_process_info()
         return me is not None and me.rank > 0
@@ -253,33 +257,38 @@ def is_follower() -> bool:
 
 
 def read_environment(*names: str) -> dict[str, str]:
-    """Those of the variables that are set."""
+    """Return those of the variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def use_expandable_segments() -> None:
-    """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
-    empty between tensors; it looks when CUDA is used first."""
+    """Enable expandable segments in torch's CUDA allocator, against fragmentation.
+
+    Must be called before CUDA is first used.
+    """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator of a CPU keep what a step frees for the next step, in huge pages.
+    """Have the CPU allocator keep memory that a step frees for the next step, in huge pages.
 
-    By itself glibc returns large blocks to the system at once, and each step pays for new pages.
-    What the user's environment says of it is respected.
+    By default glibc returns large blocks to the system at once, and each step pays for new pages.
+    Settings in the user's environment take precedence.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch looks when it allocates first
+    # torch reads it at its first allocation.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    # Fails with other C libraries than glibc.
+    with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        # 32 MiB is the maximum that glibc accepts.
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def prepare_sockets(me: ProcessInfo) -> None:
-    """Have Gloo, and on one node NCCL, listen only on the interface by which rank 0 is reached."""
+    """Have Gloo, and on one node NCCL, use only the interface by which rank 0 is reached."""
     if me.store_file is not None:
         name = "lo"
     else:
@@ -291,12 +300,13 @@ def prepare_sockets(me: ProcessInfo) -> None:
 
 
 def interface_towards(address: str) -> str:
-    """The interface by which this node reaches an address; empty if that is not known."""
+    """Return the network interface by which this node reaches an address; empty if unknown."""
     with contextlib.suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
         for family, kind, protocol, _, where in found:
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)  # no packet is sent
+                # Connecting a UDP socket sends no packet, but chooses the local address.
+                probe.connect(where)
                 own = probe.getsockname()[0]
             if ipaddress.ip_address(own.partition("%")[0]).is_loopback:
                 return "lo"
@@ -305,7 +315,7 @@ def interface_towards(address: str) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """The interface that has an address of version 4; empty if none has."""
+    """Return the interface that has an IPv4 address; empty if none has."""
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -318,16 +328,19 @@ def _interface_of(address: str) -> str:
 
 
 def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
-    """Set what NCCL and torch's use of it read when the first communicator is made.
+    """Set the variables that NCCL and torch read when the first communicator is created.
 
-    share_gpu: several ranks may have the same GPU. NCCL refuses that for ranks of one host, so each
-    gets a host name of its own; they then talk through sockets.
+    share_gpu: several ranks may use the same GPU. NCCL refuses that for ranks of one host, so each
+    gets its own host ID; they then communicate through sockets.
     """
     wanted = {
-        "NCCL_RUNTIME_CONNECT": "0",  # connect when a communicator is made, not at its first use
-        "TORCH_NCCL_ENABLE_MONITORING": "0",  # hangs are noticed by our own watchdog, and torch's
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # complains when the store of rank 0 ends first
-        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # they have groups
+        # Connect when a communicator is created, not at its first use.
+        "NCCL_RUNTIME_CONNECT": "0",
+        # Our own watchdog notices hangs; torch's complains when the store of rank 0 ends first.
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        # Point-to-point transfers have groups of their own.
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
     }
     if share_gpu:
         wanted |= {"NCCL_HOSTID": f"{socket.gethostname()}-{me.rank}", "NCCL_IB_DISABLE": "1"}
@@ -338,7 +351,7 @@ def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
 
 
 def use_deterministic_cublas() -> None:
-    """Have cuBLAS sum in the same order each time; it looks when CUDA computes first."""
+    """Make cuBLAS deterministic; must be called before its first use."""
     name = "CUBLAS_WORKSPACE_CONFIG"
     good = (":4096:8", ":16:8")
     if os.environ.setdefault(name, good[0]) not in good:
@@ -349,13 +362,15 @@ def use_deterministic_cublas() -> None:
 
 
 def minimal_environment() -> dict[str, str]:
-    """What a Python of its own needs to start and to know the time: it gets no other variable."""
+    """Return the variables that a separate Python needs to start, and the time zone."""
     names = ("LD_LIBRARY_PATH", "TZ")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process was launched; 0 where the system does not say."""
+    """Return the seconds since this process was started; 0 if unknown."""
+    # Field 22 of /proc/self/stat is the start time in clock ticks since boot; fields are counted
+    # after the name in parentheses, which may contain spaces.
     with contextlib.suppress(OSError, ValueError, IndexError):
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -1,8 +1,7 @@
-"""Laid out: the grid of a program that somebody else wrote, under any launcher or alone.
+"""The grid of a program that uses the package as a library, under any launcher or alone.
 
-A program that uses the package as a library says how many ranks lie on each axis and nothing else:
-who this process is and where the others are comes from its launcher, the device from its place on
-the node. A process group that is there already is used as it is.
+The program only gives the number of ranks on each axis: rank and addresses come from its launcher,
+the device from the local rank. An existing process group is used as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ranvier.launch.environment import ProcessInfo, read_process_info
 from ranvier.launch.process_group import init_process_group
 
 AxisSizes = Plan | Mapping[str, int]
-"""A plan, or the ranks on each axis; data is inferred where it is left out."""
+"""A plan, or the ranks on each axis; data is inferred if it is left out."""
 
 
 def build_grid(
@@ -32,10 +31,10 @@ def build_grid(
     inner: InnerSplit | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Grid, torch.device]:
-    """The grid of all ranks that were started, and the device of this one.
+    """Return the grid of all ranks that were started, and the device of this one.
 
     axes: None: all on data. sizes: units of each dim of the model, which the axes must divide.
-    Communicates: with all ranks, unless they are a process group already.
+    Communicates: with all ranks, unless there is a process group already.
     """
     me = read_process_info() or ProcessInfo()
     if device is not None:
@@ -43,7 +42,8 @@ def build_grid(
     else:
         here = _local_device(me)
     world = _world_size(me)
-    plan = resolve_axes(axes, world, sizes or {}, inner=inner)  # before anybody waits for anybody
+    # Resolve first: an invalid plan fails on every rank before any waits for the others.
+    plan = resolve_axes(axes, world, sizes or {}, inner=inner)
     connected = _join_process_group(me, here)
     return Grid.from_plan(
         plan, connected=connected, ranks_per_node=max(me.local_world_size, 1)
@@ -53,9 +53,9 @@ def build_grid(
 def resolve_axes(
     axes: AxisSizes | None, world: int, sizes: Mapping[str, int], *, inner: InnerSplit | None = None
 ) -> Plan:
-    """The plan of a grid of `world` ranks, or a PlanError with every problem.
+    """Return the plan of a grid of `world` ranks, or raise a PlanError with every problem.
 
-    Its batch says nothing: how samples are cut is a matter of whoever brings them.
+    Its batch size is arbitrary: the caller decides how samples are split.
     """
     if isinstance(axes, Plan):
         odd = []
@@ -69,6 +69,7 @@ def resolve_axes(
         plan = axes
     else:
         plan = Plan(**dict[str, Any](axes or {}))
+    # A batch that every grid divides, so that only the axes are checked.
     known = {axis: max(size, 1) for axis, size in plan.degrees.items()}
     plan = replace(
         plan,
@@ -95,18 +96,19 @@ def _has_process_group() -> bool:
 
 
 def _local_device(me: ProcessInfo) -> torch.device:
-    """The device of this place on its node, or the CPU."""
+    """Return the GPU of the local rank, or the CPU."""
     if torch.cuda.is_available() and me.local_rank < torch.cuda.device_count():
         return torch.device("cuda", me.local_rank)
     return torch.device("cpu")
 
 
 def _join_process_group(me: ProcessInfo, device: torch.device) -> bool:
-    """Join the others if there are any; whether there is a process group of several."""
+    """Join the process group if there are other ranks; return whether there are."""
     if not _has_process_group() and me.world_size > 1:
         from torch import distributed
 
         cuda = device.type == "cuda"
+        # The current device decides where NCCL creates its communicators.
         if cuda:
             torch.cuda.set_device(device)
         init_process_group(me, backend="nccl" if cuda else "gloo")

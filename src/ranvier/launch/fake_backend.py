@@ -1,6 +1,6 @@
-"""Counted: every call of a process group, seen where torch hands it over.
+"""Counts every call of a process group, at the point where torch issues it.
 
-That is below `comm`: who counts here trusts neither its tracer nor any prediction.
+That is below `comm`: the counts depend neither on its trace nor on any prediction.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ PROCESS_GROUP_METHODS: dict[str, tuple[str, int]] = {
     "send": ("send", 0),
     "recv": ("receive", 0),
 }
-"""Methods of torch's process groups (torch 2.13 renamed three of them): what they do, and which
-argument holds the whole tensor."""
+"""Methods of torch's process groups (torch 2.13 renamed three of them): the operation, and which
+argument holds the full tensor."""
 
 
 @dataclass(frozen=True)
 class CommCall:
-    """One call."""
+    """One communication call."""
 
     op: str
     ranks: tuple[int, ...]
-    """Of the group, ascending."""
+    """Ranks of the group, ascending."""
     bytes: int
-    """Of the whole (gathered or reduced) tensor."""
+    """Size of the full (gathered or reduced) tensor."""
 
 
 @contextmanager
 def count_comm_calls() -> Iterator[list[CommCall]]:
-    """All calls inside, of all threads."""
+    """Yield a list that collects all calls inside, of all threads."""
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
     calls = list[CommCall]()
 
     def noting(op: str, whole: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(group: Any, *arguments: Any, **options: Any) -> Any:
+            # Some methods take a list of tensors.
             x = arguments[whole]
             size = sum(one.nbytes for one in (x if isinstance(x, list) else [x]))
             calls.append(CommCall(op, tuple(sorted(get_process_group_ranks(group))), size))
@@ -53,7 +54,7 @@ def count_comm_calls() -> Iterator[list[CommCall]]:
 
         return noted
 
-    # As they lie in the class: what getattr gives would not be bound to a group any more.
+    # Save the descriptors of the class: what getattr returns would not bind to a group any more.
     before = {
         name: call for name, call in vars(ProcessGroup).items() if name in PROCESS_GROUP_METHODS
     }

@@ -1,7 +1,7 @@
-"""Pulse: what a rank is at, for whoever watches it from outside.
+"""Heartbeat: what a rank is doing, readable from outside.
 
-A rank writes where it is into a few bytes of shared memory, a file that is mapped. That costs a
-microsecond, nobody waits for anybody, and it can be read while the rank is stopped or stuck.
+A rank writes its section and step into a few bytes of shared memory, a memory-mapped file. That
+costs a microsecond, needs no lock, and can be read while the rank is stopped or stuck.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ranvier.launch.shared_file import SharedFile
 RECORD_LAYOUT = struct.Struct("@ddqq32s192s")
 """Time, slowest step, step, collectives, section, last collective.
 
-Native: a number is then written as a whole, and nobody reads half of it.
+Native alignment: a number is then written at once, and never read half-written.
 """
+# Parts of the record that are written separately, and their offsets in bytes.
 CLOCK = struct.Struct("@d")
 SLOWEST = struct.Struct("@dd")
 STEP_AT = 16
@@ -30,7 +31,7 @@ SECTION_AT = 32
 LAST_AT = 64
 NUMBER = struct.Struct("@q")
 RECENT_STEPS = 100
-"""Steps whose slowest is known."""
+"""Number of recent steps of which the slowest is recorded."""
 START = "start"
 STEP = "step"
 END = "end"
@@ -39,24 +40,24 @@ DONE = "done"
 
 @dataclass(frozen=True)
 class HeartbeatState:
-    """What a pulse says."""
+    """The content of a heartbeat."""
 
     begin_time: float = 0.0
-    """When the section or the step was begun, on the clock that all processes share."""
+    """When the section or step began, by the monotonic clock that all processes share."""
     slowest_step_seconds: float = 0.0
-    """Seconds of the slowest of the last steps; 0: none is done."""
+    """Seconds of the slowest recent step; 0: none is done."""
     step: int = -1
     """Steps taken; -1: not known yet."""
     num_collectives: int = 0
-    """Collectives begun."""
+    """Number of collectives issued."""
     section: str = START
     """start, step, evaluation, checkpoint, end or done."""
     last_collective: str = ""
-    """The last collective begun."""
+    """The last collective issued."""
 
 
 class Heartbeat:
-    """Where a rank is: in a file that others map, or without a path in memory of its own."""
+    """Heartbeat of a rank: in a file that others map, or without a path in private memory."""
 
     def __init__(self, path: str | SharedFile = "") -> None:
         self._data: bytearray | mmap.mmap = bytearray(RECORD_LAYOUT.size)
@@ -66,18 +67,20 @@ class Heartbeat:
             with open(path, "r+b") as file:
                 self._data = mmap.mmap(file.fileno(), RECORD_LAYOUT.size)
         else:
+            # A mapped file was initialized by `create_file`.
             NUMBER.pack_into(self._data, STEP_AT, -1)
             self.begin_section(START)
 
     @staticmethod
     def create_file(path: str | SharedFile) -> None:
-        """Make the file of a rank that is about to start."""
+        """Create the file of a rank that is about to start."""
         section = START.encode()
         Path(path).write_bytes(RECORD_LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
 
     def begin_section(self, section: str, step: int | None = None) -> None:
-        """Something is begun; step: the steps taken before it."""
+        """Begin a section, or a step if `step` (the number of steps done) is given."""
         now = time.monotonic()
+        # Only the time from one step to the next counts: other sections in between reset it.
         if step is None:
             self._step_begin = None
         else:
@@ -91,19 +94,19 @@ class Heartbeat:
 
     @contextmanager
     def inside_section(self, section: str) -> Iterator[None]:
-        """A section, after which the one before goes on."""
+        """Run inside a section, after which the previous one resumes."""
         before = self.read_state().section
         self.begin_section(section)
         yield
         self.begin_section(before)
 
     def record_collective(self, number: int, words: str) -> None:
-        """A collective was begun."""
+        """Record that a collective was issued."""
         NUMBER.pack_into(self._data, BEGUN_AT, number)
         self._data[LAST_AT : RECORD_LAYOUT.size] = words.encode()[:192].ljust(192, b"\0")
 
     def read_state(self) -> HeartbeatState:
-        """What it says now."""
+        """Return the current content."""
         when, slowest, step, begun, section, last = RECORD_LAYOUT.unpack_from(self._data)
         words = (text.rstrip(b"\0").decode(errors="replace") for text in (section, last))
         return HeartbeatState(when, slowest, step, begun, *words)

@@ -1,6 +1,6 @@
-"""Imported first by the server of local ranks: signals for a whole group are not for it.
+"""Imported first by the forkserver of local ranks: it ignores signals to its process group.
 
-Ctrl-C and `timeout` signal every process of a group; ranks hear of it through their parent. The
+Ctrl-C and `timeout` signal every process of a group; ranks get the signal through their parent. The
 server ends with its launcher, and ranks with the server.
 """
 

@@ -1,7 +1,7 @@
-"""Output: what a run prints is for whoever reads it, and no reason to stop when nobody does.
+"""Output that cannot fail: a training run does not stop because its output is no longer read.
 
 `ranvier train | head -1` closes the pipe, a terminal may be gone, the disk behind a redirection
-full. A run then goes on in silence to its end. Programs that only print end as others do (SIGPIPE).
+full. A run then continues silently to its end. Programs that only print end with SIGPIPE as usual.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 CLOSED_ERRNOS = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors after which nothing that is written there will ever be read."""
+"""Errors after which the output will never be read again."""
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor to which one can always write: what cannot be written is dropped."""
+    """A file descriptor whose writes never fail: what cannot be written is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Bytes that were taken; all of them where writing fails."""
+        """Write and return the number of bytes written; all of them if writing fails."""
         try:
             return super().write(data)
         except OSError as error:
             if error.errno in CLOSED_ERRNOS:
-                with suppress(OSError):  # C++ code writes there, too
+                # C++ code writes to the same descriptor, so redirect it.
+                with suppress(OSError):
                     null = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(null, self.fileno())
                     os.close(null)
@@ -39,7 +40,7 @@ class LastingFile(io.FileIO):
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, printing to stdout and stderr never fails, whatever becomes of their readers."""
+    """Context in which printing to stdout and stderr never fails."""
     before = sys.stdout, sys.stderr
     sys.stdout = _make_lasting(sys.stdout, sys.__stdout__)
     sys.stderr = _make_lasting(sys.stderr, sys.__stderr__)
@@ -54,8 +55,9 @@ def lasting_output() -> Iterator[None]:
 
 
 def _make_lasting(stream: TextIO | None, original: TextIO | None) -> TextIO:
-    """A stream that takes all that is printed; one that a program has put there stays as it is."""
-    if stream is None:  # closed before the start, as by >&-
+    """Return a stream that never fails; one that a program has installed is left as it is."""
+    # Closed before the start, for example by `>&-`.
+    if stream is None:
         return open(os.devnull, "w", encoding="utf-8")
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream

@@ -1,4 +1,4 @@
-"""Processes: joining the others, and the life of a local rank, which never outlives its parent."""
+"""Joining the process group, and the lifecycle of a local rank, which never outlives its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ranvier.system import file_handles
 
 
 def available_backends() -> list[str]:
-    """The backends of process groups that this torch has."""
+    """Return the process-group backends that this torch supports."""
     from torch import distributed
 
     if not distributed.is_available():
@@ -41,12 +41,13 @@ def init_process_group(
 ) -> None:
     """Join the process group of all ranks. Communicates: with all ranks.
 
-    No collective runs over that group itself: those of a grid have groups of their own, which are
-    connected when they are made. share_gpu: see `prepare_nccl`.
+    No collective runs over that group itself: the axes of a grid have their own groups, which are
+    connected when they are created. share_gpu: see `prepare_nccl`.
     """
     from torch import distributed
 
     file_handles.raise_limit()
+    # Gloo connects each rank to all others.
     file_handles.require_handles(
         me.world_size + 8 if backend == "gloo" else 8, f"A run of {me.world_size} ranks"
     )
@@ -83,7 +84,7 @@ def init_process_group(
 def join_process_group(
     me: ProcessInfo, backend: str, timeout_seconds: float, *, share_gpu: bool = False
 ) -> Iterator[None]:
-    """Be a member of the process group of all ranks inside; one rank alone needs none."""
+    """Join the process group of all ranks inside; a single rank needs none."""
     if me.world_size == 1:
         yield
         return
@@ -91,13 +92,15 @@ def join_process_group(
 
     init_process_group(me, backend=backend, timeout_seconds=timeout_seconds, share_gpu=share_gpu)
     with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
-        yield  # after an error the process ends (see `reported`); leaving in good order could hang
+        # After an error the process exits (see `report_errors`): a regular shutdown could hang, so
+        # there is no try/finally.
+        yield
     distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
-    """Pretend to be one of `world` ranks: collectives return at once with numbers of no meaning."""
+    """Pretend to be one of `world` ranks: collectives return at once with meaningless values."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -109,9 +112,9 @@ def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def local_process_infos(world: int) -> list[ProcessInfo]:
-    """Ranks of this node, which meet in a shared file: each goes to a process of its own.
+    """Return the ranks of one node, which share a file store: each is for a separate process.
 
-    They are arguments of processes that `multiprocessing` starts.
+    They are passed as arguments of processes that `multiprocessing` starts.
     """
     store = SharedFile("store")
     key = new_key()
@@ -129,7 +132,7 @@ def local_process_infos(world: int) -> list[ProcessInfo]:
 
 
 def find_free_port() -> int:
-    """A port that nobody listens on now; somebody else may take it before it is used."""
+    """Return a port that is free now; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -137,37 +140,42 @@ def find_free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Let the kernel end this process when its parent ends."""
+    """Have the kernel kill this process when its parent ends."""
     end_with_parent(os.getppid())
 
 
 def start_forkserver(preload: Sequence[str]) -> None:
-    """Have a clean process import modules once, from which ranks are then forked.
+    """Start a forkserver: a clean process that imports modules once, from which ranks are forked.
 
-    It works while this process does other things.
+    It runs in parallel with this process.
     """
     file_handles.raise_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranvier.launch.ignore_signals", *preload])
-    # The server would import modules of the user's directory before Python's own.
+    # Otherwise the server would import modules of the working directory before Python's own.
     os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ["RANVIER_LAUNCHER"] = str(os.getpid())  # with which the server ends
-    remove_after_end(get_temp_dir(), os.getpid())  # where the server listens
+    # The server ends with this process; see `ignore_signals`.
+    os.environ["RANVIER_LAUNCHER"] = str(os.getpid())
+    # The socket of the server is in this directory.
+    remove_after_end(get_temp_dir(), os.getpid())
     forkserver.ensure_running()
 
 
 def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
-    """The life of a local rank: only rank 0 prints, and all threads together fill the cores."""
+    """Run a local rank to its end: only rank 0 prints, and the ranks divide the cores."""
     with report_errors(me):
         pulse = Heartbeat(me.heartbeat_file)
         pulse.begin_section(START)
         register_stack_dump(me.stack_file)
-        os.setsid()  # a terminal's Ctrl-C comes through the parent, once
+        # In its own session a terminal's Ctrl-C arrives once, through the parent.
+        os.setsid()
         _end_with_launcher()
         import torch
 
+        # By default each rank would use all cores.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max((os.cpu_count() or 1) // me.local_world_size, 1))
+        # The descriptor itself is redirected, as C++ code prints to it, too.
         if me.rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = task(me)
@@ -176,7 +184,7 @@ def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End when the process that asked for this rank ends; the server between may live longer."""
+    """End with the process that requested this rank; the forkserver between may live longer."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None

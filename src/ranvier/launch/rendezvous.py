@@ -1,9 +1,9 @@
-"""Nodes: one launcher on each, which start the ranks of a run together and lose each other.
+"""Rendezvous of nodes: one launcher per node, which start the ranks of a run together.
 
-Node 0 keeps a board (a TCPStore) on which each launcher shows that it lives, and how its part of an
-attempt ended. Node 0 alone decides what follows and writes it on the board as the next order. A
-node that falls silent is left out; if node 0 does, the others end. No ranks are found anew: a node
-that was left out does not come back.
+Node 0 hosts a TCPStore, in which each launcher writes heartbeats and how its part of an attempt
+ended. Node 0 alone decides what follows and writes it to the store as the next order. A node that
+stops sending heartbeats is excluded; if node 0 does, the others exit. Not handled: nodes that join
+later; an excluded node does not come back.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from ranvier.system.terminal import print
 
 HEARTBEAT_SECONDS = 1.0
 NODE_TIMEOUT_SECONDS = 10.0
-"""A node that has been silent for so long is gone."""
+"""A node without a heartbeat for this long is lost."""
 STORE_POLL_SECONDS = 0.3
-"""How often the board is read during an attempt."""
+"""How often the store is read during an attempt."""
 LOST_EXIT_CODE = CommunicationError.exit_code
 SIGNATURE_LENGTH = 64
-"""Characters of the signature before each text on the board."""
+"""Characters of the signature before each text in the store."""
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """This node among all nodes of a run."""
+    """Number and endpoint of this node among all nodes of a run."""
 
     num_nodes: int
     node_rank: int
@@ -70,22 +70,22 @@ class NodeInfo:
 
     @property
     def host(self) -> str:
-        """The name of node 0."""
+        """Host name or address of node 0."""
         return self.endpoint.rpartition(":")[0]
 
     @property
     def port(self) -> int:
-        """Where node 0 listens."""
+        """Port of node 0."""
         return int(self.endpoint.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """What all nodes do next: an attempt, or an end."""
+    """What all nodes do next: run an attempt, or exit."""
 
     attempt: int = 0
     exit_code: int | None = None
-    """The exit code if this is the end."""
+    """Exit code if the nodes are to exit; None: run an attempt."""
     grid_index: int = 0
     world_size: int = 0
     address: str = ""
@@ -94,28 +94,29 @@ class LaunchOrder:
     first_ranks: dict[str, int] = field(default_factory=dict)
     """The first rank of each node that takes part."""
     local_ranks: dict[str, list[int]] = field(default_factory=dict)
-    """The devices that the ranks of each node take."""
+    """Local ranks (devices) used on each node."""
     failures: tuple[Failure, ...] = ()
     generation: str = ""
-    """Random: with the key of the run it makes the prefix of all keys of the attempt."""
+    """Random text; with the key of the run it gives the store prefix of the attempt."""
 
     def to_json(self) -> str:
-        """As JSON."""
+        """Serialize to JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> LaunchOrder:
-        """From JSON."""
+        """Deserialize from JSON."""
         table = json.loads(text)
         failures = tuple(Failure(**one) for one in table.pop("failures"))
         return cls(**table, failures=failures)
 
 
 def assign_ranks(world: int, places: dict[int, list[int]]) -> dict[int, tuple[int, list[int]]]:
-    """First rank and devices of each node: nodes are filled one after the other."""
+    """Return first rank and devices of each node; nodes are filled one after the other."""
     parts = {}
     rank = 0
     for node in sorted(places):
+        # A grid smaller than the cluster leaves the last devices unused.
         mine = places[node][: world - rank]
         if mine:
             parts[node] = (rank, mine)
@@ -124,20 +125,21 @@ def assign_ranks(world: int, places: dict[int, list[int]]) -> dict[int, tuple[in
 
 
 def root_cause(ends: Sequence[AttemptResult]) -> AttemptResult:
-    """The end that the others followed from."""
+    """Return the result that caused the others: primary before secondary, hangs first."""
     rank = {"hang": 0, "error": 1, "fault": 1, "lost": 1, "stopped": 2, "done": 3}
     return min(ends, key=lambda end: (end.is_secondary and end.kind != "hang", rank[end.kind]))
 
 
 class RendezvousStore:
-    """What all launchers can read and write; silence of node 0 is an error.
+    """Key-value store of all launchers; it is an error if node 0 does not respond.
 
-    Each text is signed with the key of the run: one that a stranger has written is not read.
+    Each text is signed with the key of the run: texts from others are ignored.
     """
 
     def __init__(self, nodes: NodeInfo, key: str, timeout_seconds: float) -> None:
         self.nodes = nodes
         self._key = key
+        # Node 0 opens the socket itself, so that it listens at one address only.
         first = nodes.node_rank == 0
         if first:
             listener = open_listener(nodes.host, nodes.port)
@@ -158,22 +160,25 @@ class RendezvousStore:
                 f"{str(error).splitlines()[0]}. All nodes must start within "
                 f"{timeout_seconds:.0f} s. Check launch.address."
             ) from None
+        # The long timeout is for the start only; from here on node 0 must answer quickly.
         check_same_key(self._store, first, nodes.endpoint)
         self._store.set_timeout(datetime.timedelta(seconds=NODE_TIMEOUT_SECONDS))
 
     def write_text(self, name: str, text: str) -> None:
-        """Replace what is written under a name."""
+        """Write a signed text under a name."""
         with self._report_lost_node_0():
             self._store.set(name, derive_prefix(self._key, "signed", name, text) + text)
 
     def read_text(self, name: str) -> str | None:
-        """What is written under a name; None if nothing is, or not by a launcher of this run."""
+        """Return the text under a name; None if there is none, or its signature is wrong."""
         with self._report_lost_node_0():
+            # `get` would block until the key exists.
             if not self._store.check([name]):
                 return None
             signed = self._store.get(name).decode(errors="replace")
         signature = signed[:SIGNATURE_LENGTH]
         text = signed[SIGNATURE_LENGTH:]
+        # The name is part of the signature: a text cannot be replayed under another name.
         good = derive_prefix(self._key, "signed", name, text)
         return text if hmac.compare_digest(good.encode(), signature.encode()) else None
 
@@ -188,24 +193,26 @@ class RendezvousStore:
             ) from None
 
     def send_heartbeats(self, ended: threading.Event) -> None:
-        """Show again and again that this node lives."""
-        with contextlib.suppress(CommunicationError):  # told by who waits for node 0
+        """Write heartbeats of this node until `ended` is set."""
+        # The main thread reports the loss of node 0.
+        with contextlib.suppress(CommunicationError):
             while not ended.wait(HEARTBEAT_SECONDS):
                 self.write_text(f"beat/{self.nodes.node_rank}", str(time.monotonic()))
 
 
 class NodeHeartbeats:
-    """When node 0 last saw each other node alive, on its own clock."""
+    """When node 0 last saw a new heartbeat of each node, by its own clock (clocks differ)."""
 
     def __init__(self, board: RendezvousStore) -> None:
         self.store = board
         self.last_seen: dict[int, tuple[str | None, float]] = {}
 
     def lost_nodes(self, nodes: Sequence[int]) -> list[int]:
-        """The nodes that have been silent for too long."""
+        """Return the nodes without a heartbeat for too long; node 0 is never lost to itself."""
         now = time.monotonic()
         for node in nodes:
             text = self.store.read_text(f"beat/{node}")
+            # Any change counts as a heartbeat: the clocks of nodes are not compared.
             if node not in self.last_seen or self.last_seen[node][0] != text:
                 self.last_seen[node] = (text, now)
         return [
@@ -214,7 +221,7 @@ class NodeHeartbeats:
 
 
 class Coordinator:
-    """Node 0's part: which nodes there are, what became of an attempt, what follows."""
+    """Runs on node 0: collects nodes and results of attempts, and decides what follows."""
 
     def __init__(self, board: RendezvousStore, policy: RestartPolicy, began: float) -> None:
         self.store, self.history, self.start_time = board, RestartHistory(policy), began
@@ -224,7 +231,7 @@ class Coordinator:
         self.assignments: dict[int, tuple[int, list[int]]] = {}
 
     def wait_for_nodes(self, seconds: float, told: GracefulStop) -> bool:
-        """Wait until all nodes are there; False if told to stop before."""
+        """Wait until all nodes have registered; False if a signal to stop comes first."""
         limit = time.monotonic() + seconds
         count = self.store.nodes.num_nodes
         while len(self.local_ranks) < count:
@@ -253,14 +260,14 @@ class Coordinator:
         return True
 
     def check_lost_nodes(self, attempt: int) -> bool:
-        """Whether a node that takes part is gone."""
+        """Whether a participating node is lost; ends the attempt on all nodes if so."""
         if not self.heartbeats.lost_nodes(list(self.assignments)):
             return False
         self.store.write_text(f"over/{attempt}", "1")
         return True
 
     def issue_order(self, port: int) -> LaunchOrder:
-        """An attempt of all nodes that are left, written on the board."""
+        """Write the order of an attempt on the remaining nodes to the store, and return it."""
         history = self.history
         _, world = history.policy.grids[history.grid_index]
         self.assignments = assign_ranks(world, self.local_ranks)
@@ -280,9 +287,10 @@ class Coordinator:
         return order
 
     def decide_next(self, attempt: int) -> Decision:
-        """Wait until all nodes have told how an attempt ended, or are gone; what follows."""
+        """Wait until all nodes have reported the end of an attempt or are lost, then decide."""
         ends: dict[int, AttemptResult] = {}
         lost: list[int] = []
+        # Every node either reports its end or stops sending heartbeats.
         while left := [node for node in self.assignments if node not in ends and node not in lost]:
             for node in left:
                 text = self.store.read_text(f"end/{attempt}/{node}")
@@ -313,13 +321,14 @@ class Coordinator:
         return then
 
     def _exclude_device(self, rank: int) -> None:
-        """Leave out the device of a rank, except the last one of node 0, where the run began."""
+        """Exclude the device of a rank, except the last one of node 0, which hosts the store."""
         for node, (first, mine) in self.assignments.items():
             if first <= rank < first + len(mine) and (node or len(mine) > 1):
                 self.local_ranks[node].remove(mine[rank - first])
 
     def dismiss_nodes(self, attempt: int, code: int) -> None:
-        """Tell all nodes to end, and wait a little until they have read it."""
+        """Order all nodes to exit, and wait until they have read it, at most five seconds."""
+        # The store ends with this process, so the others must have read the order before.
         self.store.write_text(f"order/{attempt}", LaunchOrder(attempt, code).to_json())
         limit = time.monotonic() + 5.0
         while time.monotonic() < limit:
@@ -329,12 +338,12 @@ class Coordinator:
 
 
 def is_hidden_loopback(name: str, address: str) -> bool:
-    """Whether a name that does not say so belongs to this node alone."""
+    """Whether a host name resolves to loopback without looking like it."""
     return is_loopback(address) and not is_loopback(name)
 
 
 def reachable_host(nodes: NodeInfo) -> str:
-    """The address by which others reach this node: the one it reaches node 0 from."""
+    """Return the address by which others reach this node: its own in a connection to node 0."""
     if nodes.node_rank == 0:
         return nodes.host
     with contextlib.suppress(OSError), socket.create_connection((nodes.host, nodes.port), 10) as s:
@@ -343,6 +352,6 @@ def reachable_host(nodes: NodeInfo) -> str:
 
 
 def print_message(text: str) -> None:
-    """Tell people, at once."""
+    """Print to stderr and flush; nothing if the text is empty."""
     if text:
         print(text, file=sys.stderr, flush=True)

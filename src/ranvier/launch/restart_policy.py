@@ -1,7 +1,7 @@
-"""Restarts: how an attempt ended, and what follows from it. Pure functions, without processes.
+"""Restart policy: how an attempt ended, and what follows. Pure functions, without processes.
 
-What came from outside (a rank was killed) is worth another try; what a rank did itself would happen
-again. Tries that get no further are counted: then a smaller grid is taken, or the run gives up.
+External causes (a rank was killed) justify a restart; a rank's own error would repeat itself.
+Restarts without progress are counted: then a smaller grid is used, or the run gives up.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ FAULT_SIGNALS = (
     *(signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL),
     *(signal.SIGTRAP, signal.SIGSYS),
 )
-"""Signals that a process brings on itself."""
+"""Signals that a process causes by itself (crashes)."""
 LOST_EXIT_CODE = CommunicationError.exit_code
 NOTICE_DELAY_SECONDS = 0.5
-"""A death is noticed so much later than what other ranks report of it."""
+"""Upper bound of the delay with which the agent notices the end of a rank."""
 ResultKind = Literal["done", "stopped", "lost", "fault", "error", "hang"]
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What is done when ranks end or hang."""
+    """What happens when ranks fail or hang."""
 
     max_restarts: int = 0
-    """Restarts in a row without a new step."""
+    """Maximum number of consecutive restarts without a new step."""
     restart_on_error: bool = False
-    """Whether a rank's own fault leads to a restart, too."""
+    """Whether an internal error or crash of a rank also leads to a restart."""
     watchdog_seconds: float = -1.0
-    """Seconds a rank may be silent; 0: learnt from its steps; -1: for ever."""
+    """Seconds a rank may be silent; 0: derived from its steps; -1: no limit."""
     grids: tuple[tuple[str, int], ...] = ()
-    """Name and number of ranks of each grid that may be taken; the first is the one asked for."""
+    """Name and number of ranks of each grid that may be used; the first is the requested one."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class AttemptResult:
     kind: ResultKind
     exit_code: int
     message: str = ""
-    """What people are told."""
+    """Message for the user."""
     rank: int = -1
-    """The rank it began with."""
+    """The rank that failed first."""
     step: int = -1
-    """The step that was reached."""
+    """The highest step that was reached."""
     is_secondary: bool = False
-    """Whether it only followed from the end of ranks elsewhere."""
+    """Whether it is only a consequence of failures on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +68,24 @@ class RankOutcome:
 
     rank: int
     exit_code: int
-    """Negative: the signal that killed it."""
+    """Exit code; negative: the signal that killed it."""
     heartbeat: HeartbeatState
     report: dict[str, Any] | None = None
-    """What it left: message, code, secondary, time."""
+    """Its error report, if any: message, code, secondary, time."""
     notice_time: float = 0.0
-    """When its end was noticed (seconds since 1970)."""
+    """When its end was noticed (Unix time)."""
     was_killed: bool = False
-    """Whether it was ended because of another rank."""
+    """Whether the agent killed it because of another rank."""
     stack: str = ""
-    """Where it crashed, if it could say so."""
+    """Stack of a crash, if it was written."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it had done its work well when it ended, or was ended."""
+        """Whether its work was complete when it exited or was killed."""
         return self.heartbeat.section == DONE and self.exit_code <= 0 and self.report is None
 
     def possible_causes(self, *, told: bool) -> Iterator[tuple[bool, float, AttemptResult]]:
-        """Whether it only followed from another rank's end, when, and the end it makes."""
+        """Yield (is secondary, time, result) of the failure that this rank may have caused."""
         if self.heartbeat.step >= 0:
             at = f" at step {self.heartbeat.step}"
         else:
@@ -96,6 +96,7 @@ class RankOutcome:
             kind: ResultKind = "fault" if code == INTERNAL_EXIT_CODE else "error"
             when = float(self.report["time"])
             yield bool(self.report["secondary"]), when, self._attempt_result(kind, code, text)
+        # Killed by the agent, or by the forwarded signal: not a cause.
         elif self.was_killed or (told and -self.exit_code in STOP_SIGNALS):
             return
         elif self.exit_code < 0:
@@ -106,12 +107,15 @@ class RankOutcome:
             )
             text += " Memory may have run out." if self.exit_code == -signal.SIGKILL else ""
             text += f"\n{self.stack}" if own and self.stack else ""
+            # The agent notices a killed rank later than its peers report the broken connection;
+            # without the correction their error would count as the cause.
             when = self.notice_time - (0.0 if own else NOTICE_DELAY_SECONDS)
             yield (
                 False,
                 when,
                 self._attempt_result("fault" if own else "lost", LOST_EXIT_CODE, text),
             )
+        # For example sys.exit() inside user code.
         elif self.exit_code == 0 and self.heartbeat.section != DONE:
             text = f"Rank {self.rank} ended with exit code 0{at}, before the run was over."
             yield (
@@ -142,17 +146,20 @@ def _signal_name(number: int) -> str:
 
 
 def judge_attempt(outcomes: Sequence[RankOutcome], *, told: bool) -> AttemptResult:
-    """How an attempt ended, by how its ranks did; told: the launcher was asked to stop.
+    """Return how an attempt ended, from the outcomes of its ranks; told: a stop was requested.
 
-    The rank that ended first, and of its own accord, counts: the others only lost it.
+    The rank that failed first, and not as a consequence, counts: the others only lost it.
     """
     step = max(outcome.heartbeat.step for outcome in outcomes)
     if all(outcome.is_done for outcome in outcomes):
-        return AttemptResult("done", 0, step=step)  # whatever came after their work was done
+        # Whatever happened after their work was done does not count.
+        return AttemptResult("done", 0, step=step)
     causes = [cause for outcome in outcomes for cause in outcome.possible_causes(told=told)]
     stopping = told or any(o.exit_code == STOPPED_EXIT_CODE and o.report is None for o in outcomes)
     if causes:
+        # Primary causes first, then the earliest.
         secondary, _, end = min(causes, key=lambda cause: cause[:2])
+        # While ranks stop, broken connections to those that have exited are expected.
         if not (stopping and secondary):
             kind = "error" if stopping and end.kind == "lost" else end.kind
             return AttemptResult(kind, end.exit_code, end.message, end.rank, step, secondary)
@@ -169,12 +176,12 @@ def judge_attempt(outcomes: Sequence[RankOutcome], *, told: bool) -> AttemptResu
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt."""
+    """What follows an attempt: a restart, or the end of the run."""
 
     restart: bool
     message: str
     exit_code: int = 0
-    """The exit code if nothing follows."""
+    """Exit code of the run if there is no restart."""
 
 
 @dataclass
@@ -183,19 +190,19 @@ class RestartHistory:
 
     policy: RestartPolicy
     grid_index: int = 0
-    """Which grid is taken."""
+    """Index of the current grid in `policy.grids`."""
     best_step: int = -1
     """The highest step that any attempt reached."""
     idle_restarts: int = 0
-    """Restarts in a row that did not get further."""
+    """Consecutive restarts without progress."""
     blamed_ranks: list[int] = field(default_factory=list)
-    """The ranks with which the attempts since the last progress ended."""
+    """The ranks that failed in the attempts since the last progress."""
     excluded_rank: int | None = None
-    """The rank of the grid before that always failed: its device is left out."""
+    """The rank of the previous grid that always failed: its device is excluded."""
     failures: tuple[Failure, ...] = ()
 
     def decide_after(self, end: AttemptResult) -> Decision:
-        """Whether all ranks are started again, and what people are told."""
+        """Decide whether to restart all ranks after an attempt."""
         again = end.kind == "lost" or (end.kind == "fault" and self.policy.restart_on_error)
         if not again or not self.policy.max_restarts:
             if end.kind == "lost":
@@ -215,7 +222,7 @@ class RestartHistory:
         )
 
     def decide_without_nodes(self, end: AttemptResult, left: int) -> Decision:
-        """What follows when nodes are gone for good; left: ranks on the others."""
+        """Decide what follows when nodes are lost for good; left: ranks on the remaining nodes."""
         self._record_failure(end)
         grids = self.policy.grids
         fits = grids[self.grid_index][1] <= left
@@ -232,7 +239,7 @@ class RestartHistory:
         return Decision(True, f"{end.message} Going on with the grid {name} on {world} rank(s).")
 
     def _record_failure(self, end: AttemptResult) -> None:
-        """Remember how an attempt ended."""
+        """Record a failure; progress since the last one resets the counters."""
         if end.step > self.best_step:
             self.best_step = end.step
             self.idle_restarts = 0
@@ -243,7 +250,7 @@ class RestartHistory:
         self.failures = (*self.failures, failure)
 
     def _shrink_grid(self, end: AttemptResult) -> Decision:
-        """Go on with a smaller grid, or give up."""
+        """Continue with a smaller grid, or give up."""
         grids = self.policy.grids
         grid = largest_fitting_grid([world for _, world in grids], grids[self.grid_index][1] - 1)
         if self.best_step >= 0:
@@ -256,6 +263,7 @@ class RestartHistory:
             return Decision(
                 False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS_EXIT_CODE
             )
+        # Always the same rank: its device is probably broken.
         if len({*self.blamed_ranks}) == 1:
             self.excluded_rank = self.blamed_ranks[0]
         else:
@@ -268,6 +276,6 @@ class RestartHistory:
 
 
 def largest_fitting_grid(worlds: Sequence[int], left: int) -> int | None:
-    """Which of the grids needs most ranks of those that are left; None if none fits."""
+    """Return the index of the largest grid that fits on `left` ranks; None if none fits."""
     fits = [grid for grid, world in enumerate(worlds) if 0 < world <= left]
     return max(fits, key=lambda grid: (worlds[grid], -grid), default=None)

@@ -1,8 +1,8 @@
-"""Shared files: open in a launcher and in its ranks, without a name on any disk.
+"""Shared files: open in a launcher and in its ranks, without a name on disk.
 
-Ranks get them from the launcher as file handles. Nobody else can open them, and nothing is left of
-them when all processes have ended, however they ended. Where the system has no files in memory
-(macOS) they are temporary files, which the launcher removes.
+Ranks inherit them from the launcher as file descriptors. No other process can open them, and they
+vanish when all processes have ended, however they ended. On systems without memfd (macOS) they are
+temporary files, which the launcher removes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class SharedFile:
-    """An open file in memory; `multiprocessing` hands it to a process with its arguments."""
+    """An open memory file; `multiprocessing` can pass it to a process as an argument."""
 
     def __init__(self, name: str, fd: int | None = None, path: str = "") -> None:
         self.name = name
@@ -22,11 +22,12 @@ class SharedFile:
         self.fd, self.path = _open_memory_file(name) if fd is None else (fd, path)
 
     def __fspath__(self) -> str:
-        """A path under which this process can open it; no other can, if it is in memory."""
+        """Return a path by which this process can open it; no other can, if it is in memory."""
         return self.path or f"/proc/self/fd/{self.fd}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from multiprocessing import reduction  # commands that start no rank begin without it
+        # Imported here: commands that start no ranks do not need it.
+        from multiprocessing import reduction
 
         return _rebuild_shared_file, (self.name, reduction.DupFd(self.fd), self.path)
 
@@ -37,11 +38,11 @@ class SharedFile:
         return f"SharedFile({self.name!r})"
 
     def size(self) -> int:
-        """Bytes that were written."""
+        """Return the size in bytes."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Let go of it; others keep it."""
+        """Close this process's descriptor; those of other processes stay open."""
         fd = self.fd
         self.fd = -1
         if fd >= 0:
@@ -53,7 +54,7 @@ class SharedFile:
 
 
 def _open_memory_file(name: str) -> tuple[int, str]:
-    """A handle, and where it has one a path."""
+    """Return a descriptor, and a path if the file has one."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name), ""
     return tempfile.mkstemp(prefix=f"ranvier-{name}-")

@@ -1,4 +1,4 @@
-"""Ends: signals, messages and exit codes."""
+"""Signals, error messages and exit codes of ranks and launchers."""
 
 from __future__ import annotations
 
@@ -33,48 +33,48 @@ WRITE_ERRNOS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
 )
-"""A full disk and its kin."""
+"""Errors of a file that cannot be written: a full disk, no permission, a wrong path."""
 OUT_OF_MEMORY_TEXTS = ("out of memory", "DefaultCPUAllocator", "Unable to allocate")
-"""How torch and numpy say that memory is too small."""
+"""Texts by which out-of-memory errors of torch and numpy are recognized."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
 ECHO_SECONDS = 0.1
-"""A signal that comes so soon again is the same one, sent to a process and to its group."""
+"""A signal repeated within this time is the same one, sent to a process and to its group."""
 SECOND_SIGNAL_SECONDS = 1.0
-"""How long a second signal may wait for the interpreter."""
+"""How long the interpreter may take to react to a second signal before the process is ended."""
 FIRST_SIGNAL_SECONDS = 3.0
 """The same for a first signal, when there is nothing to save."""
 ABORT_SECONDS = 5.0
-"""How long the communicators of a rank that failed may take to end."""
+"""How long aborting the communicators of a failed rank may take."""
 GRACE_SECONDS = 3.0
 """How long a rank may take to end by itself after another one has failed."""
 FAILED_KEY = "ranvier/failed"
-"""Key of the store under which a rank says that it has failed."""
+"""Store key under which a rank announces that it has failed."""
 NOTHING_SAVED_MESSAGE = "Stopped before a step was taken. There was nothing to save."
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal to stop came while there was nothing to save."""
+    """A stop signal arrived while there was nothing to save."""
 
 
 class GracefulStop:
-    """Inside, the first signal to stop is only noted: the step can end and be saved.
+    """Context in which the first stop signal is only noted: the step can finish and be saved.
 
-    A further SIGINT ends at once, and so does a second SIGTERM; a SIGTERM after a SIGINT, as
-    torchrun sends it, does nothing. Only the main thread may handle signals.
+    A second SIGINT ends the process at once, and so does a second SIGTERM; a SIGTERM after a
+    SIGINT, as torchrun sends it, does nothing. Only the main thread may handle signals.
 
-    patient: further signals do nothing, as the parent of this rank sees to them.
+    patient: further signals do nothing, as the parent of this rank handles them.
     """
 
     def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
         self.quiet = quiet
         self.patient = patient
         self.signal = 0
-        """The first signal, 0 if none has come."""
+        """The first signal, 0 if none has arrived."""
         self.signal_time = 0.0
-        """When it came."""
+        """When it arrived."""
         self._previous_handlers: dict[int, Any] = {}
         self._listener = contextlib.ExitStack()
         self._is_over = threading.Event()
@@ -102,7 +102,7 @@ class GracefulStop:
             self.on_repeated_signal(number)
 
     def _second_signal_handler(self) -> Callable[[int], None]:
-        """Ends the process by a second signal that the interpreter has no time for."""
+        """Return a listener that ends the process if the interpreter ignores a second signal."""
         first: list[tuple[int, float]] = []
 
         def heard(number: int) -> None:
@@ -117,29 +117,31 @@ class GracefulStop:
         return heard
 
     def on_first_signal(self, number: int) -> None:
-        """What is done when the first signal comes."""
+        """React to the first signal."""
         if not self.quiet:
             _write_stderr("Stopping: finishing the step, then saving; Ctrl-C again stops at once.")
 
     def on_repeated_signal(self, number: int) -> None:
-        """What is done when another one comes."""
+        """React to a further signal."""
         if not self.patient:
             raise KeyboardInterrupt(number)
 
 
 def _is_immediate_end(number: int, first: int, when: float) -> bool:
-    """Whether a signal after the first one asks for an end at once."""
+    """Whether a signal after the first one requests an immediate end."""
     again = number == signal.SIGINT or number == first == signal.SIGTERM
     return again and time.monotonic() - when > ECHO_SECONDS
 
 
 @contextlib.contextmanager
 def listen_for_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """Inside, a thread hears each signal to stop at once, also while the interpreter is in C++.
+    """Context in which a thread receives each stop signal at once, even while Python runs C++.
 
-    Handlers of Python run only when that has returned, and two equal signals are one to them.
+    Python's own handlers run only after C++ has returned, and merge two equal signals into one.
     """
     reader, writer = os.pipe()
+    # The interpreter's C handler writes the number of each signal into this pipe (set_wakeup_fd);
+    # it must not block.
     os.set_blocking(writer, False)
 
     def listen() -> None:
@@ -158,7 +160,7 @@ def listen_for_signals(heard: Callable[[int], None]) -> Iterator[None]:
 
 
 def exit_on_stop_signals() -> None:
-    """Until something else is said, signals to stop end this process: it has done nothing yet."""
+    """Let stop signals end this process until other handlers are installed: nothing is lost."""
 
     def end(_: int, __: FrameType | None) -> None:
         _write_stderr(NOTHING_SAVED_MESSAGE)
@@ -168,26 +170,27 @@ def exit_on_stop_signals() -> None:
 
 
 def install_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Have all signals to stop go to a handler; those that were there before."""
+    """Install a handler for all stop signals and return the previous ones."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS}
 
 
 def restore_handlers(before: dict[int, Any]) -> None:
-    """Have the handlers that were there before."""
+    """Restore the previous handlers."""
     while before:
         number, handler = before.popitem()
+        # None: a handler that was not installed from Python.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def report_errors(me: ProcessInfo, *, quiet: bool = False, trains: bool = True) -> Iterator[None]:
-    """Turn an error inside into a message (without traceback if mendable) and an exit code.
+    """Turn an error inside into a message (without traceback if a user can fix it) and exit code.
 
-    quiet: say nothing, as another rank says the same; trains: signals ask a run to stop, which it
-    does also while the interpreter waits for C++, until somebody else sees to them (`Stop`), and
-    nobody has to read what is printed. Other programs end when their reader has seen enough.
+    quiet: print nothing, as another rank reports the same; trains: stop signals are obeyed even
+    while the interpreter waits for C++, until a `GracefulStop` handles them, and printing to a
+    closed pipe is no error. Other programs end with SIGPIPE then.
     """
     with (
         lasting_output() if trains else contextlib.nullcontext(),
@@ -202,6 +205,7 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
     left = threading.Event()
 
     def heard(_: int) -> None:
+        # The interpreter has not reacted: it is in C++. There is nothing to save, so exit.
         if trains and not left.wait(FIRST_SIGNAL_SECONDS):
             _write_stderr(NOTHING_SAVED_MESSAGE)
             os._exit(STOPPED_EXIT_CODE)
@@ -211,6 +215,7 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
             yield
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and not trains:
+            # Python flushes stdout at exit, which must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(128 + signal.SIGPIPE) from None
         if me.world_size > 1:
@@ -218,7 +223,7 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
         else:
             where = ""
         message, code = _describe_error(error)
-        # A supervisor tells of stops and of other ranks' errors by itself.
+        # The agent reports stops and errors of other ranks itself.
         quiet = quiet or isinstance(error, StopRequested if me.error_file else OtherRankError)
         if not quiet:
             _leave_report(
@@ -232,11 +237,11 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
 
 
 def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXIT_CODE) -> None:
-    """Tell the other ranks that this one has failed, and end what NCCL has under way.
+    """Announce to the other ranks that this one has failed, and abort NCCL's communicators.
 
-    A kernel that waits for another rank never ends by itself, and over shared memory nobody notices
-    that the other one is gone. If aborting takes longer than `seconds`, the process ends with
-    `code`; SIGALRM ends it if even that cannot be done.
+    A kernel that waits for another rank never ends by itself, and over shared memory the loss of
+    the other one is not noticed. If aborting takes longer than `seconds`, the process exits with
+    `code`; SIGALRM ends it if even that fails.
     """
     if "torch" not in sys.modules:
         return
@@ -247,11 +252,14 @@ def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXI
     if distributed.get_backend() != "nccl":
         return
     c10d: Any = distributed.distributed_c10d
-    with contextlib.suppress(RuntimeError):  # the store may be gone, and with it all ranks
+    # The store may be gone, and with it all ranks.
+    with contextlib.suppress(RuntimeError):
         c10d._get_default_store().set(FAILED_KEY, str(distributed.get_rank()))
-    with contextlib.suppress(ValueError):  # only the main thread may set a handler
+    # Only the main thread may set a handler.
+    with contextlib.suppress(ValueError):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2.0 * seconds)
+    # In a thread, as the abort itself may hang.
     thread = threading.Thread(target=c10d._abort_process_group, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -263,7 +271,7 @@ def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXI
 
 @contextlib.contextmanager
 def end_with_others(me: ProcessInfo) -> Iterator[None]:
-    """Inside, this process ends soon after another rank has said that it failed.
+    """Context in which this process ends soon after another rank has announced its failure.
 
     The host may wait for a kernel that waits for that rank; no exception would reach it.
     """
@@ -274,14 +282,16 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
     left = threading.Event()
 
     def look() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
+        # An error means that the store is gone: the run is over.
+        with contextlib.suppress(RuntimeError):
             while not left.wait(1.0):
                 if store.check([FAILED_KEY]):
                     break
             else:
                 return
             rank = store.get(FAILED_KEY).decode()
-            if not left.wait(GRACE_SECONDS):  # else it has met the error itself
+            # Otherwise this rank has noticed the failure by itself.
+            if not left.wait(GRACE_SECONDS):
                 words = f"rank {me.rank}: rank {rank} has failed. Its own message says why."
                 _leave_report(me, words, CommunicationError.exit_code, secondary=True)
                 os._exit(CommunicationError.exit_code)
@@ -296,7 +306,7 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
 
 
 def _write_stderr(words: str) -> None:
-    """Write to stderr, if somebody reads it; not print, which may be at work underneath."""
+    """Write to stderr without `print`, which a signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{words}\n".encode())
 
@@ -314,7 +324,7 @@ def _raise_interrupt(number: int, _: FrameType | None) -> None:
 
 
 def _describe_error(error: BaseException) -> tuple[str, int]:
-    """Message and exit code of an error; only what is nobody's mistake shows its traceback."""
+    """Return message and exit code of an error; only internal errors show their traceback."""
     if file_handles.is_shortage(error):
         return file_handles.describe_shortage(), PlanError.exit_code
     if isinstance(error, RanvierError):
@@ -340,7 +350,8 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
             f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}",
             INTERNAL_EXIT_CODE,
         )
-    import traceback  # most runs have none to tell
+    # Imported here, as most runs do not need it.
+    import traceback
 
     return "".join(traceback.format_exception(error)).rstrip(), INTERNAL_EXIT_CODE
 
@@ -352,5 +363,6 @@ def _leave_report(me: ProcessInfo, message: str, code: int, *, secondary: bool) 
     report = {"message": message, "code": code, "secondary": secondary, "time": time.time()}
     try:
         Path(me.error_file).write_text(json.dumps(report))
-    except OSError:  # the disk may be full: that may be the very error
+    # The disk may be full, which may be the very error to report.
+    except OSError:
         print(message, file=sys.stderr, flush=True)

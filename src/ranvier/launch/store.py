@@ -1,12 +1,12 @@
-"""Store: the keys by which ranks, or launchers, find each other.
+"""Stores: the key-value stores by which ranks, or launchers, find each other.
 
-Ranks that a launcher has started on its own node keep them in a shared file: no port is opened.
-Others meet at a TCP address. Its listening socket is opened here, bound to the address that was
-asked for and to no other interface, and handed to torch's store.
+Ranks that a launcher has started on its own node use a shared file: no port is opened. Others use a
+TCP address. Its listening socket is opened here, bound to the requested address and to no other
+interface, and handed to torch's store.
 
-torch's store asks nobody for a password. All keys lie under a prefix of 256 bits that is made of a
-key which only the ranks know: a stranger cannot guess it. One who reaches the port can flood it,
-and torch lists all keys to whoever asks, so on an untrusted network it must be a private interface.
+torch's store has no authentication. All keys are under a 256-bit prefix derived from a secret that
+only the ranks know: others cannot guess it. But anyone who reaches the port can flood it, and torch
+lists all keys on request, so on an untrusted network it must be a private interface.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ranvier.launch.environment import ProcessInfo, read_environment
 from ranvier.launch.shared_file import SharedFile
 
 SHORTEST_KEY = 32
-"""Characters of a key: 128 bits in hexadecimal digits."""
+"""Minimum number of characters of a key: 128 bits in hexadecimal digits."""
 LONGEST_KEY = 4096
 BACKLOG = 4096
 HELLO_KEY = "hello"
 """Rank 0 writes this key as soon as it listens."""
 HELLO_SECONDS = 30.0
-"""How long after a connection that key may take to appear."""
+"""How long after a connection HELLO_KEY may take to appear."""
 KEY_RULE = (
     "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
 )
 
 
 def new_key() -> str:
-    """A key of 256 random bits."""
+    """Return a key of 256 random bits."""
     return secrets.token_hex(32)
 
 
 def derive_prefix(key: str, *context: object) -> str:
-    """A prefix of 256 bits that differs between contexts and does not tell the key.
+    """Return a 256-bit prefix that differs between contexts and does not reveal the key.
 
     prefix = HMAC-SHA256(key, context)
     """
@@ -55,10 +55,10 @@ def derive_prefix(key: str, *context: object) -> str:
 
 
 def user_key() -> str:
-    """The key that all nodes of a user's run share.
+    """Return the key that all nodes of a user's run share.
 
-    That of RANVIER_KEY, else of the file RANVIER_KEY_FILE, else of a file in the user's home that
-    is made when it is needed first.
+    Read from RANVIER_KEY, else from the file RANVIER_KEY_FILE, else from a file in the user's home
+    that is created when it is first needed.
     """
     given = read_environment("RANVIER_KEY", "RANVIER_KEY_FILE")
     if "RANVIER_KEY" in given:
@@ -73,7 +73,7 @@ def user_key() -> str:
 
 
 def _config_dir() -> Path:
-    """The user's folder for settings, which nodes usually share."""
+    """Return the user's configuration directory, which nodes usually share."""
     try:
         folder = read_environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
         return Path(folder).expanduser() / "ranvier"
@@ -82,7 +82,7 @@ def _config_dir() -> Path:
 
 
 def _create_key_file(path: Path) -> None:
-    """Write a new key, whole or not at all; FileExistsError: another rank was first."""
+    """Write a new key file atomically; FileExistsError: another rank was first."""
     if path.exists():
         raise FileExistsError(path)
     draft = path.with_name(f".key-{secrets.token_hex(8)}")
@@ -91,7 +91,8 @@ def _create_key_file(path: Path) -> None:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"{new_key()}\n")
         try:
-            os.link(draft, path)  # fails if it is there, on a network file system as well
+            # Unlike a rename, a link fails if the target exists, also on a network file system.
+            os.link(draft, path)
         finally:
             draft.unlink()
     except FileExistsError:
@@ -101,8 +102,10 @@ def _create_key_file(path: Path) -> None:
 
 
 def _read_key_file(path: Path) -> str:
-    """The text of a key file that only its owner can read."""
+    """Return the text of a key file, which only its owner may be able to read."""
     try:
+        # O_NONBLOCK: opening a FIFO must not hang. All checks are on the open descriptor, so that
+        # the file cannot be replaced in between.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise PlanError(f"{path} cannot be read ({error.strerror}). {KEY_RULE}.") from None
@@ -123,7 +126,7 @@ def _read_key_file(path: Path) -> str:
 
 
 def _check_key(text: str, source: str) -> str:
-    """A key without the spaces around it, if it is long enough."""
+    """Return a key without surrounding whitespace; raise if its length is not valid."""
     key = text.strip()
     if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
         raise PlanError(
@@ -134,9 +137,9 @@ def _check_key(text: str, source: str) -> str:
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket at an address of this node, and at no other; port 0: any that is free.
+    """Return a socket that listens at one address of this node; port 0: any free one.
 
-    RANVIER_LISTEN names another address for nodes that are reached by one they do not have.
+    RANVIER_LISTEN overrides the address for nodes that are reached by one they do not have (NAT).
     """
     host = read_environment("RANVIER_LISTEN").get("RANVIER_LISTEN") or address
     problem = "it is not known"
@@ -145,9 +148,11 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
     except (OSError, UnicodeError) as error:
         found = []
         problem = getattr(error, "strerror", None) or str(error)
+    # A name may have several addresses: use the first that can be bound.
     for family, kind, protocol, _, where in found:
         listener = socket.socket(family, kind, protocol)
         try:
+            # A restart must not wait for connections of the last attempt in TIME_WAIT.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
             listener.listen(BACKLOG)
@@ -164,7 +169,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is reached from its own node only."""
+    """Whether an address is a loopback address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
@@ -173,10 +178,11 @@ def is_loopback(address: str) -> bool:
 def open_tcp_store(
     address: str, port: int, timeout_seconds: float, *, listener: socket.socket | None = None
 ) -> Any:
-    """torch's store at an address; listener: the socket at which this process keeps it."""
+    """Connect to torch's store at an address; listener: the socket if this process hosts it."""
     from torch import distributed as torch_distributed
 
-    distributed: Any = torch_distributed  # its stores are not in its list of names
+    # Any, as the type stubs of torch do not export its stores.
+    distributed: Any = torch_distributed
     limit = datetime.timedelta(seconds=timeout_seconds)
     if listener is None:
         if not port:
@@ -184,6 +190,7 @@ def open_tcp_store(
         return distributed.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=limit
         )
+    # torch needs an address to connect to; 0.0.0.0 is not one.
     host, port = listener.getsockname()[:2]
     unspecified = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
     return distributed.TCPStore(
@@ -197,7 +204,7 @@ def open_tcp_store(
 
 
 def open_file_store(file: SharedFile, timeout_seconds: float) -> Any:
-    """torch's store in a file that only the ranks of one node have."""
+    """Open torch's store in a file shared by the ranks of one node."""
     from torch import distributed as torch_distributed
 
     distributed: Any = torch_distributed
@@ -207,7 +214,7 @@ def open_file_store(file: SharedFile, timeout_seconds: float) -> Any:
 
 
 def with_prefix(prefix: str, store: Any) -> Any:
-    """A store that puts a prefix before each key."""
+    """Return a store that prepends a prefix to each key."""
     from torch import distributed as torch_distributed
 
     distributed: Any = torch_distributed
@@ -215,16 +222,18 @@ def with_prefix(prefix: str, store: Any) -> Any:
 
 
 def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
-    """The store of all ranks, under the prefix that is theirs. Communicates: with rank 0."""
+    """Open the store of all ranks, under their prefix. Communicates: with rank 0."""
     if me.store_file is not None:
         return with_prefix(me.store_prefix, open_file_store(me.store_file, timeout_seconds))
-    if me.store_prefix:  # the launchers of all nodes have it
+    # Started by our own launchers on several nodes, which have agreed on the prefix.
+    if me.store_prefix:
         store = open_tcp_store(me.address, me.port, timeout_seconds, listener=me.listener)
         return with_prefix(me.store_prefix, store)
     torchrun = read_environment("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
     context = (me.address, me.port, torchrun.get("TORCHELASTIC_RUN_ID", ""))
     if torchrun.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps the store. On several nodes no file is known to be the same on all.
+        # torchrun hosts the store. On several nodes it is not known whether they share a key file,
+        # so the user's key is used only if it was given explicitly.
         shared = me.local_world_size == me.world_size or read_environment(
             "RANVIER_KEY", "RANVIER_KEY_FILE"
         )
@@ -243,7 +252,7 @@ def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
 
 
 def check_same_key(store: Any, first: bool, where: str) -> None:
-    """Find out early whether rank 0 has the same key."""
+    """Check early that rank 0 has the same key: otherwise all ranks would wait in vain."""
     if first:
         store.set(HELLO_KEY, "1")
         return

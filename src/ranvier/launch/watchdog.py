@@ -1,7 +1,7 @@
-"""Watch: how long a rank may be silent, which one holds up the others, and what all are doing.
+"""Watchdog: how long a rank may be silent, which rank blocks the others, and what all are doing.
 
-Limits are learnt from the steps of the run. A supervisor looks from outside and so notices also a
-rank that is stopped or whose interpreter is stuck; ranks of other launchers watch themselves by a
+Limits are derived from the steps of the run. The agent looks from outside and so also notices a
+rank that is stopped or whose interpreter is stuck; ranks of other launchers watch themselves with a
 thread, which notices neither.
 """
 
@@ -24,21 +24,22 @@ from ranvier.launch.shared_file import SharedFile
 from ranvier.system.terminal import print
 
 START_SECONDS = 600.0
-"""How long may pass before the first steps, in an evaluation, or after the last step."""
+"""Limit before the first steps, in an evaluation, or after the last step."""
 CHECKPOINT_SECONDS = 420.0
 SLOWEST_STEP_FACTOR = 2.0
 MARGIN_SECONDS = 30.0
-"""A step may take so many times the slowest of the last ones, and so much more."""
+"""Limit of a step: factor · slowest recent step + margin."""
 DUMP_SIGNAL = signal.SIGQUIT
-"""Asks a rank for its stacks."""
+"""Signal at which a rank dumps its stacks."""
 STACK_LINES = 60
-"""Most lines of a rank's stacks that are shown."""
+"""Maximum number of lines shown of a rank's stacks."""
 
 
 def silence_limit(beat: HeartbeatState, seconds: float) -> float:
-    """How long a rank may stay where it is; seconds: as `launch.watchdog`."""
+    """Return how long a rank may stay in its section; seconds: see `RestartPolicy`."""
     if seconds < 0.0 or beat.section == DONE:
         return math.inf
+    # The start (imports, compilation, loading) is not bounded by a limit meant for steps.
     if seconds > 0.0 and beat.section != START:
         return seconds
     if beat.section == STEP and beat.slowest_step_seconds > 0.0:
@@ -51,19 +52,20 @@ def silence_limit(beat: HeartbeatState, seconds: float) -> float:
 
 
 def warning_limit(beat: HeartbeatState, seconds: float) -> float:
-    """How long a rank may stay where it is before that is worth a warning."""
+    """Return how long a rank may stay in its section before a warning is printed."""
     return max(silence_limit(beat, seconds) / 4.0, 1.5 * beat.slowest_step_seconds + 1.0)
 
 
 def process_state(pid: int | None) -> str:
-    """The kernel's letter for what a process is doing: T if it is stopped; empty if unknown."""
+    """Return the kernel's state letter of a process (T: stopped); empty if unknown."""
+    # The name of the process, in parentheses, may contain spaces: split after it.
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def find_slowest_rank(beats: Sequence[HeartbeatState], states: Sequence[str]) -> int:
-    """The rank that the others wait for: stopped, or with fewest steps, then fewest collectives."""
+    """Return the rank the others wait for: stopped, else fewest steps, then fewest collectives."""
     order = [
         (s != "T", b.step, b.num_collectives, b.begin_time)
         for b, s in zip(beats, states, strict=True)
@@ -72,16 +74,17 @@ def find_slowest_rank(beats: Sequence[HeartbeatState], states: Sequence[str]) ->
 
 
 class Watchdog:
-    """Looks at pulses again and again; time in which it could not look itself does not count."""
+    """Measures the silence of ranks; time in which it could not look itself does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._counts_since = self._last_look = time.monotonic()
 
     def silence_seconds(self, beats: Sequence[HeartbeatState]) -> list[float]:
-        """Seconds that each rank has been where it is, as far as somebody looked."""
+        """Return the seconds that each rank has been in its section, as far as observed."""
         now = time.monotonic()
-        if now - self._last_look > 5.0:  # this process was stopped: perhaps all were
+        # This process was suspended, perhaps with all ranks: start to count anew.
+        if now - self._last_look > 5.0:
             self._counts_since = now
         self._last_look = now
         return [now - max(beat.begin_time, self._counts_since) for beat in beats]
@@ -91,31 +94,33 @@ class Watchdog:
         beats: Sequence[HeartbeatState],
         most: Callable[[HeartbeatState, float], float] = silence_limit,
     ) -> bool:
-        """Whether a rank has been where it is for too long."""
+        """Whether a rank has been in its section for too long."""
         ages = self.silence_seconds(beats)
         return any(age > most(b, self.seconds) for age, b in zip(ages, beats, strict=True))
 
 
 def register_stack_dump(path: str | SharedFile) -> None:
-    """Have this rank write its stacks into a file when asked to, or when it crashes."""
+    """Have this rank write its stacks into a file at DUMP_SIGNAL, or when it crashes."""
     where = Path(path)
-    file = where.open("w")  # stays open as long as the process lives
+    # faulthandler holds the descriptor, so the file stays open as long as the process lives.
+    file = where.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
 
 
 def collect_stacks(pids: Sequence[int | None], paths: Sequence[str | SharedFile]) -> list[str]:
-    """What all ranks are doing; one that is stopped or does not answer has none."""
+    """Return the stacks of all ranks; empty for one that is stopped or does not respond."""
     for pid in pids:
         if pid is not None and process_state(pid) not in ("", "T", "Z"):
             with contextlib.suppress(OSError):
                 os.kill(pid, DUMP_SIGNAL)
+    # Time for the signal handlers to write.
     time.sleep(0.5)
     return [read_stack(path) for path in paths]
 
 
 def read_stack(path: str | SharedFile) -> str:
-    """The stacks that a rank has written, of its main thread first; empty if it has not."""
+    """Return the stacks that a rank has written, main thread first; empty if there are none."""
     with contextlib.suppress(OSError):
         blocks = Path(path).read_text(errors="replace").strip().split("\n\n")
         blocks = [block for block in blocks if not block.startswith("Extension modules")]
@@ -132,7 +137,7 @@ def describe_hang(
     texts: Sequence[str],
     seconds: float,
 ) -> str:
-    """The message of a hang: which rank holds up the others, and where each is."""
+    """Return the message of a hang: which rank blocks the others, and where each is."""
     worst = find_slowest_rank(beats, states)
     now = time.monotonic()
     beat = beats[worst]
@@ -160,7 +165,7 @@ def describe_hang(
 
 @contextlib.contextmanager
 def watch_for_hangs(pulse: Heartbeat, rank: int, seconds: float) -> Iterator[None]:
-    """Inside, a thread ends this rank with its stacks shown when it hangs."""
+    """Context in which a thread prints the stacks and ends this rank when it hangs."""
     ended = threading.Event()
     eye = Watchdog(seconds)
 

@@ -1,20 +1,20 @@
-"""Activations on the host: a share of what blocks keep waits there for backward.
+"""Activation offload: a fraction of the saved activations of blocks is stored on the host.
 
-What autograd saves in a block, and what the block keeps for its second run, passes through `pack`.
-When the block has run, a share of the bytes is copied to the host on a lane of its own; their
-memory on the device is given back when the next block has run, which hides the copies. In backward
-the first tensor that a block asks for starts the copies of the block before it:
+What autograd saves in a block, and what the block saves for its recomputation, passes through
+`pack`. When the block has run, a fraction of the bytes is copied to the host on a side stream; the
+device memory is freed when the next block has run, which hides the copies. In backward the first
+tensor that a block unpacks starts the copies of the block before it:
 
     forward    block i computes | block i + 1 computes | block i + 2 computes
-               out                block i                block i + 1
-               given back                              block i
+    offload                       block i                block i + 1
+    freed                                                block i
 
     backward   block i + 1 computes | block i computes | block i - 1 computes
-               in          block i    block i - 1        block i - 2
+    fetch                  block i    block i - 1        block i - 2
 
-So a device holds what stays and, besides, what goes of at most two blocks. Memory is kept by whole
-storages: those go, each once, whatever views of it are saved. Weights and small tensors stay, and
-the last block, whose backward comes next. Not handled: recorded steps (CUDA graphs).
+So a device holds what is not offloaded and the offloaded part of at most two blocks. Memory is held
+by whole storages: each is copied once, whatever views of it are saved. Weights, small tensors and
+the last block, whose backward comes next, stay on the device. Not handled: CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ranvier.memory.host_pool import HostBufferPool
 from ranvier.memory.saved_results import check_unchanged
 
 MIN_OFFLOAD_BYTES = 2**20
-"""Bytes below which a copy takes longer to start than to do."""
+"""Storages below this size, in bytes, stay: a copy would take longer to launch than to run."""
 
 
 @dataclass(frozen=True)
 class _StridedLayout:
-    """How a tensor lies in its storage."""
+    """Dtype, offset, shape and strides of a tensor in its storage."""
 
     dtype: torch.dtype
     start: int
@@ -51,53 +51,56 @@ class _StridedLayout:
 
     @classmethod
     def of_tensor(cls, x: Tensor) -> _StridedLayout:
-        """That of a tensor."""
+        """Return the layout of a tensor."""
         return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
     def view_on_storage(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor on another storage."""
+        """Return a tensor of this layout on another storage."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         return made.set_(storage, self.start, self.shape, self.stride)
 
 
 @dataclass(eq=False)
 class PackedActivation:
-    """What stands for a tensor in autograd's graph."""
+    """Placeholder for a saved tensor in the autograd graph."""
 
     call: _BlockCall | None
     tensor: Tensor | None
-    """The tensor itself, as long as its memory is there."""
+    """The tensor itself, as long as its memory is on the device."""
     version: int
-    """How often it had been changed."""
+    """Its version counter when it was saved."""
     storage: SavedStorage | None = None
     layout: _StridedLayout | None = None
 
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that backward needs: on the device, on the host, or on its way."""
+    """A storage that backward needs: on the device, on the host, or being copied."""
 
     pool: HostBufferPool
     size: int
     device_buffer: Tensor | None
     """Its bytes on the device."""
     users: list[weakref.ref[PackedActivation]] = field(default_factory=list)
-    """Tensors of it that hold its memory."""
+    """Placeholders whose tensors keep its device memory alive."""
     host_buffer: Tensor | None = None
     """Its bytes on the host."""
     copied_version: int = -1
-    """How often it had been changed when it was copied there; -1: it was not."""
+    """Version counter when it was copied to the host; -1: not copied."""
     copy_event: StreamEvent = None
-    """When the last copy is done, out or in."""
+    """End of the last copy, in either direction."""
     fetch_stream: SideStream | None = None
-    """On which it comes, until somebody has waited for it."""
+    """Stream of the copy back to the device, until it has been waited for."""
 
     def is_changed(self, x: Tensor) -> bool:
-        """Whether a tensor of the same storage is no longer what was copied."""
+        """Whether a tensor of the storage was modified after the copy."""
         return self.copied_version >= 0 and x._version != self.copied_version
 
     def copy_to_host(self, lane: SideStream, now: StreamEvent) -> bool:
-        """Start to copy it to the host; not if somebody has written to it: then it is refused."""
+        """Start the copy to the host; returns False if the storage was modified since it was saved.
+
+        A modified tensor stays, so that `unpack` can raise the error.
+        """
         packed = [user for user in (reference() for reference in self.users) if user is not None]
         versions = {user.version for user in packed}
         changed = any(
@@ -113,9 +116,11 @@ class SavedStorage:
         return True
 
     def free_device_memory(self) -> None:
-        """Give its memory on the device back; the device has copied it by then."""
+        """Free the device memory once it is copied."""
         if self.device_buffer is None or self.host_buffer is None:
             return
+        # The allocator hands the memory to later work of the current stream, which must not
+        # overwrite it before the copy is done.
         wait_for_event(self.copy_event, self.device_buffer.device)
         for user in (reference() for reference in self.users):
             if user is not None:
@@ -124,7 +129,7 @@ class SavedStorage:
         self.users = []
 
     def copy_to_device(self, lane: SideStream, now: StreamEvent) -> None:
-        """Start to copy it back; the host's bytes are free as soon as that is done."""
+        """Start the copy back to the device; the host buffer is free once that is done."""
         if self.device_buffer is not None or self.host_buffer is None:
             return
         self.device_buffer = torch.empty(self.size, dtype=torch.uint8, device=lane.device)
@@ -136,7 +141,7 @@ class SavedStorage:
         self.host_buffer = None
 
     def view_tensor(self, how: _StridedLayout) -> Tensor:
-        """A tensor of it, once it has come."""
+        """Return a tensor of the storage; the current stream waits for the copy."""
         assert self.device_buffer is not None, how
         if self.fetch_stream is not None:
             wait_for_event(self.copy_event, self.device_buffer.device)
@@ -146,35 +151,35 @@ class SavedStorage:
     def __del__(self) -> None:
         if self.host_buffer is not None:
             self.pool.return_buffer(self.host_buffer, self.copy_event)
+        # No stream has waited for the copy, so the allocator must not reuse the memory before it
+        # ends.
         if (
             self.fetch_stream is not None
             and self.fetch_stream.stream is not None
             and self.device_buffer is not None
         ):
-            self.device_buffer.record_stream(
-                self.fetch_stream.stream
-            )  # nobody has waited for the copy
+            self.device_buffer.record_stream(self.fetch_stream.stream)
 
 
 @dataclass(eq=False)
 class _BlockCall:
-    """A call of a block: what was kept in it, and the call before it in the same pass."""
+    """A call of a block: what was saved in it, and the previous call in the same pass."""
 
     name: str
     previous_call: _BlockCall | None
     saved_storages: list[weakref.ref[SavedStorage]] = field(default_factory=list)
-    """Weakly: what backward has used goes as it would without us."""
+    """Weak references: what backward has used is freed as it would be without offloading."""
     reached_by_backward: bool = False
-    """Whether backward has come here."""
+    """Whether backward has reached this call."""
 
     def live_storages(self) -> list[SavedStorage]:
-        """What of it is still needed, each once."""
+        """Return the storages that are still needed, without duplicates."""
         found = (reference() for reference in self.saved_storages)
         return list(dict.fromkeys(kept for kept in found if kept is not None))
 
 
 class ActivationOffload:
-    """A store (`comm.results`) that keeps a share of the bytes of blocks on the host."""
+    """An `ActivationStore` that offloads a fraction of the bytes of blocks to the host."""
 
     def __init__(
         self,
@@ -187,7 +192,7 @@ class ActivationOffload:
         last: str = "",
         small: int = MIN_OFFLOAD_BYTES,
     ) -> None:
-        """blocks: those of this rank. weights: what stays anyway. last: a block that stays."""
+        """blocks: those of this rank. weights: are never offloaded. last: a block that stays."""
         if not 0.0 <= share <= 1.0:
             raise PlanError(
                 f"memory.activations={share} reached the blocks. It is a share in [0, 1]; -1 is "
@@ -199,12 +204,13 @@ class ActivationOffload:
         self.pool = pool
         self.last_block = last
         self.min_bytes = small
+        # The last block stays, so more of the others goes to reach `share` of all.
         others = len([name for name in blocks if name != last])
         if others:
             self.offload_fraction = min(share * len(blocks) / others, 1.0)
         else:
             self.offload_fraction = 0.0
-        """Of the bytes of blocks that do not stay what goes."""
+        """Fraction of the bytes to offload, of all blocks but the last."""
         self.offloaded_bytes = 0
         """Bytes copied to the host so far."""
         self._to_host_stream, self._to_device_stream = SideStream(device), SideStream(device)
@@ -214,13 +220,13 @@ class ActivationOffload:
         self._storages_by_id: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
         self._weight_storages: set[int] = set()
         self._due_bytes = 0.0
-        """Bytes that should have gone by now, less those that have."""
+        """Bytes that should have been offloaded by now, minus those that have been."""
         self._start_phase: float | None = None
-        """The same in tensors, where a pass does not begin with the first block."""
+        """Initial `_due_bytes`, in storages, for a pass that does not start at the first block."""
         self._live_storages: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Bytes that wait for backward, on the device and on the host."""
+        """Return the bytes saved for backward, on the device and on the host."""
         living = list(self._live_storages)
         device = sum(kept.size for kept in living if kept.device_buffer is not None)
         return device, sum(kept.size for kept in living if kept.host_buffer is not None)
@@ -229,7 +235,7 @@ class ActivationOffload:
 
     @contextmanager
     def block_context(self, name: str) -> Iterator[None]:
-        """See `Store`."""
+        """See `ActivationStore`."""
         if name not in self.blocks or not torch.is_grad_enabled() or self.offload_fraction == 0.0:
             yield
             return
@@ -245,13 +251,15 @@ class ActivationOffload:
             self._current_call = outer
 
     def _begin_call(self, name: str) -> _BlockCall:
-        """A new call; blocks that follow each other belong to one pass."""
+        """Return a new call; consecutive blocks belong to one pass."""
         path, number = _block_position(name)
         if self._previous_call is not None and _block_position(self._previous_call.name) == (
             path,
             number - 1,
         ):
             return _BlockCall(name, self._previous_call)
+        # A new pass begins. Storages of weights may have moved since the last one, and an address
+        # may have been reused, so both tables are refreshed.
         self._weight_storages = {x.untyped_storage()._cdata for x in self.weights()}
         self._storages_by_id = {
             at: one for at, one in self._storages_by_id.items() if not one[0].expired()
@@ -262,8 +270,9 @@ class ActivationOffload:
         return _BlockCall(name, None)
 
     def pack(self, x: Tensor) -> PackedActivation:
-        """See `Store`."""
+        """See `ActivationStore`."""
         packed = PackedActivation(self._current_call, x, x._version)
+        # Subclasses, sparse and lazily conjugated tensors cannot be rebuilt from their storage.
         plain = type(x) is Tensor and x.layout is torch.strided and x.device == self.device
         if self._current_call is None or not plain or x.is_conj() or x.is_neg():
             return packed
@@ -272,14 +281,15 @@ class ActivationOffload:
             return packed
         packed.storage, packed.layout = self._saved_storage(x, storage), _StridedLayout.of_tensor(x)
         self._current_call.saved_storages.append(weakref.ref(packed.storage))
-        if packed.storage.device_buffer is None:  # it is on the host already
+        # Another view of the storage was saved before, and it has left the device already.
+        if packed.storage.device_buffer is None:
             packed.tensor = None
         else:
             packed.storage.users.append(weakref.ref(packed))
         return packed
 
     def _saved_storage(self, x: Tensor, storage: torch.UntypedStorage) -> SavedStorage:
-        """The storage of a tensor; the same for all tensors of it."""
+        """Return the `SavedStorage` of a tensor; all views of a storage share one."""
         reference, known = self._storages_by_id.get(storage._cdata, (None, None))
         if reference is None or reference.expired() or known is None:
             kept = None
@@ -295,7 +305,7 @@ class ActivationOffload:
         return kept
 
     def _offload_call(self, call: _BlockCall) -> None:
-        """Start to copy a share of what a call has kept; what went before it leaves the device."""
+        """Start to offload a fraction of what a call has saved, and free what the last one did."""
         for reference in self._leaving_storages:
             kept = reference()
             if kept is not None:
@@ -304,6 +314,8 @@ class ActivationOffload:
         for kept in call.live_storages() if call.name != self.last_block else []:
             if kept.size < self.min_bytes or kept.copied_version >= 0:
                 continue
+            # Error diffusion: a storage goes when the accumulated fraction reaches its size, which
+            # spreads the copies evenly over the blocks.
             if self._start_phase is not None:
                 self._due_bytes = self._start_phase * kept.size
                 self._start_phase = None
@@ -318,8 +330,9 @@ class ActivationOffload:
     # ---- backward -----------------------------------------------------------------------
 
     def unpack(self, packed: PackedActivation) -> Tensor:
-        """See `Store`."""
+        """See `ActivationStore`."""
         call = packed.call
+        # Prefetch: the first tensor of a call also starts the copies of the block before it.
         if call is not None and not call.reached_by_backward:
             call.reached_by_backward = True
             with hide_from_dispatch_modes():
@@ -335,7 +348,7 @@ class ActivationOffload:
             return packed.storage.view_tensor(packed.layout)
 
     def _fetch_storages(self, some: Iterable[SavedStorage]) -> None:
-        """Start to bring what is not here."""
+        """Start the copies to the device of storages that are on the host."""
         away = [kept for kept in some if kept.device_buffer is None]
         if away:
             now = record_current_event(self.device)
@@ -346,6 +359,6 @@ class ActivationOffload:
 
 
 def _block_position(name: str) -> tuple[str, int]:
-    """The list that a block is in, and its number there."""
+    """Return the path of the module list that a block is in, and its index there."""
     path, _, number = name.rpartition(".")
     return path, int(number)

@@ -1,8 +1,8 @@
-"""Arena: one piece of host memory, of exactly the size asked for, that a device can copy from.
+"""Arena: one allocation of host memory, of exactly the requested size, that a device can access.
 
 torch rounds each pinned block up to a power of two, so 65 GiB would take 128. An arena is mapped,
-touched by several threads and pinned once, or it is a file on a disk that is mapped. What does not
-fit is refused before anything is taken.
+touched by several threads and pinned once, or it is a memory-mapped file on a disk. What does not
+fit is refused before anything is allocated.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor
 from ranvier.errors import PlanError
 
 ALIGNMENT_BYTES = 256
-"""Bytes that parts begin at multiples of."""
+"""Alignment of the tensors of an arena, in bytes."""
 TOUCH_CHUNK_BYTES = 2**28
-"""Bytes that a thread touches at once."""
+"""Bytes that a thread touches per task."""
 RESERVED_FRACTION = 0.05
-"""Share of the machine's memory that is left to others."""
+"""Fraction of the machine's memory that is left to other processes."""
 GIB = 2**30
 
 
 def align_size(size: int) -> int:
-    """Bytes that a part of so many takes in an arena."""
+    """Round a size in bytes up to the alignment of an arena."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Arena:
-    """Bytes on the host, given out one part after the other."""
+    """A bump allocator of host memory: tensors are allocated consecutively and never freed."""
 
     def __init__(self, size: int, device: torch.device, *, path: Path | None = None) -> None:
-        """path: directory of the file that holds them; None: memory, pinned if device is CUDA."""
+        """path: directory of a backing file; None: memory, pinned if the device is CUDA."""
         self.size = size
         self.used_bytes = 0
         if path is not None:
@@ -53,14 +53,14 @@ class Arena:
             _advise_kernel(held, "MADV_HUGEPAGE")
             _touch_pages(self.buffer)
         if self.is_pinned:
-            _advise_kernel(
-                held, "MADV_DONTFORK"
-            )  # a child's copy must not move what a device reads
+            # After a fork, copy-on-write could move the pages that the device reads to the child.
+            _advise_kernel(held, "MADV_DONTFORK")
             pin_memory(self.buffer)
-            weakref.finalize(held, _unpin_memory, self.buffer.data_ptr())  # before it is unmapped
+            # The memory must be unregistered before it is unmapped.
+            weakref.finalize(held, _unpin_memory, self.buffer.data_ptr())
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next part, as a tensor of this shape."""
+        """Allocate the next tensor, of this shape."""
         count = torch.Size(shape).numel() * dtype.itemsize
         start = self.used_bytes
         self.used_bytes = self.used_bytes + align_size(count)
@@ -69,17 +69,18 @@ class Arena:
 
 
 def _map_anonymous_memory(size: int) -> mmap.mmap:
-    """Memory of this process alone."""
+    """Map private memory of this process."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _advise_kernel(memory: mmap.mmap, word: str) -> None:
-    with suppress(OSError, AttributeError):  # not every system takes it
+    # Not every system supports every advice; it is an optimization only.
+    with suppress(OSError, AttributeError):
         memory.madvise(getattr(mmap, word))
 
 
 def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
-    """A file of so many bytes that is gone when the process ends."""
+    """Map a file of `size` bytes that disappears when the process ends."""
     name = folder / f"states-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,8 +91,10 @@ def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
             "Choose another memory.path."
         ) from None
     try:
+        # Unlinked while open: the kernel frees the space even after a crash.
         os.unlink(name)
-        os.posix_fallocate(handle, 0, max(size, 1))  # a full disk must show now, not in a step
+        # Reserve the space now: writing to a mapping on a full disk would raise SIGBUS in a step.
+        os.posix_fallocate(handle, 0, max(size, 1))
         return mmap.mmap(handle, max(size, 1))
     except OSError as error:
         raise PlanError(
@@ -103,7 +106,7 @@ def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
 
 
 def _touch_pages(memory: Tensor) -> None:
-    """Have all pages there, by several threads: one alone takes seconds for each ten GiB."""
+    """Fault in all pages with several threads: one alone takes seconds per 10 GiB."""
     start = memory.data_ptr()
     size = memory.numel()
     spans = [
@@ -114,7 +117,7 @@ def _touch_pages(memory: Tensor) -> None:
 
 
 def pin_memory(memory: Tensor) -> None:
-    """Have the device copy from this memory itself."""
+    """Register host memory with CUDA, so that the device accesses it directly."""
     done = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(done) != 0:
         raise PlanError(
@@ -126,7 +129,8 @@ def pin_memory(memory: Tensor) -> None:
 
 def _unpin_memory(address: int) -> None:
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # no copy may be under way
+        # No copy may be in flight.
+        with suppress(RuntimeError):
             torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
@@ -135,7 +139,7 @@ def _unpin_memory(address: int) -> None:
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that this process may still take: of the machine, of its container."""
+    """Return the host memory this process may still allocate, limited by machine and cgroup."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -144,15 +148,18 @@ def available_host_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    """What the limits of the control groups of this process leave."""
+    """Return the bytes left under each memory limit of the cgroups of this process."""
     found = []
     for line in _read_lines(Path("/proc/self/cgroup")):
         kinds, where = line.split(":", 2)[1:]
         top = Path("/sys/fs/cgroup") / (kinds if "memory" in kinds else "")
+        # Inside a container the path of the host's hierarchy may not exist; its own limit is at the
+        # top.
         for folder in {top / where.lstrip("/"), top}:
             for limit, used in (("memory.max", "memory.current"), *_CGROUP_V1_FILES):
                 most = _read_integer(folder / limit)
                 taken = _read_integer(folder / used)
+                # cgroup v1 writes a huge number for "no limit".
                 if most is not None and taken is not None and most < 2**60:
                     found.append(max(most - taken + _page_cache_bytes(folder), 0))
     return found
@@ -162,7 +169,7 @@ _CGROUP_V1_FILES = (("memory.limit_in_bytes", "memory.usage_in_bytes"),)
 
 
 def _page_cache_bytes(folder: Path) -> int:
-    """Bytes of files in a group's memory that are given up when they are needed."""
+    """Return the page cache counted against a cgroup, which the kernel reclaims on demand."""
     words = [line.split() for line in _read_lines(folder / "memory.stat")]
     return sum(int(w[1]) for w in words if len(w) == 2 and w[0] in ("inactive_file", "active_file"))
 
@@ -182,7 +189,7 @@ def _read_integer(path: Path) -> int | None:
 
 
 def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
-    """Bytes of host memory that each of so many ranks may keep things in; limit: GiB of a rank."""
+    """Return the bytes of host memory that each of `ranks` may use; limit: GiB per rank."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     there = max(int(available_host_bytes() - RESERVED_FRACTION * total), 0) // ranks
     if limit > 0.0:
@@ -193,7 +200,7 @@ def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
 def check_host_memory(
     size: int, room: int, device: torch.device, *, pinning: Callable[[Tensor], None] = pin_memory
 ) -> None:
-    """Refuse more bytes on the host than there is room for, or than may be pinned."""
+    """Raise if `size` bytes exceed the host memory available, or the limit of pinned memory."""
     if size > room:
         raise PlanError(
             f"{size / GIB:.3g} GiB are to lie on the host, but a rank may use {room / GIB:.3g} "
@@ -203,7 +210,7 @@ def check_host_memory(
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if device.type != "cuda" or limit == resource.RLIM_INFINITY or size <= limit:
         return
-    # Most drivers do not count against this limit: one page more than it allows will tell.
+    # Most drivers do not count against this limit, so try to pin one page more than it allows.
     trial = torch.empty(limit + mmap.PAGESIZE, dtype=torch.uint8)
     try:
         pinning(trial)
@@ -216,7 +223,8 @@ def check_host_memory(
 
 
 def check_disk_space(size: int, folder: Path) -> None:
-    """Refuse more bytes of states than a disk has free."""
+    """Raise if `size` bytes of states exceed the free space of a disk."""
+    # The directory may not exist yet: ask its first existing parent.
     where = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     stat = os.statvfs(where)
     free = stat.f_bavail * stat.f_frsize

@@ -1,7 +1,7 @@
-"""Pool: buffers on the host that are used again and again, of exactly the sizes asked for.
+"""Pool of reusable host buffers, of exactly the requested sizes.
 
-What is needed is not known before it has been needed once. So at first each buffer is taken for
-itself; when all are back, they become parts of one arena of their total.
+The sizes are not known before they were needed once. So at first each buffer is allocated
+separately; when all are returned, they are merged into one arena of their total size.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ranvier.memory.host import ALIGNMENT_BYTES, GIB, align_size
 
 
 class HostBufferPool:
-    """Buffers by their size."""
+    """Free host buffers by size."""
 
     def __init__(self, arena: Callable[[int], Tensor], *, room: int) -> None:
-        """arena: makes so many bytes on the host. room: how many there may be."""
+        """arena: allocates a number of bytes on the host. room: maximum total bytes."""
         self.make_arena = arena
         self.max_bytes = room
         self.total_bytes = 0
@@ -29,7 +29,7 @@ class HostBufferPool:
         self._free_buffers: dict[int, list[tuple[Tensor, StreamEvent]]] = {}
 
     def take_buffer(self, size: int) -> tuple[Tensor, StreamEvent]:
-        """A buffer of so many bytes, and when the copies from it are done."""
+        """Return a buffer of `size` bytes, and the event after which it may be overwritten."""
         whole = align_size(size)
         if not self._free_buffers.setdefault(whole, []):
             self._check_room(whole)
@@ -41,13 +41,14 @@ class HostBufferPool:
         return buffer[:size], mark
 
     def return_buffer(self, buffer: Tensor, mark: StreamEvent) -> None:
-        """Take a buffer back; mark: when what was asked of it is done."""
+        """Return a buffer to the pool; mark: event after which it is no longer used."""
+        # `take_buffer` has cut the buffer to its size: restore the aligned length.
         whole = align_size(buffer.numel())
         self._free_buffers[whole].append((buffer.as_strided((whole,), (1,)), mark))
         self._bytes_in_use -= whole
 
     def merge_buffers(self) -> None:
-        """Make one arena of many buffers, if nobody uses any."""
+        """Merge all buffers into one arena, if none is in use."""
         if self._bytes_in_use or self._num_arenas < 2:
             return
         counts = {size: len(buffers) for size, buffers in self._free_buffers.items()}
@@ -55,7 +56,8 @@ class HostBufferPool:
             for _, mark in buffers:
                 if mark is not None:
                     mark.synchronize()
-        self._free_buffers.clear()  # before as much is taken again
+        # Free the old buffers before as much is allocated again.
+        self._free_buffers.clear()
         whole = self.make_arena(self.total_bytes)
         at = 0
         for size, count in counts.items():

@@ -1,17 +1,17 @@
-"""Budget: which activations to keep so that a step fits into memory and takes the least time.
+"""Recompute budget: which activations to save so that a step fits and takes the least time.
 
-Pure functions of numbers. All blocks of a model are alike; each has one of three kinds, of which a
-cheaper one keeps more. Backward goes from the last block to the first: activations vanish while
-gradients appear, and a block that keeps little needs its room for a moment only. So a pass needs,
-above what is there all the time, the largest of
+Pure functions of numbers. All blocks of a model are alike; each has one of three recompute modes,
+of which a cheaper one saves more. Backward goes from the last block to the first: activations are
+freed while gradients appear, and a recomputed block needs its memory only briefly. So a pass needs,
+beyond what is always allocated, the maximum of
 
-    head      enter + Σ kept + head + n · before
-    block i   enter + Σ_{j<i} kept_j + peak_i + after + Σ_{j≤i} before + Σ_{j>i} gradient + moving
-    leave     enter + after + n · gradient + moving + leave
+    head      input + Σ saved + head + n · earlier
+    block i   input + Σ_{j<i} saved_j + peak_i + after + Σ_{j≤i} earlier + Σ_{j>i} grad + reduction
+    leave     input + after + n · grad + reduction + embedding
 
-where `before` is the gradient that earlier micro-batches have left, and `moving` what the gradient
-of one block takes besides while it is being reduced. Kinds are laid in the order full, selective,
-none: what a late block keeps lives shortest.
+where `earlier` is the gradient left by earlier micro-batches, and `reduction` the extra memory of
+the gradient of one block while it is being reduced. Modes are assigned in the order full,
+selective, none: what a late block saves lives shortest.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from ranvier.config.plan import divisors
 
 RecomputeMode: TypeAlias = Literal["none", "selective", "full"]
 PeakMoment: TypeAlias = Literal["head", "block", "leave", "forward", "update"]
-"""When most is there: in the loss; while a block runs backward; while the embedding does; in the
-next forward pass, beside gradients whose update is under way; in the update."""
+"""When the peak occurs: in the loss; in the backward pass of a block; in that of the embedding; in
+the next forward pass, beside gradients whose update is in progress; in the update."""
 
 RECOMPUTE_COST: Mapping[RecomputeMode, float] = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
-"""Time of a block that is spent again, as a share of its forward and backward passes."""
+"""Recomputation time of a block, as a fraction of its forward and backward passes."""
 USEFUL_TOKENS = 16384
-"""Tokens of a micro-batch from which on more of them make no product of matrices faster."""
+"""Tokens of a micro-batch above which matrix products no longer become more efficient."""
 OVERHEAD_TOKENS = 512
-"""What a micro-batch costs besides its tokens, in tokens: gradients are added up in a wide type,
-kernels start and do not fill the device at their ends."""
+"""Fixed cost of a micro-batch, in tokens: gradients are accumulated in a wide dtype, kernels are
+launched and do not fill the device at their ends."""
 MAX_TRIED_COUNTS = 16
-"""Numbers of blocks of a kind that are tried, about."""
+"""Approximate number of block counts of a mode that are tried."""
 
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Bytes of a block of one kind, above what was there before its forward pass."""
+    """Bytes of a block in one recompute mode, beyond those before its forward pass."""
 
     saved_bytes: int
-    """From the end of its forward pass to its backward pass."""
+    """Held from the end of its forward pass to its backward pass."""
     backward_peak: int
-    """Most at once while it runs backward, `kept` and its gradient included."""
+    """Peak in its backward pass, including `saved_bytes` and its gradient."""
     forward_peak: int = 0
-    """Most at once while it runs forward."""
+    """Peak in its forward pass."""
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes of the forward and backward pass of a micro-batch, but for the kinds of its blocks."""
+    """Bytes of the forward and backward pass of a micro-batch, for any modes of its blocks."""
 
     blocks: Mapping[RecomputeMode, BlockMemory]
     input_bytes: int
     """Before the first block: its input, gradients outside of blocks of earlier micro-batches."""
     head_peak: int
-    """Most at once between the last block's forward and its backward pass, above what was there:
-    logits and their gradients."""
+    """Peak between the last block's forward and backward pass, beyond what was there before: logits
+    and their gradients."""
     after_head: int
-    """What of that stays: gradients of the head and of the last block's output."""
+    """The part of it that stays: gradients of the head and of the last block's output."""
     embedding_peak: int
-    """Most at once after the first block's backward pass, above what was there: embedding."""
+    """Peak after the first block's backward pass, beyond what was there before: embedding."""
     block_grad: int
-    """Of a block, from its backward pass on."""
+    """Gradient of a block, from its backward pass on."""
     earlier_block_grad: int = 0
-    """Of a block, that earlier micro-batches have left."""
+    """Gradient of a block left by earlier micro-batches."""
     outside_grad: int = 0
     """Gradients outside of blocks, at the end."""
     earlier_outside_grad: int = 0
-    """The same of earlier micro-batches: what of `enter` is no activation."""
+    """The same of earlier micro-batches: the part of `input_bytes` that is not activations."""
     reduction_buffer: int = 0
-    """Of the gradient of the block before, while it is being reduced: above what it is then."""
+    """Extra memory of the previous block's gradient while it is being reduced."""
 
 
 class BudgetPeak(NamedTuple):
-    """What is there at one moment of a step, in bytes, besides what is there all the time."""
+    """Bytes at one point of a step, beyond what is always allocated."""
 
     where: PeakMoment
     activations: int
@@ -86,25 +86,25 @@ class BudgetPeak(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Activations and gradients together."""
         return self.activations + self.gradients
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What a step needs, in bytes, but for the kinds of its blocks."""
+    """Bytes of a step, for any modes of its blocks."""
 
     passes: tuple[PassMemory, ...]
-    """Of its micro-batches: the first, the second, and one for all others."""
+    """Passes of its micro-batches: the first, the second, and one for all others."""
     num_blocks: int
-    """Blocks."""
+    """Number of blocks."""
     fixed_bytes: int = 0
-    """There all the time: weights, master weights, moments."""
+    """Always allocated: weights, master weights, optimizer states."""
     weight_gather_bytes: int = 0
-    """Weights being gathered over data, at the end."""
+    """Weights being gathered over data at the end of the step."""
 
     def peak_bytes(self, kinds: Sequence[RecomputeMode]) -> int:
-        """Most bytes at once in a step, with these kinds from the first block to the last."""
+        """Return the peak bytes of a step with these modes, from the first block to the last."""
         return self.fixed_bytes + max(peak.total_bytes for peak in self.memory_peaks(kinds))
 
     def memory_peaks(
@@ -115,24 +115,25 @@ class StepMemory:
         stowed: bool = False,
         waits: bool = False,
     ) -> Iterator[BudgetPeak]:
-        """The moments at which most may be there.
+        """Yield the points of a step at which the peak may occur.
 
-        away: share of what blocks keep that waits on the host; the last block's stays. stowed:
-        gradients of blocks leave for the host. waits: their update goes on in the next forward
-        pass.
+        away: fraction of saved activations that is offloaded to the host; the last block's stay.
+        stowed: gradients of blocks are offloaded to the host. waits: their update continues in the
+        next forward pass.
         """
         assert len(kinds) == self.num_blocks, (len(kinds), self.num_blocks)
         away = self.offloaded_fraction(away)
         for one in self.passes:
             yield from self._pass_peaks(one, kinds, away, stowed)
         last = self.passes[-1]
+        # With offloaded gradients, that of one block at a time is on the device.
         left = (1 if stowed else self.num_blocks) * last.block_grad + last.outside_grad
         yield BudgetPeak("update", self.weight_gather_bytes, left)
         if waits:
             yield from self._next_forward_peaks(kinds, away, stowed)
 
     def offloaded_fraction(self, away: float) -> float:
-        """What waits on the host of blocks but the last, so that it is a share `away` of all."""
+        """Return the fraction to offload of blocks except the last, so that it is `away` of all."""
         if self.num_blocks > 1:
             return min(away * self.num_blocks / (self.num_blocks - 1), 1.0)
         return 0.0
@@ -140,13 +141,15 @@ class StepMemory:
     def _pass_peaks(
         self, one: PassMemory, kinds: Sequence[RecomputeMode], away: float, stowed: bool
     ) -> Iterator[BudgetPeak]:
-        """Moments of a pass."""
+        """Yield the candidate peaks of one micro-batch."""
+        # The last block is not offloaded.
         kept = sum(one.blocks[kind].saved_bytes for kind in kinds)
         waiting = kept - away * (kept - one.blocks[kinds[-1]].saved_bytes)
         if stowed:
             before = 0
         else:
             before = self.num_blocks * one.earlier_block_grad
+        # `made` is the part of the head's peak that is gradients; the rest counts as activations.
         made = max(min(one.after_head, one.head_peak), 0)
         enter = one.input_bytes - one.earlier_outside_grad
         made = made + one.earlier_outside_grad
@@ -161,6 +164,8 @@ class StepMemory:
             else:
                 grads = later * one.block_grad
             grads += (1 if stowed else i + 1) * one.earlier_block_grad
+            # The part of the block's own peak that is its new gradient, bounded as measured numbers
+            # may be inconsistent.
             own = min(
                 max(one.block_grad - one.earlier_block_grad, 0),
                 max(block.backward_peak - block.saved_bytes, 0),
@@ -182,7 +187,7 @@ class StepMemory:
     def _next_forward_peaks(
         self, kinds: Sequence[RecomputeMode], away: float, stowed: bool
     ) -> Iterator[BudgetPeak]:
-        """Moments of the first forward pass of the next step: gradients go as blocks are used."""
+        """Yield the peaks of the next forward pass: gradients are freed block by block."""
         first = self.passes[0]
         last = self.passes[-1]
         for i, back in _critical_blocks(first, kinds, away):
@@ -195,7 +200,7 @@ class StepMemory:
 
 
 def interpolate_pass(low: PassMemory, high: PassMemory, share: float) -> PassMemory:
-    """The pass of a micro-batch between two that were measured: bytes grow evenly with it."""
+    """Interpolate linearly between the passes of two measured micro-batch sizes."""
 
     def mixed(a: int, b: int) -> int:
         return round(a + (b - a) * share)
@@ -210,13 +215,16 @@ def interpolate_pass(low: PassMemory, high: PassMemory, share: float) -> PassMem
 
 
 def estimate_pass(one: PassMemory, first: PassMemory, share: float, output: int) -> PassMemory:
-    """A pass of a smaller micro-batch, and blocks that keep their input only, from one measured.
+    """Estimate a pass of a smaller micro-batch, and full recomputation, from a measured one.
 
-    share: of the samples. first: the first pass of its step. output: bytes of a block's result.
+    share: fraction of the samples. first: the first pass of its step. output: bytes of a block's
+    output.
     """
     blocks = {
         kind: _shrink_block(block, one.block_grad, share) for kind, block in one.blocks.items()
     }
+    # Not measured: such a block saves its input only, and recomputing it needs the peak of the
+    # others.
     if "full" not in blocks:
         most = max(blocks.values(), key=lambda block: block.backward_peak)
         kept = round(output * share)
@@ -230,7 +238,7 @@ def estimate_pass(one: PassMemory, first: PassMemory, share: float, output: int)
 
 
 def _shrink_block(block: BlockMemory, gradient: int, share: float) -> BlockMemory:
-    """A block on fewer samples; its gradient stays as large."""
+    """Scale a block to fewer samples; its gradient does not shrink."""
     own = min(gradient, block.backward_peak)
     peak = own + (block.backward_peak - own) * share
     return BlockMemory(
@@ -241,11 +249,12 @@ def _shrink_block(block: BlockMemory, gradient: int, share: float) -> BlockMemor
 def _critical_blocks(
     one: PassMemory, kinds: Sequence[RecomputeMode], away: float
 ) -> Iterator[tuple[int, int]]:
-    """Blocks at which most may be there, and what those before them keep on the device.
+    """Yield the blocks at which the peak may occur, and the bytes saved before them on the device.
 
-    Between blocks of one kind bytes change evenly: two at each end of its run are enough. What
-    the block before has sent away is there as well: it is going, or has come back already.
+    Within a run of blocks of one mode bytes change linearly: two blocks at each end are enough.
+    The offloaded part of the previous block counts as well: it is being copied, or was fetched.
     """
+    # `base`: bytes on the device before this run of blocks; `beside`: saved by the block before it.
     at = 0
     base = 0.0
     beside = 0.0
@@ -261,7 +270,7 @@ def _critical_blocks(
 
 
 def choose_recompute_modes(need: StepMemory, available: int) -> tuple[RecomputeMode, ...] | None:
-    """The kinds that fit into `available` bytes and cost least; None if nothing fits."""
+    """Return the cheapest modes that fit into `available` bytes; None if nothing fits."""
     fits = (
         kinds
         for kinds in sorted(candidate_modes(need), key=recompute_fraction)
@@ -271,14 +280,14 @@ def choose_recompute_modes(need: StepMemory, available: int) -> tuple[RecomputeM
 
 
 def min_step_bytes(need: StepMemory) -> int:
-    """Bytes without which no assignment fits."""
+    """Return the minimum bytes with which any assignment fits."""
     return min(need.peak_bytes(kinds) for kinds in candidate_modes(need))
 
 
 def candidate_modes(need: StepMemory) -> list[tuple[RecomputeMode, ...]]:
-    """All assignments in the order full, selective, none; of many blocks in steps.
+    """Return all assignments in the order full, selective, none; in steps if there are many blocks.
 
-    A kind that keeps no less than a cheaper one is of no use.
+    A mode that saves no less memory than a cheaper one is left out.
     """
     blocks = need.passes[0].blocks
     count = need.num_blocks
@@ -289,6 +298,7 @@ def candidate_modes(need: StepMemory) -> list[tuple[RecomputeMode, ...]]:
         if all(blocks[kind].saved_bytes < blocks[other].saved_bytes for other in known[:i])
     ]
     found: list[tuple[RecomputeMode, ...]] = []
+    # The cheapest mode, worth[0], gets the blocks that the others leave.
     steps = sorted({*range(0, count + 1, max(count // MAX_TRIED_COUNTS, 1)), count})
     for full in steps if "full" in worth[1:] else [0]:
         for selective in steps if "selective" in worth[1:] else [0]:
@@ -300,25 +310,25 @@ def candidate_modes(need: StepMemory) -> list[tuple[RecomputeMode, ...]]:
 
 
 def recompute_fraction(kinds: Sequence[RecomputeMode]) -> float:
-    """Time spent again, as a share of a step that computes nothing again."""
+    """Return the recomputation time as a fraction of a step without recomputation."""
     counts = {kind: kinds.count(kind) for kind in RECOMPUTE_COST}
     return sum(RECOMPUTE_COST[kind] * count for kind, count in counts.items()) / max(len(kinds), 1)
 
 
 def relative_token_time(tokens: int, again: float = 0.0) -> float:
-    """Time of a token of a step in micro-batches of so many, relative to the best there is.
+    """Return the time per token with micro-batches of `tokens` tokens, relative to the optimum.
 
-    (1 + share computed again) · (1 + EMPTY_TOKENS / tokens): so a small micro-batch that keeps all
-    can be better than a large one that computes much again, and the other way round.
+    (1 + recompute fraction) · (1 + OVERHEAD_TOKENS / tokens): so a small micro-batch without
+    recomputation can be better than a large one with much recomputation, and vice versa.
     """
     return (1.0 + again) * (1.0 + OVERHEAD_TOKENS / tokens)
 
 
 def candidate_micro_batches(samples: int, seq: int, multiple: int = 1) -> list[int]:
-    """Micro-batches worth trying, largest first: divisors of a rank's `samples` of `seq` tokens.
+    """Return micro-batch sizes worth trying, largest first: divisors of a rank's `samples`.
 
-    The largest is the smallest that has USEFUL_TOKENS, else all samples. multiple: what each must
-    be a multiple of.
+    The largest is the smallest that has USEFUL_TOKENS tokens, else all samples. multiple: every
+    size is a multiple of it.
     """
     fits = [size for size in divisors(samples) if size % multiple == 0]
     enough = [size for size in fits if size * seq >= USEFUL_TOKENS]

@@ -1,10 +1,9 @@
-"""Which results of collectives are worth their bytes: recomputation does not repeat those.
+"""Which results of collectives are worth saving, so that recomputation does not repeat them.
 
-Pure functions of numbers. A result that is kept saves the seconds in which it would be communicated
-again, and costs its bytes from forward to backward. With room for some only, those go first that
-save most for a byte:
+Pure functions of numbers. A saved result avoids the seconds of communicating it again, and costs
+its bytes from forward to backward. If only some fit, those that save most per byte come first:
 
-    value = Σ (latency + bytes / bandwidth of its axis) / bytes kept
+    value = Σ (latency + bytes / bandwidth of its axis) / bytes saved
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from ranvier.comm.bandwidth import DEFAULT_RATE, CollectiveRate
 from ranvier.trace import Event
 
 DOUBLE_TRAFFIC_OP = "all_reduce"
-"""Moves what a reduce-scatter and an all-gather move."""
+"""Moves as many bytes as a reduce-scatter and an all-gather together."""
 
 
 @dataclass(frozen=True)
 class SavableResult:
-    """What a block may keep of a leaf."""
+    """Results of a layer's collectives that a block may save."""
 
     name: str
     bytes: int
-    """More than without it; below 0 where it takes the place of something larger."""
+    """Extra bytes; negative if it replaces something larger."""
     seconds: float
-    """To communicate it again."""
+    """Seconds to communicate it again."""
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds saved for a byte."""
+        """Seconds saved per byte; infinite if it costs no memory."""
         if self.bytes > 0:
             return self.seconds / self.bytes
         return math.inf
@@ -41,7 +40,7 @@ class SavableResult:
 def communication_seconds(
     events: Iterable[Event], rates: Mapping[tuple[str, ...], CollectiveRate]
 ) -> float:
-    """How long communications take, one after the other; of an axis without a rate the usual."""
+    """Return the time of communications, one after the other; unknown axes get `DEFAULT_RATE`."""
     found = 0.0
     for event in events:
         rate = rates.get(event.axis, DEFAULT_RATE)
@@ -53,12 +52,12 @@ def communication_seconds(
 
 
 def choose_results(results: Iterable[SavableResult], room: int) -> frozenset[str]:
-    """Names of the results to keep in `room` bytes, the most valuable first.
+    """Return the names of the results to save in `room` bytes, most valuable first (greedy).
 
-    One that does not fit leaves its place to the next; equal ones go by name, so that all ranks
-    choose alike.
+    One that does not fit is skipped; ties are broken by name, so that all ranks choose alike.
     """
     chosen = set()
+    # Results that cost no memory come first, as their value is infinite.
     for result in sorted(results, key=lambda one: (-one.seconds_per_byte, one.name)):
         if result.seconds > 0.0 and result.bytes <= room:
             chosen.add(result.name)

@@ -1,12 +1,12 @@
-"""Results that a block keeps of its first run for its second, in the order in which they came.
+"""Results that a block saves in its forward pass for its recomputation, first in, first out.
 
-A block that forgets its activations runs again in backward (`nn.recompute`). What lies here is then
-neither computed nor communicated again: results of matrix products where recomputation is
-selective, and results of collectives if the model keeps them (communication-aware checkpointing of
-DeepSpeed-TED, Singh et al. 2023). Each call of a block has a queue of its own, as several micro-
-batches may be under way. The second run takes what the first has put there and may end earlier:
-torch stops it when backward has all it needs. Weights gathered over depth are no part of it: they
-come from the queue of deferred work, which both runs and backward share.
+A checkpointed block is recomputed in backward (`nn.activation_checkpoint`). Saved results are then
+neither recomputed nor communicated again: results of matrix products with selective recomputation,
+and results of collectives if the model saves them (communication-aware checkpointing of
+DeepSpeed-TED, Singh et al. 2023). Each call of a block has its own queue, as several micro-batches
+may be in flight. The recomputation takes what the forward pass has put there and may end earlier:
+torch stops it when backward has all it needs. Weights gathered over depth are not saved here: they
+come from the bucket scheduler, which forward, recomputation and backward share.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from ranvier.trace import Trace
 T = TypeVar("T")
 CollectiveReuse = Literal["again", "keep", "auto"]
 STOP_RECOMPUTATION: type[Exception] | tuple[()] = getattr(checkpoint, "_StopRecomputationError", ())
-"""How torch ends a second run; without it nobody learns which results are of no use."""
+"""Exception by which torch ends a recomputation; without it unneeded results stay unknown."""
 
 
 class ActivationStore(Protocol):
-    """Where what blocks keep waits for backward."""
+    """Where saved tensors of blocks are stored until backward."""
 
     def pack(self, x: Tensor) -> Any:
-        """What stands for a tensor until backward."""
+        """Return a placeholder for a tensor until backward."""
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor again."""
+        """Return the tensor of a placeholder."""
 
     def block_context(self, name: str) -> AbstractContextManager[None]:
-        """What autograd keeps of a block that runs inside waits here, too."""
+        """Also store what autograd saves of a block that runs inside."""
 
 
 class InPlaceStore:
-    """Everything stays where it is."""
+    """Store that leaves all tensors where they are."""
 
     def pack(self, x: Tensor) -> tuple[Tensor, int]:
-        """The tensor, and how often it was changed."""
+        """Return the tensor and its version counter."""
         return x, x._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        """The tensor, which nobody may have changed."""
+        """Return the tensor; it must not have been modified."""
         return check_unchanged(*packed)
 
     def block_context(self, name: str) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return a null context."""
         return nullcontext()
 
 
 def check_unchanged(x: Tensor, version: int) -> Tensor:
-    """A kept tensor; refused if it was written to since."""
+    """Return a saved tensor; raise if it was modified since, as autograd does."""
     if x._version != version:
         raise RuntimeError(
             f"A kept tensor of the shape {tuple(x.shape)} was changed {x._version - version} times "
@@ -73,37 +73,37 @@ def check_unchanged(x: Tensor, version: int) -> Tensor:
 
 @dataclass
 class SavePolicy:
-    """What the blocks of a model keep for their second run, and where it waits."""
+    """What the blocks of a model save for their recomputation, and where it is stored."""
 
     trace: Trace = field(default_factory=Trace)
     collectives: CollectiveReuse = "again"
     chosen_layers: frozenset[str] | None = None
-    """Leaves whose results are kept, where `auto` has settled that; None: all."""
+    """Layers whose results are saved, once `auto` is resolved; None: all."""
     depth_group: str = ""
-    """Group over which graphs gather weights, which are not kept."""
+    """Group over which compiled graphs gather weights, which are not saved."""
     store: ActivationStore = field(default_factory=InPlaceStore)
     unneeded_layers: set[str] = field(default_factory=set)
-    """Leaves whose results no second run needs, as first ones have shown: the last of a block."""
+    """Layers whose results recomputation does not need, as seen so far: the last of a block."""
 
     @classmethod
     def for_grid(cls, grid: Grid, collectives: CollectiveReuse) -> SavePolicy:
-        """That of a model on a grid."""
+        """Return the policy of a model on a grid."""
         depth = grid.axis("depth", channel="gather")
         return cls(grid.trace, collectives, depth_group=depth.group_name)
 
     def saves_layer(self, where: str) -> bool:
-        """Whether the results of a leaf are kept."""
+        """Whether the results of a layer are saved."""
         return self.collectives != "again" and (
             self.chosen_layers is None or where in self.chosen_layers
         )
 
     @property
     def saves_all_layers(self) -> bool:
-        """Whether those of all leaves are: of a graph nobody knows what is whose."""
+        """Whether the results of all layers are saved; in a compiled graph layers are not known."""
         return self.collectives != "again" and self.chosen_layers is None
 
     def open_results(self, *, selective: bool) -> SavedResults | None:
-        """A queue for a call of a block; None if it would stay empty."""
+        """Return a queue for one call of a block; None if it would stay empty."""
         some = self.collectives != "again" and self.chosen_layers != frozenset()
         if selective or some:
             return SavedResults(self, selective)
@@ -112,21 +112,23 @@ class SavePolicy:
 
 @dataclass
 class SavedResults:
-    """What one call of a block keeps, first in, first out."""
+    """Queue of the results that one call of a block saves."""
 
     policy: SavePolicy
     selective: bool
-    """Whether products are kept, too: those inside of a kept result are not, then."""
+    """Whether matrix products are saved, too; those inside a saved result are not."""
     is_recompute: bool = False
-    """Whether the block runs for the second time."""
+    """Whether the block is being recomputed."""
     where: str = ""
-    """What it is a part of: the second run is called by backward of something else."""
+    """Scope of the block; its recomputation is called from the backward pass of another scope."""
     entries: deque[tuple[str, Any]] = field(default_factory=deque)
 
     @contextmanager
     def block_run(self) -> Iterator[None]:
-        """A run of the block, the first or the second."""
+        """Run the block inside: its forward pass, or its recomputation."""
         trace = self.policy.trace
+        # The recomputation runs in the scope of another layer's backward, so only the first run
+        # knows its own.
         if not self.is_recompute:
             self.where = trace.where
         before = trace.saved_results
@@ -136,10 +138,11 @@ class SavedResults:
                 yield
         finally:
             trace.saved_results = before
+            # Also after an error: torch ends a recomputation early by an exception.
             self.is_recompute = True
 
     def run_once(self, work: Callable[[], T]) -> T:
-        """The result of work that communicates: of the first run, if it is kept."""
+        """Return the result of work that communicates; in recomputation the saved one, if any."""
         keeping = self.policy
         trace = keeping.trace
         where = keeping.trace.where
@@ -148,24 +151,25 @@ class SavedResults:
         if self.is_recompute:
             kept: T = self.next_result(where)
             return kept
+        # The whole result is saved, so collectives and products inside of it must not be.
         with trace.outside_block(), hide_from_dispatch_modes() if self.selective else nullcontext():
-            out = work()  # what is kept of a whole is not kept of its parts
+            out = work()
         self.save_result(where, out)
         return out
 
     def has_result(self, where: str) -> bool:
-        """Whether a leaf's next result was kept: then it need not be begun."""
+        """Whether the next result of a layer was saved, so that it need not be started."""
         return self.is_recompute and self.policy.saves_layer(where)
 
     def save_result(self, label: str, value: Any) -> None:
-        """Keep tensors; of those that nobody needs their shape."""
+        """Save tensors; of those that no recomputation needs only their shape."""
         if label in self.policy.unneeded_layers:
             self.entries.append((label, tree_map_only(Tensor, _pack_shape_only, value)))
         else:
             self.entries.append((label, tree_map_only(Tensor, self._pack_tensor, value)))
 
     def next_result(self, label: str) -> Any:
-        """The next kept tensors; they are forgotten here."""
+        """Return the next saved tensors and drop them from the queue."""
         if not self.entries:
             raise RuntimeError(
                 f"{label} is computed again, but what was kept of it is gone. It serves one "
@@ -186,7 +190,7 @@ class SavedResults:
 
 @dataclass(frozen=True)
 class _PackedTensor:
-    """A tensor that waits in a store; without a store its shape, and NaN where it is read."""
+    """A tensor in a store; without a store only its shape, filled with NaN when read."""
 
     store: ActivationStore | None
     packed: Any
@@ -199,15 +203,16 @@ class _PackedTensor:
 
 
 def _pack_shape_only(x: Tensor) -> _PackedTensor:
+    # The placeholder is filled with NaN, so that a result that is needed after all shows.
     assert x.is_floating_point(), (x.shape, x.dtype)
     return _PackedTensor(None, (x.shape, {"dtype": x.dtype, "device": x.device}))
 
 
 def _detach_with_version(x: Tensor) -> Tensor:
-    """The same tensor without its history, but with its count of changes.
+    """Return the tensor without its autograd history, but with its version counter.
 
-    Below autograd a view has none of its own unless it is asked for (as torch's own checkpoints
-    do).
+    Below autograd a view does not share the version counter unless ADInplaceOrView is enabled (as
+    torch's own checkpointing does).
     """
     key = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(key, False):

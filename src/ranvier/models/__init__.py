@@ -1,4 +1,4 @@
-"""Models: plain PyTorch with named dims. Their sizes are known without torch, which takes a second.
+"""Models: plain PyTorch with named dims. Sizes are importable without torch, which takes a second.
 
 A new model is one file, one line here and one in EXAMPLES.
 """
@@ -21,7 +21,7 @@ _HOMES = {"Decoder": "decoder", "build_decoder": "lora", "EXAMPLES": "examples"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is asked for."""
+    """Import attributes that need torch on first access (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ranvier.models' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ranvier.models.{_HOMES[name]}"), name)

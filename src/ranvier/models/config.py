@@ -1,6 +1,6 @@
-"""The shapes of models and of their adapters as numbers, and named sizes; without torch.
+"""Shapes of models and their adapters as numbers, and named model sizes; without torch.
 
-Whoever only needs to know how large a model is (settings, planner, command line) reads this.
+For code that only needs to know how large a model is (config, planner, command line).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "reglu")
-"""Activations of which one half of the hidden layer gates the other."""
+"""Activations with which one half of the hidden layer gates the other."""
 
 
 SIZE_LIMITS = {
@@ -27,9 +27,10 @@ SIZE_LIMITS = {
     "experts_top": 2**14,
     "expert_mlp": 2**22,
 }
-"""Largest sizes of a published model: far above any there is, and small enough to be looked at."""
+"""Largest accepted sizes of a published model: far above any existing one, and small enough that
+checking it layer by layer is feasible."""
 MAX_TOTAL_EXPERTS = 2**17
-"""Experts of all layers, at most."""
+"""Maximum number of experts of all layers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ class ExpertConfig:
     that got fewer than the mean, down for the others; 0: there is none."""
 
     def find_expert_problems(self) -> list[str]:
-        """What cannot be, with value, rule and remedy."""
+        """Inconsistent settings, each with value, rule and remedy."""
         if self.experts == 0:
             return []
         found = []
@@ -181,7 +182,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
 
     def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
-        """Whether linear layers have biases."""
+        """Whether these linear layers have biases."""
         return self.bias or layers in self.biases
 
     def window_of_layer(self, layer: int) -> int:
@@ -194,6 +195,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         after = layer - self.moe_first
+        # After the dense first layers, the last layer of every group of `moe_every` has experts.
         return self.experts > 0 and after >= 0 and after % self.moe_every == self.moe_every - 1
 
     @property
@@ -203,7 +205,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
 
     @property
     def dim_units(self) -> dict[str, int]:
-        """Units of each named dim; of a mixture also the widths that its layers have instead."""
+        """Units of each named dim; with experts also the widths of their layers."""
         names = ("embed", "heads", "kv_heads", "mlp", "vocab")
         found = {name: int(getattr(self, name)) for name in names}
         if self.experts:
@@ -212,9 +214,11 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         return found
 
     def find_problems(self) -> list[str]:
-        """What cannot be, with value, rule and remedy."""
+        """Inconsistent settings, each with value, rule and remedy."""
+        # Elements of a head that are rotated.
         turned = int(self.head_dim * self.rope_share)
         found = self.find_expert_problems()
+        # Bounds the number of tensors that a config from a file can make us enumerate.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(
                 f"experts={self.experts} in each of layers={self.layers}. A model has at most "
@@ -236,6 +240,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
             )
         for name in ("rope_short", "rope_long"):
             count = len(getattr(self, name))
+            # One factor per rotated pair.
             if self.rope == "longrope" and count != turned // 2:
                 found.append(
                     f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
@@ -281,7 +286,8 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """What an adapter multiplies by."""
+        """Factor of an adapter's output."""
+        # Rank 0 means no adapters; `max` only avoids a division by zero.
         return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
 
 
@@ -292,6 +298,7 @@ _QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
     "norm_eps": 1e-6,
     "qk_norm": True,
 }
+# Numbers for the small test model: caps and window must take effect at its size.
 GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scale": 4.0} | {
     "attention_cap": 5.0,
     "logit_cap": 3.0,
@@ -302,7 +309,8 @@ GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scal
 
 
 _MOE_TINY = {"experts": 16, "experts_top": 4, "expert_mlp": 64, "shared_mlp": 256} | {
-    "router_scale": 4.0,  # Σ w = top: the mixture begins as large as an MLP of all its widths
+    # Σ w = experts_top: the mixture starts with the output scale of an MLP of all chosen widths.
+    "router_scale": 4.0,
     "router_gain": 0.1,
     "router_bias": 0.001,
     "balance": 0.1,
@@ -321,6 +329,7 @@ _DEEPSEEK = {"experts": 64, "experts_top": 6, "expert_mlp": 1408, "shared_mlp": 
     "max_seq": 4096,
     "norm_eps": 1e-6,
 }
+# The model of DeepSpeed-TED (Singh et al. 2023): every second layer has experts, top-1 routing.
 _TED = {"experts": 16, "experts_top": 1, "moe_every": 2, "router_norm": False, "balance": 0.01}
 
 

@@ -1,6 +1,6 @@
-"""A decoder: plain PyTorch, runs on one device as it stands, imports torch only.
+"""A decoder: plain PyTorch, runs on one device as is, imports torch only.
 
-What makes it parallel is the inert tables: `dims` names the dims of each layer's weights, `sizes`
+What makes it parallel is two inert tables: `dims` names the dims of each layer's weights, `sizes`
 counts their units. `parallelize` reads both and swaps the layers; the code below does not change.
 On a grid
 
@@ -39,12 +39,12 @@ from ranvier.models.rope import RotaryEmbedding, apply_rotary
 
 
 class LMHead(nn.Linear):
-    """Logits over the vocabulary, or the sum of the losses of tokens."""
+    """Logits over the vocabulary, or the sum of the token losses."""
 
     def __init__(self, embed: int, vocab: int, bias: bool = False, cap: float = 0.0) -> None:
         super().__init__(embed, vocab, bias=bias)
         self.cap = cap
-        """Logits are cap · tanh(logits / cap); 0: as they are."""
+        """Soft cap: logits are cap · tanh(logits / cap); 0 disables it."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """x: `[b, s, d]`, targets: `[b, s]`."""
@@ -65,15 +65,16 @@ class CrossEntropy(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """What CrossEntropy computes."""
+    """Sum of the token losses; logits: `[b, s, v]`, targets: `[b, s]`."""
     logits = logits.flatten(0, 1)
+    # As on the grid: log-sum-exp over the vocabulary needs fp32.
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """y = (shift + w) · x / sqrt(mean(x²) + eps); w begins at 0 for a shift of 1."""
+    """y = (offset + w) · x / sqrt(mean(x²) + eps); w starts at 0 for an offset of 1."""
 
     def __init__(self, size: int, eps: float | None = None, shift: float = 1.0) -> None:
         super().__init__(size, eps=eps)
@@ -91,7 +92,7 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 class AttentionCore(nn.Module):
-    """Rotary positions and causal attention, inside documents if they are given."""
+    """Rotary position embedding and causal attention, inside documents if they are given."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
@@ -104,9 +105,10 @@ class AttentionCore(nn.Module):
             self.scale = (config.head_dim / scale) ** 0.5
         else:
             self.scale = 1.0
-        """Of queries, so that scores are divided by another root."""
+        """Factor of queries: attention divides by sqrt(head_dim), which this replaces by
+        sqrt(attention_scale)."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
-        """How whole samples attend; a faster way of the same may take its place."""
+        """Attention over whole samples; replaced by the fastest backend on the device."""
 
     def forward(
         self,
@@ -118,11 +120,13 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
-        angles: what `Rotary` makes of positions `[b, s]`, or these; documents also as `[b, s]`.
+        angles: output of `RotaryEmbedding`, or positions `[b, s]`; documents also as ids `[b, s]`.
         """
         if self.rotary is not None:
             if angles is None:
                 angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+            # Integers are positions. The decoder computes angles once for all layers; a core that
+            # is called alone (as in tests) computes its own.
             if not angles.is_floating_point():
                 angles = self.rotary(angles, q.dtype)
             q = apply_rotary(q, angles)
@@ -131,10 +135,13 @@ class AttentionCore(nn.Module):
             q = q * self.scale
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)
+        # A window that covers the whole sequence is plain causal attention, which has faster
+        # kernels.
         if self.window >= q.shape[1]:
             window = 0
         else:
             window = self.window
+        # The varlen kernel supports windows; SDPA would need a mask of all scores.
         if documents is None and window and can_use_flash_kernel(q, self.cap):
             documents = Documents.one_per_sample(q.shape[0], q.shape[1], q.device)
         if documents is None:
@@ -190,6 +197,7 @@ class Attention(nn.Module):
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
+        # Norms over all heads come before heads are split, norms per head after.
         q, k, v = apply_with_adapter(self, "qkv", x)
         if self.norms_all_heads:
             q = self.q_norm(q)
@@ -203,7 +211,7 @@ class Attention(nn.Module):
 
 
 def build_rms_norm(config: DecoderConfig, size: int) -> nn.Module:
-    """An RMSNorm over so many elements."""
+    """An RMSNorm over `size` elements."""
     if config.norm_shift != 0.0:
         return OffsetRMSNorm(size, config.norm_eps, config.norm_shift)
     return nn.RMSNorm(size, eps=config.norm_eps)
@@ -217,7 +225,7 @@ def build_norm(config: DecoderConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or what they give is normalised."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or with norms on the outputs, or both."""
 
     dims: dict[str, tuple[str, ...]] = {
         "norm1": ("embed",),
@@ -247,6 +255,7 @@ class Block(nn.Module):
             self.norm2 = nn.Identity()
         if config.has_experts(layer):
             self.mlp: nn.Module = MoELayer(config)
+            # On the instance: the class attribute is shared with the dense blocks.
             self.dims = self.dims | {"mlp": ("expert", "mlp", "embed")}
         else:
             self.mlp = (GatedMLP if config.activation in GATED_FUNCTIONS else UngatedMLP)(config)
@@ -273,13 +282,13 @@ class Block(nn.Module):
     def forward_attention(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and what the MLP reads of it."""
+        """The residual stream after attention, and the input of the MLP."""
         y = self.after1(self.attention(self.norm1(x), angles, documents))
         x = x + self.dropout1(y)
         return x, self.norm2(x)
 
     def mlp_to_residual(self, y: Tensor) -> Tensor:
-        """What is added of a result of the MLP."""
+        """What an output of the MLP adds to the residual stream."""
         out: Tensor = self.dropout2(self.after2(y))
         return out
 
@@ -309,21 +318,25 @@ class Decoder(nn.Module):
         self.head = LMHead(config.embed, config.vocab, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.embed.weight
+        # GPT-2's scaling of layers that add to the residual stream: it has 2 · layers additions.
         out = config.init_std / (2 * config.layers) ** 0.5
         self.aux_loss: Tensor | None = None
-        """What of the last loss its mixtures of experts have added."""
+        """Part of the last loss that MoE layers have added."""
         self.init: dict[str, float | tuple[float, float]] = {}
-        if config.experts:  # a parameter by its whole name: no layer has it as its weight
+        if config.experts:
+            # Experts are parameters of the MoE layer itself, not a layer's `weight`, so they are
+            # matched by their own name and given as (mean, std).
             self.init[".mlp.down"] = (0.0, out)
             self.init[".mlp.router"] = config.init_std / config.router_gain
         self.init |= {".o": out, ".down": out, "": config.init_std}
-        """Deviation of initial weights by the end of the layer's name, first match."""
+        """Standard deviation of initial weights by suffix of the layer's name, first match."""
 
     @property
     def moe_layers(self) -> list[MoELayer]:
-        """Its layers with experts, in order; on a grid none: leaves see to their losses."""
+        """The serial MoE layers, in order; none on a grid: parallel layers handle their losses."""
         if not self.config.experts:
-            return []  # looking through all modules takes 2 ms a step
+            # Iterating over all modules takes 2 ms per step.
+            return []
         return [one for one in self.modules() if isinstance(one, MoELayer)]
 
     @property
@@ -341,7 +354,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits `[b, s, v]`, or with targets the sum of the token losses. All inputs: `[b, s]`.
 
-        documents: attention stays inside equal numbers (or cuts); positions: default 0, 1, 2, ...
+        documents: attention stays inside equal ids (or `Documents`); positions: default 0, 1, 2,
+        ...
         """
         everything = slice(0, len(self.blocks) + 2)
         return self.segment(None, everything, tokens, targets, positions, documents)
@@ -357,28 +371,32 @@ class Decoder(nn.Module):
         *,
         scored: bool = True,
     ) -> Tensor:
-        """Some of the parts; x: what those before them gave, `[b, s, d]`. Else as `forward`.
+        """Run some of the parts; x: output of those before them, `[b, s, d]`. Else as `forward`.
 
-        x with the first part: the rows of the tokens. scored=False: what the head would get.
+        x with the first part: the embedded tokens. scored=False: return the input of the head.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         if parts.start == 0:
             x = self.embed(tokens) if x is None else x  # (b, s, d)
             if self.config.embed_scale != 1.0:
-                x = x * x.new_full((), self.config.embed_scale)  # rounded as x is
+                # The factor is rounded to x's dtype first, as Gemma does.
+                x = x * x.new_full((), self.config.embed_scale)
             if self.position is not None:
                 x = x + self.position(positions)
             x = self.dropout(x)
         assert isinstance(x, Tensor), type(x)
         documents = normalize_documents(documents)
-        angles = None  # once for all
+        # Rotary angles are computed once for all layers.
+        angles = None
         if self.rotary is not None:
             if self.config.rope == "longrope":
+                # LongRoPE chooses its factors by the length of each document.
                 long = document_lengths(documents, positions.device)
             else:
                 long = None
             angles = self.rotary(positions, x.dtype, long)
+        # Part 0 is the embedding, part i the block i - 1, the last part norm and head.
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
@@ -390,11 +408,12 @@ class Decoder(nn.Module):
         return x
 
     def _add_aux_loss(self, loss: Tensor) -> Tensor:
-        """The loss and what its mixtures of experts add to it."""
+        """The loss plus the auxiliary losses of the MoE layers."""
         extra = loss.new_zeros(())
         for mixture in self.moe_layers:
             if mixture.aux_loss is not None:
                 extra = extra + mixture.aux_loss.to(loss.dtype)
+                # Consumed: a second loss must not add it once more, nor keep its graph alive.
                 mixture.aux_loss = None
         self.aux_loss = extra.detach()
         if extra.requires_grad:

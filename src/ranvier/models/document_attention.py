@@ -1,9 +1,9 @@
-"""Attention of whole samples, and inside the documents that samples are cut into.
+"""Attention over whole samples, and inside the documents that samples are packed from.
 
-The cuts are data: the bounds lie on the device, a compiled graph does not know their number, and
-the work is that of the documents. A token may see only the last `window` ones, itself included, and
-scores may be bent into (-cap, cap) as cap · tanh(score / cap); 0 is neither. Plain PyTorch, imports
-torch only.
+Document boundaries are data: they are stored on the device, a compiled graph does not depend on
+their number, and the cost is that of the documents. A token may see only the last `window` tokens,
+itself included, and scores may be soft-capped to cap · tanh(score / cap); 0 disables either. Plain
+PyTorch, imports torch only.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """How samples are cut into documents: attention stays inside each, and costs what they do."""
+    """How samples are split into documents: attention stays inside each, and costs accordingly."""
 
     lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document of each sample; the host knows them, so that no device is asked."""
+    """Tokens of each document of each sample, on the host, so that no device is synchronised."""
     cu_seqlens: Tensor
-    """Where documents begin when all samples are laid one after the other, and the end `[n + 1]`;
-    documents of no tokens may follow."""
+    """Start of each document when all samples are concatenated, and the end `[n + 1]`; empty
+    documents may follow."""
     max_seqlen_tensor: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """Tokens of the longest at most, on the host: a graph does not depend on it."""
+    """Upper bound of the longest document, on the host; a tensor, so that a graph does not depend
+    on it."""
 
     @classmethod
     def from_ids(cls, ids: Tensor, device: torch.device | str | None = None) -> Documents:
-        """From numbers `[b, s]`: equal neighbours are one document."""
+        """From ids `[b, s]`: equal neighbours are one document."""
         rows = (torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids)
         return cls.from_lengths(tuple(map(tuple, rows)), ids.device if device is None else device)
 
@@ -41,54 +42,58 @@ class Documents:
     def from_lengths(
         cls, lengths: tuple[tuple[int, ...], ...], device: torch.device | str
     ) -> Documents:
-        """From the lengths in each sample."""
+        """From the document lengths of each sample."""
         ends = accumulate((n for sample in lengths for n in sample), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32)
         if torch.device(device).type == "cuda":
+            # Pinned, so that the copy below is asynchronous.
             bounds = bounds.pin_memory()
         longest = max(n for sample in lengths for n in sample)
         bounds = bounds.to(device, non_blocking=True)
+        # Rounded up to a power of two: few distinct values, hence few kernel variants.
         return cls(lengths, bounds, torch.tensor(1 << (longest - 1).bit_length()))
 
     @classmethod
     def one_per_sample(cls, samples: int, seq: int, device: torch.device) -> Documents:
-        """Each sample one document."""
+        """One document per sample."""
         bounds = torch.arange(0, samples * seq + 1, seq, dtype=torch.int32, device=device)
         return cls((), bounds, torch.tensor(seq))
 
     def select_samples(self, rows: slice) -> Documents:
-        """Those of some samples."""
+        """The documents of a range of samples."""
         first, last, _ = rows.indices(len(self.lengths))
         tokens = sum(self.lengths[0])
         bounds = self.narrow(first * tokens, (last - first) * tokens).cu_seqlens
         return Documents(self.lengths[rows], bounds, self.max_seqlen_tensor)
 
     def narrow(self, start: int, tokens: int) -> Documents:
-        """Those of some tokens, for the device: no lengths, as a graph must not depend on them.
+        """The documents of a range of tokens, without lengths: a graph must not depend on them.
 
-        The others become documents of no tokens: no size depends on the cuts.
+        The others become empty documents, so that no size depends on the boundaries.
         """
+        # Clamping turns documents outside of the range into empty ones at its borders.
         return Documents((), (self.cu_seqlens - start).clamp(0, tokens), self.max_seqlen_tensor)
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest, rounded up to a power of two: few values, few kernels."""
+        """Length of the longest document, rounded up to a power of two."""
         return int(self.max_seqlen_tensor)
 
 
 def normalize_documents(documents: Documents | Tensor | None) -> Documents | None:
-    """The documents as cuts, or None if each sample is one."""
+    """The documents as `Documents`, or None if each sample is a single one."""
     if isinstance(documents, Tensor):
         documents = Documents.from_ids(documents)
     if documents is None or not documents.lengths:
         return documents
+    # Plain causal attention has faster kernels than the varlen one.
     if all(len(cuts) == 1 for cuts in documents.lengths):
         return None
     return documents
 
 
 def document_lengths(documents: Documents | None, device: torch.device) -> Tensor | None:
-    """Tokens of the document of each token `[b, s]`; None where each sample is one."""
+    """Length of the document of each token `[b, s]`; None where each sample is one document."""
     if documents is None or not documents.lengths:
         return None
     rows = [[n for n in sample for _ in range(n)] for sample in documents.lengths]
@@ -104,6 +109,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: floa
         return _softcap_attention(q, k, v, window, cap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     if window:
+        # SDPA wants True where a key is visible.
         mask = ~_masked_keys(seq, window, q.device)
     else:
         mask = None
@@ -112,7 +118,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: floa
 
 
 def _masked_keys(seq: int, window: int, device: torch.device) -> Tensor:
-    """Which keys a query does not see: later ones, and those before its window `[s, s]`."""
+    """Keys that a query does not see: later ones, and those before its window `[s, s]`."""
     ones = torch.ones(seq, seq, dtype=torch.bool, device=device)
     if window:
         return ones.triu(1) | ones.tril(-window)
@@ -120,7 +126,7 @@ def _masked_keys(seq: int, window: int, device: torch.device) -> Tensor:
 
 
 def _attention_probs(q: Tensor, k: Tensor, window: int, cap: float) -> tuple[Tensor, Tensor]:
-    """Probabilities, and scores before what is not seen was left out `[.., s, s]`, in fp32."""
+    """Probabilities, and scores before masking `[.., s, s]`, in fp32."""
     scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).to(_accumulation_dtype(q.dtype))
     if cap > 0.0:
         scores = torch.tanh(scores / cap) * cap
@@ -135,7 +141,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float) -> Tensor:
-    """As `causal`, with all scores at once: no library bends them."""
+    """As `causal_attention`, materializing all scores: SDPA does not support a soft cap."""
     groups = q.shape[2] // k.shape[2]
     q = q.transpose(1, 2).unflatten(1, (-1, groups))  # (b, g, h/g, s, k)
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))  # (b, g, 1, s, k)
@@ -147,6 +153,7 @@ def document_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0, cap: float = 0.0
 ) -> Tensor:
     """Causal attention inside documents; q, y: `[b·s, h, k]`, k, v: `[b·s, g, k]`."""
+    # A graph always contains the custom op, which chooses the implementation when it runs.
     if torch.compiler.is_compiling() or can_use_flash_kernel(q, cap):
         y: Tensor = attend_documents(
             q, k, v, documents.cu_seqlens, documents.max_seqlen_tensor, window, cap
@@ -158,14 +165,15 @@ def document_attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int = 0, cap: float = 0.0
 ) -> Tensor:
-    """The same in differentiable operations, documents of equal length together."""
+    """The same in differentiable operations, batching documents of equal length."""
     places = _indices_by_length(bounds)
     outputs = [causal_attention(q[at], k[at], v[at], window, cap).flatten(0, 1) for at in places]
+    # Outputs are grouped by length; argsort of their indices restores the order of tokens.
     return torch.cat(outputs)[torch.cat([at.flatten() for at in places]).argsort()]
 
 
 def _indices_by_length(bounds: Tensor) -> list[Tensor]:
-    """Where the tokens of documents of equal length lie: `[documents, length]` of each length."""
+    """Token indices of documents of equal length: one `[documents, length]` per length."""
     starts = defaultdict[int, list[int]](list)
     for start, stop in pairwise(bounds.tolist()):
         if stop > start:
@@ -186,8 +194,9 @@ def packed_attention_backward(
     window: int = 0,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed`: dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy.
+    """Gradients of `packed_attention`.
 
+    dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy.
     With a cap c, S = c tanh(T / c): dT = dS (1 - (S / c)²).
     """
     dq = torch.zeros_like(q)
@@ -204,25 +213,28 @@ def packed_attention_backward(
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         if cap > 0.0:
             ds = ds * (1.0 - (scores / cap) ** 2)
+        # Back to the dtype of the inputs for the matmuls; softmax and its gradient were in fp32.
         p = p.to(q.dtype)
         ds = ds.to(q.dtype)
         dq[at] = (ds @ b).flatten(1, 2).transpose(1, 2)
+        # Summed over the query heads that share a kv head.
         dk[at] = (ds.transpose(-1, -2) @ a).sum(2).transpose(1, 2)
         dv[at] = (p.transpose(-1, -2) @ d).sum(2).transpose(1, 2)
     return dq, dk, dv
 
 
 def can_use_flash_kernel(q: Tensor, cap: float = 0.0) -> bool:
-    """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
+    """Whether the varlen flash kernel runs here; elsewhere `packed_attention` does."""
     if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_DTYPES or cap > 0.0:
         return False
+    # Limits of the flash kernel: head dims that are multiples of 8, at most 256; Ampere or newer.
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
     return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:
-    """As the kernel takes it: heads without gaps, such as those of a packed k and v."""
+    """The layout that the kernel takes: heads without gaps, unlike views of a packed k and v."""
     if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
         return x
     return x.contiguous()
@@ -235,11 +247,13 @@ def _contiguous_heads(x: Tensor) -> Tensor:
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor, window: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `inside`, and what its backward needs: logarithms of sums, state of no generator."""
+    """As `document_attention`, plus what backward needs: log-sum-exps, and an unused RNG state."""
     if not can_use_flash_kernel(q, cap):
         y = packed_attention(q, k, v, bounds, window, cap)
         none = q.new_empty(0)
+        # A custom op must not return the same tensor twice.
         return y.contiguous(), none, none.clone()
+    # A tensor on the host, so reading it does not synchronise with the device.
     longest = int(most)
     q, k, v = map(_contiguous_heads, (q, k, v))
     y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -249,8 +263,9 @@ def attend_documents(
 
 
 def _window_sizes(window: int) -> dict[str, int]:
-    """How many keys before and behind itself a query sees, as the kernel counts them."""
+    """Keys before and after itself that a query sees, as the kernel counts them."""
     if window:
+        # The kernel does not count the query itself.
         return {"window_size_left": window - 1, "window_size_right": 0}
     return {}
 
@@ -282,7 +297,7 @@ def attend_documents_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if not can_use_flash_kernel(q, cap):
-        # an operation cannot use autograd
+        # A custom op cannot use autograd, so the gradients are written out.
         return packed_attention_backward(dy, q, k, v, bounds, window, cap)
     longest = int(most)
     none = torch.empty(0, device=q.device)

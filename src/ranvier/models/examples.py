@@ -1,4 +1,4 @@
-"""Small models with which the generic tests try every grid."""
+"""Small models with which the generic tests exercise every grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def _small_decoder(**changes: object) -> Callable[[], nn.Module]:
 
 
 def _small_decoder_with_lora(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
-    """A model with adapters that add something: nothing of theirs is at its initial value."""
+    """A model with adapters whose parameters are all away from their initial values.
+
+    With B = 0 an adapter would add nothing, and errors in it would go unnoticed.
+    """
 
     def make() -> nn.Module:
         model = _small_decoder(**changes)()

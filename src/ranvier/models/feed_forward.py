@@ -1,4 +1,4 @@
-"""The MLP of a block, gated or not, and layers that read the same value.
+"""The MLP of a block, gated or not, and fused layers that read the same value.
 
 Shapes: b samples, s tokens, d embed, f mlp.
 """
@@ -21,6 +21,7 @@ GATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu_exact": F.gelu,
     "reglu": F.relu,
 }
+# models.config lists the names without importing torch; both lists must agree.
 assert set(GATED_FUNCTIONS) == set(GATED_ACTIVATIONS), GATED_FUNCTIONS
 UNGATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _GELU_TANH,
@@ -30,7 +31,7 @@ UNGATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FusedLinear(nn.ModuleDict):
-    """Layers that read the same value, and their outputs in order."""
+    """Layers that read the same value; returns their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Apply each to x."""
@@ -57,6 +58,8 @@ class GatedMLP(nn.Module):
         """x, y: `[b, s, d]`."""
         return self.project_down(self.compute_hidden(x))
 
+    # Split in two, so that an MoE layer can overlap each half of its shared expert with one of its
+    # all-to-alls.
     def compute_hidden(self, x: Tensor) -> Tensor:
         """The hidden layer, `[b, s, f]`."""
         gate, up = apply_with_adapter(self, "enter", x)  # (b, s, f)
@@ -64,7 +67,7 @@ class GatedMLP(nn.Module):
         return hidden
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """What the hidden layer gives, `[b, s, d]`."""
+        """Project the hidden layer to the output, `[b, s, d]`."""
         out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
@@ -90,16 +93,17 @@ class UngatedMLP(nn.Module):
         return self.function(apply_with_adapter(self, "up", x))
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """What the hidden layer gives, `[b, s, d]`."""
+        """Project the hidden layer to the output, `[b, s, d]`."""
         out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
 
 def apply_with_adapter(module: nn.Module, name: str, x: Tensor) -> Any:
-    """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
+    """Apply a layer of a module to x, plus the adapter attached to it, if there is one."""
     layer = getattr(module, name)
     adapters = getattr(module, "adapters", None)
     y = layer(x)
     if adapters is None or name not in adapters:
         return y
+    # The adapter gets the layer itself, too: DoRA needs its weight.
     return adapters[name](x, y, layer)

@@ -4,10 +4,10 @@
     DoRA   y = m / ‖W + s · B A‖ · (W x + s · B A drop(x)) + b
 
 with A `(rank, in)`, B `(out, rank)`, m `(out)` and s = alpha / rank or alpha / sqrt(rank); the norm
-is that of a row and as good as constant. Adapters hang beside their layers (`module.adapters`), so
-that these keep their names. Layers that read the same value have one adapter: one dropout, and
-what their A give lies side by side. The names of dims follow from those of the layer; a rank is
-whole. Not handled: embeddings and heads.
+is that of a row and treated as constant. Adapters are attached next to their layers
+(`module.adapters`), so that these keep their names. Layers that read the same value have one
+adapter: one dropout, and the outputs of their A matrices are concatenated. The names of dims follow
+from those of the layer; the rank dim is not split. Not handled: embeddings and heads.
 
 Shapes: b samples, s tokens, r rank.
 """
@@ -26,11 +26,11 @@ from ranvier.models.decoder import Decoder
 from ranvier.models.feed_forward import FusedLinear
 
 SHARED_A = "shared"
-"""Name of an A that several layers have in common."""
+"""Name of an A matrix that several layers share."""
 
 
 class GroupedInputLinear(nn.ModuleDict):
-    """Layers each of which reads a part of the value, and their outputs in order."""
+    """Layers that each read one part of the input; returns their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x: `[b, s, n·r]`."""
@@ -47,7 +47,8 @@ class DoraMagnitude(nn.Module):
         self.scale = scale
 
     def forward(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
-        """The factor `[out]`; the norm is as good as constant."""
+        """The factor `[out]`; the norm is treated as constant."""
+        # No gradient through the norm, as the DoRA paper suggests to save memory.
         return self.weight / self.weight_norm(layer, a, b)
 
     @torch.no_grad()
@@ -58,10 +59,11 @@ class DoraMagnitude(nn.Module):
 
     @staticmethod
     def squared_row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Σ (W + s · B A)² of each row, without the sum of matrices; any columns add up.
+        """Σ (W + s · B A)² of each row, without forming the sum; results of column ranges add up.
 
         ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`.
         """
+        # Sums of squares in fp32: in bf16 small terms would be lost.
         wide = torch.promote_types(w.dtype, torch.float32)
         own: Tensor = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
         mixed = (b.to(wide) * (w @ a.T).to(wide)).sum(1)
@@ -86,6 +88,7 @@ class Adapter(nn.Module):
             {layer.in_features for layer in layers.values()},
             {into for _, into in dims.values()},
         )
+        # With a shared A all B read the same value (FusedLinear), otherwise each its own part.
         first = (SHARED_A,) if config.shared and len(layers) > 1 else self.names
         self.dropout = nn.Dropout(config.dropout)
         self.a = FusedLinear({name: nn.Linear(features, config.rank, bias=False) for name in first})
@@ -96,18 +99,19 @@ class Adapter(nn.Module):
         self.m = nn.ModuleDict(
             {n: DoraMagnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
         )
+        # Dims on the instance, as they follow from the adapted layers.
         self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
         self.dims |= {f"a.{name}": ("rank", into) for name in first}
         self.dims |= {f"b.{name}": (out, "rank") for name, (out, _) in dims.items()}
         self.dims |= {f"m.{name}": dims[name] for name in self.m}
 
     def reset_parameters(self) -> None:
-        """Initial values: A as a linear layer has them, B zero, so that nothing is added."""
+        """Initial values: A as in a linear layer, B zero, so that nothing is added at first."""
         for layer in self.b.children():
             nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, y: Tensor | tuple[Tensor, ...], layer: nn.Module) -> object:
-        """y, which the layer made of x, with what is added to it."""
+        """Add the adapter's output to y, the output of the layer for x."""
         parts = self.a(self.dropout(x))  # (b, s, r) each
         added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         if isinstance(y, tuple):
@@ -121,17 +125,18 @@ class Adapter(nn.Module):
         return ys[0]
 
     def _add_to_output(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
-        """One output with what is added to it; a bias is not scaled."""
+        """One output plus the adapter's; the bias is not scaled by DoRA."""
         if name not in self.m:
             return y + more
         factor: Tensor = self.m[name](*self.layer_with_a_and_b(layer, name))
         bias: Tensor | None = getattr(self.adapted_layer(layer, name), "bias", None)
         if bias is None:
             return factor * (y + more)
+        # y already contains the bias: take it out before scaling.
         return factor * (y - bias.flatten() + more) + bias.flatten()
 
     def adapted_layer(self, layer: nn.Module, name: str) -> nn.Module:
-        """The layer of a name: one of several, or the only one."""
+        """The layer with a name: a child of a fused layer, or the layer itself."""
         found = getattr(layer, name, layer)
         assert isinstance(found, nn.Module), name
         return found
@@ -145,19 +150,20 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def init_magnitudes(self, layer: nn.Module) -> None:
-        """Set the lengths of DoRA to those of the weights as they are: nothing changes at first."""
+        """Set the magnitudes of DoRA to the current row norms, so that nothing changes at first."""
         for name, magnitude in self.m.items():
             assert isinstance(magnitude.weight, nn.Parameter)
             magnitude.weight.copy_(magnitude.weight_norm(*self.layer_with_a_and_b(layer, name)))  # type: ignore[operator]
 
 
 def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
-    """Hang adapters beside the layers that the config names; all else is frozen."""
+    """Attach adapters to the layers that the config names; everything else is frozen."""
     model.requires_grad_(False)
     init: dict[str, float | tuple[float, float]] = {}
     for i, block in enumerate(model.blocks):
         if config.layers and i not in config.layers:
             continue
+        # A list, as attaching adapters adds modules during the iteration.
         for module in list(block.modules()):
             adapters = {
                 group: Adapter(config, layers, dims)
@@ -168,16 +174,17 @@ def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
             for group, adapter in adapters.items():
                 adapter.reset_parameters()
                 init |= _initial_values(f".adapters.{group}", adapter)
+    # First match wins, so the adapters' entries come before the general ones.
     model.init = {**init, **model.init}
 
 
 def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
-    """Mean and deviation of initial values by the end of a name: A as PEFT has it, B zero."""
+    """Mean and standard deviation of initial values by name suffix: A as in PEFT, B zero."""
     found = {f"{path}.b.{name}.weight": (0.0, 0.0) for name in adapter.names}
     found |= {f"{path}.m.{name}.weight": (1.0, 0.0) for name in adapter.m}
     for name, layer in adapter.a.items():
         assert isinstance(layer, nn.Linear)
-        # the deviation of numbers spread evenly between ±1 / sqrt(in)
+        # Standard deviation of a uniform distribution on ±1 / sqrt(in).
         found[f"{path}.a.{name}.weight"] = (0.0, 1.0 / math.sqrt(3 * layer.in_features))
     return found
 
@@ -185,10 +192,11 @@ def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float
 def _adapter_groups(
     module: nn.Module, on: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[str, str]]]]:
-    """Name of a layer (or of several siblings), its layers, and the dims of those to be adapted."""
+    """Name of a layer (or fused layer), its linear layers, and the dims of those to be adapted."""
     chosen: dict[str, dict[str, tuple[str, str]]] = {}
     for key, dims in getattr(module, "dims", {}).items():
         group, _, name = key.partition(".")
+        # Two dims mark a matrix; a target is matched by the layer's name or by one of its dims.
         if len(dims) == 2 and {name or group, *dims} & {*on}:
             chosen.setdefault(group, {})[name or group] = dims
     for group, dims in chosen.items():
@@ -199,18 +207,19 @@ def _adapter_groups(
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """The parameters of an adapted layer."""
+    """Names of the adapter parameters of an adapted layer."""
 
     a: str
     b: str
     m: str
-    """Without DoRA it is not there."""
+    """Exists only with DoRA."""
     shape: tuple[int, int]
     """Features out and in."""
 
 
 def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, AdaptedWeight]:
-    """What belongs to each adapted weight of a decoder, by its name."""
+    """Adapter parameters of each adapted weight of a decoder, by the weight's name."""
+    # One block on the meta device is enough: all blocks have the same names.
     with torch.device("meta"):
         one = build_decoder(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
     found = {}
@@ -248,14 +257,14 @@ def _with_block_index(name: str, block: int) -> str:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
-    """Name, adapter and adapted layer of all there are, also on the grid and of a stage."""
+    """Name, adapter and adapted layer of all adapters, also on a grid and in a pipeline stage."""
     for path, module in model.named_modules():
         for group, adapter in (getattr(module, "adapters", None) or {}).items():
             yield f"{path}.adapters.{group}", adapter, getattr(module, group)
 
 
 def build_decoder(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
-    """A decoder, with adapters if they have a rank."""
+    """A decoder, with adapters if the rank is not 0."""
     model = Decoder(config)
     if lora.rank > 0:
         attach_adapters(model, lora)

@@ -4,15 +4,15 @@
     experts = top k of p + bias              the bias chooses, it does not weight
     y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen, divided by their sum
 
-All that balances the experts is defined for one sequence (or, the bias, for a whole step), so it
-depends neither on the grid nor on micro-batches. With f_e the share of the choices of a sequence of
-s tokens that fell on expert e and P_e its mean score,
+All load balancing is defined per sequence (or, the bias, per step), so it depends neither on the
+grid nor on micro-batches. With f_e the fraction of the choices of a sequence of s tokens that went
+to expert e and P_e its mean score,
 
-    extra = s · (balance · E · Σ_e f_e P_e + router_z · mean_t logsumexp(logits_t)²)
+    aux_loss = s · (balance · E · Σ_e f_e P_e + router_z · mean_t logsumexp(logits_t)²)
 
 summed over sequences, is added to the loss, which is a sum over tokens.
 
-Shapes: b sequences, s tokens, t = b·s, d embed, E experts, k of them a token, f their mlp.
+Shapes: b sequences, s tokens, t = b·s, d embed, E experts, k of them per token, f their mlp.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ranvier.models.feed_forward import GATED_FUNCTIONS, UNGATED_FUNCTIONS, Gate
 
 @dataclass(frozen=True)
 class Routes:
-    """Where tokens go."""
+    """The experts of each token and their weights."""
 
     scores: Tensor
     """`[t, E]`."""
     weights: Tensor
-    """Of what the chosen experts give, `[t, k]`."""
+    """Factors of the chosen experts' outputs, `[t, k]`."""
     experts: Tensor
-    """The chosen, `[t, k]`."""
+    """The chosen experts, `[t, k]`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Router:
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> Router:
-        """That of a model."""
+        """The router of a model."""
         return cls(
             config.experts,
             config.experts_top,
@@ -80,13 +80,14 @@ class Router:
         return self.aux_loss_coeff > 0.0 or self.z_loss_coeff > 0.0
 
     def expert_capacity(self, seq: int) -> int:
-        """Tokens of a sequence that an expert takes at most."""
+        """Maximum number of tokens of a sequence that an expert takes."""
         if self.capacity_factor == 0.0:
             return seq
+        # A token chooses an expert at most once, so `seq` slots are always enough.
         return min(math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts), seq)
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """gain · x Wᵀ, wide; of a part of the features a part of the sum. x: `[t, d]`."""
+        """gain · x Wᵀ in fp32 at least; from a part of the features, a partial sum. x: `[t, d]`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         found = F.linear(x.to(wide), weight.to(wide))  # (t, E)
         if self.logit_scale == 1.0:
@@ -94,7 +95,7 @@ class Router:
         return found * self.logit_scale
 
     def route_tokens(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
-        """logits: `[t, E]`, wide; bias: `[E]`."""
+        """Choose experts; logits: `[t, E]`, fp32 at least; bias: `[E]`."""
         if self.score_function == "softmax":
             scores = logits.softmax(-1)
         else:
@@ -102,18 +103,21 @@ class Router:
         if bias is None:
             wanted = scores.detach()
         else:
+            # The bias only affects which experts are chosen; weights come from the scores without
+            # it.
             wanted = scores.detach() + bias.to(scores.dtype)
         experts = wanted.topk(self.top_k, dim=-1).indices  # (t, k)
         weights = scores.gather(1, experts)
         if self.norm_topk_prob:
-            floor = torch.finfo(weights.dtype).tiny  # sigmoids may all be 0
+            # Sigmoid scores may all underflow to 0.
+            floor = torch.finfo(weights.dtype).tiny
             weights = weights / weights.sum(1, keepdim=True).clamp(min=floor)
         return Routes(
             scores, weights * self.route_scale if self.route_scale != 1.0 else weights, experts
         )
 
     def count_choices(self, routes: Routes, sequences: int) -> Tensor:
-        """Choices of each expert in each sequence (or the part of it that is here): `[b, E]`."""
+        """Choices of each expert in each sequence (or the part of it on this rank): `[b, E]`."""
         chosen = routes.experts.new_zeros(sequences, self.num_experts)
         flat = routes.experts.view(sequences, -1)
         return chosen.scatter_add_(1, flat, torch.ones_like(flat))
@@ -121,27 +125,31 @@ class Router:
     def capacity_mask(
         self, routes: Routes, sequences: int, seq: int, before: Tensor | None
     ) -> Tensor:
-        """Which choices find a slot, `[t, k]`: the first in the order of the sequence.
+        """Which choices are within the capacity, `[t, k]`: the first ones in sequence order.
 
         seq: tokens of whole sequences; before: choices of earlier parts of them, `[b, E]`.
         """
+        # Running count of the choices of each expert along the sequence.
         hot = F.one_hot(routes.experts.view(sequences, -1), self.num_experts)  # (b, s·k, E)
         if before is None:
             place = hot.cumsum(1)
         else:
             place = hot.cumsum(1) + before.unsqueeze(1)
+        # `place` counts from 1: the n-th choice of an expert in its sequence has place n.
         mine = place.gather(2, routes.experts.view(sequences, -1, 1)).view_as(routes.experts)
         return mine <= self.expert_capacity(seq)
 
     def compute_aux_loss(self, logits: Tensor, routes: Routes, counts: Tensor, seq: int) -> Tensor:
-        """What is added to the loss for these tokens: a sum over them.
+        """Auxiliary loss of these tokens: a sum over them.
 
-        counts: choices of whole sequences, `[b, E]`; logits: of the tokens here, `[t, E]`.
+        counts: choices of whole sequences, `[b, E]`; logits: of the local tokens, `[t, E]`.
         """
         shares = counts.to(logits.dtype) / (seq * self.top_k)  # (b, E)
         scores = routes.scores
         if self.score_function == "sigmoid":
+            # Sigmoid scores do not sum to 1; P_e must be comparable to f_e.
             scores = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        # A sum rather than a mean of scores: s · P_e, as the loss is a sum over tokens.
         sums = scores.view(len(counts), -1, self.num_experts).sum(1)  # (b, E)
         found = self.aux_loss_coeff * self.num_experts * (shares * sums).sum()
         if self.z_loss_coeff > 0.0:
@@ -168,14 +176,15 @@ class MoELayer(nn.Module):
         self.up = nn.Parameter(torch.empty(e, f, d))
         self.down = nn.Parameter(torch.empty(e, d, f))
         for weight in (self.gate, self.up, self.down):
-            if weight is not None:  # as nn.Linear begins
+            # The same initial values as nn.Linear.
+            if weight is not None:
                 nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
         made = GatedMLP if self.has_gate else UngatedMLP
         self.shared = made(replace(config, mlp=config.shared_mlp)) if config.shared_mlp else None
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(e) if config.router_bias > 0.0 else None)
         self.aux_loss: Tensor | None = None
-        """What the last forward pass adds to the loss; whoever adds it takes it away."""
+        """Auxiliary loss of the last forward pass; whatever adds it to the loss resets it."""
         self.tokens_per_expert: Tensor | None = None
         """Choices of each expert since the last step, `[E]`."""
 
@@ -195,12 +204,14 @@ class MoELayer(nn.Module):
             self.aux_loss = rule.compute_aux_loss(logits, routes, counts, s)
         else:
             self.aux_loss = None
+        # Counted only where `update_expert_bias` will use it.
         if self.training and self.bias is not None:
             found = counts.sum(0)
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = found
             else:
                 self.tokens_per_expert = self.tokens_per_expert + found
+        # Summed in the dtype of the logits (fp32 at least), expert by expert.
         y = torch.zeros_like(flat, dtype=logits.dtype)  # (t, d)
         for e in range(rule.num_experts):
             token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)
@@ -210,7 +221,7 @@ class MoELayer(nn.Module):
         return found if self.shared is None else found + self.shared(x)
 
     def router_noise(self, logits: Tensor) -> Tensor:
-        """Random numbers in [-1, 1); here torch's, on a grid of (seed, layer, sample, token)."""
+        """Random numbers in [-1, 1) from torch; on a grid, of (seed, layer, sample, token)."""
         return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
@@ -225,7 +236,10 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self) -> None:
-        """After a step: experts that got fewer tokens than the mean are chosen more readily."""
+        """After a step: raise the bias of experts that got fewer tokens than the mean.
+
+        Lower that of the others.
+        """
         if self.bias is not None and self.tokens_per_expert is not None:
             self.bias.copy_(
                 next_expert_bias(self.bias, self.tokens_per_expert, self.rule.bias_update_rate)
@@ -234,6 +248,6 @@ class MoELayer(nn.Module):
 
 
 def next_expert_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
-    """The bias after a step in which experts got these numbers of tokens: `[E]` each."""
+    """The bias after a step in which the experts got `loads` tokens: `[E]` each."""
     wide = loads.to(torch.float64)
     return bias + rate * (wide.mean() - wide).sign().to(bias.dtype)

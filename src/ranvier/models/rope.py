@@ -1,14 +1,14 @@
-"""Rotary positions: the frequencies of the families of models. Plain PyTorch, imports torch only.
+"""Rotary position embedding (RoPE): the frequencies of the model families; imports torch only.
 
-A head of k elements is turned in pairs, pair i by the angle position · θ^(-2i/k). Models that read
-longer texts than they were first trained on slow these frequencies, each family in its own way:
+A head of k elements is rotated in pairs, pair i by the angle position · θ^(-2i/k). Models that read
+longer texts than they were first trained on lower these frequencies, each family in its own way:
 
     linear    all by 1/scale
     llama3    those that turn less than `low` times in `original` tokens by 1/scale; more than
               `high` times: not; between: mixed by how often they turn
-    yarn      the same, mixed by their number i instead
-    longrope  each by its own factor, of one list for texts up to `original` tokens and of another
-              for longer ones
+    yarn      the same, mixed by their index i instead
+    longrope  each by its own factor, from one list for texts up to `original` tokens and from
+              another for longer ones
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = int(config.head_dim * config.rope_share)
 
     def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
-        """positions: `[b, s]`; cosines of the turned part k of a head, then sines: `[b, s, 1, 2k]`.
+        """Cosines of the rotated part k of each head, then sines: `[b, s, 1, 2k]`.
 
-        long: how long the text of each token is `[b, s]`, which is the same on every grid; None:
-        each sample is one text, and ends with the largest of its positions. So what fills a sample
-        up, with a position of the text, counts as little as the other samples do.
+        positions: `[b, s]`. long: length of each token's text `[b, s]`, which is the same on every
+        grid; None: each sample is one text, whose length is its largest position + 1. So padding,
+        which repeats a position of the text, does not affect it, and neither do other samples.
         """
         if dtype == torch.float64:
             wide = torch.float64
         else:
             wide = torch.float32
+        # At least fp32, as bf16 cannot represent large positions.
         steps = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=wide)
         frequency = self.compute_frequencies(steps, 1)
         if self.config.rope == "longrope":
@@ -49,19 +50,23 @@ class RotaryEmbedding(nn.Module):
                 long = positions.amax(1, keepdim=True) + 1  # (b, 1)
             beyond = (long > self.config.rope_original).unsqueeze(-1)
             far = self.compute_frequencies(steps, self.config.rope_original + 1)
+            # Chosen by `where` on the device: a branch on the length would synchronise and break
+            # graphs.
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         cos = angle.cos()
         sin = angle.sin()
+        # Each value twice: both halves of a head are rotated by the same angles.
         found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)
         if self.config.rope_attention != 1.0:
             found = found * self.config.rope_attention
         return found.to(dtype)
 
     def compute_frequencies(self, steps: Tensor, seq: int) -> Tensor:
-        """Radians a token of the pairs whose first elements are `steps` `[k/2]`."""
+        """Radians per token of the pairs whose first elements are `steps` `[k/2]`."""
         config = self.config
-        # as others write it: to the last bit, which counts at far positions
+        # Written as in other implementations, so that it is equal to the last bit: at far positions
+        # a difference in the last bit matters.
         frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.rotary_dim)
         if config.rope == "longrope":
             if seq > config.rope_original:
@@ -80,34 +85,35 @@ class RotaryEmbedding(nn.Module):
         return frequency * (kept + (1.0 - kept) / config.rope_scale)
 
     def _yarn_keep_ratio(self, steps: Tensor) -> Tensor:
-        """How much of each frequency is kept, falling evenly from pair to pair (YaRN)."""
+        """Fraction of each frequency that is kept, falling linearly with the pair index (YaRN)."""
         config = self.config
         k = self.rotary_dim
 
         def pair(turns: float) -> float:
-            """The number of the pair that turns so often in the original length."""
+            """Index of the pair that makes `turns` turns in the original length."""
             length = config.rope_original / (turns * 2 * math.pi)
             return k * math.log(length) / (2 * math.log(config.rope_theta))
 
         low, high = config.rope_turns
         first = max(math.floor(pair(high)), 0)
         last = min(math.ceil(pair(low)), k - 1)
+        # Avoids a division by zero, with the constant of the YaRN reference implementation.
         width = last - first if last != first else 0.001
         return 1.0 - ((steps / 2 - first) / width).clamp(0.0, 1.0)
 
 
 def _llama3_keep_ratio(frequency: Tensor, config: RotaryConfig) -> Tensor:
-    """How much of each frequency is kept, by how often it turns (Llama 3.1)."""
+    """Fraction of each frequency that is kept, by how often it turns (Llama 3.1)."""
     low, high = config.rope_turns
     turns = config.rope_original * frequency / (2 * torch.pi)
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 class RotateHalves(torch.autograd.Function):
-    """The two halves of each head rotated; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`.
+    """Rotate the two halves of each head; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`.
 
-    The gradient is rotated back, which a compiler turns into as good a kernel as the way there;
-    what autograd derives takes more than twice the time.
+    The gradient is rotated back, which a compiler turns into as good a kernel as the forward pass;
+    the derivative by autograd takes more than twice the time.
     """
 
     @staticmethod
@@ -123,7 +129,7 @@ class RotateHalves(torch.autograd.Function):
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate each head by the angles of its position; what they do not reach stays as it is."""
+    """Rotate each head by the angles of its position; elements beyond the rotary dim are kept."""
     turned = angles.shape[-1] // 2
     if turned == x.shape[-1]:
         y: Tensor = RotateHalves.apply(x, angles)  # type: ignore[no-untyped-call]

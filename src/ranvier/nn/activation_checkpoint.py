@@ -1,11 +1,11 @@
-"""Recomputation: a block forgets activations and computes them again in backward.
+"""Activation checkpointing: a block drops activations and recomputes them in backward.
 
-none        every activation stays until backward has used it
-selective   results of matrix products and of attention stay; what is cheap is computed again
-full        only the input of the block stays; all of it is computed again
+none        every activation is saved until backward has used it
+selective   results of matmuls and attention are saved; cheap operations are recomputed
+full        only the input of the block is saved; all of it is recomputed
 
-What runs again communicates again, or takes what its first run has kept (`comm.results`): then the
-collectives of a step are those of a block that keeps all.
+A recomputed block communicates a second time, or reuses the saved results of its first run
+(`memory.saved_results`): then a step has the same collectives as one without recomputation.
 """
 
 from __future__ import annotations
@@ -50,29 +50,31 @@ SAVED_OPS = frozenset(
         "ranvier::mixture",
     }
 )
-"""Operations whose results a selective block keeps, by name: not every torch has all of them."""
+"""Operations whose results selective checkpointing saves, by name: not every torch version has all
+of them."""
 NEEDS_OP_TAGS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether a graph must be told of each operation that it is to be computed again: older ones of
-torch tell those inside of autograd functions nothing, and keep their results."""
+"""Whether a graph needs a policy that tags each operation for recomputation: older torch versions
+do not tag operations inside autograd functions, and save their results."""
 
 
 def is_saved_op(operation: Any) -> bool:
-    """Whether a selective block keeps the results: of matrix products, of attention."""
+    """Whether selective checkpointing saves the results: matmuls and attention."""
     name = _op_name(operation)
     return name in SAVED_OPS or (name.startswith("ranvier::") and "attend" in name)
 
 
 def _op_name(operation: Any) -> str:
-    schema = getattr(operation, "_schema", None)  # operators that take functions have none
+    # Higher-order operators have no schema.
+    schema = getattr(operation, "_schema", None)
     return str(operation.name() if schema is None else schema.name)
 
 
 def checkpoint_block(
     forward: Callable[..., Any], kind: Recompute, moment: StepContext, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a block so that it keeps what its kind says.
+    """Run a block so that it saves what its recompute mode allows.
 
-    What runs again works on the samples of its own forward.
+    A recomputation sees the samples of its own forward pass.
     """
     if kind == "budget":
         raise PlanError(
@@ -81,6 +83,7 @@ def checkpoint_block(
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    # Captured now: by the time of the recomputation the step context is at another micro-batch.
     keeping = moment.save_policy
     samples = moment.samples
     selective = kind == "selective"
@@ -91,7 +94,8 @@ def checkpoint_block(
         results = keeping.open_results(selective=selective)
 
     def run(*inputs: Any) -> Any:
-        if compiling:  # the graph reads the samples of its own pass, and may change nothing
+        # A graph reads the samples of its own pass, and may not change outside state.
+        if compiling:
             return forward(*inputs, **kwargs)
         before = moment.samples
         moment.samples = samples
@@ -103,6 +107,9 @@ def checkpoint_block(
         finally:
             moment.samples = before
 
+    # In a graph the compiler does the recomputation, so it needs a policy per operation; in eager
+    # mode `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks
+    # are functions of the sample index (`counter_rng`).
     if compiling and (selective or keeping.saves_all_layers or NEEDS_OP_TAGS):
         contexts = partial(
             _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.depth_group
@@ -114,7 +121,7 @@ def checkpoint_block(
 
 
 class _SaveOpsMode(TorchDispatchMode):
-    """Puts the results of matrix products and of attention into a queue, or takes them from it."""
+    """Queues the results of matmuls and attention, or takes them from the queue on recompute."""
 
     supports_higher_order_operators = True
 
@@ -130,7 +137,7 @@ class _SaveOpsMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run what is not kept."""
+        """Run operations whose results are not saved; save or reuse the others."""
         if not is_saved_op(func):
             return func(*args, **(kwargs or {}))
         if self.results.is_recompute:
@@ -141,10 +148,12 @@ class _SaveOpsMode(TorchDispatchMode):
 
 
 def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
-    """How a graph is told what to keep: results of products, of collectives but those over depth.
+    """Contexts that tell a graph what to save: matmuls, and collectives except those over depth.
 
-    A collective has its group and is followed by the wait for its result, which is what is kept.
+    A collective carries its group and is followed by the wait for its result, which is what is
+    saved.
     """
+    # Group of the collective seen last; the following wait has no group of its own.
     group = ""
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -152,6 +161,7 @@ def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
         name = _op_name(operation)
         saved = selective and is_saved_op(operation)
         if collectives and name == "_c10d_functional::wait_tensor":
+            # Weights gathered over depth are not saved: they would undo the sharding over depth.
             saved = group != depth
         elif name.startswith("_c10d_functional::"):
             group = args[-1]

@@ -1,7 +1,7 @@
-"""Attention core: heads lie on row (or row·col), samples perhaps on col, so each rank works alone.
+"""Attention core: heads are split over row (or row·col), samples perhaps over col.
 
-The serial core is kept as it is; only what came in for the whole micro-batch (positions,
-documents) is cut to the samples of this rank.
+No rank communicates. The serial core is used unchanged; only what came in for the whole micro-batch
+(positions, documents) is cut to the samples of this rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ranvier.sharding import Dim
 class AttentionCore(ParallelLayer):
     """Attention of the heads and samples of this rank.
 
-    q: `[b/col, s, h/row, k]`; angles: of positions, or these; documents: `[b, s]` or None.
+    q: `[b/col, s, h/row, k]`; angles: rotary angles or positions; documents: `[b, s]` or None.
     Communicates: nothing.
     """
 
@@ -38,7 +38,7 @@ class AttentionCore(ParallelLayer):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         q, k = (("batch", "seq", dim, "head_dim") for dim in ("heads", "kv_heads"))
         ids = ("batch", "seq")
         y = ("batch", "seq", "heads")
@@ -53,7 +53,7 @@ class AttentionCore(ParallelLayer):
         angles: Tensor | None,
         documents: Any,
     ) -> Tensor:
-        """Attend; documents: numbers, or cuts that can be narrowed to some tokens."""
+        """Attend; documents: ids, or `Documents`, which can be narrowed to a range of tokens."""
         tokens = q.shape[0] * q.shape[1]
         out: Tensor = self.serial(
             q, k, v, self._local_samples(angles, tokens), self._local_samples(documents, tokens)
@@ -61,24 +61,26 @@ class AttentionCore(ParallelLayer):
         return out
 
     def _local_samples(self, x: Any, tokens: int) -> Any:
-        """What concerns my samples, which have so many tokens."""
+        """The part of x that belongs to this rank's samples, which have `tokens` tokens in all."""
         if isinstance(x, Tensor):
+            # Positions that are the same for all samples.
             if x.shape[0] == 1:
                 return x
             return local_slice(x, self.batch_axis, 0)
         if x is None or self.batch_axis.size == 1:
             return x
+        # `Documents` count tokens of all samples, so a range of samples is a range of tokens.
         return x.narrow(self.batch_axis.index * tokens, tokens)
 
     @property
     def cost_model(self) -> AttentionCost:
-        """Scores and values of my heads."""
+        """Scores and values of the local heads."""
         width, window = (getattr(self.serial, name, 0) for name in ("head_dim", "window"))
         return AttentionCost(self.site.name, self.site.layout_context, self.dim, width, window or 0)
 
 
 def _example_config() -> Any:
-    """As much of a decoder's config as a core reads."""
+    """The part of a decoder's config that a core reads."""
     rope = dict.fromkeys(("rope_scale", "rope_attention", "rope_share"), 1.0)
     plain = {"attention_scale": 0.0, "attention_cap": 0.0, "window_of_layer": lambda layer: 0}
     return SimpleNamespace(

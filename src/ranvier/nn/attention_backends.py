@@ -1,12 +1,12 @@
-"""Attend: causal attention by the libraries that have it, and which of them is fastest here.
+"""Attention backends: causal attention by the libraries that have it, and which is fastest here.
 
-Each way is a plain function of q `[b, s, h, k]` and k, v `[b, s, g, k]` with a result like q, also
-while torch.compile traces it. h is a multiple of g; query heads share keys in order.
+Each backend is a plain function of q `[b, s, h, k]` and k, v `[b, s, g, k]` with a result like q,
+also while torch.compile traces it. h is a multiple of g; query heads share keys in order.
 
-    auto        what torch would take
+    auto        torch's own choice (SDPA)
     cudnn       NVIDIA's library
     flash       the kernel that torch brings along
-    efficient   another such kernel, for 32 bits: there torch itself writes all scores
+    efficient   another such kernel, for fp32: there SDPA itself materializes all scores
 
 Not handled: documents inside a sample, masks, dropout.
 """
@@ -25,7 +25,7 @@ from ranvier.nn.autotune import Autotuner, TimedCall, random_tensors
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 128
-"""Largest head dim that all these devices have a backward pass for."""
+"""Largest head dim for which all supported devices have a backward pass."""
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,29 +37,29 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `auto`, by cuDNN, which knows shared keys itself."""
+    """As `sdpa_attention`, by cuDNN, which supports grouped kv heads itself."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    # no bias, with what backward needs, no dropout, causal
+    # Arguments: attn_bias, compute_log_sumexp (for backward), dropout_p, is_causal.
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
     y: Tensor = attend(q, k, v, None, True, 0.0, True)[0]
     return y.transpose(1, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `auto`, by torch's own kernel, which knows shared keys itself."""
+    """As `sdpa_attention`, by torch's flash kernel, which supports grouped kv heads itself."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    # no dropout, causal
+    # Arguments: dropout_p, is_causal.
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     y: Tensor = attend(q, k, v, 0.0, True)[0]
     return y.transpose(1, 2)
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `auto`, by torch's kernel for any type; shared keys are copied for each query head."""
+    """As `sdpa_attention`, by torch's kernel for any dtype; kv heads are copied per query head."""
     count = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(count, 2) if count > 1 else x for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    # no bias, with what backward needs, no dropout, causal
+    # Arguments: attn_bias, compute_log_sumexp (for backward), dropout_p, is_causal.
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
     y: Tensor = attend(q, k, v, None, True, 0.0, True)[0]
     return y.transpose(1, 2)
@@ -72,11 +72,11 @@ BACKENDS: dict[str, AttentionFunction] = {
     "efficient": efficient_attention,
 }
 BACKEND_DTYPES = {"cudnn": HALF_DTYPES, "flash": HALF_DTYPES, "efficient": (torch.float32,)}
-"""Types that a way is for."""
+"""Dtypes that a backend is used for."""
 
 
 def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a way runs on such tensors, forward and backward."""
+    """Whether a backend runs on such tensors, forward and backward."""
     if name == "auto":
         return True
     alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
@@ -89,24 +89,26 @@ def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM or q.shape[2] % k.shape[2]:
         return False
+    # All these kernels need Ampere or newer.
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
     if name == "flash":
         return True
-    # the others add gradients in any order; cuDNN has no way for a single token
+    # The other backends sum gradients in a nondeterministic order; cuDNN does not support a single
+    # token.
     exact = torch.are_deterministic_algorithms_enabled()
     library = name != "cudnn" or (torch.backends.cudnn.is_available() and q.shape[1] > 1)
     return library and not exact
 
 
 def backend_with_fallback(name: str) -> AttentionFunction:
-    """A way for whatever comes: inputs it does not take go the way of torch."""
+    """A backend for any input: what it does not support goes to SDPA."""
     function = BACKENDS[name]
     if name == "auto":
         return function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # what is compiled is what was tried; a graph cannot ask about the device
+        # Compiled shapes are those that were tuned; a graph cannot query the device.
         good = torch.compiler.is_compiling() or supports_inputs(name, q, k, v)
         if good:
             return function(q, k, v)
@@ -125,15 +127,18 @@ def choose_backend(
     device: torch.device | str,
     fastest: Autotuner,
 ) -> str:
-    """The fastest way, forward and backward, for b samples of s tokens; k is the head dim."""
+    """The fastest backend, forward and backward, for b samples of s tokens; k is the head dim."""
     device = torch.device(device)
     sizes = [(b, s, h, k), (b, s, g, k), (b, s, g, k), (b, s, h, k)]
+    # Expanded scalars have the right shape, dtype and device but take no memory.
     shapes = [torch.empty((), dtype=dtype, device=device).expand(n) for n in sizes[:3]]
     names = [name for name in BACKENDS if supports_inputs(name, *shapes)]
     if len(names) == 1 or torch.are_deterministic_algorithms_enabled():
-        return names[-1]  # what is measured may be otherwise next time
+        # A measured choice may differ in the next run, so deterministic mode does not measure.
+        return names[-1]
 
-    @functools.cache  # made with the first call only: a known shape costs neither time nor memory
+    # Allocated by the first timed call only: a cached shape costs neither time nor memory.
+    @functools.cache
     def operands() -> list[Tensor]:
         q, keys, values, dy = random_tensors(sizes, dtype, device)
         return [q.requires_grad_(), keys.requires_grad_(), values.requires_grad_(), dy]
@@ -146,6 +151,7 @@ def choose_backend(
         return both
 
     key = f"b{b} s{s} h{h} g{g} k{k} {str(dtype).removeprefix('torch.')}"
+    # The backward pass is timed, too, whatever mode the caller is in.
     with torch.inference_mode(False), torch.enable_grad():
         ways = {name: timed(BACKENDS[name]) for name in names}
         return fastest.choose_fastest("attention", key, ways, "auto")

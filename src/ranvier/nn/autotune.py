@@ -1,9 +1,9 @@
-"""Fastest: of several ways to compute the same, the one that takes the least time on this device.
+"""Autotuner: of several implementations of the same computation, the fastest on this device.
 
-Which way is fastest depends on the device, the versions and the shape, so it is measured: once, and
-then kept in a file of its own for each device and torch. The choice must not flicker from run to
-run, as ways may round differently; the default therefore stays unless another way saves a
-share `gain` of its time. Not handled: ranks that must choose alike; the caller tells them.
+Which one is fastest depends on the device, the versions and the shape, so it is measured: once, and
+then cached in a file per device and torch version. The choice must not flicker from run to run, as
+implementations may round differently; the default is therefore kept unless another one saves a
+fraction `min_gain` of its time. Not handled: agreement between ranks, which is up to the caller.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TimedCall = Callable[[], object]
 
 
 class TuningResult(TypedDict):
-    """What was found for one shape."""
+    """The measurement of one shape."""
 
     choice: str
-    """The way to take."""
+    """The implementation to use."""
     milliseconds: dict[str, float]
-    """Of one call of each way that ran."""
+    """Per call, of each implementation that ran."""
     failed: dict[str, str]
-    """First line of the error of each way that did not."""
+    """First line of the error of each implementation that did not."""
 
 
 TuningTable = dict[str, dict[str, TuningResult]]
@@ -43,31 +43,31 @@ TuningTable = dict[str, dict[str, TuningResult]]
 
 
 class Autotuner:
-    """Measured choices on one device, kept in a file if it can be written.
+    """Measured choices on one device, cached in a file if it can be written.
 
     Example:
-        >>> fastest = Fastest("cpu")
-        >>> fastest.choose("sum", "3", {"plain": lambda: sum([1, 2, 3])}, "plain")
+        >>> tuner = Autotuner("cpu")
+        >>> tuner.choose_fastest("sum", "3", {"plain": lambda: sum([1, 2, 3])}, "plain")
         'plain'
     """
 
     min_gain = 0.02
-    """Share of the default's time that another way must save to be chosen."""
+    """Fraction of the default's time that another implementation must save to be chosen."""
     warmup_samples = 3
-    """Calls that do not count."""
+    """Samples that are discarded."""
     max_samples = 10
-    """Samples of each way; their median counts."""
+    """Samples per implementation; their median counts."""
     sampling_seconds = 0.2
-    """Time for the samples of one way; slow ways have fewer of them."""
+    """Time budget for the samples of one implementation; slow ones get fewer samples."""
     sample_milliseconds = 1.0
-    """Milliseconds of a sample; short ways are called several times for it."""
+    """Target duration of a sample; short implementations are called several times per sample."""
     max_calls_per_sample = 10
-    """Most calls in a sample."""
+    """Maximum number of calls in a sample."""
 
     def __init__(self, device: torch.device | str, path: Path | None = None) -> None:
         self.device = torch.device(device)
         self.cache_path = path
-        """Where choices are kept; None: nowhere but here."""
+        """File of the cache; None: in memory only."""
         if path is None:
             self.results: TuningTable = {}
         else:
@@ -75,29 +75,32 @@ class Autotuner:
 
     @classmethod
     def for_device(cls, device: torch.device | str) -> Autotuner:
-        """The choices of this device in the user's cache."""
+        """The autotuner of a device, with its file in the user's cache directory."""
         return cls(device, launch.cache_dir() / cache_filename(torch.device(device)))
 
     def find_result(self, kind: str, key: str) -> TuningResult | None:
-        """What is known of a shape."""
+        """The cached result of a shape, if any."""
         return self.results.get(kind, {}).get(key)
 
     def choose_fastest(
         self, kind: str, key: str, ways: Mapping[str, TimedCall], default: str
     ) -> str:
-        """The name of the way to take, measured if this shape is not known with these ways."""
+        """Name of the implementation to use; measured unless cached for this shape and set."""
         known = self.find_result(kind, key)
+        # A result for another set of implementations (a new version has more) is measured anew.
         if known is None or {*known["milliseconds"], *known["failed"]} != {*ways}:
             known, passing = self.measure_all(ways, default)
             self.results.setdefault(kind, {})[key] = known
+            # An out-of-memory failure may not recur, so such a result is used but not written to
+            # the file.
             if known["milliseconds"] and not passing:
                 self.save_result(kind, key, known)
         return known["choice"]
 
     def measure_all(self, ways: Mapping[str, TimedCall], default: str) -> tuple[TuningResult, bool]:
-        """Time all ways, and whether one failed for a reason that may pass: too little memory.
+        """Time all implementations; also return whether one failed transiently (out of memory).
 
-        Ways take turns, so that a clock that slows down slows them all.
+        They are timed in turns, so that a clock that slows down slows them all.
         """
         taken: dict[str, list[float]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
@@ -112,11 +115,14 @@ class Autotuner:
                 except Exception as error:
                     failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
                     passing = passing or isinstance(error, torch.OutOfMemoryError)
-            if turn == 0:  # libraries make their plans in the first calls
+            # Libraries plan and compile in their first calls: the time budget starts after them.
+            if turn == 0:
                 begun = time.perf_counter()
             elif time.perf_counter() - begun > self.sampling_seconds * len(ways):
                 break
         times = {
+            # Very slow implementations may have no samples beyond the warm-up: then the last one
+            # counts.
             name: round(median(samples[min(self.warmup_samples, len(samples) - 1) :]), 5)
             for name, samples in taken.items()
             if name not in failed
@@ -125,16 +131,17 @@ class Autotuner:
         return {"choice": choice, "milliseconds": times, "failed": failed}, passing
 
     def pick_fastest(self, times: Mapping[str, float], default: str) -> str:
-        """The fastest; the default if nothing ran, or if it loses by less than `gain`."""
+        """The fastest; the default if nothing ran, or if it loses by less than `min_gain`."""
         best = min(times, key=times.__getitem__, default=default)
         if default in times and times[best] > times[default] * (1.0 - self.min_gain):
             return default
         return best
 
     def time_call(self, way: TimedCall, before: Sequence[float]) -> float:
-        """Milliseconds of one call, given those of the earlier samples."""
+        """Milliseconds of one call, given those of earlier samples."""
         count = 1
-        if len(before) > 1:  # the first is cold
+        # The first sample is cold and says nothing about how many calls fill a sample.
+        if len(before) > 1:
             count = max(
                 1,
                 min(
@@ -147,6 +154,7 @@ class Autotuner:
                 way()
             return (time.perf_counter() - begun) * 1e3 / count
         with torch.cuda.device(self.device):
+            # Device time: the host may return long before the work is done.
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(count):
@@ -157,13 +165,14 @@ class Autotuner:
             return taken / count
 
     def save_result(self, kind: str, key: str, measured: TuningResult) -> None:
-        """Add one choice to the file, next to those that other processes have put there meanwhile.
+        """Add one choice to the file, next to those that other processes have added meanwhile.
 
-        Two that write at the same moment can lose a choice, which is then measured again. A file
-        that cannot be written is left as it is.
+        Two processes that write at the same time can lose a choice, which is then measured a second
+        time. A file that cannot be written is left as it is.
         """
         if self.cache_path is None:
             return
+        # Written to a temporary file and renamed, so that readers never see half a file.
         temporary = self.cache_path.with_name(f"{self.cache_path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self.cache_path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +188,7 @@ class Autotuner:
 def random_tensors(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
 ) -> list[Tensor]:
-    """Random tensors that leave the state of torch's own generators as it is.
+    """Random tensors, without changing the state of torch's own generators.
 
     Not zeros: a device computes those with less power, hence faster.
     """
@@ -188,17 +197,18 @@ def random_tensors(
 
 
 def cache_filename(device: torch.device) -> str:
-    """Where the choices of a device are kept: its name and that of torch decide."""
+    """Name of the cache file of a device, from its name and torch's version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{device.type} {platform.machine()} {torch.get_num_threads()} threads"
+    # Any change of the device, the number of threads or torch invalidates the measurements.
     words = f"fastest {name} torch{torch.__version__}".lower()
     return re.sub(r"[^a-z0-9.]+", "-", words) + ".json"
 
 
 def read_cache(path: Path) -> TuningTable:
-    """The table in a file; what is missing, half-written or of another form is left out."""
+    """The table in a file; entries that are missing, truncated or malformed are skipped."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -212,6 +222,7 @@ def read_cache(path: Path) -> TuningTable:
                 n: t for n, t in _dict_items(fields.get("milliseconds")) if isinstance(t, float)
             }
             failed = {n: str(why) for n, why in _dict_items(fields.get("failed"))}
+            # A choice that was not measured is not usable (an edited or foreign file).
             if isinstance(choice, str) and choice in times:
                 measured: TuningResult = {"choice": choice, "milliseconds": times, "failed": failed}
                 table.setdefault(kind, {})[key] = measured

@@ -1,4 +1,4 @@
-"""Blocks: how one runs. Its weights have come, what it keeps waits where the model wants it."""
+"""How a block runs: its weights are ready, and what it saves is stored where the model wants it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block as its kind says; a trace that is on shows when.
+    """Run a block with its recompute mode; an enabled trace records when.
 
-    Without gradients a block is not worth a graph of its own.
+    Without gradients it runs eagerly: a graph of its own would not pay off.
     """
+    # Inside a graph of the whole model the block is just a part of it.
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if name in kinds:
@@ -43,9 +44,9 @@ def run_block(
             out = compiled(block, name, kind, *args)
         else:
             out = checkpoint_block(forward, kind, site.step_context, *args, **kwargs)
-    if (
-        site.bucket_scheduler.host_offload is not None and name in kinds
-    ):  # backward begins with what comes out
+    # The backward pass of the block starts with the gradient of its output, so a hook there
+    # fetches offloaded weights in time.
+    if site.bucket_scheduler.host_offload is not None and name in kinds:
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(
@@ -55,5 +56,5 @@ def run_block(
 
 
 def _fetch_weights_for_backward(queue: BucketScheduler, name: str, grad: Tensor) -> None:
-    """Have the weights of a block for its backward pass."""
+    """Fetch the weights of a block for its backward pass."""
     queue.unshard_block(name)

@@ -1,13 +1,13 @@
-"""Compiled blocks: one graph, without a break, for all equal blocks of a model.
+"""Compiled blocks: one full graph for all equal blocks of a model.
 
-A block is compiled the first time it is trained; the blocks after it find its graph, as nothing in
-it depends on which block it is: weights are inputs, names count from the block. What a graph
-communicates is noted when it is traced and counted again, under the block's own name, for every
-call of it (not what it recomputes).
+A block is compiled the first time it is trained; the following blocks reuse its graph, as nothing
+in it depends on the block index: weights are inputs, names are relative to the block. What a graph
+communicates is recorded when it is traced and replayed into the trace, under the block's own name,
+for every call (not what it recomputes).
 
-Tokens that travel to experts of other ranks are the exception: how many the host has to learn, so
-such a block is a graph up to its experts, which run operation by operation; all of it does where it
-computes activations again.
+Dispatching tokens to experts of other ranks is the exception: the host has to know their number, so
+such a block is a graph up to its experts, which run eagerly; all of it runs eagerly where
+activations are recomputed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
 
 RECOMPILE_LIMIT = 64
-"""Graphs of a function at most: kinds of recomputation, shapes, with documents and without."""
+"""Maximum number of graphs of a function: recompute modes, shapes, with documents and without."""
 MAX_MODEL_GRAPHS = 24
-"""Of these what a model asks for; more run operation by operation."""
+"""Number of these that one model may use; further variants run eagerly."""
 
 
 class DeferredResidual(NamedTuple):
-    """A residual stream whose last addition is left to the next graph, which does it in passing."""
+    """A residual stream whose last add is left to the next graph, which fuses it."""
 
     x: Tensor
     addend: Tensor
 
 
 BlockPart = Literal["forward", "forward_without_add", "forward_attention"]
-"""Of a block: all of it, all but its last addition, or what comes before its experts."""
+"""Part of a block: all of it, all but its last add, or what comes before its experts."""
 
 
 def _run_block_part(
@@ -58,7 +58,7 @@ def _run_block_part(
 
 
 def has_cached_graphs() -> bool:
-    """Whether all graphs of this process came from the cache of an earlier one."""
+    """Whether all graphs of this process came from the compile cache of an earlier one."""
     from torch._dynamo.utils import counters
 
     misses = counters["inductor"]["fxgraph_cache_miss"]
@@ -68,36 +68,41 @@ def has_cached_graphs() -> bool:
 class CompiledBlocks:
     """The compiled function of all blocks of a model.
 
-    backend: the compiler; "aot_eager" traces as it does and then runs operation by operation.
+    backend: the compiler; "aot_eager" traces as inductor does and then runs operation by operation.
     """
 
     def __init__(self, trace: Trace, moment: StepContext, backend: str = "inductor") -> None:
-        import torch._dynamo  # here, as it takes a second
+        # Imported here, as it takes a second.
+        import torch._dynamo
 
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)
         self.trace = trace
         self.step_context = moment
         self.is_enabled = True
-        # Graphs hang on the code: with one of another model's nothing would be noted here.
+        # Dynamo caches graphs by code object. A copy per model: with a graph of another model no
+        # tracing would happen here, and its communication would not be recorded.
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
         self.compiled_function = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
         self.graph_events: dict[tuple[Any, ...], list[Event]] = {}
-        """What each graph communicates, with names counted from the block."""
+        """Communication of each graph, with names relative to the block."""
 
     def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
         """Run a block."""
         for document in args:
-            if hasattr(document, "cu_seqlens"):  # of documents, whose number is data
+            # The number of documents is data and must not cause a recompilation.
+            if hasattr(document, "cu_seqlens"):
                 torch._dynamo.maybe_mark_dynamic(document.cu_seqlens, 0)
         (x, *others), more = args, None
         if isinstance(x, DeferredResidual):
-            x, more = x if kind == "none" else (x.x + x.addend, None)  # of what is kept: one tensor
+            # A recomputed block saves its inputs: one tensor is cheaper to save than two.
+            x, more = x if kind == "none" else (x.x + x.addend, None)
         left = (
             self.step_context.defer_residual_add
             and kind == "none"
             and hasattr(block, "forward_without_add")
         )
+        # Hooks must see the complete output.
         left = left and not (block._forward_hooks or block._forward_pre_hooks)
         travels = getattr(getattr(block, "mlp", None), "needs_all_to_all", False)
         part: BlockPart = "forward"
@@ -106,12 +111,14 @@ class CompiledBlocks:
         elif left:
             part = "forward_without_add"
         key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
+        # Beyond the limit new variants run eagerly instead of hitting dynamo's recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
         if many or (travels and kind != "none"):
             x = x if more is None else x + more
             return checkpoint_block(type(block).forward, kind, self.step_context, block, x, *others)
         out = self._call_graph(key, block, name, (kind, part), x, more, *others)
         if travels:
+            # The experts run eagerly, between the graph and the residual add.
             out = out[0], block.mlp_to_residual(block.mlp(out[1]))  # type: ignore[operator]
         if left:
             return DeferredResidual(*out)
@@ -127,15 +134,18 @@ class CompiledBlocks:
         how: tuple[Recompute, BlockPart],
         *args: Any,
     ) -> Any:
-        """Call the graph; the trace gets what it communicates."""
+        """Call the graph and add what it communicates to the trace."""
         if key in self.graph_events and not self.trace.enabled:
             return self.compiled_function(*how, self.step_context, block, *args)
         where = self.trace.where
         depth = len(self.trace.outer_scopes)
         try:
+            # Only tracing records events, so an existing graph leaves `noted` empty and the stored
+            # events are used.
             with self.trace.record_events() as noted:
                 out = self.compiled_function(*how, self.step_context, block, *args)
-        finally:  # tracing may have ended in the middle
+        finally:
+            # Tracing may have stopped inside of a scope; restore the scopes of the caller.
             self.trace.where = where
             del self.trace.outer_scopes[depth:]
         events = self.graph_events.setdefault(key, list(noted))

@@ -1,14 +1,13 @@
 """Cross-entropy over a split vocabulary, in chunks.
 
 With logits `[b/col, s, V/row]` each rank reduces its own columns to a maximum, a sum of
-exponentials and the target's logit; these three numbers a token are combined over the axes of the
+exponentials and the target's logit; these three numbers per token are combined over the axes of the
 vocabulary:
 
     loss = log Σ exp(x) - x[target],   summed over the valid tokens of this rank
 
-Logits stay in their type and are widened to fp32 one chunk of tokens at a time, forward and
-backward, so they are never whole in fp32. Padded columns are left out; targets of -100 count
-nothing.
+Logits keep their dtype and are widened to fp32 one chunk of tokens at a time, forward and backward,
+so they never exist in fp32 as a whole. Padded columns are ignored; targets of -100 do not count.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from ranvier.sharding import Dim, Sharding
 
 IGNORE_INDEX = -100
 CHUNK_LOGITS = 1 << 18
-"""Logits that are widened and scored at once where there is no kernel: they stay in the cache of a
-CPU from one operation to the next."""
+"""Number of logits widened and scored at once without the kernel: small enough to stay in a CPU's
+cache between operations."""
 TRITON = launch.has_triton()
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """My part of the vocabulary, and who has the rest."""
+    """This rank's part of the vocabulary, and the ranks that hold the rest."""
 
     axis: Axis
     """Ranks that hold the other columns."""
     batch_axis: Axis
-    """Ranks among which the samples of a micro-batch are divided."""
+    """Ranks over which the samples of a micro-batch are split."""
     first_column: int
     valid_columns: int
-    """Columns that are no padding."""
+    """Columns that are not padding."""
 
     @classmethod
     def from_context(cls, site: LayerContext, dim: str) -> VocabShard:
-        """Those of a dim of a model on this rank."""
+        """The shard of a dim of the model on this rank."""
         region = site.table.activation_rule(dim)
         sharding = Sharding.from_dims([site.units[dim]], [dim], region, site.grid.degrees)
         place = sharding.shard_at(site.grid.index)
@@ -69,7 +68,7 @@ class CrossEntropy(ParallelLayer):
 
     Equal on all ranks of the vocabulary.
     logits: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`; y: scalar.
-    Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab;
+    Communicates: all-reduce (max, then sums) of three numbers per token over the axes of vocab;
     backward: nothing.
     """
 
@@ -82,13 +81,13 @@ class CrossEntropy(ParallelLayer):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         logits = ("batch", "seq", "vocab")
         targets = ("batch", "seq")
         return [LayerExample(lambda twin: twin(), ("vocab",), [logits, targets], [()])]
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of my tokens."""
+        """Sum of the losses of this rank's tokens."""
         check_range(targets, self.site.units[self.dim], self.site.name, ignore=IGNORE_INDEX)
         targets = local_slice(targets, self.vocab_shard.batch_axis, 0).flatten()  # (t,)
         logits = logits.flatten(0, 1)  # (t, V/row)
@@ -100,15 +99,17 @@ class CrossEntropy(ParallelLayer):
 
     @property
     def cost_model(self) -> CrossEntropyCost:
-        """The maximum, then sum and target logit together."""
+        """All-reduce of the maximum, then of the sum and the target logit together."""
         return CrossEntropyCost(self.site.name, self.site.layout_context, self.dim)
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
-    """The loss in differentiable pairs."""
+    """The loss in differentiable collectives."""
     x = _at_least_float32(logits)[:, : mine.valid_columns]
+    # The shift by the maximum cancels in the loss, so no gradient flows through it.
     peak = collectives.all_reduce(_max_logits(x.detach()), mine.axis, "max").wait()
     column, here = _local_targets(targets, mine)
+    # A rank may hold only padding; `x.sum(1)` of no columns is a zero that stays in the graph.
     if mine.valid_columns:
         hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here
     else:
@@ -120,12 +121,14 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor, mine: VocabShard) -
 def score_tokens(
     logits: Tensor, targets: Tensor, mine: VocabShard, gradient: Tensor | None
 ) -> Tensor:
-    """Sum of the losses of tokens; logits `[t, V/row]` become theirs times `gradient`, in place.
+    """Sum of the token losses; overwrites logits `[t, V/row]` by `gradient` times their gradient.
 
-    Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab.
+    Communicates: all-reduce (max, then sums) of three numbers per token over the axes of vocab.
     """
     if mine.axis.size == 1 and not can_use_kernel(logits):
         return _score_full_vocab(logits, targets, mine, gradient)
+    # With all columns on this rank one kernel makes statistics and gradient; otherwise the gradient
+    # needs the statistics of all ranks first.
     alone = mine.axis.size == 1
     peak, sums, hit = logit_statistics(logits, targets, mine, gradient=gradient if alone else None)
     _, log_sum, hit = _combine_statistics(peak, sums, hit, mine)
@@ -137,7 +140,7 @@ def score_tokens(
 def _score_full_vocab(
     logits: Tensor, targets: Tensor, mine: VocabShard, gradient: Tensor | None
 ) -> Tensor:
-    """`score` where a rank has all columns and there is no kernel."""
+    """`score_tokens` where a rank has all columns and there is no kernel."""
     column = _local_targets(targets, mine)[0].unsqueeze(1)
     counted = (targets != IGNORE_INDEX).unsqueeze(1)
     losses = []
@@ -147,6 +150,7 @@ def _score_full_vocab(
         losses.append(-(x.gather(1, column[rows]) * counted[rows]).sum())
         if gradient is not None:
             factor = (counted[rows] * gradient).to(x.dtype)
+            # factor · (softmax - one-hot); `x` holds the log-softmax.
             x.exp_().mul_(factor).scatter_add_(1, column[rows], -factor)
             here.copy_(x)
             logits[rows, mine.valid_columns :] = 0.0
@@ -156,21 +160,23 @@ def _score_full_vocab(
 def _combine_statistics(
     peak: Tensor, sums: Tensor, hit: Tensor, mine: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, logarithm of the sum of exponentials, target's logit: of all columns `[t]`."""
+    """Maximum logit, log-sum-exp and target logit over all columns, `[t]` each."""
     highest = collectives.all_reduce(peak, mine.axis, "max").wait()
+    # Bring the local sum to the global maximum, as in online softmax.
     scaled = sums * (peak - highest).exp()
     both = collectives.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
     return highest, both[0].log() + highest, both[1]
 
 
 def score_each_token(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
-    """Log-probability of each target, and 1 where it is the likeliest token: `[2, t]`.
+    """Log-probability of each target, and 1 where it is the most likely token: `[2, t]`.
 
-    Of equally likely tokens the first counts, as in argmax. logits: `[t, V/row]`.
-    Communicates: all-reduce (max, sums, min) of four numbers a token over the axes of vocab.
+    Ties go to the first token, as in argmax. logits: `[t, V/row]`.
+    Communicates: all-reduce (max, sums, min) of four numbers per token over the axes of vocab.
     """
     peak, sums, hit = logit_statistics(logits, targets, mine)
     highest, log_sum, hit = _combine_statistics(peak, sums, hit, mine)
+    # Ranks without the maximum contribute the neutral element of the minimum.
     none = torch.full_like(targets, torch.iinfo(torch.int64).max)
     if mine.valid_columns:
         best = logits[:, : mine.valid_columns].argmax(1) + mine.first_column
@@ -183,9 +189,10 @@ def score_each_token(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tenso
 
 
 def can_use_kernel(logits: Tensor) -> bool:
-    """Whether the kernel runs here."""
+    """Whether the Triton kernel handles these logits."""
     return (
         logits.device.type == "cuda"
+        # The kernel computes in fp32, which would lose the precision of float64.
         and logits.dtype != torch.float64
         and logits.stride(-1) == 1
         and TRITON
@@ -195,9 +202,10 @@ def can_use_kernel(logits: Tensor) -> bool:
 def logit_statistics(
     logits: Tensor, targets: Tensor, mine: VocabShard, *, gradient: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, sum of exponentials below it and the target's logit of each token `[t]`.
+    """Maximum logit, sum of exponentials relative to it and the target's logit of each token `[t]`.
 
-    gradient: the kernel, which has all columns, leaves theirs times it in the place of the logits.
+    gradient: the kernel, which must have all columns, overwrites the logits by their gradient times
+    it.
     """
     if can_use_kernel(logits):
         from ranvier.nn import triton_kernels
@@ -225,7 +233,7 @@ def logit_statistics(
 def logits_to_grads_(
     logits: Tensor, targets: Tensor, log_sum: Tensor, mine: VocabShard, factor: Tensor
 ) -> None:
-    """factor · (softmax - one-hot) in the place of the logits; 0 where nothing counts."""
+    """Overwrite the logits by factor · (softmax - one-hot); 0 for ignored tokens and padding."""
     if can_use_kernel(logits):
         from ranvier.nn import triton_kernels
 
@@ -251,7 +259,7 @@ def logits_to_grads_(
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
-    """The loss of whole logits; backward makes their gradient chunk by chunk."""
+    """The loss of complete logits; backward computes their gradient chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
@@ -264,15 +272,17 @@ class _CrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, log_sum = ctx.saved_tensors
+        # The logits belong to the caller, so they must not be overwritten.
         out = logits.clone()
         logits_to_grads_(out, targets, log_sum, ctx.mine, grad)
         return out, None, None
 
 
 def _local_targets(targets: Tensor, mine: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target on this rank, and whether it is here."""
+    """Column of each target on this rank, and whether it is on this rank."""
     column = targets - mine.first_column
     here = (column >= 0) & (column < mine.valid_columns)
+    # Clamped so that a gather with targets of other ranks (or -100) stays in bounds.
     return column.clamp(0, max(mine.valid_columns - 1, 0)), here
 
 
@@ -283,13 +293,14 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _max_logits(x: Tensor) -> Tensor:
-    """Largest logit of each token on this rank; very small where a rank holds only padding."""
+    """Maximum logit of each token on this rank; very small where it holds only padding."""
     if x.shape[1] == 0:
+        # Finite, unlike -inf: the difference of two of these stays a number.
         return x.new_full((x.shape[0],), torch.finfo(x.dtype).min)
     return x.amax(1)
 
 
 def _token_chunks(logits: Tensor) -> list[slice]:
-    """Ranges of tokens whose logits are at most CHUNK."""
+    """Ranges of tokens with at most CHUNK_LOGITS logits each."""
     rows = max(CHUNK_LOGITS // max(logits.shape[1], 1), 1)
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]

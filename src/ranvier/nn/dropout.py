@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, name, sample, token, feature).
 
-The number of a sample counts all samples of the run and so implies the step. The mask is equal to
-the bit on every grid and when a block is recomputed; no generator state exists.
+The sample index counts all samples of the run and so implies the step. The mask is bit-identical on
+every grid and when a block is recomputed; there is no generator state.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Dropout(ParallelLayer):
         self.rng_stream = torch.tensor(
             counter_rng.random_key(site.step_context.seed, "dropout", site.name)
         )
-        """Of random bits; a tensor, as a graph for all blocks cannot hold it."""
+        """Key of the random bits; a tensor, as a graph shared by all blocks cannot hold it as a
+        constant."""
         region = site.table.activation_rule(dim)
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
         self.seq_axis = site.axis(*region["seq"])
         self.features_axis = site.axis(*site.table.feature_axes(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop in training."""
+        """Apply dropout in training."""
         if not self.training or self.p == 0.0:
             return x
         if x.dim() != 3:
@@ -48,6 +49,8 @@ class Dropout(ParallelLayer):
                 "(batch, seq, features): embeddings and the residual stream, not attention "
                 "probabilities. Set its p to 0."
             )
+        # Catches dims that name other features than those that arrive: indices into the mask would
+        # be wrong.
         whole = self.site.units.get(self.dim, x.shape[2] * self.features_axis.size)
         if self.dim in ("embed", "mlp") and x.shape[2] * self.features_axis.size != whole:
             raise ShardingError(
@@ -56,6 +59,7 @@ class Dropout(ParallelLayer):
                 "features it sees. Change them."
             )
         samples = self._local_sample_numbers(x)
+        # Global indices of the local elements: the mask must not depend on how x is split.
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
         mask = counter_rng.dropout_mask(

@@ -1,9 +1,9 @@
 """Embedding: rows of a table, the table split over row (vocabulary) and col (features).
 
-A look-up is a product with one-hot rows: where the first dim is split (the vocabulary over row),
-each rank finds the rows it holds, zero for the others, and the partial results are reduce-scattered
-to where the residual stream wants the tokens. Where it is whole (learned positions) each rank looks
-up its own tokens.
+A lookup is a matmul with one-hot rows: where the first dim is split (the vocabulary over row), each
+rank looks up the rows it holds, with zeros for the others, and the partial results are
+reduce-scattered to the layout of the residual stream. Where it is not split (learned positions)
+each rank looks up its own tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Embedding(ParallelLayer):
     """y = W[ids].
 
     ids: `[b, s]`; y: `[b, s/row, d/col]`.
-    Communicates: reduce-scatter seq over row; backward: all-gather seq over row
-    (nothing if dim 0 is whole).
+    Communicates: reduce-scatter seq over row; backward: all-gather seq over row (nothing if dim 0
+    is not split).
     """
 
     weight: torch.nn.Parameter
@@ -65,7 +65,7 @@ class Embedding(ParallelLayer):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         ids = [("batch", "seq")]
         y = [("batch", "seq", "embed")]
         return [
@@ -75,10 +75,11 @@ class Embedding(ParallelLayer):
         ]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up."""
+        """Look up the rows of ids."""
         weight = self.handles["weight"]
         check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
         if self.axis.size == 1:
+            # No reduce-scatter will split the sequence, so take this rank's tokens now.
             ids = autograd.local_slice(ids, self.seq_axis, 1)
         with self.trace_scope():
             if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
@@ -87,24 +88,27 @@ class Embedding(ParallelLayer):
                 )
             else:
                 y = apply_autograd(_EmbeddingFunction, ids, self, self.weight)
-        # Above a frozen table something may be trained: all that follows has the same backward.
+        # Above a frozen table something may be trained (adapters): the layers after it run the same
+        # backward pass as they would above a trained one.
         if weight.trainable:
             return y
         return y.requires_grad_(torch.is_grad_enabled())
 
     def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Indices into my rows, and which ids are mine."""
+        """Indices into the local rows, and a mask of the ids that are local."""
         local = ids - self.first_row
         if self.has_split_rows:
             mine = (local >= 0) & (local < rows)
         else:
             mine = torch.ones_like(ids, dtype=torch.bool)
+        # Clamped, so that ids of other ranks stay in bounds; the mask removes what they look up.
         return local.clamp(0, rows - 1), mine
 
     def _look_up_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         local, mine = self._local_ids(ids, weight.shape[0])
         y = F.embedding(local, weight)
-        if self.padding_idx is not None:  # its row is read but gets no gradient, as in torch
+        # As in torch, the padding row is read but gets no gradient.
+        if self.padding_idx is not None:
             pad = (ids == self.padding_idx).unsqueeze(-1)
             y = torch.where(pad, y.detach(), y)
         if self.has_split_rows:
@@ -113,7 +117,7 @@ class Embedding(ParallelLayer):
 
     @property
     def cost_model(self) -> EmbeddingCost:
-        """Scatter the looked-up rows; gather the gradient of all tokens, if it is trained."""
+        """Reduce-scatter the rows; all-gather the gradient of all tokens, if trained."""
         weight = self.handles["weight"]
         shape = weight.sharding.shape
         trained = weight.trainable
@@ -121,7 +125,7 @@ class Embedding(ParallelLayer):
 
 
 class _EmbeddingFunction(torch.autograd.Function):
-    """The look-up with the gradient delivered to the weight's bucket."""
+    """The lookup, with its gradient accumulated into the weight's bucket."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, leaf: Embedding, weight: Tensor) -> Tensor:
@@ -152,8 +156,9 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def _sum_row_grads(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
-    """The gradient of a table `[rows, d]`: that of each token added to its row, widely."""
-    # It sorts the tokens: no order is left to chance. The meta device stands for a real one.
+    """Gradient of a table `[rows, d]`: each token's added to its row, in the reduce dtype."""
+    # This kernel sorts the tokens, so the order of additions is deterministic. Meta tensors stand
+    # for those of a GPU.
     if dy.device.type in ("cuda", "meta") and dy.dtype != wide:
         summed: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
         return summed

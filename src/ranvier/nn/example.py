@@ -1,6 +1,6 @@
 """Example: a serial layer with named inputs and outputs.
 
-From it the generic tests try its leaf.
+The generic tests build the parallel layer from it and compare both.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ EXAMPLE_SIZES = {
     "head_dim": 4,
     "rank": 3,
 }
-"""Units that fit every grid of up to 8 ranks.
+"""Units that every grid of up to 8 ranks can split.
 
-29 tokens fit none, so that the vocabulary is padded.
+29 tokens are divisible by no axis, so that the vocabulary is padded.
 """
 
 
 @dataclass(frozen=True)
 class LayerExample:
-    """A layer to try: made from its serial class, `dims` as a model would name them.
+    """A layer to test: built from its serial class, with `dims` as a model would name them.
 
-    inputs, outputs: the dims of each tensor; one without features (ids, targets) is of integers
-    below the vocabulary and comes whole to all ranks of row and col; an output without dims is a
+    inputs, outputs: the dims of each tensor; one without features (ids, targets) holds integers
+    below the vocabulary and is the same on all ranks of row and col; an output without dims is a
     sum over tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
     """
 

@@ -1,14 +1,15 @@
-"""fp8: the products of a linear layer on numbers of 8 bits, scaled as they are now.
+"""float8: the three matmuls of a linear layer on 8-bit floats with dynamic scaling.
 
     y  = x8 · W8ᵀ / (s_x s_w)      x, W in e4m3, fast accumulation
-    dx = dy8 · W8  / (s_y s_w)     dy in e5m2, by rows in e4m3
+    dx = dy8 · W8  / (s_y s_w)     dy in e5m2, rowwise in e4m3
     dw = dy8ᵀ · x8 / (s_y s_x)
 
 A scale brings the largest magnitude of a tensor (tensorwise) or of each row of an operand (rowwise)
-to the top of the type; it is a power of two, so that a number is rounded alike whatever the scale
-(only the smallest differ), on any grid. Weights and master weights are not touched. The device
-multiplies rows by rows, so backward needs transposed copies; of x it is kept instead of x itself,
-at half the bytes. Where there is no such product (the CPU) the same numbers are multiplied widely.
+to the top of the type's range; it is a power of two, so that a number is rounded alike whatever the
+scale (only the smallest differ), on any grid. Weights and master weights are not touched. The
+device multiplies rows by rows, so backward needs transposed copies; x is saved transposed in fp8
+instead of x itself, at half the bytes. Where there is no such matmul (the CPU) the same numbers are
+multiplied in a wider type.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from ranvier.nn.layer import apply_autograd
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 SIZE_MULTIPLE = 16
-"""What all sizes of a product must be multiples of."""
+"""All sizes of a matmul must be multiples of this."""
 MIN_AMAX = 2.0**-100
-"""Magnitudes below count as this one."""
+"""Lower bound of the largest magnitude, so that the scale of a zero tensor stays finite."""
 TRITON = launch.has_triton()
 
 ScalingGranularity = Literal["tensorwise", "rowwise"]
@@ -36,7 +37,7 @@ ScalingGranularity = Literal["tensorwise", "rowwise"]
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """A matrix in fp8 `[r, c]` and what it is to be multiplied by: `[]`, or `[r, 1]` by rows."""
+    """A matrix in fp8 `[r, c]` and its inverse scale: `[]`, or `[r, 1]` rowwise."""
 
     values: Tensor
     inverse_scale: Tensor
@@ -44,13 +45,13 @@ class Float8Tensor:
 
 @dataclass(frozen=True)
 class Float8Linear:
-    """The three products in fp8; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
+    """The three matmuls in fp8; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
 
     granularity: ScalingGranularity = "tensorwise"
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The type of gradients: more range, or where each row has a scale more digits."""
+        """The type of gradients: more range, or where each row has a scale more precision."""
         if self.granularity == "tensorwise":
             return E5M2
         return E4M3
@@ -79,7 +80,7 @@ class Float8Linear:
         return y
 
     def quantize(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """The matrix as it lies."""
+        """The matrix in its own layout."""
         scale, inverse = self.compute_scales(x, dtype, 1)
         if self.granularity == "rowwise":
             return Float8Tensor(_cast_saturated(x, scale, dtype), inverse)
@@ -87,24 +88,26 @@ class Float8Linear:
 
     def quantize_transposed(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """The transposed matrix."""
+        # Rows of the transposed matrix are columns of x, so the maximum is over dim 0.
         scale, inverse = self.compute_scales(x, dtype, 0)
         if self.granularity == "rowwise":
             return Float8Tensor(_cast_saturated(x, scale, dtype).t().contiguous(), inverse.t())
         return Float8Tensor(_cast_transpose(x, scale, dtype, False, True)[1], inverse)
 
     def quantize_both(self, x: Tensor, dtype: torch.dtype) -> tuple[Float8Tensor, Float8Tensor]:
-        """As it lies, and transposed; in one pass where one scale serves both."""
+        """In its own layout, and transposed; in one pass where one scale serves both."""
         if self.granularity == "rowwise":
+            # Rows and columns have different scales, so there is nothing to share.
             return self.quantize(x, dtype), self.quantize_transposed(x, dtype)
         scale, inverse = self.compute_scales(x, dtype, 1)
         values, turned = _cast_transpose(x, scale, dtype, True, True)
         return Float8Tensor(values, inverse), Float8Tensor(turned, inverse)
 
     def compute_scales(self, x: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
-        """The power of two that brings the largest magnitude just below the largest number, and
-        its inverse.
+        """Power of two that brings the largest magnitude to the type's maximum, and its inverse.
 
-        dim: over which rows are as long as the sum of the product; `[]`, or by rows.
+        dim: the dim that the matmul sums over, which must share a scale. Shape `[]`, or one per
+        row.
         """
         most = torch.finfo(dtype).max
         if self.granularity == "tensorwise" and _can_call_kernels(x):
@@ -119,19 +122,23 @@ class Float8Linear:
 
 
 def power_of_two_scale(largest: Tensor, most: float) -> Tensor:
-    """The largest power of two that keeps `largest` times it at most `most`."""
+    """The largest power of two whose product with `largest` is at most `most`."""
     return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=MIN_AMAX))))
 
 
 def _can_call_kernels(x: Tensor) -> bool:
-    """Whether kernels are called as they are: a compiler fuses what it sees, and needs operations;
-    else each of these is one more call of the host, which then is what takes the time."""
+    """Whether to call the Triton kernels directly.
+
+    A compiler needs operations that it can see and fuse; in eager mode each additional operation
+    costs host time, which is the bottleneck there.
+    """
     return x.device.type == "cuda" and TRITON and not torch.compiler.is_compiling()
 
 
 def _cast_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · scale in fp8; what rounding would lift above the largest number becomes it."""
+    """x · scale in fp8, clamped to the largest finite number."""
     most = torch.finfo(dtype).max
+    # Scaled in fp32: a bf16 product would round twice.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * scale).clamp(-most, most).to(dtype)
 
@@ -139,11 +146,13 @@ def _cast_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_matmul(
     a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: sums may be rounded more often."""
+    """A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: accumulate with less precision."""
     if b.inverse_scale.dim() == 0:
         right = b.inverse_scale
     else:
+        # Rowwise scales of B belong to the columns of the result: `[n, 1]` becomes `[1, n]`.
         right = b.inverse_scale.t()
+    # Emulation: the same fp8 values, multiplied in fp32 or wider.
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
         y = a.values.to(wide) @ b.values.to(wide).t()
@@ -164,18 +173,20 @@ def supports_sizes(tokens: int, out: int, into: int) -> bool:
 
 
 def supports_device(device: torch.device) -> bool:
-    """Whether the device multiplies fp8 numbers; the CPU multiplies them widely instead."""
+    """Whether the device multiplies fp8 numbers; the CPU emulates it."""
     if device.type != "cuda":
         return True
+    # fp8 tensor cores exist from compute capability 8.9 (Ada) on.
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class _Float8Matmul(torch.autograd.Function):
-    """A product in fp8 that keeps x transposed in fp8 for its backward."""
+    """A matmul in fp8 that saves x transposed in fp8 for its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scaled: Float8Linear) -> Tensor:
         mine, turned = scaled.quantize_both(x, E4M3)
+        # The transposed fp8 copy of x is all that dW needs, at half the bytes of bf16.
         ctx.save_for_backward(turned.values, turned.inverse_scale, w)
         ctx.scaled = scaled
         return scaled_matmul(mine, scaled.quantize(w, E4M3), x.dtype, fast=True)
@@ -196,7 +207,7 @@ class _Float8Matmul(torch.autograd.Function):
 def _cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `cast`, past the dispatcher where nothing is compiled."""
+    """As `cast_transpose_op`, bypassing the dispatcher where nothing is compiled."""
     if _can_call_kernels(x):
         from ranvier.nn import triton_kernels
 
@@ -211,7 +222,7 @@ def _cast_transpose(
 def cast_transpose_op(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """x `[r, c]` times scale `[]` in fp8, as it lies and transposed; empty if not asked for."""
+    """x `[r, c]` times scale `[]` in fp8, as is and transposed; empty if not requested."""
     if x.device.type == "cuda" and TRITON:
         from ranvier.nn import triton_kernels
 

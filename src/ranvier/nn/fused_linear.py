@@ -1,8 +1,9 @@
-"""Siblings: linear layers that are computed and communicated together.
+"""Fused linear layers: several linear layers that are computed and communicated together.
 
-Layers that read the same value (q, k, v; gate, up) share one gather, one scatter and one dX
-reduction. Neighbours in a bucket with few features may be seen as one matrix. `Apart` are layers
-each of which reads a part of its own (the second halves of LoRA's adapters): one gather of all.
+Layers that read the same value (q, k, v; gate, up) share one all-gather, one reduce-scatter and one
+dX reduction. Neighbours in a bucket with few features may be viewed as one matrix. A
+`GroupedInputLinear` has layers that each read a part of the input of their own (the B matrices of
+LoRA adapters): one all-gather for all.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from ranvier.nn.linear import Linear, PackedLayers, parallel_linear
 from ranvier.sharding import Dim
 
 MAX_PACKED_FEATURES = 1024
-"""Output features up to which a layer is packed with its neighbours, if another is twice as wide
-(k and v beside q)."""
+"""Maximum output features of a layer that is packed with its neighbours, if another layer is at
+least twice as wide (k and v beside q)."""
 
 
 def example_linear(into: int, out: int) -> torch.nn.Linear:
-    """A layer without bias, for examples."""
+    """A linear layer without bias, for examples."""
     return torch.nn.Linear(into, out, bias=False)
 
 
@@ -41,22 +42,22 @@ class FusedLinear(ParallelLayer):
     """
 
     grouped_input = False
-    """Whether each layer reads a part of the value of its own."""
+    """Whether each layer reads a separate part of the input."""
 
     def __init__(
         self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim] = ()
     ) -> None:
         super().__init__(site)
         self.packed_layers: list[PackedLayers] = []
-        """Neighbours whose weights are seen as one matrix."""
+        """Neighbours whose weights are viewed as one matrix."""
 
     def pack_weights(self, widest: int = MAX_PACKED_FEATURES, *, all_alike: bool = False) -> None:
-        """See neighbours with few output features as one matrix; their gradients come as one, too.
+        """View neighbours with few output features as one matrix with one gradient.
 
-        A small product does not fill a device; of large ones the packed result would have to be
-        cut, and its gradient put together, which costs more than it saves: so only those half as
-        wide as another are packed, unless all are to be treated alike. In the bucket they must lie
-        one after the other, whole over depth.
+        A small matmul does not fill a device. For large ones the packed output would have to be
+        split and its gradient concatenated, which costs more than it saves: so only layers at most
+        half as wide as another are packed, unless `all_alike` is set. Their weights must be
+        adjacent in the bucket and not sharded over depth.
         """
         layers = self.layers
         self.packed_layers = []
@@ -68,10 +69,13 @@ class FusedLinear(ParallelLayer):
         start = 0
         while start < len(layers):
             stop = start + 1
+            # Extend the run greedily while the next weight follows in the bucket and none is too
+            # wide.
             while stop < len(layers) and are_adjacent(*layers[stop - 1 : stop + 1]):
                 if max(widths[start : stop + 1]) > limit:
                     break
                 stop += 1
+            # A run of one layer is not worth packing.
             if stop > start + 1:
                 self.packed_layers.append(
                     PackedLayers(start, stop, _packed_matrix(layers[start:stop]))
@@ -80,7 +84,7 @@ class FusedLinear(ParallelLayer):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
         ranks: dict[str, Sequence[Dim]] = {"q": ("rank", "embed"), "k": ("rank", "embed")}
         shared: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
@@ -121,22 +125,23 @@ class FusedLinear(ParallelLayer):
 
     @property
     def layers(self) -> list[Linear]:
-        """The layers, in order."""
+        """The linear layers, in order."""
         return [layer for layer in self.children() if isinstance(layer, Linear)]
 
     @property
     def cost_model(self) -> LinearCost:
         """As one layer."""
+        # The cost of the first layer with the weights of all, under the name of the fused layer.
         product = self.layers[0].fused_cost_model(self.layers, apart=self.grouped_input)
         return replace(product, name=self.site.name)
 
     def flops(self, flow: ActivationShape) -> int:
-        """None: its layers tell theirs."""
+        """Zero: the children report their own FLOPs."""
         return 0
 
 
 class GroupedInputLinear(FusedLinear):
-    """Linear layers that read a part of the same value each, one after the other.
+    """Linear layers that each read one part of the input, in order.
 
     Communicates: as one Linear with the inputs and the outputs of all.
     """
@@ -144,11 +149,11 @@ class GroupedInputLinear(FusedLinear):
     grouped_input = True
 
     def pack_weights(self, widest: int = MAX_PACKED_FEATURES, *, all_alike: bool = False) -> None:
-        """Nothing: what they read differs."""
+        """Does nothing, as the layers read different inputs."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
         return [
             LayerExample(
@@ -163,27 +168,31 @@ class GroupedInputLinear(FusedLinear):
 
 
 def are_adjacent(before: Linear, layer: Linear) -> bool:
-    """Whether the weight of a layer lies in the bucket right behind that of the one before.
+    """Whether a layer's weight directly follows the previous layer's in the same bucket.
 
-    And is multiplied in the same way.
+    Both must also be multiplied in the same way.
     """
     a = before.handles["weight"]
     b = layer.handles["weight"]
+    # A view of the bucket is only the matrix if the weight is stored as it is multiplied.
     plain = not any(one.is_split or one.is_transposed or one.used_slice for one in (before, layer))
     plain = plain and before.matmul_backend == layer.matmul_backend
     return plain and a.bucket is b.bucket and a.offset + a.num_elements == b.offset
 
 
 def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
-    """The weights of layers that follow each other as one matrix `[Σn, i]`."""
+    """The weights of adjacent layers as one matrix `[Σn, i]`, a view of their bucket."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
     bucket = first.bucket
     start = first.offset
     stop = last.offset + last.num_elements
+    # Weights offloaded to the host have no storage on the device at this point.
     with bucket.temporary_storage():
         flat = bucket.data[start:stop]
     matrix = flat.view(-1, first.sharding.local_shape[-1]).requires_grad_(first.trainable)
     if first.trainable:
+        # A weak reference: a hook that held the bucket would form a cycle with the matrix and leak
+        # both.
         hook = partial(_accumulate_packed_grad, weakref.ref(bucket), start)
         matrix.register_post_accumulate_grad_hook(hook)
     return matrix

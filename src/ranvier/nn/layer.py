@@ -1,8 +1,8 @@
-"""Leaf: a layer that knows its part of the work on the grid.
+"""Base class of parallel layers and the context that they share.
 
-A leaf replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same names of
-parameters, same result. It derives from the names of its dims which part of the weights it holds
-and what it communicates; its `layer` predicts that communication and its work in closed form.
+A parallel layer replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same
+parameter names, same result. It derives from its named dims which shard of the weights it holds
+and what it communicates; its `cost_model` predicts that communication and its FLOPs in closed form.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from ranvier.trace import Event
 
 @dataclass
 class StepContext:
-    """What the forward pass now running works on: needed by layers that draw random numbers."""
+    """State of the running pass that layers read: samples, factors of the loss, policies."""
 
     seed: int = 0
     samples: Tensor | None = None
-    """Number in the run of each sample of this micro-batch `[b]`; it implies the step."""
+    """Run-wide index of each sample of this micro-batch `[b]`; it implies the step. Random masks
+    are a function of it."""
     defer_residual_add: bool = False
-    """Compiled blocks may leave their last addition to the next: whoever calls them is a model."""
+    """Whether a compiled block may leave its last residual add to the next block. Only safe if the
+    caller is a model that chains the blocks."""
     loss_scale: Tensor | None = None
-    """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
-    gradients in forward scales them at once and trusts it."""
+    """Factor by which the loss of this pass will be multiplied, where the step knows it in advance.
+    A head that computes gradients in forward scales them immediately and relies on it."""
     loss_grad_scale: Tensor | None = None
-    """What the loss of the pass that runs backward is multiplied by; losses of other layers share
-    it."""
+    """Factor of the loss in the running backward pass; auxiliary losses of other layers use the
+    same one."""
     per_token_loss: bool = False
-    """A head with targets tells of each token what its target is worth, not the sum of all."""
+    """Whether a head with targets returns one score per token instead of the sum."""
     deferred_weight_grads: list[Callable[[], None]] | None = None
-    """Where the work on gradients of weights waits, if it is not done in the backward pass."""
+    """Queue of deferred weight-gradient computations; None: they run in the backward pass."""
     save_policy: SavePolicy = field(default_factory=SavePolicy)
-    """What blocks keep for backward, and where."""
+    """What blocks save for backward, and where."""
 
     def run_or_defer(self, work: Callable[[], None]) -> None:
-        """Do work on gradients of weights, now or later."""
+        """Run a weight-gradient computation now, or queue it for later."""
+        # The queue is drained by the pipeline's weight-gradient jobs (zero bubble).
         if self.deferred_weight_grads is None:
             work()
         else:
@@ -60,7 +63,7 @@ class StepContext:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Where a leaf stands: its name, and what all leaves of a model share."""
+    """Context of a parallel layer: its name, and what all layers of a model share."""
 
     name: str
     grid: Grid
@@ -70,27 +73,30 @@ class LayerContext:
     bucket_scheduler: BucketScheduler
     step_context: StepContext
     compile_backend: str = ""
-    """The compiler of the blocks, all equal ones as one graph: nothing in it may depend on which
-    block it is. Empty: none."""
+    """torch.compile backend of the blocks; empty: eager. All equal blocks share one graph, so
+    nothing in it may depend on the block index."""
     overlapped_autograd: bool = True
-    """Overlapped autograd functions; False: the reference in differentiable pairs."""
+    """Use the autograd functions with overlap; False: the reference built from differentiable
+    collectives."""
     dispatch: Dispatch = "same"
-    """In which type tokens travel to experts."""
+    """Element type in which tokens are dispatched to experts."""
     whole_sequence: bool = False
-    """The sequence was gathered over row where the enclosing module begins (Hugging Face)."""
+    """The sequence was already gathered over row at the start of the enclosing module (Hugging
+    Face)."""
     init: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
-    """Deviation (or mean and deviation) of initial values.
+    """Standard deviation (or mean and standard deviation) of initial values.
 
-    By the end of a layer's name, first match.
+    Keyed by the suffix of a layer's name; the first match wins.
     """
     weights: dict[str, ShardedParameter] = field(default_factory=dict)
-    """All weights placed so far, by name."""
+    """All parameters sharded so far, by name."""
     tied_weights: dict[int, ShardedParameter] = field(default_factory=dict)
-    """The same by identity of the serial parameter."""
+    """The same, keyed by `id` of the serial parameter, so that tied parameters are sharded once."""
 
     @property
     def block_name(self) -> str:
-        """Name of the block around the leaf (an element of a list); empty outside of any."""
+        """Name of the enclosing block (an element of a module list); empty if there is none."""
+        # Greedy: of nested lists the innermost index counts.
         inside = re.match(r"(.*\.\d+)\.", self.name)
         if inside:
             return inside.group(1)
@@ -98,21 +104,23 @@ class LayerContext:
 
     @property
     def layout_context(self) -> LayoutContext:
-        """What predictions need of it."""
+        """The part of the context that cost models need."""
         return LayoutContext(self.grid.degrees, self.table, self.units, self.dispatch)
 
     def for_layer(self, name: str, **changes: object) -> LayerContext:
-        """The site of another leaf of the same model."""
+        """The context of another layer of the same model."""
         return replace(self, name=name, **changes)  # type: ignore[arg-type]
 
     def axis(self, *names: str) -> Axis:
-        """An axis of the grid."""
+        """The axis of the grid with these names."""
         return self.grid.axis(*names)
 
     def initial_mean_std(self, name: str, mean: float, std: float) -> tuple[float, float]:
-        """Mean and deviation of a parameter: the model's word, else the leaf's."""
+        """Initial mean and standard deviation of a parameter: the model's, else the layer's."""
         layer = name.rpartition(".")[0]
         for end, word in self.init.items():
+            # A tuple is keyed by the parameter's full name and applies as is; a float is keyed by
+            # the layer name and only replaces the std of parameters that are random anyway.
             if isinstance(word, tuple) and name.endswith(end):
                 return word
             if isinstance(word, float) and std > 0.0 and layer.endswith(end):
@@ -132,16 +140,19 @@ def shard_parameter(
     std: float = 0.0,
     mean: float = 0.0,
 ) -> ShardedParameter:
-    """Put my part of a parameter where the whole was, still without values.
+    """Replace a serial parameter by this rank's shard, still without values.
 
-    Without `rule` it is a matrix of a layer: cut by the weights' rule and over depth, and the layer
-    gathers it. With a rule (a vector, in the region of its dim) it is used as it lies.
+    Without `rule` it is the matrix of a layer: split by the weight rule and over depth, and
+    gathered by the layer before use. With a rule (a vector, split like the activations of its dim)
+    it is used as stored.
     """
+    # A tied parameter (embedding and head) is sharded once and gets several owners.
     weight = site.tied_weights.get(id(serial))
     if weight is None:
         sharding = Sharding.from_dims(
             serial.shape,
             dims,
+            # Only weights that a layer gathers before use may be split over depth, too.
             site.table.weight_rule if rule is None else rule,
             site.grid.degrees,
             units=site.units,
@@ -154,27 +165,30 @@ def shard_parameter(
             dims=tuple(dims),
             sharding=sharding,
             shard=sharding.shard_at(site.grid.index),
+            # The optimizer applies weight decay and learning rates per group.
             param_group="vector" if len(dims) < 2 else "embedding" if embedding else "matrix",
             std=std,
             mean=mean,
             owners=[],
             trainable=serial.requires_grad,
+            # A meta model has no values: they are generated shard by shard instead (`counter_rng`).
             original_values=None if serial.is_meta else serial.detach(),
         )
         site.tied_weights[id(serial)] = site.weights[name] = weight
     weight.owners.append((module, attribute))
+    # A placeholder: `materialize_parameters` later replaces it by a view of its bucket.
     empty = torch.empty(weight.sharding.local_shape, device="meta")
     setattr(module, attribute, torch.nn.Parameter(empty, requires_grad=weight.trainable))
     return weight
 
 
 def apply_autograd(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """The result of an autograd function, whose `apply` torch leaves untyped."""
+    """Call `function.apply`, which torch leaves untyped."""
     return function.apply(*arguments)
 
 
 class ParallelLayer(torch.nn.Module):
-    """A layer on the grid; subclasses place their weights in `__init__` and predict by `layer`."""
+    """A layer on the grid; subclasses shard their weights and predict with `cost_model`."""
 
     def __init__(self, site: LayerContext) -> None:
         super().__init__()
@@ -186,7 +200,7 @@ class ParallelLayer(torch.nn.Module):
     def shard_parameter(
         self, attribute: str, serial: torch.nn.Parameter | None, dims: Sequence[Dim], **options: Any
     ) -> ShardedParameter | None:
-        """Hold my part of a parameter (see `place`)."""
+        """Register this rank's shard of a parameter (see the function `shard_parameter`)."""
         if serial is None:
             self.register_parameter(attribute, None)
             return None
@@ -197,53 +211,57 @@ class ParallelLayer(torch.nn.Module):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """Serial layers with which the generic tests try this leaf on all grids."""
+        """Serial layers with which the generic tests exercise this layer on all grids."""
         return []
 
     def trace_scope(self) -> AbstractContextManager[None]:
-        """Communication inside is recorded as this leaf's.
+        """Context in which communication is recorded under this layer's name.
 
-        In a compiled block its name counts from there; whoever calls the block adds the rest.
+        In a compiled block the name is relative to the block; the caller of the block adds the
+        prefix.
         """
         if torch.compiler.is_compiling():
             return self.site.grid.trace.graph_named_scope(
+                # Only the graphs of compiled blocks are shared; elsewhere the full name is right.
                 self.local_name if self.site.compile_backend else self.site.name
             )
         return self.site.grid.trace.named_scope(self.site.name)
 
     @property
     def cost_model(self) -> LayerCost:
-        """What predicts its communication, its work and what it keeps."""
+        """Predicts the layer's communication, FLOPs and saved activations."""
         return LayerCost(self.site.name, self.site.layout_context)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Communication of the forward pass of a micro-batch, gathered weights apart."""
+        """Communication of the forward pass of a micro-batch, without gathered weights."""
         return self.cost_model.forward_events(flow)
 
     def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
-        """Communication of a micro-batch; a recomputed leaf runs forward twice."""
+        """Communication of a micro-batch; a recomputed layer runs forward twice."""
         return self.cost_model.events(flow, recomputed=recomputed)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """Bytes that a block keeps more if it keeps what this leaf communicates in forward."""
+        """Additional bytes a block saves if it keeps what this layer communicates in forward."""
         return self.cost_model.saved_bytes(flow, selective=selective)
 
     def flops(self, flow: ActivationShape) -> int:
-        """Multiplications and additions of one forward pass of a micro-batch on this rank."""
+        """FLOPs (multiplications and additions) of a micro-batch's forward pass on this rank."""
         return self.cost_model.flops(flow)
 
 
 def check_range(
     ids: Tensor, size: int, name: str, *, ignore: int | None = None, dim: Dim = "vocab"
 ) -> None:
-    """Refuse numbers outside of [0, size); on a device the check runs there.
+    """Raise unless all ids are in [0, size); on a device the check runs asynchronously there.
 
-    dim: what they are numbers of: tokens, or places in a text.
+    dim: what the ids index: tokens ("vocab") or positions in a text ("position").
     """
+    # In a graph the check would be a data-dependent branch, and meta tensors have no values.
     if torch.compiler.is_compiling() or ids.is_meta:
         return
     good = (ids >= 0) & (ids < size)
     good = (good if ignore is None else good | (ids == ignore)).all()
+    # Reading the result would synchronise with the device, so the device asserts by itself.
     if ids.device.type != "cpu":
         torch._assert_async(good)
     elif not bool(good):

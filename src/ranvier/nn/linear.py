@@ -1,31 +1,33 @@
-"""Linear layers: gather, multiply, reduce-scatter; backward is the same read from right to left.
+"""Linear layers: all-gather, matmul, reduce-scatter; backward runs the same steps in reverse.
 
 Between the residual stream `[b, s/row, d/col]` and the inside of attention or MLP
 `[b/col, s, n/row]` a linear layer moves tokens and features at once. Its weight `(out, in)` has
-`out` on one axis and `in` on the other (`sharding.WEIGHTS`), so (`sharding.Table.move`)
+`out` on one axis and `in` on the other (`sharding.WEIGHT_RULE`), so
+(`sharding.ShardingTable.linear_comm`)
 
     enter (q, k, v, up, head)
         x  -gather seq over row->  [b, s, d/col] · W[n/row, d/col]ᵀ  -scatter over col->      y
     leave (o, down)
         x  -gather over col->      [b, s, n/row] · W[d/col, n/row]ᵀ  -scatter seq over row->  y
 
-where over col the batch is moved (`inner = samples`) or the features (`inner = features`). With
-col = depth = 1 these are Megatron's column- and row-parallel layers with sequence parallelism; with
-row = col = 1 nothing is moved and the gather of the weight over depth alone is ZeRO-3.
+where over col either the batch is moved (`col_splits = samples`) or the features
+(`col_splits = features`). With col = depth = 1 these are Megatron's column- and row-parallel layers
+with sequence parallelism; with row = col = 1 no activation is moved and only the gather of the
+weight over depth remains, which is ZeRO-3.
 
-Between these two a dim may be whole (a LoRA rank r, `[b/col, s/row, r]` or `[b, s/row, r]`), and
-only activations of the rank are moved:
+A dim between these two may be unsplit (a LoRA rank r, `[b/col, s/row, r]` or `[b, s/row, r]`); then
+only activations of width r are moved:
 
     embed to rank   x · W[r, d/col]ᵀ  -scatter batch (or sum) over col->        y
     rank to inner   x  -gather seq over row->  x · W[n/row, r]ᵀ                 y
     inner to rank   x · W[r, n/row]ᵀ  -scatter seq over row (sum over col)->    y
     rank to embed   x  -gather batch over col->  x · W[d/col, r]ᵀ               y
 
-Several layers that read the same value share their communication (`Siblings`). Two implementations,
-held equal by the tests: `reference` in differentiable pairs, and `_Product`, whose backward
-overlaps: X is gathered again while dX is multiplied, dX is reduced while dW is multiplied, and dW
-goes to the weight's bucket, whose reduction over depth runs on behind everything that follows. Of
-frozen weights X is neither kept nor gathered again.
+Several layers that read the same value share their communication (`FusedLinear`). There are two
+implementations, tested for equality: `parallel_linear_reference`, built from differentiable
+collectives, and `_ParallelLinear`, whose backward overlaps: X is re-gathered during the dX matmul,
+dX is reduced during the dW matmul, and dW goes to the weight's bucket, whose reduction over depth
+overlaps with everything that follows. For frozen weights X is neither saved nor re-gathered.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from ranvier.sharding import Dim
 
 @dataclass(frozen=True)
 class PackedLayers:
-    """Layers `start` to `stop` of siblings, whose weights are one matrix."""
+    """Layers `start` to `stop` of a fused layer whose weights are viewed as one matrix."""
 
     start: int
     stop: int
@@ -70,7 +72,7 @@ class Linear(ParallelLayer):
     """y = x Wᵀ + b.
 
     enter: x `[b, s/row, d/col]`, y `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
-    leave: the other way.
+    leave: the reverse.
     Communicates: all-gather x, reduce-scatter y; backward: all-gather x and dy, reduce-scatter dx.
     """
 
@@ -97,29 +99,32 @@ class Linear(ParallelLayer):
         self.num_packed = self.linear_weight.num_packed
         self.linear_comm = self.linear_weight.linear_comm
         self.comm_axes = self._resolve_comm_axes()
-        """Axis and dim of the gather of the input, and of the scatter of the output."""
+        """Axis and dim of the input's all-gather, and of the output's reduce-scatter."""
         self.copy_axis = site.axis(*filter(None, [self.linear_comm.copy_axis]))
-        """Ranks that have the same input and use it differently."""
+        """Ranks that hold the same input and use it differently (dx is summed over them)."""
         self.reduce_axis = site.axis(*filter(None, [self.linear_comm.reduce_axis]))
-        """Ranks that get the same sum as their output."""
+        """Ranks that all get the same sum as their output."""
         self.matmul_backend: MatmulBackend = PlainMatmul()
-        """How it multiplies."""
+        """How the matmuls are computed: plain, or float8."""
+        # 0.02 is only the default; a model's `init` table overrides it
+        # (`LayerContext.initial_mean_std`).
         self.shard_parameter("weight", weight, dims, std=0.02)
         self.is_split = self.handles["weight"].is_depth_sharded
         self.shard_parameter(
             "bias",
             bias,
             (self.linear_weight.packed_out_dim,),
+            # The bias is split like the output it is added to, so no gather is needed.
             rule=site.table.activation_rule(self.out_dim),
         )
         self.output_sharding = self.linear_weight.output_sharding
         """Sharding of the output features."""
         self.used_slice = self._resolve_used_slice()
-        """Dim, start and size of what of its matrix a rank uses; None: all of it."""
+        """Dim, start and size of the part of the matrix that this rank uses; None: all of it."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         enter = [("batch", "seq", "embed")]
         return [
             LayerExample(
@@ -146,6 +151,8 @@ class Linear(ParallelLayer):
     def _resolve_comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
         move = self.linear_comm
         site = self.site
+        # Dim 1 is the sequence: where it was gathered before, an axis of one rank makes the gather
+        # a no-op.
         gathered = site.whole_sequence and move.gather.dim == 1
         from_axis, to_axis = (
             site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
@@ -159,13 +166,14 @@ class Linear(ParallelLayer):
         if self.linear_weight.used_part is None:
             return None
         dim, cut = self.linear_weight.used_part
+        # Ranks that share replicated kv heads use the same block, hence the division by `replicas`.
         return dim, self.site.grid.index[cut.axis] // cut.replicas * cut.block_size, cut.block_size
 
     @property
     def num_scatter_parts(self) -> int:
-        """Different parts into which the scatter over features cuts the output.
+        """Number of distinct parts into which the scatter over features cuts the output.
 
-        Shared kv heads: fewer.
+        Fewer than the ranks of the axis where kv heads are shared.
         """
         cuts = [
             cut
@@ -177,7 +185,8 @@ class Linear(ParallelLayer):
         return 1
 
     def gather_weight(self) -> Tensor:
-        """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
+        """The weight gathered over depth, in autograd."""
+        # The graph is shared by all equal blocks, so it must not read the handle of one of them.
         if not torch.compiler.is_compiling():
             self.handles["weight"].bucket.unshard()
         if self.is_split:
@@ -185,7 +194,7 @@ class Linear(ParallelLayer):
         return self.weight
 
     def local_matrix(self, weight: Tensor) -> Tensor:
-        """The weight as (out, in), what I use of it."""
+        """The gathered weight as (out, in), restricted to the part this rank uses."""
         if self.is_transposed:
             matrix = weight.flatten(1).T
         else:
@@ -195,7 +204,7 @@ class Linear(ParallelLayer):
         return matrix.narrow(*self.used_slice)
 
     def weight_grad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dW in the shape in which the weight is stored."""
+        """dW in the stored shape of the weight."""
         x = x.flatten(0, -2)
         dy = dy.flatten(0, -2)
         if self.is_transposed:
@@ -204,16 +213,19 @@ class Linear(ParallelLayer):
             grad = self.matmul_backend.grad_w(dy, x)
         shape = self.handles["weight"].sharding.unsharded_shape
         if self.used_slice is not None:
+            # Rows or columns that this rank does not use get a zero gradient.
             part = grad
             grad = grad.new_zeros(shape)
             grad.narrow(*self.used_slice).copy_(part)
         return grad.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Apply the layer to x."""
         with self.trace_scope():
             (y,) = parallel_linear(x, [self], self.site, [])
-        if not torch.is_grad_enabled():  # nobody shall see padding; the loss leaves it out itself
+        # Padding columns (from an out dim that the axis does not divide) must not reach the caller.
+        # In training they stay: the loss ignores them itself.
+        if not torch.is_grad_enabled():
             y = y[
                 ...,
                 : self.output_sharding.shard_at(self.site.grid.index).valid_shape[0]
@@ -223,18 +235,18 @@ class Linear(ParallelLayer):
 
     @property
     def cost_model(self) -> LinearCost:
-        """Gather x, scatter y."""
+        """All-gather x, reduce-scatter y."""
         return self.fused_cost_model([self])
 
     def fused_cost_model(self, layers: Sequence[Linear], *, apart: bool = False) -> LinearCost:
-        """What predicts the product of layers, of which this is the first."""
+        """Cost model of several layers computed together, of which this is the first."""
         factors = tuple(layer.linear_weight for layer in layers)
         whole = self.site.whole_sequence
         return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
 
 def _low_rank_examples() -> list[LayerExample]:
-    """Layers from and to a dim that is whole; 3 fit no axis, so that depth pads."""
+    """Layers from and to an unsplit dim; size 3 is divisible by no axis, so that depth pads."""
     sizes = {**EXAMPLE_SIZES, "rank": 3}
     outer = ("batch", "seq", "embed")
     rank = ("batch", "seq", "rank")
@@ -245,7 +257,8 @@ def _low_rank_examples() -> list[LayerExample]:
         else:
             other = ("batch", "seq", name)
         made.append(LayerExample(_layer_factory(3, size), (name, "rank"), [rank], [other], sizes))
-        if name != "kv_heads":  # nothing reads these
+        # No layer reads kv_heads as its input.
+        if name != "kv_heads":
             made.append(
                 LayerExample(_layer_factory(size, 3), ("rank", name), [other], [rank], sizes)
             )
@@ -262,7 +275,7 @@ class Conv1D(Linear):
     is_transposed = True
 
 
-# ---- the product ------------------------------------------------------------------------
+# ---- matmul with communication ----------------------------------------------------------
 
 
 def parallel_linear(
@@ -273,7 +286,10 @@ def parallel_linear(
     *,
     apart: bool = False,
 ) -> tuple[Tensor, ...]:
-    """x times the weights of layers that read it, or a part of it each. Communicates: as Linear."""
+    """Multiply x by the weights of layers that read it, or that each read a part of it (apart).
+
+    Communicates: as Linear.
+    """
     if torch.compiler.is_compiling() or not site.overlapped_autograd:
         ys = parallel_linear_reference(x, layers, runs, apart)
     else:
@@ -281,9 +297,9 @@ def parallel_linear(
             ys = apply_autograd(
                 _ParallelLinear, x, layers, site, apart, *[layer.weight for layer in layers]
             )
-        except (
-            STOP_RECOMPUTATION
-        ):  # here, as backward needs nothing behind it: nor will it next time
+        except STOP_RECOMPUTATION:
+            # torch stopped the recomputation here, so backward needs nothing from this layer on.
+            # That holds for later steps as well, which then save only the shape of its result.
             site.step_context.save_policy.unneeded_layers.add(site.name)
             raise
     return tuple(
@@ -295,12 +311,13 @@ def parallel_linear(
 def parallel_linear_reference(
     x: Tensor, layers: Sequence[Linear], runs: Sequence[PackedLayers], apart: bool = False
 ) -> list[Tensor]:
-    """The product in differentiable pairs."""
+    """The same computation in differentiable collectives: the definition that tests compare to."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(
         all_gather(copy_to_axis(x, layers[0].copy_axis), from_axis, from_dim), layers, apart
     )
     ys: list[Tensor] = []
+    # The empty run at the end makes the loop also cover the layers after the last packed ones.
     for run in [*runs, PackedLayers(len(layers), len(layers), None)]:
         for layer in layers[len(ys) : run.start]:
             ys.append(
@@ -320,16 +337,16 @@ def parallel_linear_reference(
 
 
 def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
-    """What each layer reads of the gathered input."""
+    """The part of the gathered input that each layer reads."""
     if apart:
         return list(x.chunk(len(layers), -1))
     return [x] * len(layers)
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """The product with its communication overlapped.
+    """The linear layer with its communication overlapped.
 
-    Gradients of weights are delivered, not returned.
+    Gradients of weights are accumulated into buckets, not returned to autograd.
     """
 
     @staticmethod
@@ -341,6 +358,7 @@ class _ParallelLinear(torch.autograd.Function):
         apart: bool,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
+        # Only dW needs X, and the sharded X is enough: backward gathers it again.
         if _needs_weight_grad(layers):
             ctx.save_for_backward(x)
         ctx.layers = layers
@@ -348,6 +366,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.apart = apart
         results = site.grid.trace.saved_results
         work = partial(_linear_forward, x, layers, apart)
+        # Outside of a recomputed block there is nothing to save or reuse.
         if results is None:
             return work()
         if not layers[0].fused_cost_model(layers).saves_output(x.shape[-1], results.selective):
@@ -364,15 +383,19 @@ class _ParallelLinear(torch.autograd.Function):
         hide = "dx" in site.bucket_scheduler.overlap
         (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
         with trace.named_scope(site.name):
+            # 1. Re-gather X; the transfer overlaps with the dX matmul below.
             again = None
-            if _needs_weight_grad(layers):  # X once more, behind the dX matmul
-                x = ctx.saved_tensors[0].detach()  # what waits for dW shall not hold the graph
+            if _needs_weight_grad(layers):
+                # Detached: a deferred dW must not keep the autograd graph alive.
+                x = ctx.saved_tensors[0].detach()
                 again = collectives.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
+            # 2. Gather dY, undoing the reduce-scatter of the output.
             dys = list(grads)
             if to_axis.size > 1:
                 dys = _gather_output_grads(grads, layers, to_axis, to_dim)
+            # 3. dX, reduced while dW is computed.
             pending = None
             if ctx.needs_input_grad[0]:
                 terms = [
@@ -387,11 +410,11 @@ class _ParallelLinear(torch.autograd.Function):
                     dx = torch.cat(terms, -1)
                 else:
                     dx = _sum_tensors(terms)
-                # in flight while dW is computed
                 pending = collectives.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:
                     pending.wait()
             if again is not None:
+                # 4. dW, now or deferred by the pipeline schedule.
                 xs = _split_input(again.wait(), layers, ctx.apart)
                 site.step_context.run_or_defer(
                     partial(_accumulate_weight_grads, site, layers, xs, dys)
@@ -403,7 +426,7 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
-    """The forward pass of a product."""
+    """The forward pass of a linear layer, outside autograd. Communicates: as Linear."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
     ys = [
@@ -415,7 +438,8 @@ def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[T
     if to_axis.size == layers[0].reduce_axis.size == 1:
         return tuple(ys)
     packed = pack_outputs(ys, layers, to_axis, to_dim)
-    del ys  # what is scattered is a copy
+    # `packed` is a copy where there are several outputs; free the originals before the scatter.
+    del ys
     y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
     return tuple(
         unpack_outputs(collectives.all_reduce(y, layers[0].reduce_axis).wait(), layers, to_dim)
@@ -425,7 +449,7 @@ def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[T
 def _gather_output_grads(
     grads: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int
 ) -> list[Tensor]:
-    """Gradients of each layer's outputs, of all ranks: no buffer outlives this.
+    """Gradients of each layer's full output; the gathered buffer is freed on return.
 
     Communicates: all-gather over axis.
     """
@@ -436,14 +460,14 @@ def _gather_output_grads(
 
 
 def _needs_weight_grad(layers: Sequence[Linear]) -> bool:
-    """Whether a weight of the layers gets a gradient."""
+    """Whether any weight of the layers is trainable."""
     return any(layer.handles["weight"].trainable for layer in layers)
 
 
 def _accumulate_weight_grads(
     site: LayerContext, layers: Sequence[Linear], xs: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> None:
-    """Gradients of the weights. Communicates: reduce-scatter over depth, by bucket, later."""
+    """Accumulate dW into the buckets. Communicates: reduce-scatter over depth, by bucket, later."""
     with site.grid.trace.record_compute(f"dW {site.name}"):
         for layer, x, dy in zip(layers, xs, dys, strict=True):
             weight = layer.handles["weight"]

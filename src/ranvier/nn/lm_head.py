@@ -1,9 +1,9 @@
-"""Head: logits over the vocabulary and their loss, a chunk of tokens at a time.
+"""LM head: logits over the vocabulary and their loss, one chunk of tokens at a time.
 
-The logits of a batch are its largest tensor by far, and nobody needs them whole: for each chunk of
-tokens they are multiplied, reduced to a loss, turned into their gradient where they lie, and
-multiplied back into dX and dW before the next chunk takes their place. So forward computes the
-gradients too; backward only scales them.
+The logits of a batch are by far its largest tensor, and they are never needed all at once: for each
+chunk of tokens they are computed, reduced to a loss, overwritten by their gradient, and multiplied
+back into dX and dW before the next chunk reuses their memory. So forward already computes the
+gradients; backward only scales them.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from ranvier.nn.matmul import PlainMatmul
 from ranvier.sharding import Dim
 
 ALIGNED_DEVICES = ("cuda", "meta")
-"""Where the alignment of rows matters (`products.ALIGNMENT`); meta stands for a GPU."""
+"""Devices on which row alignment matters (`cost.linear.ALIGNMENT_BYTES`); meta stands for a GPU."""
 
 
 class LMHead(Linear):
-    """y = x Wᵀ, or with targets the sum of the losses of my tokens.
+    """y = x Wᵀ, or with targets the sum of the losses of this rank's tokens.
 
     x: `[b, s/row, d/col]`; y: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`.
-    With `moment.each` and targets: log-probability of each target and whether it is the likeliest,
-    `[2, b/col, s]`.
+    With `step_context.per_token_loss` and targets: log-probability of each target and whether it is
+    the most likely token, `[2, b/col, s]`.
     Communicates: all-gather x, reduce-scatter dx; for each chunk reduce-scatter and all-gather of
-    its logits, all-reduce of three numbers a token over the axes of vocab.
+    its logits, all-reduce of three numbers per token over the axes of vocab.
     """
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         self.vocab_shard = VocabShard.from_context(site, self.out_dim)
         self.cap = float(getattr(serial, "cap", 0.0))
-        """Logits are cap · tanh(logits / cap); 0: as they are."""
+        """Soft cap: logits are cap · tanh(logits / cap); 0 disables it."""
         self.keeps_logits_local = self.comm_axes[1][0].size == 1
-        """Nothing is scattered: samples need not be told apart."""
+        """Whether logits are not scattered; then chunks need not respect sample boundaries."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         x = ("batch", "seq", "embed")
         targets = ("batch", "seq")
         return [
@@ -75,17 +75,20 @@ class LMHead(Linear):
         ]
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Multiply, and compare."""
+        """Logits, or with targets their loss."""
         if targets is None:
+            # Without a loss of its own the model does not know the factor of the caller's loss; MoE
+            # layers with auxiliary losses then raise instead of using a stale one.
             self.site.step_context.loss_grad_scale = None
             return self._softcap_logits(super().forward(x))
         loss = self._compute_loss(x, targets)
+        # The hook runs first in backward, so that all earlier layers see the factor.
         if loss.requires_grad and not torch.compiler.is_compiling():
             loss.register_hook(self._record_loss_grad_scale)
         return loss
 
     def _record_loss_grad_scale(self, grad: Tensor) -> None:
-        """Layers before me that add to the loss take its factor."""
+        """Publish the factor of the loss to earlier layers that add auxiliary losses."""
         self.site.step_context.loss_grad_scale = grad
 
     def _compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -95,6 +98,7 @@ class LMHead(Linear):
             with self.trace_scope():
                 return self._score_each_token(x, targets)
         with self.trace_scope():
+            # The chunked function is neither traceable nor does it handle a bias.
             if (
                 torch.compiler.is_compiling()
                 or not self.site.overlapped_autograd
@@ -106,6 +110,8 @@ class LMHead(Linear):
                 )
             needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
             if needed:
+                # Gradients of a loss with factor 1; backward multiplies by the real factor unless
+                # `loss_scale` is known here already.
                 factor = torch.ones((), device=x.device)
             else:
                 factor = None
@@ -125,12 +131,14 @@ class LMHead(Linear):
 
     @torch.no_grad()
     def _score_each_token(self, x: Tensor, targets: Tensor) -> Tensor:
-        """What each target `[b/col, s]` is worth, a chunk of tokens at a time."""
+        """Scores of each target `[2, b/col, s]`, one chunk of tokens at a time."""
         (from_axis, from_dim), _ = self.comm_axes
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         matrix = self.local_matrix(self.handles["weight"].unsharded_data())
         found = list[Tensor]()
         cuts = chunk_slices(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
+        # Chunks are computed from the unpadded width, as the cost model does; hence padding comes
+        # after.
         matrix = self.align_rows(matrix)
         for cut in cuts:
             part = whole[:, cut]
@@ -143,11 +151,13 @@ class LMHead(Linear):
         return torch.cat(found, 2)
 
     def align_rows(self, matrix: Tensor) -> Tensor:
-        """The matrix `[V/row, d/col]` with rows of zeros, so that rows of logits are aligned.
+        """The matrix `[V/row, d/col]` padded with zero rows, so that rows of logits are aligned.
 
-        The loss leaves their columns out, as it does where row does not divide the vocabulary.
+        The loss ignores the extra columns, as it does where row does not divide the vocabulary.
         """
         if (
+            # Scattered logits are packed by their exact width, and a bias has no entries for the
+            # padding.
             not self.keeps_logits_local
             or self.bias is not None
             or matrix.device.type not in ALIGNED_DEVICES
@@ -160,7 +170,7 @@ class LMHead(Linear):
 
     @property
     def cost_model(self) -> LMHeadCost:
-        """Gather x; of each chunk its logits and their statistics."""
+        """All-gather x; per chunk its logits and their statistics."""
         return LMHeadCost(
             self.site.name,
             self.site.layout_context,
@@ -196,6 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dw: Tensor | None = None
         loss = torch.zeros((), dtype=leaf.site.bucket_scheduler.reduce_dtype, device=x.device)
         shape = whole.shape
+        # All tokens in one row, so that a chunk can hold tokens of several samples.
         if leaf.keeps_logits_local:
             whole = whole.flatten(0, 1).unsqueeze(0)
             targets = targets.flatten().unsqueeze(0)
@@ -211,11 +222,14 @@ class _ChunkedLoss(torch.autograd.Function):
             y = _scatter_logits(
                 leaf.matmul_backend.forward(part, matrix).unflatten(0, (samples, -1)), leaf
             )
+            # Soft cap in place. d(cap · tanh(z / cap))/dz = 1 - tanh²(z / cap), taken before tanh
+            # is scaled.
             slope = None
             if leaf.cap > 0.0:
                 y = y.div_(leaf.cap).tanh_()
                 slope = 1.0 - y * y if needed else None
                 y.mul_(leaf.cap)
+            # With a factor, `score_tokens` overwrites the logits in `y` by their gradient.
             loss += score_tokens(
                 y.flatten(0, 1), targets[:, cut].flatten(), leaf.vocab_shard, factor
             )
@@ -227,10 +241,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 if handle.trainable:
                     dw = _accumulate_weight_grad(dw, dy, part, leaf)
                 del dy
-            del y  # before the next chunk takes as much
+            # Free this chunk's logits before the next chunk allocates as much.
+            del y
         if dx is not None:
             dx = collectives.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
         ctx.leaf = leaf
+        # Kept as attributes rather than saved tensors: backward scales them in place and frees
+        # them.
         ctx.dx = dx
         ctx.dw = dw
         ctx.taken = False
@@ -255,14 +272,19 @@ class _ChunkedLoss(torch.autograd.Function):
             dx, dw = (None if x is None else x.mul_(grad) for x in (dx, dw))
         if dw is not None:
             shape = handle.sharding.unsharded_shape
+            # Drop the rows that `align_rows` added.
             handle.accumulate_grad(dw.flatten()[: math.prod(shape)].view(shape))
         return dx, None, None, None, None, None
 
 
 def _scatter_logits(y: Tensor, leaf: LMHead) -> Tensor:
-    """My part of the sum of logits `[b, c, V/row]`. Communicates: reduce-scatter over col."""
+    """This rank's part of the summed logits `[b, c, V/row]`.
+
+    Communicates: reduce-scatter over col.
+    """
     _, (axis, dim) = leaf.comm_axes
-    if axis.size == 1:  # picking features would copy the logits
+    # Packing would copy the logits for nothing.
+    if axis.size == 1:
         return y
     sums = collectives.reduce_scatter(
         pack_outputs([y], [leaf], axis, dim), axis, buffer_dim(dim)
@@ -271,7 +293,7 @@ def _scatter_logits(y: Tensor, leaf: LMHead) -> Tensor:
 
 
 def _gather_logit_grads(dy: Tensor, leaf: LMHead) -> Tensor:
-    """The other way. Communicates: all-gather over col."""
+    """Dual of `_scatter_logits`. Communicates: all-gather over col."""
     _, (axis, dim) = leaf.comm_axes
     if axis.size == 1:
         return dy
@@ -282,14 +304,17 @@ def _gather_logit_grads(dy: Tensor, leaf: LMHead) -> Tensor:
 
 
 def _accumulate_weight_grad(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: LMHead) -> Tensor:
-    """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
+    """Add dYᵀ·X of a chunk to the sum so far, in the reduce dtype; dy: `[t, n]`, x: `[t, d]`."""
     wide = leaf.site.bucket_scheduler.reduce_dtype
-    host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
+    # Meta tensors stand for those of a GPU, so that a dry run counts the same memory.
+    host = x.device.type not in ("cuda", "meta")
     if x.dtype == wide or host or leaf.matmul_backend != PlainMatmul():
         new = leaf.matmul_backend.grad_w(dy, x).to(wide)
         if sum_ is None:
             return new
         return sum_.add_(new)
     if sum_ is None:
+        # bf16 operands with an fp32 result: the sum over chunks does not round to bf16 in between,
+        # and no widened copy is made.
         return torch.mm(dy.T, x, out_dtype=wide)
     return torch.addmm(sum_, dy.T, x, out_dtype=wide, out=sum_)

@@ -1,4 +1,4 @@
-"""Values: every parameter of a rank becomes a view of its bucket and gets its part of the whole."""
+"""Materialization: every parameter of a rank becomes a view of its bucket and gets its values."""
 
 from __future__ import annotations
 
@@ -30,20 +30,23 @@ def materialize_parameters(
     blank: bool = False,
     room: int | None = None,
 ) -> None:
-    """Give every parameter its part of the values, as views of its bucket; blank: zeros.
+    """Allocate the buckets and fill every parameter with its shard of the values; blank: zeros.
 
-    On the meta device there are none.
+    On the meta device there are no values.
 
-    room: bytes of the host where weights are to rest; None: they stay on the device.
+    room: bytes of host memory for offloaded weights; None: they stay on the device.
     """
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
+    # Must exist before the first bucket is filled: each is offloaded right after it, so that the
+    # device never holds all weights.
     if room is not None:
         queue.host_offload = HostOffload(queue.buckets, dtype, queue.device, room=room)
     for bucket in queue.buckets:
         originals = [
             w.original_values.device for w in bucket.weights if w.original_values is not None
         ]
+        # Without an explicit device a bucket is placed where the serial model has its values.
         where = device or (originals[0] if originals else "cpu")
         bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
         queue.device = bucket.data.device
@@ -53,18 +56,21 @@ def materialize_parameters(
             )
             if not blank and not view.is_meta:
                 view.copy_(_initial_value(weight, seed=seed, dtype=dtype, device=where))
+            # Release the serial values as soon as they are copied.
             weight.original_values = None
             param = weight.expected_param = nn.Parameter(view, requires_grad=weight.trainable)
+            # A tied weight has several owners; all share one parameter.
             for owner, attribute in weight.owners:
                 setattr(owner, attribute, param)
             if weight.trainable:
-                # a hook that held the weight would keep both for ever
+                # A weak reference: a hook that held the weight would form a cycle and leak both.
                 hook = partial(_move_grad_to_bucket, weakref.ref(weight))
                 param.register_post_accumulate_grad_hook(hook)
         if queue.host_offload is not None and can_offload(bucket):
             queue.host_offload.register_bucket(bucket)
     for leaf in leaves.values():
         if isinstance(leaf, FusedLinear):
+            # Only now do the buckets have storage to take views of.
             leaf.pack_weights()
         elif isinstance(leaf, Dropout):
             leaf.rng_stream = leaf.rng_stream.to(where)
@@ -91,7 +97,8 @@ def _initial_value(
 def _move_grad_to_bucket(reference: weakref.ref[ShardedParameter], param: Any) -> None:
     """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
     weight = reference()
-    if param.grad is not None and weight is not None:  # None where a leaf has delivered it already
+    # `grad` is None where a layer has accumulated it into the bucket itself.
+    if param.grad is not None and weight is not None:
         weight.bucket.bucket_scheduler.accumulate_shard_grad(
             weight.bucket, weight.offset, param.grad
         )

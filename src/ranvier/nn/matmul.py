@@ -4,8 +4,8 @@
     dx = dy W    [t, i] = [t, o] · [o, i]
     dw = dyᵀ x   [o, i] = [t, o]ᵀ · [t, i]
 
-A layer takes whatever has the methods of `Products`: `Plain`, or `fp8.Scaled`. All results are
-contiguous. Not handled: operands that are not contiguous, biases.
+A layer takes anything that implements `MatmulBackend`: `PlainMatmul`, or `float8.Float8Linear`. All
+results are contiguous. Not handled: operands that are not contiguous, biases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class MatmulBackend(Protocol):
-    """The three products of a layer on matrices; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
+    """The three matmuls of a layer; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """x Wᵀ."""
@@ -34,13 +34,13 @@ class MatmulBackend(Protocol):
 
 
 def forward(x: Tensor, w: Tensor, products: MatmulBackend) -> Tensor:
-    """x Wᵀ of any number of dims, outside autograd."""
+    """x Wᵀ with any number of leading dims, outside autograd."""
     y = products.forward(x.flatten(0, -2), w)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def grad_x(dy: Tensor, w: Tensor, products: MatmulBackend) -> Tensor:
-    """dY W, likewise."""
+    """dY W with any number of leading dims, outside autograd."""
     dx = products.grad_x(dy.flatten(0, -2), w)
     return dx.view(*dy.shape[:-1], dx.shape[-1])
 
@@ -53,7 +53,7 @@ def differentiable_linear(x: Tensor, w: Tensor, products: MatmulBackend) -> Tens
 
 @dataclass(frozen=True)
 class PlainMatmul:
-    """The products as torch computes them; two of these are equal."""
+    """torch's own matmuls; two instances compare equal."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """y = x Wᵀ; x: `[t, i]`, w: `[o, i]`, y: `[t, o]`."""

@@ -1,8 +1,8 @@
 """Norms: statistics over a dim that may be split, summed over the axes that split it.
 
-The residual stream is split over col, so a norm of it sums one number a token (two for LayerNorm);
-a norm of each head sums nothing; a norm over all heads sums over row (or row·col), shared kv heads
-counted once. Statistics are taken in fp32 at least.
+The residual stream is split over col, so its norm sums one number per token (two for LayerNorm); a
+norm of each head sums nothing; a norm over all heads sums over row (or row·col), with shared kv
+heads counted once. Statistics are computed in fp32 at least.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ranvier.sharding import Dim
 
 
 class Norm(ParallelLayer):
-    """What all norms share: the axes that split their dim, and sums over them."""
+    """Base of all norms: the axes that split their dim, and sums over them."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     num_sums = 1
-    """Numbers a token that are summed over the axes."""
+    """Numbers per token that are summed over the axes."""
     weight_offset = 0.0
     """Added to the weight."""
 
@@ -49,10 +49,13 @@ class Norm(ParallelLayer):
         region = site.table.activation_rule(self.dim)
         cuts = self.cost_model.feature_sharding.splits[0]
         self.axis = site.axis(*(cut.axis for cut in cuts))
+        # Shared kv heads are held by several ranks, so a sum over the axis counts them `replicas`
+        # times.
         self.num_replicas = 1
         for cut in cuts:
             self.num_replicas *= cut.replicas
         self.weight_offset = float(getattr(serial, "weight_offset", 0.0))
+        # Offset plus weight starts at 1, whatever the offset.
         self.shard_parameter("weight", weight, dims, rule=region, mean=1.0 - self.weight_offset)
         self.shard_parameter(
             "bias", bias if isinstance(bias, torch.nn.Parameter) else None, dims, rule=region
@@ -64,27 +67,29 @@ class Norm(ParallelLayer):
         Communicates: all-reduce over the axes of the dim, forward and backward.
         """
         here = x.sum(-1, keepdim=True)
+        # All ranks use the mean, each for its own features: forward sums, and so does backward.
         return copy_to_axis(reduce_from_axis(here, self.axis), self.axis) / (
             self.size * self.num_replicas
         )
 
     @property
     def cost_model(self) -> NormCost:
-        """One all-reduce for each sum."""
+        """One all-reduce per sum."""
         return NormCost(
             self.site.name, self.site.layout_context, self.size, self.dim, self.num_sums
         )
 
 
 class RMSNorm(Norm):
-    """y = (shift + w) · x / sqrt(mean(x²) + eps).
+    """y = (offset + w) · x / sqrt(mean(x²) + eps).
 
     x, y: `[b, s/row, d/col]`.
-    Communicates: all-reduce of one number a token over col, forward and backward.
+    Communicates: all-reduce of one number per token over col, forward and backward.
     """
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
+        # torch's RMSNorm has `eps`, those of Hugging Face models `variance_epsilon`.
         eps = getattr(serial, "eps", getattr(serial, "variance_epsilon", None))
         if eps is None:
             self.eps = None
@@ -93,7 +98,7 @@ class RMSNorm(Norm):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         outer = ("batch", "seq", "embed")
         inner = ("batch", "seq", "heads")
         shared = ("batch", "seq", "kv_heads")
@@ -106,17 +111,19 @@ class RMSNorm(Norm):
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Normalise x."""
         weight = _at_least_float32(self.weight)
         if self.weight_offset != 0.0:
             weight = self.weight_offset + weight
         with self.trace_scope():
             wide = _at_least_float32(x)
-            # as in torch
+            # torch's default: the machine epsilon of the computation's dtype.
             if self.eps is None:
                 eps = torch.finfo(wide.dtype).eps
             else:
                 eps = self.eps
+            # The fused function pays off only in eager mode on a CPU, and assumes one dtype
+            # throughout.
             eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
             if eager and x.dtype == weight.dtype:
                 found: Tensor = apply_autograd(_RMSNormFunction, x, weight, eps, self)
@@ -128,9 +135,9 @@ class RMSNorm(Norm):
 class _RMSNormFunction(torch.autograd.Function):
     """y = w · x · r with r = 1 / sqrt(mean(x²) + eps), in few passes over memory.
 
-    dx = r · w · dy - x · r³ · mean(x · w · dy); dw = Σ r · x · dy over tokens. On a CPU what
-    autograd derives takes twice the time; on a GPU blocks are compiled into one kernel.
-    Communicates: all-reduce of one number a token over the axes of the dim, each way.
+    dx = r · w · dy - x · r³ · mean(x · w · dy); dw = Σ r · x · dy over tokens. On a CPU the
+    derivative by autograd takes twice the time; on a GPU blocks are compiled into one kernel.
+    Communicates: all-reduce of one number per token over the axes of the dim, each way.
     """
 
     @staticmethod
@@ -147,6 +154,7 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, root = ctx.saved_tensors
         norm = ctx.norm
+        # x · dy serves both gradients: times w it gives the mean, times r it gives dw.
         product = (x * dy).flatten(0, -2)  # (tokens, d/col)
         with norm.trace_scope():
             here = (product @ weight).view(root.shape)
@@ -160,7 +168,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all ranks' gradients. Communicates: all-reduce over axis."""
+    """The sum of the gradients of all ranks. Communicates: all-reduce over axis."""
     return collectives.all_reduce(x, axis).wait()
 
 
@@ -168,7 +176,7 @@ class LayerNorm(Norm):
     """y = w · (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) + b.
 
     x, y: `[b, s/row, d/col]`.
-    Communicates: two all-reduces of one number a token over col, each way.
+    Communicates: two all-reduces of one number per token over col, each way.
     """
 
     num_sums = 2
@@ -179,14 +187,16 @@ class LayerNorm(Norm):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """What the generic tests try."""
+        """Examples for the generic tests."""
         outer = ("batch", "seq", "embed")
         return [LayerExample(lambda twin: twin(16), ("embed",), [outer], [outer])]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise."""
+        """Normalise x."""
         with self.trace_scope():
             wide = _at_least_float32(x)
+            # Two reductions instead of one with Σx and Σx²: the latter cancels badly for a large
+            # mean.
             centred = wide - self.global_mean(wide)
             y = (
                 centred
@@ -197,7 +207,7 @@ class LayerNorm(Norm):
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """At least fp32."""
+    """Widen half-precision tensors to fp32."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.float()
     return x

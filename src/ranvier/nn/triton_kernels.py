@@ -1,6 +1,6 @@
-"""Kernels in Triton, for CUDA only: imported where they are used, each with a twin in PyTorch.
+"""Triton kernels, for CUDA only: imported where they are used, each with a version in PyTorch.
 
-The twins are the definition (`nn/loss.py`, `nn/fp8.py`); tests hold both equal.
+The PyTorch versions are the definition (`nn/cross_entropy.py`, `nn/float8.py`); tests compare both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, stride, targets, peaks, sums, hits, log_sums, factor, first, valid, width,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token a program."""
+    """Statistics and/or gradient of one token per program."""
     token = tl.program_id(0)
     row = logits + token.to(tl.int64) * stride
     target = tl.load(targets + token)
@@ -30,10 +30,12 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     here = (column >= 0) & (column < valid)
     lanes = tl.arange(0, BLOCK)
     if STATISTICS:
-        hit = tl.load(row + column, mask=here, other=0.0).to(tl.float32)  # before it is written
+        # Read before the gradient overwrites the row.
+        hit = tl.load(row + column, mask=here, other=0.0).to(tl.float32)
         most = float("-inf")
         total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, valid, BLOCK):  # one exponential a logit
+        # Online softmax: maximum and sum in one pass, rescaling when the maximum grows.
+        for start in range(0, valid, BLOCK):
             at = start + lanes
             x = tl.load(row + at, mask=at < valid, other=float("-inf")).to(tl.float32)
             higher = tl.maximum(most, tl.max(x, 0))
@@ -47,9 +49,11 @@ def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     else:
         log_sum = tl.load(log_sums + token)
     if GRADIENT:
+        # IGNORE_INDEX: the token gets no gradient.
         weight = tl.where(target == -100, 0.0, tl.load(factor))
         for start in range(0, width, BLOCK):
             at = start + lanes
+            # Padding loads -inf, so its gradient is exactly 0.
             x = tl.load(row + at, mask=at < valid, other=float("-inf")).to(tl.float32)
             p = tl.exp(x - log_sum) - tl.where((at == column) & here, 1.0, 0.0)
             tl.store(row + at, (p * weight).to(logits.dtype.element_ty), mask=at < width)
@@ -64,14 +68,16 @@ def cross_entropy(
     log_sums: Tensor | None = None,
     gradient: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Peak, sum of exponentials and target's logit of each token `[t]`; logits `[t, v]`.
+    """Maximum, sum of exponentials and target's logit of each token `[t]`; logits `[t, v]`.
 
-    gradient: logits become (softmax - one-hot) times it, in place, by `log_sums` or the statistics.
+    gradient: logits become (softmax - one-hot) times it, in place, using `log_sums` or the
+    statistics.
     """
     count, width = logits.shape
     peaks, sums, hits = torch.empty(3, count, device=logits.device).unbind(0)
     _cross_entropy_kernel[(count,)](
         logits, logits.stride(0), targets, peaks, sums, hits,
+        # Unused pointers get any tensor: the constexpr flags compile their loads away.
         peaks if log_sums is None else log_sums, peaks if gradient is None else gradient.float(),
         first, valid, width,
         STATISTICS=log_sums is None, GRADIENT=gradient is not None, BLOCK=4096, num_warps=8,
@@ -83,16 +89,17 @@ def cross_entropy(
 
 
 AMAX_PROGRAMS = 512
-"""Programs that look for the largest magnitude of a tensor, each in a part of it."""
+"""Programs that search for the largest magnitude of a tensor, each in a part of it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _amax_kernel(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest magnitude of a part, as bits: those of NaN are above all others."""
+    """The largest magnitude of a part, as bits: those of NaN compare above all others."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     found = tl.zeros([TILE], dtype=tl.int32)
     for start in range(0, n, PARTS * TILE):
         value = tl.load(x + start + at, mask=start + at < n, other=0.0).to(tl.float32)
+        # Without the sign bit, float order is integer order; so a NaN is not lost in the maximum.
         found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.store(parts + tl.program_id(0), tl.max(found, 0))
 
@@ -105,16 +112,18 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
     bits = tl.max(tl.load(parts + tl.arange(0, PARTS)), 0)
     largest = bits.to(tl.float32, bitcast=True)
     times = tl.div_rn(most, tl.where(largest < least, least, largest))
-    exponent = times.to(tl.int32, bitcast=True) & 0x7F800000  # of a power of two
+    # Keeping only the exponent bits rounds down to a power of two.
+    exponent = times.to(tl.int32, bitcast=True) & 0x7F800000
+    # A NaN (times != times) is passed on; its exponent bits alone would be an infinity.
     scale = tl.where(times == times, exponent.to(tl.float32, bitcast=True), times)
     tl.store(scale_at, scale)
     tl.store(inverse_at, tl.div_rn(1.0, scale))
 
 
 def tensorwise_scale(x: Tensor, most: float, least: float) -> tuple[Tensor, Tensor]:
-    """The scale `[]` of a contiguous x as of `fp8.power`, and its inverse `[]`."""
+    """The scale `[]` of a contiguous x as of `float8.power_of_two_scale`, and its inverse `[]`."""
     parts = torch.empty(AMAX_PROGRAMS, dtype=torch.int32, device=x.device)
-    # each a tensor of its own: a library wants their addresses aligned
+    # Separate tensors rather than views of one: the GEMM library wants aligned addresses.
     scale, inverse = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     _amax_kernel[(AMAX_PROGRAMS,)](x, parts, x.numel(), PARTS=AMAX_PROGRAMS, TILE=2048, num_warps=8)
     _scale_kernel[(1,)](parts, scale, inverse, most, least, PARTS=AMAX_PROGRAMS, num_warps=4)
@@ -126,12 +135,13 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     x, stride, scale, plain, turned, rows, columns, largest,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x times a scale in fp8, as it lies and transposed."""
+    """A tile of x times a scale in fp8, in its own layout and transposed."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.program_id(1) * C + tl.arange(0, C)
     inside = (r[:, None] < rows) & (c[None, :] < columns)
     tile = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0)
     y = tile.to(tl.float32) * tl.load(scale)
+    # Saturate, as rounding may lift a number above the largest one of the type.
     y = tl.minimum(tl.maximum(y, -largest), largest)
     if PLAIN:
         q = y.to(plain.dtype.element_ty)
@@ -145,7 +155,7 @@ def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
 def cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """x `[r, c]` times scale in fp8 `[r, c]` and transposed `[c, r]`; else empty."""
+    """x `[r, c]` times scale in fp8 `[r, c]` and transposed `[c, r]`; empty if not requested."""
     rows, columns = x.shape
     a = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
     b = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)

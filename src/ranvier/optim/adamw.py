@@ -1,7 +1,7 @@
-"""Update rules: functions of flat tensors that know nothing of grids.
+"""AdamW as a pure function of flat tensors, independent of the grid.
 
-A new optimizer is one of these. How moments that are narrower than the weight are rounded says
-`moments`.
+A new optimizer is another such function. `low_precision_states` describes how moments that are
+narrower than the weight are rounded.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ranvier.optim.low_precision_states import Moments, RoundingKey
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """The numbers of one update that are the same for all tensors, on the device."""
+    """The scalars of one update that are shared by all tensors, on the device."""
 
     step: Tensor
     """Number of the update, from 1 (float64)."""
     should_update: Tensor
     """Whether to update at all (bool)."""
     grad_factor: Tensor | None
-    """What gradients are multiplied by."""
+    """Factor for gradients (clipping, unscaling); None: 1."""
     betas: tuple[float, float]
     lr: Tensor
-    """The learning rate (float64)."""
+    """Learning rate (float64)."""
     step_int32: Tensor
-    """`step` as a kernel reads it (int32)."""
+    """`step` as the kernel reads it (int32)."""
     kernel_scalars: Tensor
-    """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as a kernel reads them (fp32)."""
+    """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as the kernel reads them (fp32)."""
 
     @classmethod
     def for_update(
@@ -41,7 +41,7 @@ class UpdateScalars:
         betas: tuple[float, float],
         lr: float | Tensor,
     ) -> UpdateScalars:
-        """Compute them once for all tensors; bias corrections in float64."""
+        """Compute the scalars once for all tensors; bias corrections in float64."""
         step = step.double()
         if isinstance(lr, Tensor):
             rate = lr
@@ -70,19 +70,22 @@ def adamw_update(
     out: Tensor | None = None,
     key: RoundingKey | None = None,
 ) -> None:
-    """AdamW in place on tensors `[n]`: decoupled decay, bias-corrected moments.
+    """AdamW in place on tensors `[n]`: decoupled weight decay, bias-corrected moments.
 
     g ← factor · g, m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g²,
-    w ← (1 - lr · decay)w - lr / (1 - β₁ᵗ) · m / (√(v / (1 - β₂ᵗ)) + eps), in the type of `weight`.
+    w ← (1 - lr · decay)w - lr / (1 - β₁ᵗ) · m / (√(v / (1 - β₂ᵗ)) + eps), in the dtype of `weight`.
 
-    If it is not good, no bit changes. share: factor of the learning rate. out: takes the new weight
-    in its own type. key: of the random bits with which narrower moments are rounded.
+    Without `now.should_update` no bit changes. share: factor of the learning rate. out: receives
+    the new weight in its own dtype. key: source of the random bits for stochastic rounding of
+    narrower moments.
     """
-    (beta1, beta2), lr = now.betas, now.lr * share  # scalars stay in float64 on the device
+    # Scalars stay in float64 on the device.
+    (beta1, beta2), lr = now.betas, now.lr * share
     grad = grad.to(weight.dtype)
     if now.grad_factor is not None:
         grad = grad * now.grad_factor
     mean, square = moments.dequantize(weight.dtype)
+    # 1 - (1 - β) instead of β, as in the fused kernel, so that both round alike.
     mean = mean.mul(1.0 - (1.0 - beta1)).add_(grad, alpha=1.0 - beta1)
     square = square.mul(1.0 - (1.0 - beta2)).addcmul_(grad, grad, value=1.0 - beta2)
     root = square.sqrt().div_((1.0 - beta2**now.step).sqrt()).add_(eps)
@@ -90,6 +93,7 @@ def adamw_update(
     new = [weight.mul(1.0 - lr * decay).sub_(change)]
     new += moments.round_stochastically(mean, square, now.step, key).tensors
     for old, value in zip([weight, *moments.tensors], new, strict=True):
+        # A select instead of a branch: a skipped update costs no synchronization with the host.
         old.copy_(torch.where(now.should_update, value, old))
     if out is not None:
         out.copy_(torch.where(now.should_update, weight.to(out.dtype), out))

@@ -1,8 +1,7 @@
-"""Hosted: updates made by the CPU, where states rest, so that only gradients and weights travel.
+"""CPU AdamW: the CPU updates offloaded states in place; only gradients and weights are copied.
 
-2 bytes a parameter leave the device and 2 return, instead of 12 and 12; which is faster depends on
-the link and on the cores. A host must know the norm, so a thread waits for it and works behind the
-run.
+2 bytes per parameter leave the device and 2 return, instead of 12 and 12; which is faster depends
+on the link and on the cores. The host has to know the norm, so a background thread waits for it.
 """
 
 from __future__ import annotations
@@ -18,27 +17,28 @@ from ranvier.optim.adamw import UpdateScalars
 
 @dataclass(frozen=True)
 class HostScalars:
-    """The numbers of an update on their way to the host."""
+    """The scalars of an update, being copied to the host."""
 
     scalars: UpdateScalars
-    """On the host; to be read after the mark."""
+    """On the host; valid once `copy_event` has completed."""
     copy_event: StreamEvent
 
     @classmethod
     def copy_from(cls, now: UpdateScalars) -> HostScalars:
-        """Start to copy them."""
+        """Start the copy."""
         device = now.step.device
         moved = {f.name: getattr(now, f.name) for f in fields(now)}
         moved = {k: _copy_to_host(x) if isinstance(x, Tensor) else x for k, x in moved.items()}
         return cls(UpdateScalars(**moved), record_current_event(device))
 
     def wait(self) -> UpdateScalars:
-        """The numbers, once they are there."""
+        """The scalars, once the copy is done."""
         if self.copy_event is not None:
             self.copy_event.synchronize()
         return self.scalars
 
 
 def _copy_to_host(x: Tensor) -> Tensor:
-    """A copy on the host, which may still be on its way."""
+    """A copy on the host that may still be in flight."""
+    # Pinned memory: a copy to pageable memory would block the host.
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)

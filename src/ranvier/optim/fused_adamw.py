@@ -1,12 +1,12 @@
-"""Fused updates: a rule as one kernel that reads and writes every byte once.
+"""Fused AdamW: the update as one kernel that reads and writes every byte once.
 
-With bf16 gradients and working weights AdamW moves 28 bytes a parameter, 20 with bf16 moments and
-16 with those of 8 bits, and its time is about that of a copy of as many. What changes from step to
-step is read on the device, so the host never waits. On a CPU torch's own kernel does the work where
-moments are as wide as the weights. Where there is no kernel (no Triton, other types) the plain rule
-runs instead: its twin, with the same random bits.
+With bf16 gradients and working weights AdamW moves 28 bytes per parameter, 20 with bf16 moments and
+16 with 8-bit ones, and takes about as long as a copy of as many bytes. Scalars that change from
+step to step are read on the device, so the host never waits. On a CPU torch's own fused kernel is
+used where moments are as wide as the weights. Where there is no kernel (no Triton, other dtypes)
+the reference `adamw_update` runs instead, with the same random bits.
 
-Not handled: tensors with gaps.
+Not handled: non-contiguous tensors.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ triton: Any = importlib.import_module("triton") if HAS_TRITON else None
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
 BLOCK_ELEMENTS = 1024
 WARP_ELEMENTS = 128
-"""Of a program, which has a block where moments have 8 bits, and of a warp: four elements a thread,
-which are 16 bytes in fp32. With more, fp32 and bf16 would want different threads for an element and
-change places in shared memory."""
+"""Elements per program (one quantization block where moments have 8 bits), and per warp. Four
+elements per thread are 16 bytes in fp32; with more, fp32 and bf16 would want different thread
+layouts and exchange elements through shared memory."""
 MAX_LAUNCH_ELEMENTS = 1 << 30
-"""Elements of one start of the kernel, which counts them in 32 bits."""
+"""Elements of one kernel launch, which counts them in 32 bits."""
 NORM_PROGRAMS = 528
-"""Of the sum of squares: a few for each processor of a device."""
+"""Programs of the sum of squares: a few for each SM of a device."""
 VECTOR_MULTIPLE = 16
-"""What a size must be a multiple of for accesses of 16 bytes."""
+"""Sizes must be a multiple of this for 16-byte accesses."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CPU_VECTOR_ELEMENTS = 64
-"""Elements: a multiple of those of a vector register of any CPU."""
+"""A multiple of the elements of a vector register of any CPU."""
 NORM_ROW = 1024
-"""Elements of a norm on a CPU."""
+"""Elements per partial norm on a CPU."""
 
 
 def _jit_kernel(*still: str) -> Callable[[Any], Any]:
-    """Compile a function for the device. still: arguments whose values make no other kernel."""
+    """`triton.jit` if Triton is installed. still: arguments that do not specialize the kernel."""
     return lambda function: (
         triton.jit(function, do_not_specialize=list(still)) if HAS_TRITON else function
     )
@@ -61,7 +61,7 @@ def can_use_kernel(
     out: Tensor | None = None,
     key: RoundingKey | None = None,
 ) -> bool:
-    """Whether the kernel of a GPU takes these tensors."""
+    """Whether the Triton kernel accepts these tensors."""
     mean = moments.mean
     square = moments.square
     tensors = [weight, grad, mean, square, *([] if out is None else [out])]
@@ -95,14 +95,16 @@ def fused_adamw(
     out: Tensor | None = None,
     key: RoundingKey | None = None,
 ) -> None:
-    """`rules.adamw` on tensors `[n]`, in one kernel where there is one.
+    """`adamw.adamw_update` on tensors `[n]`, in one kernel where possible.
 
-    Elements behind a multiple of 16, or behind the last whole block, get one of their own.
+    Elements after a multiple of 16, or after the last whole block, get a launch of their own.
     """
-    if weight.is_meta:  # it stands for a device with the kernel, which needs no space
+    # Meta tensors stand for a device with the kernel, which allocates nothing.
+    if weight.is_meta:
         return
     rest: Any = {"share": share, "eps": eps, "decay": decay}
     if can_use_cpu_kernel(weight, moments):
+        # On a CPU the flag can be read without a synchronization.
         if now.should_update:
             grad = grad.to(weight.dtype)
             if now.grad_factor is not None:
@@ -118,6 +120,8 @@ def fused_adamw(
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
     end = weight.numel()
     coded = moments.scales is not None
+    # Triton specializes on sizes divisible by 16 and then uses wide loads; the tail is separate so
+    # that the bulk keeps them.
     even = end - end % (BLOCK_SIZE if coded else VECTOR_MULTIPLE)
     if coded:
         size = BLOCK_SIZE
@@ -131,6 +135,7 @@ def fused_adamw(
         with torch.cuda.device_of(weight):
             _adamw_kernel[(triton.cdiv(stop - start, size),)](
                 *(weight[here], grad[here], part.mean, part.square),
+                # Unused pointer arguments still need a tensor: pass the weight.
                 weight if part.scales is None else part.scales,
                 weight if out is None else out[here],
                 *(now.kernel_scalars, now.step_int32, stop - start),
@@ -148,7 +153,7 @@ def fused_adamw(
 
 
 def can_use_cpu_kernel(weight: Tensor, moments: Moments) -> bool:
-    """Whether torch's kernel for CPUs takes these tensors."""
+    """Whether torch's fused CPU kernel accepts these tensors."""
     tensors = [weight, moments.mean, moments.square]
     return (
         moments.scales is None
@@ -160,7 +165,7 @@ def can_use_cpu_kernel(weight: Tensor, moments: Moments) -> bool:
 
 @dataclass(frozen=True)
 class CpuUpdate:
-    """Tensors `[n]` that torch's kernel for CPUs updates; their gradient has the factor in it."""
+    """Tensors `[n]` for torch's fused CPU kernel; the gradient is already scaled by its factor."""
 
     weight: Tensor
     grad: Tensor
@@ -175,11 +180,11 @@ class CpuUpdate:
 def cpu_adamw(
     updates: Sequence[CpuUpdate], *, now: UpdateScalars, share: float, eps: float, decay: float
 ) -> None:
-    """`rules.adamw` of many tensors in one call of torch's kernel for CPUs.
+    """`adamw.adamw_update` of many tensors in one call of torch's fused CPU kernel.
 
-    It takes a twentieth of the time of the plain rule. That kernel rounds the last elements, which
-    do not fill a vector register, otherwise than the others. They are updated in buffers that do,
-    so that bits do not depend on how states are cut into tiles and ranges.
+    It takes a twentieth of the time of the reference. That kernel rounds the last elements, which
+    do not fill a vector register, differently from the others. They are updated in padded buffers
+    instead, so that bits do not depend on how states are cut into tiles and ranges.
     """
     states: list[list[Tensor]] = []
     ends: list[tuple[Tensor, Tensor]] = []
@@ -214,11 +219,11 @@ def cpu_adamw(
 
 
 def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
-    """What the kernel knows of the places of elements: seed, base, column, row and how they wrap.
+    """Position arguments of the kernel: seed, base, column, row and how they wrap.
 
-    The box has dims (planes, rows, columns). The first element lies at `base` in the whole and at
-    (row, column) in its plane; where a row ends it goes on `skip` further, where a plane ends
-    `jump` further.
+    The box has dims (planes, rows, columns). The first element is at `base` in the whole and at
+    (row, column) in its plane; at the end of a row the index advances by another `skip`, at the end
+    of a plane by another `jump`.
     """
     if key is None:
         return [0] * 8
@@ -236,13 +241,14 @@ def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements, in fp32 (float64 if one of them is), as a 0-dim tensor.
 
-    On CUDA every element is read once and no tensor of squares is made.
+    On CUDA every element is read once and no tensor of squares is materialized.
     """
     if any(x.dtype == torch.float64 for x in tensors):
         wide = torch.float64
     else:
         wide = torch.float32
-    if tensors[0].is_meta:  # it stands for a device with the kernel
+    # Meta tensors stand for a device with the kernel.
+    if tensors[0].is_meta:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     if not tensors[0].is_cuda:
         return torch.cat([_row_norms(x.to(wide)) for x in tensors]).square().sum()
@@ -256,9 +262,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _row_norms(x: Tensor) -> Tensor:
-    """Norms of rows of NORM_ROW elements, the last of what is left.
+    """Norms of rows of NORM_ROW elements, the last one of the remainder.
 
-    One norm of all would add up its squares one by one, which rounds off more with every element.
+    A single norm over all elements would add up squares one by one and accumulate rounding errors.
     """
     rest = x.numel() % NORM_ROW
     flat = x.reshape(-1)
@@ -274,7 +280,7 @@ def can_sum_squares(x: Tensor) -> bool:
 
 
 def partial_square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sums of the squares of many parts of each tensor, `[tensors, PROGRAMS]`."""
+    """Partial sums of squares of each tensor, `[tensors, NORM_PROGRAMS]`."""
     sums = torch.empty(len(tensors), NORM_PROGRAMS, device=tensors[0].device)
     with torch.cuda.device_of(sums):
         for x, row in zip(tensors, sums, strict=True):
@@ -282,15 +288,16 @@ def partial_square_sums(tensors: Sequence[Tensor]) -> Tensor:
     return sums
 
 
-# ---- on the device --------------------------------------------------------------------------
+# ---- kernels --------------------------------------------------------------------------------
 
 
 @_jit_kernel()
 def _square_sum_kernel(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of the squares of every so many blocks."""
+    """Sum of squares of every `num_programs`-th block."""
     total = tl.zeros([BLOCK], tl.float32)
     offsets = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        # int64: a tensor may have 2³¹ elements or more.
         start = tl.cast(block, tl.int64) * BLOCK
         here = offsets < size - start
         y = tl.load(x + start + offsets, mask=here, other=0.0).to(tl.float32)
@@ -300,7 +307,7 @@ def _square_sum_kernel(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 @_jit_kernel()
 def _mix_bits(x):  # type: ignore[no-untyped-def]
-    """`rules.mix` of 32-bit integers, which wrap around."""
+    """`mix_bits` on 32-bit integers, which wrap around."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -308,16 +315,17 @@ def _mix_bits(x):  # type: ignore[no-untyped-def]
 
 @_jit_kernel()
 def _round_to_bf16(x, bits):  # type: ignore[no-untyped-def]
-    """`rules.narrow`."""
+    """`stochastic_round_bf16`."""
     pattern = x.to(tl.uint32, bitcast=True)
     rounded = ((pattern + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    # All exponent bits set: inf or NaN, which must not be changed by the added bits.
     finite = (pattern & 0x7F800000) != 0x7F800000
     return tl.where(finite, rounded, x).to(tl.bfloat16)
 
 
 @_jit_kernel()
 def _random_bits(index, step, seed):  # type: ignore[no-untyped-def]
-    """`Key.bits` of 64-bit indices."""
+    """`RoundingKey.random_bits` of 64-bit indices."""
     key = _mix_bits(_mix_bits(step.to(tl.uint32)) ^ seed.to(tl.uint32))
     word = _mix_bits(index.to(tl.uint32) ^ key)
     return _mix_bits(word + (index >> 32).to(tl.uint32) * 0x9E3779B1 + key)
@@ -325,7 +333,7 @@ def _random_bits(index, step, seed):  # type: ignore[no-untyped-def]
 
 @_jit_kernel()
 def _global_index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`Key.index`; offsets from the first element are below 2³¹, so that divisions are short."""
+    """`RoundingKey.global_index`; offsets are below 2³¹, so that divisions are 32-bit."""
     index = base + offsets
     if DIMS > 1:
         ended = (offsets.to(tl.uint32) + column.to(tl.uint32)) // columns.to(tl.uint32)
@@ -337,8 +345,9 @@ def _global_index(offsets, base, column, columns, row, rows, skip, jump, DIMS: t
 
 @_jit_kernel()
 def _decode_moments(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
-    """`moments.unpack` of both."""
+    """`dequantize_moment` of both moments."""
     c = mean.to(tl.int8, bitcast=True).to(tl.float32)
+    # 16129 = 127².
     m = c * tl.abs(c) * (1.0 / 16129.0) * scale1
     c = square.to(tl.float32) * (1.0 / 255.0)
     c = c * c
@@ -347,12 +356,13 @@ def _decode_moments(mean, square, scale1, scale2):  # type: ignore[no-untyped-de
 
 @_jit_kernel()
 def _encode_block(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`moments._encoded` of one block: its codes and its scale."""
+    """`_encode_blocks` of one block: its codes and its scale."""
     size = tl.abs(x)
     scale = tl.max(size, 0)
     if MEAN:
         scale = tl.where(scale < TINY, 0.0, scale)
         full = tl.where(scale > 0.0, scale, 1.0)
+        # div_rn is correctly rounded, as in the reference; `/` would be approximate. 16129 = 127².
         y = size * tl.div_rn(16129.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(y)), 126.0)
         above = y - c * c
@@ -360,6 +370,7 @@ def _encode_block(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ign
     else:
         scale = tl.where(scale > 0.0, tl.maximum(scale, TINY), 0.0)
         full = tl.where(scale > 0.0, scale, 1.0)
+        # 4228250625 = 255⁴.
         y = size * tl.div_rn(4228250625.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(y))), 254.0)
         above = y - (c * c) * (c * c)
@@ -380,10 +391,11 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     share, decay, fresh1, kept1, fresh2, kept2, eps,
     DIMS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """The update of some elements that lie one after the other: of a block of 8-bit moments."""
+    """Update of consecutive elements; with 8-bit moments a program has exactly one block."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start
+    # `numbers` is `UpdateScalars.kernel_scalars`: good, factor, both bias corrections, lr.
     g = tl.load(grad + start + offsets, mask=inside).to(tl.float32) * tl.load(numbers + 1)
     m = tl.load(mean + start + offsets, mask=inside)
     v = tl.load(square + start + offsets, mask=inside)
@@ -396,7 +408,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     root = tl.sqrt(v) * tl.load(numbers + 3) + eps
     lr = tl.load(numbers + 4) * share
     w = w * (1.0 - lr * decay) - m / root * (lr * tl.load(numbers + 2))
-    # Nothing is written if not good; a branch would have all that is read wait for that number.
+    # A skipped update writes nothing. A mask instead of a branch: all loads above would have to
+    # wait for the flag.
     left = tl.where(tl.load(numbers) != 0.0, size - start, 0)
     here = offsets < left
     tl.store(weight + start + offsets, w, mask=here)
@@ -409,6 +422,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             m = _round_to_bf16(m, bits >> 16)
             v = _round_to_bf16(v, bits & 0xFFFF)
         else:
+            # Lanes beyond the end hold garbage, which must not enter the maximum of the block.
             m, scale1 = _encode_block(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
             v, scale2 = _encode_block(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
             tl.store(scales, scale1, mask=left > 0)

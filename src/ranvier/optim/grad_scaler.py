@@ -1,4 +1,4 @@
-"""Loss scale: fp16 gradients are kept away from zero by a factor that follows their overflows."""
+"""Dynamic loss scaling: keeps fp16 gradients from underflowing, and adapts to overflows."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ INITIAL_SCALE = 2.0**16
 MIN_SCALE = 1.0
 MAX_SCALE = 2.0**24
 GROWTH_INTERVAL = 500
-"""Good steps after which the scale doubles."""
+"""Finite steps after which the scale doubles."""
 
 
 class GradScaler:
-    """A factor of the loss that lives on the device: halved by an overflow, doubled with patience.
+    """Loss scale on the device: halved after an overflow, doubled after good steps.
 
-    No host waits for it.
+    The host never waits for it.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.scale = torch.full((), INITIAL_SCALE, device=device)
         self.growth_tracker = torch.zeros((), device=device)
-        """Good steps since the last change."""
+        """Finite steps since the last change."""
 
     def is_at_minimum(self) -> Tensor:
-        """Whether an overflow now could not be mended by a smaller scale."""
+        """Whether the scale cannot be lowered any further after an overflow."""
         return self.scale <= MIN_SCALE
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """Learn from a step whether its scaled gradients were finite."""
+        """Adapt the scale to whether the scaled gradients of a step were finite."""
+        # torch.where instead of branches: `finite` is on the device.
         count = torch.where(finite, self.growth_tracker + 1.0, 0.0)
         grown = torch.where(count >= GROWTH_INTERVAL, self.scale * 2.0, self.scale)
         self.scale.copy_(torch.where(finite, grown, self.scale / 2.0).clamp(MIN_SCALE, MAX_SCALE))

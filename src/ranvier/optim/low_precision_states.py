@@ -1,26 +1,27 @@
-"""Moments: what AdamW keeps of earlier gradients, in the type of the weight, in 16 bits or in 8.
+"""Low-precision optimizer states: AdamW's moments in the dtype of the weight, in bf16 or in 8 bits.
 
-Narrow moments are rounded up or down at random, so that what is too small for them still counts on
+Narrow moments use stochastic rounding, so that increments below their resolution still count on
 average. The random bits are a function of (seed, number of the update, name of the weight, index in
 the whole weight): a resumed run, another grid and other ranges over data round alike.
 
-In 8 bits a block of 256 numbers that lie one after the other has a scale s, its largest magnitude,
-and every number x a code c, the larger the larger its magnitude is:
+In 8 bits a block of 256 consecutive numbers has a scale s, its largest magnitude, and every number
+x has a code c that grows with its magnitude:
 
     mean    ±s (c / 127)²    c in 0..127, with the sign of x
     square   s (c / 255)⁴    c in 0..255
 
-One of the two levels around x is drawn, so that x is its mean, or the nearest is taken. The error
-is below e, or half of it, where t = top (|x| / s)^(1/n) is the place of x among the codes:
+Stochastic rounding draws one of the two levels around x with expectation x; otherwise the nearest
+is taken. The error is below e, or half of it, where t = top (|x| / s)^(1/n) is the position of x
+among the codes:
 
     e = s ((t + 1)ⁿ - tⁿ) / topⁿ ≤ s / 63    mean: top 127, n 2; square: top 255, n 4
 
-But means of a block are zero if all are below `TINY`, and a square above zero is never less than
-s / 255⁴, with s no less than `TINY`: if it became zero, mean / √square would explode. `pack` gives
-what was unpacked the same codes and scales to the bit.
+But the means of a block are zero if all are below `MIN_BLOCK_SCALE`, and a square above zero is
+never less than s / 255⁴, with s no less than `MIN_BLOCK_SCALE`: if it became zero, mean / √square
+would explode. Quantizing dequantized values returns the same codes and scales, bit for bit.
 
-Not handled: blocks are counted from the start of a part of a weight, so where a grid cuts weights
-elsewhere 8-bit moments are close, but not the same; in 16 bits they are the same.
+Not handled: blocks are counted from the start of a shard, so on a grid that splits weights
+elsewhere 8-bit moments are close, but not identical; bf16 moments are identical.
 """
 
 from __future__ import annotations
@@ -38,42 +39,42 @@ MomentKind = Literal["master", "bf16", "int8"]
 MomentName = Literal["mean", "square"]
 
 BLOCK_SIZE = 256
-"""Numbers with a scale of their own."""
+"""Numbers that share a scale."""
 MIN_BLOCK_SCALE = 2.0**-90
-"""Least scale, so that all levels are normal numbers: means of a smaller block are zero."""
+"""Smallest scale, so that all levels are normal numbers; means of a smaller block are zero."""
 MAX_CODE: dict[MomentName, int] = {"mean": 127, "square": 255}
-"""Codes of the largest magnitude."""
+"""Code of the largest magnitude."""
 CODE_POWER: dict[MomentName, int] = {"mean": 2, "square": 4}
-"""Levels are powers of codes."""
+"""Levels are this power of the codes."""
 WORD_MASK = 0xFFFFFFFF
 """Mask of 32 bits."""
 
 
 def moment_dtype(kind: MomentKind, master: torch.dtype) -> torch.dtype:
-    """In what moments lie beside master weights of a type."""
+    """Dtype of moments next to master weights of dtype `master`."""
     return {"master": master, "bf16": torch.bfloat16, "int8": torch.uint8}[kind]
 
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """Elements that lie one after the other in a box of a whole weight, as sources of random bits.
+    """Consecutive elements in a box of a whole weight, as the source of their random bits.
 
     index of element k = ravel(start + unravel(first + k, local), whole)
     """
 
     stream: int
-    """Of the weight."""
+    """Random stream of the weight."""
     local_shape: tuple[int, ...]
     """Shape of the box."""
     start: tuple[int, ...]
-    """Its first index in each dim of the whole."""
+    """Offset of the box in each dim of the whole."""
     global_shape: tuple[int, ...]
     first: int = 0
-    """Where in the flattened box the elements begin."""
+    """Offset of the first element in the flattened box."""
 
     @classmethod
     def for_weight(cls, name: str, place: Shard, *, seed: int = 0) -> RoundingKey:
-        """The elements of a part of a weight. Padding gets bits of some other elements."""
+        """The elements of a shard of a weight. Padding gets the bits of some other elements."""
         if place.flat_range is None:
             first = 0
         else:
@@ -82,17 +83,18 @@ class RoundingKey:
         return cls(stream, place.local_shape, place.global_offset, place.global_shape, first)
 
     def at_offset(self, offset: int) -> RoundingKey:
-        """The elements from the one at `offset` on."""
+        """The elements from `offset` on."""
         return replace(self, first=self.first + offset)
 
     @property
     def seed(self) -> int:
-        """31 bits of the stream, which a kernel takes as a signed number."""
+        """31 bits of the stream, which a kernel takes as a signed integer."""
         return (self.stream ^ (self.stream >> 32)) & 0x7FFFFFFF
 
     @property
     def merged_dims(self) -> list[tuple[int, int, int]]:
-        """Size, start and whole size of each dim; one that is whole joins the one before it."""
+        """(size, start, whole size) of each dim; an unsplit dim is merged into the one before."""
+        # Merging keeps the flat index unchanged; the kernel takes at most three dims.
         merged = [(1, 0, 1)]
         for size, start, whole in zip(self.local_shape, self.start, self.global_shape, strict=True):
             last = merged[-1]
@@ -103,11 +105,12 @@ class RoundingKey:
         return merged
 
     def global_index(self, count: int, device: torch.device) -> Tensor:
-        """Places of the first `count` elements in the flattened whole: `[count]` (int64)."""
+        """Indices of the first `count` elements in the flattened whole: `[count]` (int64)."""
         at = torch.arange(self.first, self.first + count, device=device)
         index = torch.zeros_like(at)
         stride = 1
         (_, start, _), *inner = self.merged_dims
+        # Unravel in the box and ravel in the whole at once, from the innermost dim outwards.
         for size, begin, whole in reversed(inner):
             row = at // size
             index += (at - row * size + begin) * stride
@@ -116,18 +119,21 @@ class RoundingKey:
         return index + (at + start) * stride
 
     def random_bits(self, step: Tensor, count: int) -> Tensor:
-        """32 random bits of the first `count` elements as integers in [0, 2³²): `[count]`.
+        """Random integers in [0, 2³²) for the first `count` elements: `[count]`.
 
         step: number of the update.
         """
         index = self.global_index(count, step.device)
         key = mix_bits(mix_bits(step.to(torch.int64) & WORD_MASK) ^ self.seed)
         word = mix_bits((index & WORD_MASK) ^ key)
+        # A weight may have more than 2³² elements: the high word of the index is mixed in, too.
         return mix_bits((word + (index >> 32) * 0x9E3779B1 + key) & WORD_MASK)
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in 64 bits) that looks random."""
+    """A bijective hash of 32-bit integers (held in int64)."""
+    # Torch has no unsigned 32-bit multiplication; masking int64 products gives the same bits as the
+    # kernel's wrap-around.
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD_MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD_MASK
     return x ^ (x >> 16)
@@ -135,20 +141,21 @@ def mix_bits(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Both moments of elements that lie one after the other: numbers, or codes with scales."""
+    """Both moments of consecutive elements: plain numbers, or codes with scales."""
 
     mean: Tensor
     """`[n]`"""
     square: Tensor
     """`[n]`"""
     scales: Tensor | None = None
-    """Of the blocks of means and of squares, fp32: `[2, ceil(n / BLOCK)]`; None: no codes."""
+    """Of the blocks of means and of squares, fp32: `[2, ceil(n / BLOCK_SIZE)]`; None: not
+    quantized."""
 
     @classmethod
     def zeros(
         cls, count: int, kind: MomentKind, master: torch.dtype, device: torch.device | str = "cpu"
     ) -> Moments:
-        """Those of a new run."""
+        """Moments at the start of training."""
         kept = moment_dtype(kind, master)
         mean, square = (torch.zeros(count, dtype=kept, device=device) for _ in range(2))
         if kind == "int8":
@@ -159,11 +166,11 @@ class Moments:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that has to be kept."""
+        """All tensors that are stored."""
         return [self.mean, self.square, *([] if self.scales is None else [self.scales])]
 
     def slice_range(self, start: int, stop: int) -> Moments:
-        """Those of the elements `[start, stop)`, in the same memory."""
+        """Moments of the elements `[start, stop)`, as views."""
         mean = self.mean[start:stop]
         square = self.square[start:stop]
         if self.scales is None:
@@ -174,7 +181,7 @@ class Moments:
         return Moments(mean, square, self.scales[:, start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)])
 
     def dequantize(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Mean and square as numbers of a type; those that have it already are not copied."""
+        """Mean and square in dtype `wide`; not copied if they already have it."""
         if self.scales is None:
             return self.mean.to(wide), self.square.to(wide)
         mean = dequantize_moment(self.mean, self.scales[0], "mean")
@@ -183,40 +190,45 @@ class Moments:
     def round_stochastically(
         self, mean: Tensor, square: Tensor, step: Tensor, key: RoundingKey | None
     ) -> Moments:
-        """Other numbers in the type of these, rounded at random if it is narrower."""
+        """New values in the dtype of these moments, stochastically rounded if it is narrower."""
         if self.mean.dtype == mean.dtype:
             return Moments(mean, square)
         assert key is not None, f"{self.mean.dtype} moments are rounded with the bits of a key"
+        # One 32-bit word serves both moments: the high half for the mean, the low half for the
+        # square.
         bits = key.random_bits(step, mean.numel())
         if self.scales is None:
             return Moments(
                 stochastic_round_bf16(mean, bits >> 16),
                 stochastic_round_bf16(square, bits & 0xFFFF),
             )
+        # + 0.5 centres the draw in its interval of 2⁻¹⁶, which keeps the rounding unbiased.
         codes, scales = _encode_blocks(mean, "mean", (bits >> 16) + 0.5)
         others, more = _encode_blocks(square, "square", (bits & 0xFFFF) + 0.5)
         return Moments(codes, others, torch.stack([scales, more]))
 
 
 def stochastic_round_bf16(x: Tensor, bits: Tensor) -> Tensor:
-    """`x` rounded to bf16 at random, without bias: up with the probability of what is cut off.
+    """`x` stochastically rounded to bf16, unbiased: up with the probability of what is cut off.
 
-    bits: uniform integers in [0, 2¹⁶), added to the half of a float that bf16 does not have.
+    bits: uniform integers in [0, 2¹⁶), added to the low half of the fp32 pattern, which bf16 lacks.
     """
     x = x.float()
     rounded = ((x.view(torch.int32) + bits.to(torch.int32)) & -0x10000).view(torch.float32)
+    # Adding bits to inf would make it a NaN and could turn a NaN into a number.
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
 def quantize_moment(x: Tensor, which: MomentName) -> tuple[Tensor, Tensor]:
-    """Codes `[n]` (uint8) and scales `[ceil(n / BLOCK)]` of numbers `[n]`, by the nearest level."""
+    """Nearest codes `[n]` (uint8) and scales `[ceil(n / BLOCK_SIZE)]` of numbers `[n]`."""
     return _encode_blocks(x, which, torch.full_like(x, 1 << 15, dtype=torch.float32))
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, which: MomentName) -> Tensor:
-    """The numbers `[n]` (fp32) that codes and scales stand for."""
+    """The numbers `[n]` (fp32) that codes and scales represent."""
     scale = scales[:, None].expand(-1, BLOCK_SIZE).reshape(-1)[: codes.numel()]
     if which == "mean":
+        # Codes of means are signed and stored as uint8.
         c = codes.view(torch.int8).float()
         return c * c.abs() * (1.0 / 127**2) * scale
     c = codes.float() * (1.0 / 255)
@@ -228,7 +240,7 @@ def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, 
     """Codes and scales of numbers `[n]`: of the levels a ≤ x < b around x, b if draw / 2¹⁶ < p.
 
     p = (x - a) / (b - a), in the units of the codes. draw: from 0.5 to 2¹⁶ - 0.5, `[n]`. Division
-    is exact to the last bit, so the largest magnitude never falls below its level.
+    is correctly rounded, so the largest magnitude never falls below its level.
     """
     count = x.numel()
     top = MAX_CODE[which]
@@ -241,13 +253,15 @@ def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, 
     else:
         scale = torch.where((x > 0.0).any(1, keepdim=True), scale.clamp(min=MIN_BLOCK_SCALE), 0.0)
     full = torch.where(scale > 0.0, scale, 1.0)
-    # a number divided by a tensor would be multiplied by its inverse, which is rounded once more
+    # A full tensor as numerator: torch computes scalar / tensor as a product with the reciprocal,
+    # which rounds twice.
     y = size * (torch.full_like(full, float(top) ** CODE_POWER[which]) / full)
-    if which == "mean":  # levels c²: the next one is 2c + 1 away
+    # `above`: distance from the level below; `gap`: distance to the next one, (c+1)ⁿ - cⁿ.
+    if which == "mean":
         c = y.sqrt().floor().clamp(max=top - 1)
         above = y - c * c
         gap = 2.0 * c + 1.0
-    else:  # levels c⁴
+    else:
         c = y.sqrt().sqrt().floor().clamp(max=top - 1)
         above = y - (c * c) * (c * c)
         gap = (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
@@ -255,10 +269,12 @@ def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, 
     if which == "mean":
         c = torch.where(x < 0.0, -c, c)
     else:
+        # A positive square must not become 0: mean / √square would explode.
         c = torch.where(x > 0.0, c.clamp(min=1.0), c)
+    # Through int16: a negative float cast to uint8 directly is undefined.
     return c.to(torch.int16).to(torch.uint8).view(-1)[:count], scale.view(-1)
 
 
 def _pad_to_blocks(x: Tensor) -> Tensor:
-    """Numbers `[n]` with zeros behind them as `[ceil(n / BLOCK), BLOCK]`."""
+    """Numbers `[n]` zero-padded to `[ceil(n / BLOCK_SIZE), BLOCK_SIZE]`."""
     return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)

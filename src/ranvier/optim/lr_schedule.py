@@ -1,4 +1,4 @@
-"""Schedules: the learning rate as a function of the step, as a share of its largest value."""
+"""Learning-rate schedules: the rate at each step as a fraction of its maximum."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Schedule = Literal["cosine", "wsd"]
 
 
 def cosine_decay(done: float, *, floor: float) -> float:
-    """A cosine from 1 to `floor` while `done` goes from 0 to 1."""
+    """Cosine from 1 to `floor` as `done` goes from 0 to 1."""
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
-    """1 until the last share `cooldown`, then linear to `floor`."""
+    """1 until the last fraction `cooldown` of the steps, then linear decay to `floor`."""
     if cooldown > 0.0:
         left = min((1.0 - done) / cooldown, 1.0)
     else:
@@ -25,7 +25,7 @@ def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
 def lr_factor(
     step: int, *, kind: Schedule, steps: int, warmup: int, cooldown: float, floor: float
 ) -> float:
-    """Linear to 1 in `warmup` steps, then the schedule over the rest; steps count from 0."""
+    """Linear warmup to 1 in `warmup` steps, then the schedule over the rest; steps count from 0."""
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)

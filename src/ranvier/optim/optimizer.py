@@ -1,9 +1,9 @@
-"""Optimizer: AdamW on the flat range of each bucket that lies on this data rank (ZeRO-1).
+"""Optimizer: AdamW on the flat range of each bucket owned by this data rank (ZeRO-1).
 
-Gradients come summed over all ranks that hold the same part and scattered over data; each rank
-updates its range in fp32 at least (master weights where the working weights are 16-bit) and the new
-values are gathered over data. The gradient norm counts each part once and costs one all-reduce of
-one number.
+Gradients arrive summed over all ranks that hold the same shard and reduce-scattered over data. Each
+rank updates its range in at least fp32 (with master weights where the working weights are 16-bit)
+and the new values are all-gathered over data. The gradient norm counts each shard once and costs
+one all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ranvier.optim.state_tiles import StatePlacement, Tile
 from ranvier.sharding import ShardedStateDict
 
 MASK = "mask"
-"""What is saved of pruned weights besides states: which elements stay."""
+"""Key suffix in a saved state for the mask of a pruned weight: 1 where an element is kept."""
 
 
 def gradient_norm(
@@ -51,30 +51,33 @@ def gradient_norm(
     none: Tensor,
     votes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Euclidean norm of the gradient of the whole model, and for what some rank has voted.
+    """Euclidean norm of the gradient of the whole model, and which votes some rank has cast.
 
-    Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
-    none: an empty tensor of the type the others sum in, for a rank without any.
-    Communicates: all-reduce of one number, and one a vote, over all axes.
+    Ranges over data are disjoint; of the ranks that hold the same shard only the first counts it.
+    none: an empty tensor in the reduction dtype, for a rank that counts no gradient.
+    Communicates: all-reduce of one number, plus one per vote, over all axes.
     """
     mine = [part for bucket, pieces in grads for part in bucket.owned_pieces(pieces)]
     square = early.sum_of_squares([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.named_scope("norm"):
+        # Votes share the all-reduce of the norm: a vote is 0 or 1, so a sum above 0 means that some
+        # rank voted for it.
         numbers = [square[None], *([] if votes is None else [votes.to(square.dtype)])]
         total = collectives.all_reduce(torch.cat(numbers), grid.axis(*grid.degrees)).wait()
     return total[0].sqrt(), total[1:] > 0.0
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients are multiplied by so that their norm is at most `limit`."""
+    """Factor that scales gradients so that their norm is at most `limit`."""
+    # The epsilon is that of torch.nn.utils.clip_grad_norm_.
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Optimizer:
-    """AdamW with sharded state for the weights of a queue.
+    """AdamW with sharded states for the parameters of a `BucketScheduler`.
 
-    An update with numbers that are not finite is not made: it is masked on the device, without
-    waiting for it.
+    An update with a non-finite gradient norm is skipped: it is masked on the device, so the host
+    does not have to wait for the norm.
     """
 
     def __init__(
@@ -91,9 +94,11 @@ class Optimizer:
         moments: MomentKind = "master",
         home: StatePlacement | None = None,
     ) -> None:
-        """factors: of the learning rate of each group of weights. scale: what the loss bears.
+        """Build the states of all trainable buckets.
 
-        moments: their type; narrow ones are rounded at random. home: where states rest.
+        factors: learning-rate factor of each parameter group. scale: scaler of the loss (fp16).
+        moments: dtype of the moments; narrow ones use stochastic rounding. home: where states are
+        stored.
         """
         self.bucket_scheduler = queue
         self.grid = queue.grid
@@ -104,25 +109,30 @@ class Optimizer:
         self.lr_factors = dict(factors or {})
         self.grad_scaler = scale
         self.weight_decays: dict[ParamGroup, float] = {"matrix": decay}
-        """Weight decay of each group of weights; of others none."""
+        """Weight decay of each parameter group; groups that are not listed have none."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
+        # The scheduler calls the accumulator during backward, as soon as a gradient is final.
         self._norm_accumulator = queue.on_bucket_complete = GradNormAccumulator()
         device = queue.device
         self.moment_kind, self.state_placement = moments, home or StatePlacement()
         self.state_store = self._build_store()
         """Master weights and moments."""
         self._exported_states: dict[Bucket, StateTensors] = {}
-        """Numbers of 8-bit moments or of pruned buckets that were handed out, to be filled."""
+        """Decoded copies of 8-bit or pruned states that were handed out and may be filled by a
+        loader."""
         self._rounding_keys: dict[ShardedParameter, RoundingKey] = {}
         self.reload_master_weights()
+        # On the device and in float64: a skipped update must not be counted, and whether it is
+        # skipped is only known on the device.
         self.num_updates = torch.zeros((), dtype=torch.float64, device=device)
-        """Updates made; masked ones do not count."""
+        """Number of updates applied; skipped ones do not count."""
         self.is_norm_finite = torch.ones((), dtype=torch.bool, device=device)
-        """Whether the last gradient norm was a number."""
+        """Whether the last gradient norm was finite."""
         self.before_update: Callable[[], None] | None = None
-        """Called before weights and moments change: who still reads them waits."""
+        """Called before weights and moments change, so that pending readers (an async save) can
+        finish."""
         self.vote_results = torch.zeros(0, dtype=torch.bool, device=device)
-        """For what some rank has voted in the last step."""
+        """Which votes some rank has cast in the last step."""
 
     def _build_store(self) -> StateStore:
         kinds = {
@@ -133,7 +143,7 @@ class Optimizer:
 
     @property
     def master_weights(self) -> dict[Bucket, Tensor]:
-        """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
+        """The weights that are updated: my range itself, or an fp32 copy of 16-bit weights."""
         held = self.state_store.states
         return {
             b: x["master"] if "master" in x else b.take_data_shard(b.data) for b, x in held.items()
@@ -147,35 +157,44 @@ class Optimizer:
         votes: Tensor | None = None,
         vetoes: int = 0,
     ) -> Tensor:
-        """Update the weights with the gradients of this step; the norm before clipping.
+        """Update the weights with the gradients of this step; returns the norm before clipping.
 
-        votes: bools on the device that travel with the norm, so that all ranks know of them and
-        decide alike. vetoes: any rank's vote for one of the first so many forbids the update.
-        Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
+        votes: bools on the device that are reduced together with the norm, so that all ranks see
+        them and decide alike. vetoes: the update is skipped if any rank casts one of the first
+        `vetoes` votes.
+        Communicates: the rest of the gradient reductions, the norm, all-gather of weights over
+        data.
         """
+        # Values were loaded into the working weights since the last step; master weights are stale.
         if self._loads != self.bucket_scheduler.load_count:
             self.reload_master_weights()
         grads = self.bucket_scheduler.finish_gradients()
         norm, factor = self._norm_and_factor(grads, votes)
         self.is_norm_finite = norm.isfinite()
         if vetoes:
+            # `good` stays a device tensor: the kernels mask the update with it, and nothing here
+            # syncs.
             good = self.is_norm_finite & ~self.vote_results[:vetoes].any()
         else:
             good = self.is_norm_finite
         lr = self.lr if lr is None else lr
+        # AdamW's bias correction counts updates from one.
         now = UpdateScalars.for_update(self.num_updates + 1.0, good, factor, self.betas, lr)
         if self.before_update is not None:
             self.before_update()
+        # Copies to and from the host still read the weights and gradients that are about to change.
         if self.bucket_scheduler.host_offload is not None:
             wait_for_event(
                 self.bucket_scheduler.host_offload.finish_transfers(), self.bucket_scheduler.device
             )
         self._update_buckets(grads, now)
+        # Copies that were handed out before describe the states of an earlier step.
         self._exported_states = {}
         self.num_updates += good
         if self.bucket_scheduler.on_optimizer_step is not None:
             self.bucket_scheduler.on_optimizer_step(good)
         if self.grad_scaler is not None:
+            # Only an overflow lowers the loss scale; a veto says nothing about it.
             self.grad_scaler.update(self.is_norm_finite)
         self._all_gather_weights()
         self.bucket_scheduler.begin_step("")
@@ -183,30 +202,34 @@ class Optimizer:
 
     @torch.no_grad()
     def reload_master_weights(self) -> None:
-        """Take note that weights were changed from outside: master weights follow them."""
+        """Refresh the master weights after the working weights were changed from outside."""
         self._loads = self.bucket_scheduler.load_count
         self.state_store.invalidate_slots()
         for bucket, held in self.state_store.states.items():
-            if bucket.sparsity_mask is not None:  # what is pruned stays so
+            # Loaded values may be dense; pruned elements must remain zero.
+            if bucket.sparsity_mask is not None:
                 bucket.sparsity_mask.zero_pruned(bucket.storage)
             if "master" in held:
                 self._copy_by_tiles(held["master"], bucket.take_data_shard(bucket.storage))
 
     def _copy_by_tiles(self, to: Tensor, x: Tensor) -> None:
-        """Copy numbers to another type and place, tile by tile."""
+        """Copy to another dtype and device tile by tile, to bound the size of temporary buffers."""
         size = self.state_store.placement.tile_elements
         for into, part in zip(to.split(size), x.split(size), strict=True):
             into.copy_(part)
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """Norm of the gradients so far. Communicates: the end of their reductions, one number."""
+        """Norm of the gradients accumulated so far.
+
+        Communicates: the rest of their reductions, one number.
+        """
         return self._norm_and_factor(self.bucket_scheduler.finish_gradients(), None)[0]
 
     def _norm_and_factor(
         self, grads: Sequence[tuple[Bucket, Pieces]], votes: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
+        """Norm of the unscaled gradient, and the factor to multiply gradients by (None: 1)."""
         none = torch.zeros(
             0, dtype=self.bucket_scheduler.reduce_dtype, device=self.bucket_scheduler.device
         )
@@ -220,16 +243,19 @@ class Optimizer:
         else:
             factor = None
         if self.grad_scaler is not None:
+            # Unscaling is folded into the clip factor, which saves a pass over the gradients.
             factor = (1.0 if factor is None else factor) / self.grad_scaler.scale
         return norm, factor
 
     def _update_buckets(self, grads: Sequence[tuple[Bucket, Pieces]], now: UpdateScalars) -> None:
-        """Update all buckets: first those whose states are here, then those that come."""
+        """Update all buckets: first those with states on the device, then the offloaded ones."""
         rule = partial(self._update_tile, now)
         if self._updates_on_cpu:
+            # Start the copy of the scalars now; the host waits for them only before its first tile.
             known = HostScalars.copy_from(now)
         else:
             known = None
+        # CPU updates of small tiles are batched: one kernel call per parameter group.
         together: dict[ParamGroup, list[fused_adamw.CpuUpdate]] = {}
         collect = partial(self._batch_cpu_update, together, rule)
         for bucket, pieces in grads:
@@ -243,7 +269,7 @@ class Optimizer:
         self.state_store.update_offloaded(streamed, UpdateRules(rule, host))
 
     def _host_rule(self, known: HostScalars | None) -> UpdateRule:
-        """How the host updates, once it knows the norm."""
+        """Update rule for the CPU; waits until the norm has arrived on the host."""
         assert known is not None
         return partial(self._update_tile, known.wait())
 
@@ -256,7 +282,7 @@ class Optimizer:
         grad: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Note an update that a CPU makes together with others; make any other one."""
+        """Queue an update that the CPU kernel can batch with others; apply any other at once."""
         bucket = tile.bucket
         if out is None and bucket.sparsity_mask is None and "master" not in held:
             master = bucket.take_data_shard(bucket.data)[tile.as_slice]
@@ -270,12 +296,12 @@ class Optimizer:
     def _apply_cpu_batches(
         self, together: Mapping[ParamGroup, Sequence[fused_adamw.CpuUpdate]], now: UpdateScalars
     ) -> None:
-        """Make the updates that were noted."""
+        """Apply the queued CPU updates."""
         if not together or not now.should_update:
             return
         for group, updates in together.items():
             if now.grad_factor is not None and now.grad_factor != 1.0:
-                # never in place: a gradient that came once is not ours
+                # Not in place: a gradient that arrived once is stored uncopied and is not ours.
                 grads = torch._foreach_mul([update.grad for update in updates], now.grad_factor)
                 updates = [replace(one, grad=x) for one, x in zip(updates, grads, strict=True)]
             fused_adamw.cpu_adamw(
@@ -292,6 +318,9 @@ class Optimizer:
         """Update the states of a tile, and its working weights."""
         bucket = tile.bucket
         group = tile.bucket.weights[0].param_group
+        # Three places for the new weights: `out` (the caller copies them), the bucket itself, or,
+        # for a pruned bucket, a compressed master copy that is scattered into the bucket
+        # afterwards.
         working = out
         if out is None and bucket.sparsity_mask is None:
             working = bucket.take_data_shard(bucket.data)[tile.as_slice]
@@ -310,7 +339,8 @@ class Optimizer:
             eps=self.eps,
             decay=self.weight_decays.get(group, 0.0),
         )
-        if out is not None:  # also if no update was made: what is there is of another tile
+        # Copy even if the update is skipped: the buffer still holds the weights of another tile.
+        if out is not None:
             out.copy_(master)
         elif bucket.sparsity_mask is not None:
             bucket.write_data_shard(tile.start, master)
@@ -323,7 +353,7 @@ class Optimizer:
         )
 
     def _rounding_key(self, tile: Tile) -> RoundingKey | None:
-        """What the bits come from with which moments are rounded."""
+        """Seed of the stochastic rounding of the moments of a tile."""
         if tile.weight is None:
             return None
         bucket = tile.bucket
@@ -332,10 +362,12 @@ class Optimizer:
             self._rounding_keys[weight] = RoundingKey.for_weight(
                 weight.name, bucket.state_shard(weight)
             )
+        # The key counts elements of the whole weight, so the bits do not depend on tiles or the
+        # grid.
         return self._rounding_keys[weight].at_offset(tile.start - bucket.state_range(weight)[0])
 
     def _all_gather_weights(self) -> None:
-        """Give all data ranks the working weights of my range.
+        """Give all data ranks the updated working weights of my range.
 
         Communicates: all-gather over data, by bucket.
         """
@@ -349,6 +381,7 @@ class Optimizer:
                 pending.append(
                     (bucket, collectives.all_gather(part, self.bucket_scheduler.data_axis))
                 )
+        # Wait only after all gathers are issued, so that they overlap.
         for bucket, values in pending:
             bucket.write_updated_values(0, values.wait())
 
@@ -357,12 +390,12 @@ class Optimizer:
     def sharded_state(self) -> ShardedStateDict:
         """My part of master weights and moments, by parameter name.
 
-        8-bit moments are the numbers they stand for. Pruned weights have their zeros and a mask.
+        8-bit moments are returned dequantized. Pruned weights are dense with zeros, plus a mask.
         """
         return self._export_states(self.buckets)
 
     def sparse_state(self) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
-        """`state` without copies of pruned weights: of these what stays, and where."""
+        """`sharded_state` with pruned weights as kept values and bit masks, not dense copies."""
         state = self._export_states([b for b in self.buckets if b.sparsity_mask is None])
         sparse = {}
         for bucket in self.buckets:
@@ -382,30 +415,36 @@ class Optimizer:
                         values = flat[span]
                     name = f"{weight.name}.{kind}"
                     size = len(here)
+                    # A meta tensor carries shape and dtype of the dense state without memory.
                     dense = torch.empty(size, dtype=values.dtype, device="meta")
                     state[name] = dense, bucket.state_shard(weight)
                     sparse[name] = CompressedTensor(values, bits, size)
         return state, sparse
 
     def iter_restore_parts(self) -> Iterator[ShardedStateDict]:
-        """What is to be filled with an earlier state, a part at a time: those that are copies.
+        """State tensors to be filled from a checkpoint, a part at a time.
 
-        A part is taken over when the next one is asked for, the last by `restored`.
+        All states that are views come in the first part; those that are copies (8-bit, pruned)
+        follow bucket by bucket, which bounds the memory of the copies. A part is read back when the
+        next one is requested, the last one by `finish_restore`.
         """
         copied = [bucket for bucket in self.buckets if self._exports_copies(bucket)]
         for some in ([b for b in self.buckets if b not in copied], *([b] for b in copied)):
             self._import_states()
             state = self._export_states(some)
+            # Masks are not restored here: they are set by `prune_weights` before the states are
+            # loaded.
             yield {name: x for name, x in state.items() if not name.endswith(f".{MASK}")}
 
     def _exports_copies(self, bucket: Bucket) -> bool:
-        """Whether states are handed out as copies."""
+        """Whether states are exported as copies instead of views."""
         return (
             bucket.sparsity_mask is not None
             or self.state_store.state_dtypes[bucket]["mean"] == torch.uint8
         )
 
     def _export_states(self, buckets: Sequence[Bucket]) -> ShardedStateDict:
+        # Offloaded states may still be in flight from the last update.
         self.bucket_scheduler.wait_for_updates()
         self.state_store.synchronize()
         found: ShardedStateDict = {}
@@ -417,7 +456,7 @@ class Optimizer:
         return found
 
     def weight_states(self, weight: ShardedParameter) -> StateTensors:
-        """My part of the states of a weight as they lie: 8-bit moments as codes, what stays."""
+        """My part of a weight's states as stored: 8-bit codes, pruned ones compressed."""
         bucket = weight.bucket
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         return {kind: flat[slice(*bucket.state_range(weight))] for kind, flat in held.items()}
@@ -439,7 +478,7 @@ class Optimizer:
         }
 
     def _decoded_states(self, bucket: Bucket) -> StateTensors:
-        """The states of my range `[held]` as numbers."""
+        """The states of my range `[data_shard_size]`, dequantized."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         if held["mean"].dtype != torch.uint8:
             return held
@@ -454,7 +493,7 @@ class Optimizer:
         return Moments(held["mean"], held["square"], held.get("scales"))
 
     def _store_states(self, bucket: Bucket, numbers: StateTensors) -> None:
-        """Take numbers for the states of my range `[held]`."""
+        """Write values to the states of my range `[data_shard_size]`, quantizing where needed."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         for kind, values in numbers.items():
             if held[kind].dtype != torch.uint8:
@@ -471,13 +510,16 @@ class Optimizer:
 
     @torch.no_grad()
     def _import_states(self) -> None:
-        """Take the numbers that were handed out and filled."""
+        """Read back the exported copies, which a loader has filled."""
         for bucket, given in self._exported_states.items():
             self._store_states(bucket, {kind: bucket.to_compressed(x) for kind, x in given.items()})
         self._exported_states = {}
 
     def load_full_state(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
-        """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
+        """Load my part of a full state, taken after `steps` updates.
+
+        Communicates: as `finish_restore`.
+        """
         for state in self.iter_restore_parts():
             for name, (part, place) in state.items():
                 part.copy_(place.slice_from(whole[name]))
@@ -486,10 +528,11 @@ class Optimizer:
 
     @torch.no_grad()
     def finish_restore(self) -> None:
-        """Take note that `updates` and the tensors of `state` were filled with earlier ones.
+        """Finish a restore, after `num_updates` and the tensors of `sharded_state` were filled.
 
-        Working weights follow the master weights. Communicates: all-gather over data.
+        Working weights are recomputed from the master weights. Communicates: all-gather over data.
         """
+        # Restored master weights are authoritative: do not overwrite them with the working weights.
         self._loads = self.bucket_scheduler.load_count
         self.state_store.invalidate_slots()
         self._import_states()
@@ -504,9 +547,9 @@ class Optimizer:
 
     @torch.no_grad()
     def prune_weights(self, choice: MaskFunction, *, keep: bool = True) -> None:
-        """Have only what is chosen of the weights stay; states follow, or (not keep) begin anew.
+        """Prune weights to what `choice` keeps; states are pruned too, or reset (not keep).
 
-        Communicates: as `prune.masks_of`; bits over depth; states that are kept over data.
+        Communicates: as `pruning.bucket_masks`; mask bits over depth; kept states over data.
         """
         if self.before_update is not None:
             self.before_update()
@@ -514,6 +557,7 @@ class Optimizer:
         self.state_store.synchronize()
         self._exported_states = {}
         self._rounding_keys = {}
+        # Free the old states before new ones are allocated, to stay below the peak of training.
         if not keep:
             del self.state_store
         for bucket, mask in pruning.bucket_masks(self.bucket_scheduler, choice):
@@ -524,12 +568,15 @@ class Optimizer:
         if not keep:
             self.state_store = self._build_store()
             self.reload_master_weights()
+        # Gradients and gathered weights still have the old compressed size.
         self.bucket_scheduler.begin_step("")
 
     def _prune_with_states(self, bucket: Bucket, mask: Tensor | None) -> None:
         """Prune a bucket and its states."""
         wholes = StateTensors()
         device = self.bucket_scheduler.device
+        # A new mask moves the bounds of the data ranges, so each state is gathered, made dense and
+        # compressed anew.
         for kind, part in self._decoded_states(bucket).items():
             with self.grid.trace.named_scope(bucket.name):
                 whole = collectives.all_gather(
@@ -551,16 +598,18 @@ class Optimizer:
 def _state_dtypes(
     bucket: Bucket, moments: MomentKind, home: StatePlacement
 ) -> dict[str, torch.dtype]:
-    """Types of the states of a bucket; of weights that are wide themselves there is no copy."""
+    """Dtypes of the states of a bucket; fp32 weights on the device need no master copy."""
     working = bucket.data.dtype
     if working in (torch.bfloat16, torch.float16):
         master = torch.float32
     else:
         master = working
+    # Vectors are too few for narrow moments to save much memory.
     if bucket.weights[0].param_group != "vector":
         kind = moments
     else:
         kind = "master"
+    # Without device weights to update in place, or with compressed ones, a copy is needed anyway.
     away = bucket.host_data is not None or (home.update_device == "cpu" and home.states != "device")
     away = away or bucket.sparsity_mask is not None
     if master != working or away:

@@ -1,15 +1,16 @@
-"""Prune: which elements of matrices stay, the same on every grid, and what that takes.
+"""Pruning: which elements of matrices are kept, identical on every grid, and the memory it takes.
 
-By magnitude: of each whole matrix of n elements the k = round((1 - p) n) largest stay, equal ones
-by their index. No rank has the whole, so k is found digit by digit: each rank counts its elements
-by 8 bits of their fp32 magnitude (a histogram of 256 numbers), the counts are summed, and the next
-digit is counted among those that agree so far. N:M: of each M neighbours in a row the N largest.
+By magnitude: of each whole matrix of n elements the k = round((1 - p) n) largest are kept, ties
+broken by index. No rank has the whole matrix, so the threshold is found by a distributed radix
+select: each rank builds a histogram (256 bins) of 8 bits of the fp32 magnitudes of its elements,
+the histograms are summed, and the next 8 bits are counted among the elements that match so far.
+N:M: of each M neighbours in a row the N largest are kept.
 
-The weights of all experts of a layer are one tensor `[experts, n, m]`, of which each expert has a
-matrix of its own: k elements of each stay.
+The weights of all experts of a layer are one tensor `[experts, n, m]`, in which each expert is a
+matrix of its own: k elements of each are kept.
 
-What is zero once stays zero: later masks lie inside earlier ones. Not pruned are embeddings, heads,
-vectors and what is not trained.
+Pruned elements remain zero: later masks are subsets of earlier ones. Embeddings, heads, vectors and
+frozen weights are not pruned.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ranvier.errors import PlanError
 from ranvier.grid import Axis
 
 MaskFunction = Callable[[ShardedParameter], Tensor | None]
-"""Tells which elements of my shard of a weight stay, as bools, flat; None: all."""
+"""Returns which elements of my shard of a weight are kept, as flat bools; None: all."""
 SortKeyFunction = Callable[[ShardedParameter, int, int], Tensor]
-"""Whole numbers by which elements of my flat shard are put in order; 0: they are none."""
+"""Integer sort keys of the elements [a, b) of my flat shard; 0: not an element."""
 TRACE_NAME = "prune"
-"""Where a trace shows the counting."""
+"""Name of the histogram reductions in a trace."""
 DIGIT_BITS = 8
-"""Bits that are counted at once."""
+"""Bits per digit of the radix select."""
 INF_BITS = 0x7F800000
-"""An infinite fp32 number as an integer: those of finite ones are smaller, in the same order."""
+"""Bit pattern of fp32 infinity; finite magnitudes have smaller patterns, in the same order."""
 
 
 def is_prunable(weight: ShardedParameter) -> bool:
-    """Whether a weight is a matrix of a layer, or those of its experts, that is trained."""
+    """Whether a weight is a trainable matrix of a layer, or the matrices of its experts."""
     if weight.dims[:1] == ("expert",):
         dims = 3
     else:
@@ -56,41 +57,48 @@ def _prunable_weights(queue: BucketScheduler) -> list[ShardedParameter]:
 
 
 def num_matrices(weight: ShardedParameter) -> int:
-    """Matrices that a weight consists of: one, or as many as there are experts."""
+    """Number of matrices in a weight: one, or one per expert."""
     if weight.dims[0] == "expert":
         return weight.shard.global_shape[0]
     return 1
 
 
 def num_kept_elements(elements: int, sparsity: float) -> int:
-    """How many elements of a whole matrix stay."""
+    """Number of elements of a whole matrix that are kept."""
     return round((1.0 - sparsity) * elements)
 
 
 def sparsity_at(step: int, sparsity: float, until: int) -> float:
-    """Sparsity after so many steps: s (1 - (1 - t / until)³), quick at first, then slower."""
+    """Sparsity after `step` steps: s (1 - (1 - t / until)³), fast at first, then slower."""
     if until:
         return sparsity * (1.0 - (1.0 - min(step / until, 1.0)) ** 3)
     return sparsity
 
 
-# ---- choices ----------------------------------------------------------------------------
+# ---- mask functions ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PruneThresholds:
-    """From which magnitude on the elements of each matrix of a weight stay, and of those equal to
-    it which; both `[matrices]`."""
+    """Pruning thresholds of each matrix of a weight, both `[matrices]`.
+
+    The smallest magnitude key that is kept, and the smallest tie-break key among elements equal to
+    it.
+    """
 
     min_key: Tensor
     min_tie_key: Tensor
 
 
 def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
-    """The smallest magnitudes of each whole matrix go. Communicates: counts, all axes but pipe."""
+    """Prune the smallest magnitudes of each whole matrix.
+
+    Communicates: histograms, over all axes but pipe.
+    """
     weights = _prunable_weights(queue)
     if not weights:
         return lambda weight: None
+    # Offloaded weights may still be in flight.
     queue.wait_for_updates()
     counts = [num_matrices(weight) for weight in weights]
     sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
@@ -98,6 +106,7 @@ def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
     wanted = torch.tensor(each).repeat_interleave(torch.tensor(counts)).to(queue.device)
     keys, left, equal = _find_thresholds(weights, _magnitude_keys, wanted, queue, bits=32)
     turns = torch.ones_like(keys)
+    # Some matrix has more elements at the threshold than may stay: select among them by position.
     if bool((left != equal).any()):
         among = dict(zip(weights, keys.split(counts), strict=True))
 
@@ -118,7 +127,7 @@ def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
 
 
 def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
-    """Of each `of` neighbours in a row the `stay` largest stay."""
+    """Keep the `stay` largest of each `of` neighbours in a row."""
     odd = [
         f"{weight.name} has rows of {weight.sharding.local_shape[-1]} elements on a rank"
         for weight in _prunable_weights(queue)
@@ -137,8 +146,10 @@ def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
         found = []
         for a, b in _shard_chunks(weight, of):
             keys = _magnitude_keys(weight, a, b).view(-1, of)
+            # A stable sort breaks ties by index, so that the mask is deterministic.
             order = keys.sort(dim=1, descending=True, stable=True).indices[:, :stay]
             mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order, True)
+            # Key 0 is padding or an element pruned before: it is never revived.
             found.append((mask & (keys > 0)).view(-1))
         return torch.cat(found)
 
@@ -148,9 +159,9 @@ def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
 def bucket_masks(
     queue: BucketScheduler, choice: MaskFunction
 ) -> Iterator[tuple[Bucket, Tensor | None]]:
-    """Each bucket with matrices and which of its elements `[size]` stay; None: all, on all ranks.
+    """Each bucket with matrices and its mask `[size]`; None: all are kept, on all ranks.
 
-    Communicates: one number a bucket over all axes but pipe.
+    Communicates: one number per bucket over all axes but pipe.
     """
     axis = _weight_axis(queue)
     for bucket in queue.buckets:
@@ -169,14 +180,16 @@ def bucket_masks(
             else:
                 mask[weight.offset : weight.offset + weight.num_elements] = chosen
         with queue.grid.trace.named_scope(bucket.name):
+            # All ranks must agree whether the bucket is compressed: its collectives have other
+            # sizes then.
             anywhere = collectives.all_reduce(gone, axis, "max").wait()
         yield bucket, mask if int(anywhere) else None
 
 
 def prune_buckets(queue: BucketScheduler, choice: MaskFunction) -> None:
-    """Have only what is chosen of weights stay that have no states yet.
+    """Prune weights that have no optimizer states yet.
 
-    Communicates: as `masks_of`; bits over depth.
+    Communicates: as `bucket_masks`; mask bits over depth.
     """
     for bucket, mask in bucket_masks(queue, choice):
         bucket.set_sparsity_mask(mask)
@@ -184,22 +197,23 @@ def prune_buckets(queue: BucketScheduler, choice: MaskFunction) -> None:
 
 
 def _weight_axis(queue: BucketScheduler) -> Axis:
-    """Ranks that hold parts of the same weights."""
+    """Ranks that hold shards of the same weights."""
     return queue.grid.axis(*(axis for axis in queue.grid.degrees if axis != "pipe"))
 
 
-# ---- the order of elements --------------------------------------------------------------
+# ---- radix select -----------------------------------------------------------------------
 
 
 def _shard_chunks(weight: ShardedParameter, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges of my flat shard."""
+    """Ranges of my flat shard of at most `CHUNK` elements, a multiple of `multiple`."""
     step = CHUNK // multiple * multiple
+    # At least one chunk, perhaps an empty one: callers concatenate the results.
     for a in range(0, max(weight.num_elements, 1), step):
         yield a, min(a + step, weight.num_elements)
 
 
 def _element_indices(weight: ShardedParameter, a: int, b: int) -> Iterator[tuple[Tensor, int]]:
-    """For each dim the index in my box of elements of my flat shard, and the number of the dim."""
+    """For each dim the indices within my shard of the flat elements [a, b), and the dim."""
     flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
     for dim, size in reversed(list(enumerate(weight.shard.local_shape))):
         yield flat % size, dim
@@ -207,7 +221,7 @@ def _element_indices(weight: ShardedParameter, a: int, b: int) -> Iterator[tuple
 
 
 def _valid_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Which elements of my flat shard are no padding."""
+    """Which elements of my flat shard are not padding."""
     place = weight.shard
     found = torch.ones(b - a, dtype=torch.bool, device=weight.bucket.bucket_scheduler.device)
     if place.valid_shape != place.local_shape:
@@ -217,7 +231,7 @@ def _valid_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _unpruned_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Which of them have not been pruned yet."""
+    """Which of them are not pruned yet."""
     kept = weight.bucket.sparsity_mask
     if kept is None:
         return _valid_mask(weight, a, b)
@@ -225,14 +239,15 @@ def _unpruned_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _magnitude_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Keys in the order of fp32 magnitudes."""
+    """Sort keys in the order of fp32 magnitudes."""
     values = weight.storage.view(-1)[a:b].to(weight.bucket.bucket_scheduler.device)
+    # Bit patterns of non-negative floats sort like the floats. NaN counts as inf; + 1 frees key 0.
     keys = values.float().abs().view(torch.int32).clamp(max=INF_BITS) + 1
     return keys.masked_fill_(~_unpruned_mask(weight, a, b), 0)
 
 
 def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Keys in the order of places in the whole, the first one first."""
+    """Sort keys by position in the whole matrix, largest for the first element."""
     place = weight.shard
     number = torch.zeros((), dtype=torch.int64)
     stride = 1
@@ -244,17 +259,18 @@ def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _matrix_index(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """The number of the matrix that each element of my flat shard is in; one alone broadcasts."""
+    """Matrix index of each element of my flat shard; `[1]`, to broadcast, if there is one."""
     if num_matrices(weight) == 1:
         return torch.zeros(1, dtype=torch.int64, device=weight.bucket.bucket_scheduler.device)
     place = weight.shard
     flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
     expert = flat // torch.Size(place.local_shape[1:]).numel() + place.global_offset[0]
-    return expert.clamp_(max=place.global_shape[0] - 1)  # of padding, which is in none
+    # Padding belongs to no expert; its key is 0, so any valid index will do.
+    return expert.clamp_(max=place.global_shape[0] - 1)
 
 
 def _mask_above(weight: ShardedParameter, limits: PruneThresholds) -> Tensor:
-    """Which elements of my shard stay."""
+    """Which elements of my shard are kept."""
     found = []
     ties = bool((limits.min_tie_key > 1).any())
     for a, b in _shard_chunks(weight):
@@ -276,16 +292,18 @@ def _find_thresholds(
     *,
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The smallest key that stays if of each matrix the `wanted` largest do, as far as there are.
+    """Smallest key that is kept if the `wanted` largest of each matrix are, as far as there are.
 
-    Also how many stay of those that are equal to it, and how many these are; all `[matrices]`.
-    Communicates: a histogram a matrix and digit over all axes but pipe.
+    Also how many of the elements equal to it are kept, and how many there are; all `[matrices]`.
+    Communicates: a histogram per matrix and digit over all axes but pipe.
     """
     sizes = [num_matrices(weight) for weight in weights]
     axis = _weight_axis(queue)
     low = torch.zeros_like(wanted)
     left = wanted
     equal = wanted
+    # Most significant digit first: `low` is the prefix of the threshold, `left` the number still to
+    # be kept among the elements with that prefix.
     for shift in reversed(range(0, bits, DIGIT_BITS)):
         known = zip(weights, low.split(sizes), strict=True)
         counts = torch.cat([_digit_histogram(w, keys, prefix, shift) for w, prefix in known])
@@ -303,14 +321,15 @@ def _find_thresholds(
 def _digit_histogram(
     weight: ShardedParameter, keys: SortKeyFunction, prefix: Tensor, shift: int
 ) -> Tensor:
-    """Elements of my shard by a digit of their keys, if the digits before it are `prefix`.
+    """Histogram of one digit of the keys of my shard, among keys with the higher digits `prefix`.
 
-    prefix: `[matrices]`; counts: `[matrices, digits]`. Of ranks that hold the same part only the
-    first counts it.
+    prefix: `[matrices]`; counts: `[matrices, digits]`. Of the ranks that hold the same shard only
+    the first counts it.
     """
     bucket = weight.bucket
     base = 1 << DIGIT_BITS
-    bins = len(prefix) * (base + 1)  # of each matrix one more, for keys with another prefix
+    # One extra bin per matrix for keys with another prefix.
+    bins = len(prefix) * (base + 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=bucket.bucket_scheduler.device)
     if (
         bucket.segment_of(weight).replica_axis.index == 0
@@ -326,7 +345,7 @@ def _digit_histogram(
     return counts.view(-1, base + 1)[:, :base]
 
 
-# ---- bytes ------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------
 
 
 def pruned_bucket_bytes(
@@ -344,8 +363,8 @@ def pruned_bucket_bytes(
     working · size + gradient · count + (master + moments) · count / data
     + min(depth · ceil(size / 8), 4 · sum(rows)), with count = max(rows), a multiple of data.
 
-    size: elements on the rank. rows: how many stay, on each rank of its depth axis. The others are
-    bytes of a number; moments: of both together.
+    size: elements on the rank. rows: number of kept elements on each rank of its depth axis. The
+    other arguments are bytes per element; moments: of both together.
     """
     count = -(-max(rows) // data) * data
     mask = min(len(rows) * -(-size // 8), 4 * sum(rows))

@@ -1,16 +1,17 @@
-"""Store: where master weights and moments lie between updates, and how they come and go.
+"""State store: where master weights and moments are kept between updates, and how they move.
 
-The states of a bucket rest on the device, in host memory or in a mapped file. Those that rest
-elsewhere are cut into tiles, which pass through a ring of a few buffers on the device:
+The states of a bucket are stored on the device, in host memory or in a memory-mapped file.
+Offloaded states are cut into tiles, which pass through a ring of a few buffers on the device:
 
-    in      tile i + 4 comes         (the first four came during the backward pass already)
+    in      load tile i + 4          (the first four were loaded during the backward pass)
     update  tile i                   after the norm of all gradients is known
-    out     tile i - 1 goes back
+    out     write back tile i - 1
 
-Each line is a lane of its own. Buckets are updated in the order in which the next forward pass uses
-them, and only a block that is used waits for its own: the rest goes on behind it. Gradients are
-kept until then. Or the CPU updates tiles where they rest: then gradients go and weights come.
-Where a host must wait for something (a disk, the norm) a thread does all this.
+Each line is a CUDA stream of its own. Buckets are updated in the order in which the next forward
+pass uses them, and a block waits only for its own update: the rest continues in the background.
+Gradients are kept until then. Alternatively the CPU updates the tiles where they are stored; then
+gradients are copied to the host and weights back. Where the host has to wait (for a disk, for the
+norm), a thread does all this.
 """
 
 from __future__ import annotations
@@ -39,23 +40,24 @@ from ranvier.optim.state_tiles import (
 )
 
 NUM_SLOTS = 4
-"""Tiles under way at once: one comes, one is updated, one goes, and one more for what is uneven."""
+"""Tiles in flight: one loading, one updating, one writing back, and one spare for uneven times."""
 STREAM_NAMES = ("in", "update", "out")
 MAX_QUEUED_TILES = 128
-"""Tiles that a device is given at once: a stream takes so many calls, then it has the host wait,
-who could begin the next forward pass. More are given by a thread, as others are done."""
+"""Tiles queued on the device from the main thread. A CUDA stream accepts a limited number of
+launches before it blocks the host, which could start the next forward pass; with more tiles a
+thread queues them as earlier ones complete."""
 StateTensors = dict[str, Tensor]
 """States by kind (master, mean, square), flat; scales `[2, blocks]`."""
 
 
 UpdateRule = Callable[[Tile, StateTensors, Tensor, Tensor | None], None]
-"""Updates the states of a tile with a gradient. The last gets the new working weights, also if no
-update is made; None: they are where the bucket has them."""
+"""Updates the states of a tile with a gradient. The last argument receives the new working weights,
+even if the update is skipped; None: they are written to the bucket directly."""
 
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How tiles are updated: on the device, and on the host once that knows the norm."""
+    """How tiles are updated: on the device, and on the host once it knows the norm."""
 
     device: UpdateRule
     host: Callable[[], UpdateRule]
@@ -63,7 +65,7 @@ class UpdateRules:
 
 @dataclass(eq=False)
 class TileSlot:
-    """Memory that a tile passes through."""
+    """Staging memory for one tile."""
 
     memory: Tensor
     ready_event: StreamEvent = None
@@ -71,11 +73,11 @@ class TileSlot:
     tile: Tile | None = None
     tensors: StateTensors = field(default_factory=dict)
     grads: Pieces = field(default_factory=list)
-    """Of the tile, with where in it they begin."""
+    """Gradients of the tile, with their offsets in it."""
 
 
 class StateStore:
-    """The states of the buckets of a rank."""
+    """The optimizer states of the buckets of a rank."""
 
     def __init__(
         self,
@@ -83,7 +85,10 @@ class StateStore:
         home: StatePlacement,
         device: torch.device,
     ) -> None:
-        """kinds: types of the states of each bucket. What does not fit is refused at once."""
+        """Allocate all states. kinds: dtypes of the states of each bucket.
+
+        Raises at once if the states do not fit in their memory.
+        """
         self.placement, self.device, self.state_dtypes = home, device, dict(kinds)
         self.locations = state_locations(kinds, home)
         self.tiles = {
@@ -94,11 +99,13 @@ class StateStore:
         self._arena = self._allocate_arena(sum(map(self._arena_bytes, away))) if away else None
         self.states = {bucket: self._allocate_states(bucket) for bucket in kinds}
         self.scales: dict[Tile, Tensor] = {}
-        """Of 8-bit moments, by tile."""
+        """Scales of 8-bit moments, by tile."""
         for bucket in kinds:
             self.scales |= self._allocate_scales(bucket)
         self._slots: list[TileSlot] = []
         if away:
+            # Updates get a high-priority stream: they are short and the next forward pass waits for
+            # them.
             self._streams = [SideStream(device, first=name == "update") for name in STREAM_NAMES]
         else:
             self._streams = []
@@ -107,7 +114,7 @@ class StateStore:
         self._rules: UpdateRules | None = None
         self._updating: dict[Bucket, PendingUpdate] = {}
 
-    # ---- where they rest ----------------------------------------------------------------
+    # ---- storage ------------------------------------------------------------------------
 
     def _allocate_arena(self, size: int) -> Arena:
         if self.placement.states == "file":
@@ -122,6 +129,7 @@ class StateStore:
             align_size(bucket.data_shard_size * dtype.itemsize)
             for dtype in self.state_dtypes[bucket].values()
         )
+        # A block has two fp32 scales: 8 bytes.
         return flat + sum(align_size(8 * tile.num_blocks) for tile in self.tiles[bucket])
 
     def _allocate_states(self, bucket: Bucket) -> StateTensors:
@@ -139,12 +147,13 @@ class StateStore:
         }
 
     def resize_bucket(self, bucket: Bucket, types: Mapping[str, torch.dtype]) -> None:
-        """Have room for the states of a bucket that was pruned; what they hold is of no use.
+        """Resize the states of a bucket that was pruned; their contents are undefined afterwards.
 
-        Those that rest elsewhere stay in their memory, as they only become fewer.
+        Offloaded states keep their memory, since pruning only shrinks them.
         """
         self.invalidate_slots()
-        self._slots = []  # other kinds need other buffers
+        # Slots are sized for the largest tile and the dtypes of the states, which change here.
+        self._slots = []
         before = self.states.pop(bucket)
         self.state_dtypes[bucket] = types
         self.scales = {tile: x for tile, x in self.scales.items() if tile.bucket is not bucket}
@@ -162,6 +171,7 @@ class StateStore:
             blocks = [align_size(8 * tile.num_blocks) for tile in self.tiles[bucket]]
             sizes = [align_size(bucket.data_shard_size * dtype.itemsize) for dtype in new.values()]
             more = sum(sizes) + sum(blocks)
+            # A pruned bucket may need a master copy that it did not have before.
             if more:
                 self._arena = self._allocate_arena(more)
             self.states[bucket] = lasting | {
@@ -176,21 +186,22 @@ class StateStore:
         if self.locations[bucket] == "device":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         assert self._arena is not None, bucket.name
-        return self._arena.allocate_tensor(shape, dtype)  # new memory and new files hold zeros
+        # Fresh host memory and fresh files are zero already.
+        return self._arena.allocate_tensor(shape, dtype)
 
     def is_offloaded(self, bucket: Bucket) -> bool:
-        """Whether the states of a bucket rest elsewhere."""
+        """Whether the states of a bucket are stored outside the device."""
         return self.locations[bucket] != "device"
 
     def tile_states(self, tile: Tile) -> StateTensors:
-        """The states of a tile where they rest."""
+        """The states of a tile, as views of their storage."""
         found = {kind: x[tile.as_slice] for kind, x in self.states[tile.bucket].items()}
         if tile.num_blocks:
             found["scales"] = self.scales[tile]
         return found
 
     def bytes_by_kind(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each kind of states on the device and elsewhere; staging: buffers of tiles."""
+        """Bytes of each kind of state as (on device, offloaded); `staging`: the tile buffers."""
         found: dict[str, tuple[int, int]] = {}
         kept = [(bucket, kind, x) for bucket, h in self.states.items() for kind, x in h.items()]
         kept += [(tile.bucket, "scales", x) for tile, x in self.scales.items()]
@@ -208,13 +219,14 @@ class StateStore:
             staging = 0
         return {**found, "staging": (0, staging) if hosted else (staging, 0)}
 
-    # ---- an update ----------------------------------------------------------------------
+    # ---- update -------------------------------------------------------------------------
 
     def update_resident_tile(self, tile: Tile, pieces: Pieces, rule: UpdateRule) -> None:
-        """Update a tile whose states rest on the device."""
+        """Update a tile whose states are on the device."""
         held = self.tile_states(tile)
         bucket = tile.bucket
         out = None
+        # The weights are offloaded though their states are not: update a buffer and copy it over.
         if bucket.host_data is not None:
             out = torch.empty(tile.stop - tile.start, dtype=bucket.data.dtype, device=self.device)
         for at, grad in grads_in_tile(tile, pieces):
@@ -223,16 +235,18 @@ class StateStore:
             bucket.write_data_shard(tile.start, out)
 
     def update_offloaded(self, work: Sequence[tuple[Bucket, Pieces]], rules: UpdateRules) -> None:
-        """Update buckets whose states rest elsewhere; returns before it is done.
+        """Update buckets with offloaded states; returns before it is done.
 
-        Each bucket is told what its next use has to wait for.
+        Each bucket gets a `pending_update` that its next use waits for.
         """
         if not work:
             return
         self.join_thread()
         for bucket, _ in work:
-            bucket.wait_for_update()  # of one that was not used since
-        self._rules = rules  # what they read lives as long as they are needed
+            # A bucket that was not used since the last step may still have an update pending.
+            bucket.wait_for_update()
+        # Keep the tensors that the rules read alive until the update is done.
+        self._rules = rules
         for bucket, pieces in work:
             bucket.pending_update = self._updating[bucket] = PendingUpdate(self.device, pieces)
         begin = record_current_event(self.device)
@@ -241,6 +255,7 @@ class StateStore:
         how = partial(
             self._update_on_host if hosted else self._update_on_device, parts, rules, begin
         )
+        # Without a reason to block (disk, norm on the host, full launch queue) no thread is needed.
         many = self.device.type == "cuda" and len(self._offloaded_tiles) > MAX_QUEUED_TILES
         if not (hosted or many or self.placement.states == "file"):
             self._run_inline(how)
@@ -248,12 +263,12 @@ class StateStore:
         for updating in self._updating.values():
             updating.event_ready = threading.Event()
             updating.raise_failure = self._raise_error
-        # No daemon: one that copies while the interpreter ends would take the process down.
+        # Not a daemon: a thread that copies during interpreter shutdown would crash the process.
         self._thread = threading.Thread(target=self._run_in_thread, args=(how,))
         self._thread.start()
 
     def _run_inline(self, how: Callable[[], None]) -> None:
-        """Do it here; who uses a bucket of which nobody knows how it is gets the error, too."""
+        """Run the update in this thread; later users of the buckets get its error, too."""
         try:
             how()
         except BaseException as error:
@@ -263,14 +278,16 @@ class StateStore:
             raise
 
     def _run_in_thread(self, how: Callable[[], None]) -> None:
-        """Do it in a thread of its own."""
+        """Run the update in the background thread."""
         try:
+            # The current device and grad mode are thread-local.
             on = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
             with on, torch.no_grad():
                 how()
         except BaseException as error:
             self._error = error
         finally:
+            # Wake all waiters even after a failure; they raise it themselves.
             for updating in self._updating.values():
                 if updating.event_ready is not None:
                     updating.event_ready.set()
@@ -282,9 +299,9 @@ class StateStore:
     def _update_on_device(
         self, parts: dict[Bucket, Pieces], rules: UpdateRules, begin: StreamEvent
     ) -> None:
-        """Tiles come, are updated and go; the first of the next step come again.
+        """Stream tiles in, update and write them back; then prefetch those of the next step.
 
-        Gradients are let go of bucket by bucket: they take memory that the next pass needs.
+        Gradients are released bucket by bucket: the next pass needs their memory.
         """
         order, (_, middle, outward) = self._offloaded_tiles, self._streams
         for i, tile in enumerate(order[:NUM_SLOTS]):
@@ -292,6 +309,7 @@ class StateStore:
         for i, tile in enumerate(order):
             slot = self._slots[i % NUM_SLOTS]
             if self._thread is not None:
+                # Throttle the thread so that the launch queue of the device stays short.
                 _wait_on_host(slot.free_event)
             with middle.run_after(slot.ready_event, begin):
                 for at, grad in slot.grads:
@@ -307,38 +325,41 @@ class StateStore:
             if i + NUM_SLOTS < len(order):
                 follows = order[i + NUM_SLOTS]
                 self._load_tile(i, follows, parts[follows.bucket], begin)
+            # The last tile of a bucket. Weights on the device are new after the update itself;
+            # weights on the host only after the copy back.
             if i + 1 == len(order) or order[i + 1].bucket is not tile.bucket:
                 home = tile.bucket.host_data is not None
                 del parts[tile.bucket]
                 self._finish_bucket(tile.bucket, slot.free_event if home else done)
+        # These copies run during the next forward and backward pass.
         for i, tile in enumerate(order[:NUM_SLOTS]):
             self._load_tile(i, tile)
 
     def _finish_bucket(self, bucket: Bucket, mark: StreamEvent) -> None:
-        """A bucket's weights are new once a mark is reached."""
-        updating = self._updating.pop(bucket)  # who waits for it may have taken it already
+        """Mark a bucket as updated once the event `mark` has completed."""
+        # The bucket may have dropped its reference already: a waiter takes it before it waits.
+        updating = self._updating.pop(bucket)
         updating.done_event = mark
         if updating.event_ready is not None:
             updating.event_ready.set()
 
     def _get_slot(self, i: int) -> TileSlot:
-        """The buffers of the i-th tile; they are made when they are first needed."""
+        """The buffers of the i-th tile, allocated on first use."""
         if len(self._slots) < NUM_SLOTS:
             memory = torch.empty(self.slot_bytes(), dtype=torch.uint8, device=self.device)
             for lane in self._streams:
                 lane.record_use(memory)
-            self._slots.append(
-                TileSlot(memory, free_event=record_current_event(self.device))
-            )  # it may have been another's
+            # The allocator may hand out memory that queued work of this stream still uses.
+            self._slots.append(TileSlot(memory, free_event=record_current_event(self.device)))
         return self._slots[i % NUM_SLOTS]
 
     def slot_bytes(self) -> int:
-        """Bytes that the largest tile takes on its way."""
+        """Bytes of a slot: those of the largest tile."""
         sizes = (self._slot_shapes(tile).values() for tile in self._offloaded_tiles)
         return max(sum(align_size(n * dtype.itemsize) for n, dtype in one) for one in sizes)
 
     def _slot_shapes(self, tile: Tile) -> dict[str, tuple[int, torch.dtype]]:
-        """Elements and types of what a tile brings, and of what its update needs besides."""
+        """Element counts and dtypes of a tile's states and of the extra buffers of its update."""
         bucket = tile.bucket
         count = tile.stop - tile.start
         extra = {
@@ -350,13 +371,13 @@ class StateStore:
         shapes = {kind: (count, dtype) for kind, dtype in self.state_dtypes[bucket].items()}
         if tile.num_blocks:
             shapes["scales"] = (2 * tile.num_blocks, torch.float32)
-        # Gradient and new weights are not on the device either, if weights rest on the host.
+        # With offloaded weights, gradients and new weights are not on the device either.
         if bucket.host_data is None:
             return shapes
         return {**shapes, **extra}
 
     def _carve_tensors(self, memory: Tensor, tile: Tile) -> StateTensors:
-        """Tensors for a tile, one after the other in a slot."""
+        """Tensors for a tile, laid out one after the other in the memory of a slot."""
         found = StateTensors()
         at = 0
         for name, (count, dtype) in self._slot_shapes(tile).items():
@@ -371,10 +392,11 @@ class StateStore:
     ) -> None:
         """Start to copy the states of a tile into the i-th slot, unless they are there already.
 
-        pieces: gradients, once they are known; those that are on the host come as well.
+        pieces: gradients, once they are known; those on the host are copied as well.
         """
         slot = self._get_slot(i)
         inward = self._streams[0]
+        # False for the first tiles of a step: their states were prefetched during the last one.
         if slot.tile is not tile:
             slot.tile, slot.tensors = tile, self._carve_tensors(slot.memory, tile)
             with inward.run_after(slot.free_event):
@@ -390,14 +412,14 @@ class StateStore:
             slot.ready_event = inward.record_event()
 
     def _write_back_tile(self, slot: TileSlot, tile: Tile) -> None:
-        """Copy the states of a tile back, and its new weights if they rest on the host."""
+        """Copy the states of a tile back, and its new weights if they are offloaded."""
         for name, mine in self.tile_states(tile).items():
             mine.copy_(slot.tensors[name], non_blocking=True)
         if tile.bucket.host_data is not None:
             tile.bucket.write_data_shard(tile.start, slot.tensors["out"])
 
     def _grad_on_device(self, slot: TileSlot, at: int, grad: Tensor) -> tuple[int, Tensor]:
-        """A gradient on the device."""
+        """A gradient on the device, with its offset in the tile."""
         if grad.device == self.device:
             return at, grad
         room = _view_as_dtype(slot.tensors["grad"][at : at + grad.numel()], grad)
@@ -412,22 +434,23 @@ class StateStore:
         grad: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Update what of a tile a gradient covers."""
+        """Update the part of a tile that a gradient covers."""
         span = slice(at, at + grad.numel())
         start = tile.start + at
         held = {kind: states[kind][span] for kind in self.state_dtypes[tile.bucket]}
         if tile.num_blocks:
+            # Scales belong to blocks of the whole tile; a partial gradient would cut a block.
             assert at == 0 and start + grad.numel() == tile.stop, (at, grad.shape, tile)
             held["scales"] = states["scales"]
         part = replace(tile, start=start, stop=start + grad.numel())
         rule(part, held, grad, None if out is None else out[span])
 
-    # ---- on the host --------------------------------------------------------------------
+    # ---- update on the CPU --------------------------------------------------------------
 
     def _update_on_host(
         self, parts: dict[Bucket, Pieces], rules: UpdateRules, begin: StreamEvent
     ) -> None:
-        """Gradients leave, the CPU updates where states rest, new weights come."""
+        """Copy gradients to the host, update states there on the CPU, copy new weights back."""
         jobs = [
             (tile, *x)
             for tile in self._offloaded_tiles
@@ -436,11 +459,14 @@ class StateStore:
         tiles = [tile for tile, _, _ in jobs]
         waiting = deque(jobs)
         del jobs
-        parts.clear()  # what is not waiting is let go of
+        # Only `waiting` references the gradients now, so each is freed once it is copied.
+        parts.clear()
         slots = self._host_slots()
+        # Keep gradients of NUM_SLOTS - 2 tiles ahead; the other slots are updated or written back.
         for slot in slots[: NUM_SLOTS - 2]:
             self._copy_grad_to_host(slot, waiting, begin)
-        rule = rules.host()  # waits for the norm
+        # Blocks until the norm is known on the host; the copies above run meanwhile.
+        rule = rules.host()
         for i, tile in enumerate(tiles):
             self._copy_grad_to_host(slots[(i + NUM_SLOTS - 2) % NUM_SLOTS], waiting, begin)
             slot = slots[i % NUM_SLOTS]
@@ -455,13 +481,15 @@ class StateStore:
     def _copy_grad_to_host(
         self, slot: TileSlot, waiting: deque[tuple[Tile, int, Tensor]], begin: StreamEvent
     ) -> None:
-        """Start to take the next gradient to the host."""
+        """Start to copy the next gradient to the host."""
         if not waiting:
             return
         (tile, at, grad), outward = waiting.popleft(), self._streams[2]
         _wait_on_host(slot.free_event)
         if not grad.is_cuda:
-            _wait_on_host(begin)  # the way of a gradient that rests here ended on a stream
+            # A gradient in host memory was copied there on a stream; the CPU must not read it
+            # earlier.
+            _wait_on_host(begin)
         slot.tensors = self._carve_tensors(slot.memory, tile)
         with outward.run_after(begin):
             came = _view_as_dtype(slot.tensors["grad"][: grad.numel()], grad)
@@ -469,7 +497,7 @@ class StateStore:
         slot.ready_event = outward.record_event()
 
     def _copy_weights_back(self, slot: TileSlot, tile: Tile, at: int, new: Tensor) -> StreamEvent:
-        """Start to bring new weights to where they rest."""
+        """Start to copy new weights to where they are stored."""
         inward = self._streams[0]
         start = tile.start + at
         with inward.run_after():
@@ -478,7 +506,7 @@ class StateStore:
         return slot.free_event
 
     def _host_slots(self) -> list[TileSlot]:
-        """Buffers on the host."""
+        """Tile buffers in pinned host memory."""
         if not self._slots:
             arena = Arena(NUM_SLOTS * align_size(self.slot_bytes()), self.device)
             memory = [
@@ -487,34 +515,34 @@ class StateStore:
             self._slots = [TileSlot(one) for one in memory]
         return self._slots
 
-    # ---- waiting ------------------------------------------------------------------------
+    # ---- synchronization ----------------------------------------------------------------
 
     def join_thread(self) -> None:
-        """Wait for the thread, if there is one."""
+        """Wait for the thread, if there is one, and raise its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._raise_error()
 
     def synchronize(self) -> None:
-        """Have all states where they rest, as the host sees them."""
+        """Wait until all states are written back and visible to the host."""
         self.join_thread()
         for lane in self._streams:
             lane.synchronize()
 
     def invalidate_slots(self) -> None:
-        """States were changed where they rest: what has come already is old."""
+        """Drop prefetched tiles after states were changed in their storage."""
         self.synchronize()
         for slot in self._slots:
             slot.tile = None
 
 
 def _view_as_dtype(room: Tensor, like: Tensor) -> Tensor:
-    """The first bytes of wide memory as a flat tensor of a type that is not wider."""
+    """The first bytes of a buffer as a flat tensor with the size and dtype of `like`."""
     return room.view(torch.uint8)[: like.nbytes].view(like.dtype)
 
 
 def _wait_on_host(mark: StreamEvent) -> None:
-    """Have the host wait."""
+    """Block the host until an event has completed."""
     if mark is not None:
         mark.synchronize()

@@ -1,4 +1,4 @@
-"""Tiles: the states of buckets cut into parts that are updated at once, and where they rest."""
+"""State tiles: bucket states cut into parts that are updated at once, and their placement."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ StateLocation = Literal["device", "host", "file"]
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where states rest, and how much of each place they may take."""
+    """Where optimizer states are stored, and how much of each memory they may use."""
 
     states: Literal["device", "host", "file", "split"] = "device"
     device_bytes: int = 0
-    """Bytes of states that stay on the device with `split`."""
+    """Bytes of states that remain on the device with `split`."""
     host_bytes: int = 2**62
-    """Bytes of host memory that may be taken."""
+    """Upper limit on host memory in bytes."""
     path: str = ""
     """Directory of the file."""
     update_device: Literal["device", "cpu"] = "device"
-    """Who updates states that rest elsewhere."""
+    """Where offloaded states are updated."""
     tile_elements: int = 2**24
-    """Numbers of a tile."""
+    """Elements of a tile."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,26 @@ class Tile:
     start: int
     stop: int
     weight: ShardedParameter | None = None
-    """Whose it is, where that matters."""
+    """The weight it belongs to, where that matters."""
     num_blocks: int = 0
-    """Scales of 8-bit moments that belong to it."""
+    """Number of 8-bit quantization blocks, each with two scales."""
 
     @property
     def as_slice(self) -> slice:
-        """As a slice of a flat tensor of a bucket's states."""
+        """The tile as a slice of a flat state tensor of its bucket."""
         return slice(self.start, self.stop)
 
 
 def state_locations(
     kinds: Mapping[Bucket, Mapping[str, torch.dtype]], home: StatePlacement
 ) -> dict[Bucket, StateLocation]:
-    """Where the states of each bucket rest; vectors are too few to be worth a way."""
+    """Where the states of each bucket are stored; vectors are too small to be worth offloading."""
     found: dict[Bucket, StateLocation] = {}
     if home.states == "split":
         left = home.device_bytes
     else:
         left = 0
+    # First fit in the order of the buckets: the first ones stay on the device while there is room.
     for bucket, types in kinds.items():
         size = sum(bucket.data_shard_size * dtype.itemsize for dtype in types.values())
         small = bucket.weights[0].param_group == "vector" or size == 0
@@ -75,13 +76,14 @@ def state_locations(
 
 
 def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
-    """My range of a bucket in parts of at most `size`.
+    """My range of a bucket in tiles of at most `size` elements.
 
-    Where moments are narrow none goes across two weights: they are rounded by weight and index.
+    With narrow moments no tile spans two weights: rounding is keyed by weight and element index.
     """
     spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.data_shard_size, None)]
     if types["mean"].itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize:
         spans = [(*bucket.state_range(weight), weight) for weight in bucket.weights]
+    # Whole quantization blocks per tile, so that a scale belongs to exactly one tile.
     step = max(size // BLOCK_SIZE, 1) * BLOCK_SIZE
     for start, stop, weight in spans:
         for at in range(start, stop, step):
@@ -94,7 +96,7 @@ def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int
 
 
 def grads_in_tile(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
-    """What of a gradient falls on a tile, with where in the tile it begins."""
+    """The parts of a gradient that fall into a tile, with their offsets in the tile."""
     for start, grad in pieces:
         low = max(start, tile.start)
         high = min(start + grad.numel(), tile.stop)

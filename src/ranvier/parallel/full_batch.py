@@ -1,6 +1,6 @@
 """Full batch: call a parallel model as if there were one process.
 
-Every rank is given the same full inputs and gets back the same full outputs, so a loop written for
+Every rank passes the same full inputs and gets back the same full outputs, so a loop written for
 one process computes its loss as before:
 
     y = call_on_full_batch(model, x)        # x, y: the same on every rank
@@ -9,17 +9,17 @@ one process computes its loss as before:
     norm = optimizer.step()                 # of the package's optimizer
 
 Losses, gradients and the gradient norm are those of one process on any grid of data, expert, depth,
-row and col. What it costs: each rank holds the full inputs and outputs, and outputs are gathered.
-A loop that loads only the samples of its rank calls the model itself.
+row and col. The cost: each rank holds the full inputs and outputs, and outputs are gathered. A loop
+that loads only the samples of its rank calls the model itself.
 
-How inputs and outputs lie is read from their types and shapes. Where that does not tell, the model
-names it, beside its `dims`:
+The layout of inputs and outputs is inferred from their dtypes and shapes. Where that is ambiguous,
+the model names it, next to its `dims`:
 
     input_dims = {"x": ("batch", "seq", "mlp")}     # by the argument of forward; default: embed
     output_dims = ("batch", "seq", "mlp")           # default: from the shape
     output_dims = "mean"                            # or "sum": forward returns a loss, one number
 
-Not handled: stages (pipe), which take turns.
+Not handled: pipeline parallelism (pipe > 1).
 """
 
 from __future__ import annotations
@@ -58,16 +58,18 @@ def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
     Tensors among the arguments have the batch as their first dim: integers `[b, s]` (tokens,
     targets), features `[b, s, d]`, or rows `[b, d]`. A batch that the grid does not divide is
-    filled up with copies of its last sample, which are removed from the output.
+    padded with copies of its last sample, which are removed from the output.
     Communicates: as the model; all-gather of outputs, and backward of inputs that need gradients;
     in debug mode a digest of each input over all axes.
     """
     parallel = get_parallel_model(model)
     _refuse_stages(parallel)
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    # The first argument is the model itself (`self` of forward).
     named = dict(list(bound.arguments.items())[1:])
     inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
     device = parallel.pipeline.executor.device
+    # Debug mode: all ranks must have been given the same full batch.
     if parallel.grid.trace.check_collectives:
         same = [InputExpectation(name, equal_over=AXES) for name in inputs]
         check_inputs(inputs, same, parallel.grid, device, remedy=SAME_BATCH_REMEDY)
@@ -91,22 +93,23 @@ def _refuse_stages(parallel: ParallelModel) -> None:
 
 @dataclass
 class FullBatchInputs:
-    """How the inputs of one call are divided among the ranks."""
+    """How the inputs of one call are split among the ranks."""
 
     parallel: ParallelModel
     layouts: dict[str, ActivationLayout]
     num_samples: int
-    """Samples that were given."""
+    """Samples in the batch."""
     padded_samples: int
-    """Samples after filling up."""
+    """Samples after padding."""
     fold_shape: tuple[int, int] | None
-    """Rows `[b, d]` become `[samples, tokens, d]`: their numbers; None: they stay rows."""
+    """Rows `[b, d]` are folded to `[samples, tokens, d]`: (samples, tokens); None: they stay rows.
+    """
     seq_len: int | None
     """Tokens of a sample, if any input has them."""
 
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> FullBatchInputs:
-        """How these inputs are divided."""
+        """How these inputs are split."""
         parallel = get_parallel_model(model)
         named: Mapping[str, Sequence[str]] = getattr(model, "input_dims", {})
         dims = {name: _input_dims(name, x, named, parallel) for name, x in inputs.items()}
@@ -122,8 +125,10 @@ class FullBatchInputs:
         degrees = parallel.grid.degrees
         table = parallel.table
         (batch,) = counts
+        # Inside a block the batch is split over most axes; that decides the padding.
         replicas = math.prod(degrees[axis] for axis in table.activation_rule("mlp")["batch"])
         tokens = degrees["row"] * degrees["context"]
+        # Layers expect a sequence dim as soon as row, context or col is split: fold rows into one.
         folds = not lengths and tokens * degrees["col"] > 1
         if folds:
             multiple = replicas * tokens
@@ -145,7 +150,7 @@ class FullBatchInputs:
         return cls(parallel, layouts, batch, filled, fold, seq)
 
     def local_part(self, name: str, x: Tensor) -> Tensor:
-        """My part of an input, filled up."""
+        """My part of an input, padded."""
         layout = self.layouts[name]
         if layout.dims[:1] == ("batch",) and self.padded_samples > self.num_samples:
             more = self.padded_samples - self.num_samples
@@ -162,13 +167,14 @@ class FullBatchInputs:
         return layout.scatter_to_ranks(x, self.parallel.grid)
 
     def sample_numbers(self, model: nn.Module) -> Tensor | None:
-        """The numbers of my samples in the run, on which dropout depends, if it is training.
+        """The numbers of my samples in the run, which dropout depends on, if the model is training.
 
-        Rows have none: how they become samples depends on the grid.
+        Rows have none: how they are folded into samples depends on the grid.
         """
         if not model.training or self.fold_shape is not None:
             return None
         first = self.parallel.samples_seen
+        # Padding does not count, so that the numbers are those of any other grid.
         self.parallel.samples_seen += self.num_samples
         numbers = torch.arange(first, first + self.padded_samples)
         mine = ActivationLayout.from_dims(("batch",), self.parallel.table)
@@ -185,13 +191,14 @@ class FullBatchInputs:
 def _input_dims(
     name: str, x: Tensor, named: Mapping[str, Sequence[str]], parallel: ParallelModel
 ) -> tuple[str, ...]:
-    """The dims of an input: as the model names them, else by its type and shape."""
+    """The dims of an input: as the model names them, else by its dtype and shape."""
     dims = tuple(named.get(name, default_input_dims(x)))
     if len(dims) != x.dim():
         raise ShardingError(
             f"input_dims names {len(dims)} dims of {name}, which has the shape {list(x.shape)}. "
             f"Every dim has a name. Name {x.dim()}, '' for one that nothing splits."
         )
+    # An input that is not as wide as the residual stream is probably of another region.
     width = parallel.sizes.get("embed")
     wrong = name not in named and "embed" in dims and width not in (None, x.shape[-1])
     if wrong and parallel.grid.world_size > 1:
@@ -212,6 +219,7 @@ def _refuse_uneven(
             f"gets an equal part of the sequence. Fill it up to {-(-seq // tokens) * tokens} "
             "tokens, in a way that your model ignores, or use a smaller row."
         )
+    # Outputs of padding are cut off, but its tokens would still be routed and counted.
     if filled > batch and parallel.load_balancer is not None:
         raise DataError(
             f"A batch of {batch} samples, of which the grid needs a multiple ({filled}). Copies of "
@@ -219,25 +227,26 @@ def _refuse_uneven(
         )
 
 
-# ---- while the model runs -----------------------------------------------------------------------
+# ---- forward hooks ------------------------------------------------------------------------------
 
 
 @dataclass
 class LastLayerOutput:
-    """The layer that ran last, and what it gave."""
+    """The layer that ran last, and its output."""
 
     layer: ParallelLayer | None = None
     output: Any = field(default=None, repr=False)
     has_loss: bool = False
-    """Whether a layer gave the loss of a vocabulary: the sum over the tokens of this rank."""
+    """Whether a layer returned a vocabulary loss: the sum over the tokens of this rank."""
 
 
 @contextmanager
 def _observe_layers(
     parallel: ParallelModel, feed: FullBatchInputs, parts: Mapping[str, Tensor]
 ) -> Iterator[LastLayerOutput]:
-    """Watch which layer reads an input, and which runs last; compiled blocks are left alone."""
+    """Record which layer reads an input, and which runs last; compiled blocks get no hooks."""
     seen = LastLayerOutput()
+    # By identity: a layer that reads an input gets the very tensor that was passed to the model.
     names = {id(x): name for name, x in parts.items()}
 
     def before(leaf: nn.Module, args: tuple[Any, ...]) -> None:
@@ -258,7 +267,8 @@ def _observe_layers(
     for leaf in parallel.layers.values():
         if parallel.compiled_blocks is None or not leaf.site.block_name:
             handles += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
-    checked, parallel.parts_checked = parallel.parts_checked, True  # filled up: parts may be equal
+    # Padding repeats a sample, so that parts may be equal: skip the check for distinct parts.
+    checked, parallel.parts_checked = parallel.parts_checked, True
     try:
         yield seen
     finally:
@@ -268,7 +278,7 @@ def _observe_layers(
 
 
 def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None:
-    """Refuse an input that lies otherwise than the layer that reads it expects."""
+    """Refuse an input whose layout differs from what the layer that reads it expects."""
     have = feed.layouts[name]
     parallel = feed.parallel
     want = ActivationLayout.from_dims((*have.dims[:-1], leaf.in_dim), parallel.table)
@@ -280,7 +290,7 @@ def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None
         )
 
 
-# ---- what comes out -----------------------------------------------------------------------------
+# ---- outputs ------------------------------------------------------------------------------------
 
 
 def _full_output(output: Any, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Any:
@@ -318,6 +328,7 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
     else:
         vocab = None
     if vocab is not None:
+        # A gather needs equal parts: pad the last one, gather, then cut the padding off.
         y = _pad_vocabulary(y, feed.parallel)
     y = layout.gather_from_ranks(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
@@ -329,11 +340,12 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
 
 
 def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
-    """The sum over the ranks of their losses, or their mean. Communicates: all-reduce."""
+    """Sum or mean of the losses of the ranks. Communicates: all-reduce."""
     parallel = feed.parallel
     grid = parallel.grid
     if grid.world_size == 1:
         return y
+    # A vocabulary loss that is returned unchanged is known to be a sum.
     if dims is None and seen.has_loss and y is seen.output:
         word = "sum"
     else:
@@ -344,6 +356,7 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
             "batch, as a sum or as a mean. Say which: output_dims = 'sum' or output_dims = 'mean' "
             "beside dims; or return the outputs and compute the loss from the full ones."
         )
+    # A loss that is reduced already cannot be corrected for padding.
     if feed.padded_samples > feed.num_samples:
         raise DataError(
             f"A batch of {feed.num_samples} samples, of which the grid needs a multiple "
@@ -351,7 +364,8 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
             "batch size, "
             "or return the outputs and compute the loss from the full ones."
         )
-    # The loss of a vocabulary is the same on all ranks that divide it; others are of each rank.
+    # A vocabulary loss is identical on the ranks that split the vocabulary; any other number
+    # differs on every rank.
     if seen.has_loss:
         axis = parallel.token_axis
     else:
@@ -383,9 +397,10 @@ def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> 
 
 
 def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) -> ActivationLayout:
-    """The layout that the shape of an output tells: residual stream, or inside of a block."""
+    """The layout inferred from the shape of an output: residual stream, or inside of a block."""
     parallel = feed.parallel
     if isinstance(seen.layer, Linear):
+        # The first guess is the output of the last layer that ran.
         last = seen.layer.out_dim
     else:
         last = "embed"
@@ -414,7 +429,7 @@ def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) 
 
 
 def _pad_vocabulary(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """My part of a vocabulary with its padding, which a layer leaves out without gradients."""
+    """My part of a vocabulary with its padding, which layers omit."""
     degrees = parallel.grid.degrees
     region = parallel.table.activation_rule("vocab")
     sharding = Sharding.from_dims([parallel.sizes["vocab"]], ["vocab"], region, degrees)

@@ -1,11 +1,12 @@
-"""Hugging Face models: the tables they lack, derived from the tensor-parallel plan they ship.
+"""Hugging Face models: their `dims` tables, derived from the tensor-parallel plan they ship.
 
-The plan says which layers enter (`colwise`) and leave (`rowwise`), their names by which dim. GPT-2
-ships none and has its table here. The model stays as it is but for three things:
+The plan says which layers are column-parallel (`colwise`) and row-parallel (`rowwise`), their names
+over which dim. GPT-2 ships none and has its table here. The model is unchanged but for three
+things:
 
 * Its attention reads shapes from its input, so the sequence is gathered over row once, where an
-  attention or MLP module begins (`Entrance`), and the layers inside do not gather again. For the
-  same reason col splits features inside, never samples.
+  attention or MLP module begins (`SequenceGather`), and the layers inside do not gather it
+  themselves. For the same reason col splits features inside, never samples.
 * Its body would derive positions and mask from its input, which is a part of the sequence here.
   Both come from the whole sequence instead.
 * Its `forward` becomes that of our models: (tokens, targets, positions, documents) to a loss.
@@ -50,7 +51,7 @@ TP_STYLES = {
     "replicated_with_grad_allreduce": PER_HEAD,
     "embedding_rowwise": EMBEDDING,
 }
-"""What the styles of a plan mean on the grid."""
+"""Meaning of the styles of a tensor-parallel plan on the grid."""
 INNER_DIMS = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
@@ -61,9 +62,9 @@ INNER_DIMS = {
     "down_proj": "mlp",
     "lm_head": "vocab",
 }
-"""The dim inside of a planned layer, by the end of its name."""
+"""The inner dim of a layer in the plan, by the end of its name."""
 TYPES_WITH_TP_PLAN = ("llama", "qwen3")
-"""Types whose plan says all that is needed; their other weights are norms and the embedding."""
+"""Types whose plan is sufficient; their other weights are norms and the embedding."""
 GPT2_DIMS: LayerDims = {
     "transformer.wte": ("vocab", "embed"),
     "transformer.wpe": ("position", "embed"),
@@ -82,22 +83,22 @@ HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
     "Qwen3RMSNorm": RMSNorm,
     "Conv1D": Conv1D,
 }
-"""Layers of transformers and their leaves, by the name of the class."""
+"""Layers of transformers and their parallel versions, by class name."""
 REMEDY = "Give the dims of all layers: parallelize(names={layer: dims})."
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-"""Implementations of attention that take a mask of the whole sequence."""
+"""Attention implementations that accept a mask of the whole sequence."""
 
 
 class SequenceGatherPlaceholder(torch.nn.Module):
-    """Where an attention or MLP module begins; `Entrance` takes its place on a grid."""
+    """Marks the input of an attention or MLP module; replaced by `SequenceGather` on a grid."""
 
 
 class LossPlaceholder(torch.nn.Module):
-    """Where the loss is computed; `CrossEntropy` takes its place on a grid."""
+    """Marks where the loss is computed; replaced by `CrossEntropy` on a grid."""
 
 
 class SequenceGather(ParallelLayer):
-    """The whole sequence, once for all layers of a module.
+    """Gathers the whole sequence, once for all layers of a module.
 
     x: `[b, s/row, d/col]`; y: `[b, s, d/col]`.
     Communicates: all-gather seq over row; backward: reduce-scatter seq over row.
@@ -108,13 +109,13 @@ class SequenceGather(ParallelLayer):
         self.axis = site.axis("row")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gather."""
+        """Gather the sequence."""
         with self.trace_scope():
             return all_gather(x, self.axis, 1)
 
     @property
     def cost_model(self) -> SequenceGatherCost:
-        """Gather the tokens, sum their gradients to where they came from."""
+        """All-gather of the tokens, reduce-scatter of their gradients."""
         return SequenceGatherCost(self.site.name, self.site.layout_context)
 
 
@@ -126,7 +127,7 @@ def local_units(units: int, dim: str, table: ShardingTable, grid: Grid) -> int:
 
 
 def is_huggingface_model(model: torch.nn.Module) -> bool:
-    """Whether a model is one of Hugging Face's: its config has a type, it knows its embedding."""
+    """Whether this is a Hugging Face model: it has a config with a type and an input embedding."""
     config = getattr(model, "config", None)
     return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings")
 
@@ -140,9 +141,9 @@ def adapt_model(
     leaves: LayerFactories | None,
     device: torch.device | str | None,
 ) -> tuple[LayerDims, LayerFactories]:
-    """Names of all layers and leaves of their types; the model gets `forward`, `sizes` and `init`.
+    """Dims of all layers and parallel layers of their types; adds `forward`, `sizes` and `init`.
 
-    names, leaves: what the caller knows; without names they are derived from the plan or table.
+    names, leaves: given by the caller; without names they are derived from the plan or table.
     Communicates: nothing.
     """
     problems = _find_problems(model, grid, inner)
@@ -151,6 +152,7 @@ def adapt_model(
     names = dict(names or derive_dims(model))
     sizes = model.sizes = dim_units(model.config)
     model.init = initial_stds(model.config)
+    # Attention and MLP modules: the parents of layers between the residual stream and inner dims.
     entrances = sorted(
         {path.rpartition(".")[0] for path, dims in names.items() if _is_inner_layer(dims)}
     )
@@ -159,11 +161,13 @@ def adapt_model(
         module.add_module("entrance", SequenceGatherPlaceholder())
         module.register_forward_pre_hook(_gather_input, with_kwargs=True)
         names[f"{path}.entrance"] = ("embed",)
+        # Modules read their number of heads from attributes; set them to those of this rank.
         _set_local_heads(module, sizes, ShardingTable(inner), grid)
     model.loss = LossPlaceholder()
     names["loss"] = ("vocab",)
     _rebuild_buffers(model, device)
     model.forward = MethodType(forward, model)
+    # By class name, as transformers must not be imported here.
     own = {
         type(m): HF_LAYERS[type(m).__name__]
         for m in model.modules()
@@ -173,14 +177,15 @@ def adapt_model(
     return names, {**own, **ours, **(leaves or {})}
 
 
-# ---- what a model must be ------------------------------------------------------------------------
+# ---- requirements --------------------------------------------------------------------------------
 
 
 def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
-    """All that keeps a model from running on the grid."""
+    """All reasons why a model cannot run on the grid."""
     config = model.config
     name = type(model).__name__
     problems = []
+    # Collect all problems, so that one run reports every one of them.
     if inner == "samples" and grid.degrees["col"] > 1:
         problems.append(
             f"inner='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging Face "
@@ -249,6 +254,7 @@ def derive_dims(model: Any) -> LayerDims:
             f"Known types are gpt2, {', '.join(TYPES_WITH_TP_PLAN)}. {REMEDY}"
         )
     prefix = model.base_model_prefix
+    # The plan of the config is relative to the body; that of the class covers the head.
     plan = {f"{prefix}.{key}": s for key, s in (model.config.base_model_tp_plan or {}).items()}
     plan |= model._tp_plan or {}
     if not plan:
@@ -261,6 +267,7 @@ def derive_dims(model: Any) -> LayerDims:
         for key in plan
         for path in _matching_layers(model, key)
     }
+    # A plan omits norms and may omit the embedding.
     for path, module in model.named_modules():
         if type(module).__name__ in HF_LAYERS and path not in names:
             names[path] = ("embed",)
@@ -272,7 +279,7 @@ def derive_dims(model: Any) -> LayerDims:
 
 
 def _matching_layers(model: Any, pattern: str) -> list[str]:
-    """Names of the layers of a pattern in which `*` is a number."""
+    """Names of the layers that match a pattern in which `*` is a number."""
     regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return [path for path, _ in model.named_modules() if regex.fullmatch(path)]
 
@@ -303,9 +310,10 @@ def _is_inner_layer(dims: tuple[Dim, ...]) -> bool:
 
 
 def dim_units(config: Any) -> dict[str, int]:
-    """Units of each dim, as a model of ours carries them in `sizes`."""
+    """Units of each dim, as our models have them in `sizes`."""
     heads = config.num_attention_heads
     embed = config.hidden_size
+    # GPT-2 calls it n_inner and leaves it None for 4 · hidden_size.
     mlp = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     return {
         "embed": embed,
@@ -317,8 +325,9 @@ def dim_units(config: Any) -> dict[str, int]:
 
 
 def initial_stds(config: Any) -> dict[str, float]:
-    """Deviation of initial weights, by the end of a layer's name, for models without values."""
+    """Standard deviation of initial weights, by the end of a layer's name, for models on meta."""
     std = float(config.initializer_range)
+    # GPT-2 scales projections onto the residual stream by 1 / √(2 · layers).
     out = std / float(2 * config.num_hidden_layers) ** 0.5
     if config.model_type == "gpt2":
         return {".c_proj": out, "": std}
@@ -331,12 +340,13 @@ def initial_stds(config: Any) -> dict[str, float]:
 def _set_local_heads(
     module: Any, sizes: Mapping[str, int], table: ShardingTable, grid: Grid
 ) -> None:
-    """Tell an attention module how many heads it has here."""
+    """Set the number of heads of an attention module to that of this rank."""
     if not hasattr(module, "head_dim"):
         return
     heads = local_units(sizes["heads"], "heads", table, grid)
     kv_heads = local_units(sizes["kv_heads"], "kv_heads", table, grid)
     width = heads * module.head_dim
+    # Attributes differ by model: the first is of Llama and Qwen, the others are of GPT-2.
     here = {
         "num_key_value_groups": heads // kv_heads,
         "num_heads": heads,
@@ -349,7 +359,7 @@ def _set_local_heads(
 
 
 def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
-    """Move buffers to the device; those without values (meta) are rotary: make them again."""
+    """Move buffers to the device; rotary buffers on meta are computed anew."""
     for path, module in list(model.named_modules()):
         buffers = dict(module.named_buffers(recurse=False))
         if any(buffer.is_meta for buffer in buffers.values()):
@@ -358,6 +368,7 @@ def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
                     f"{path} has buffers without values: {', '.join(buffers)}. Only rotary "
                     "frequencies can be made again. Build the model with values, not on meta."
                 )
+            # The config is all that a rotary embedding needs.
             with torch.device(device or "cpu"):
                 made = type(module)(config=module.config)
             model.set_submodule(path, made)
@@ -376,13 +387,13 @@ def forward(
     """Logits `[b, s, V/(row·col)]`, or with targets the sum of the token losses. Inputs: `[b, s]`.
 
     documents: attention stays inside equal numbers; positions: default 0, 1, 2, ...
-    Communicates: as its leaves.
+    Communicates: as its layers.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     x = self.get_input_embeddings()(tokens)  # (b, s/row, d/col)
     mask = _attention_mask(tokens, documents, x.dtype, self.config._attn_implementation)
-    # The body gets embeddings, not tokens: GPT-2 would give its output the shape of its tokens.
+    # Pass embeddings, not tokens: GPT-2 would reshape its output to the shape of its tokens.
     out = self.base_model(
         inputs_embeds=x,
         position_ids=positions,
@@ -402,9 +413,9 @@ def _attention_mask(
 ) -> Tensor:
     """Mask `[b or 1, 1, s, s]` of the whole sequence; empty where attention itself is causal.
 
-    A body passes on any mask with four dims as it is. Without one it makes its own, of the length
-    of its input (a part of the sequence) and, where positions restart, inside documents nobody
-    asked for: hence the empty one, for which `_enter` puts None.
+    The body passes on any 4-D mask unchanged. Without one it creates its own, of the length of its
+    input (a part of the sequence) and, where positions restart, within documents that were not
+    asked for: hence the empty one, which `_gather_input` replaces by None.
     """
     if documents is None and implementation == "sdpa":
         return torch.empty(0, 0, 0, 0, device=tokens.device)
@@ -415,17 +426,22 @@ def _attention_mask(
     seen = seen.unsqueeze(1)  # (b, 1, s, s)
     if implementation == "sdpa":
         return seen
+    # Eager attention adds the mask to the scores.
     added = torch.zeros_like(seen, dtype=dtype)
     return added.masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def _gather_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Before an attention or MLP module: gather its input. Communicates: as Entrance."""
+    """Forward pre-hook of an attention or MLP module: gather its input.
+
+    Communicates: as `SequenceGather`.
+    """
     if args:
         args = (module.entrance(args[0]), *args[1:])
     else:
         kwargs = {**kwargs, "hidden_states": module.entrance(kwargs["hidden_states"])}
     mask = kwargs.get("attention_mask")
+    # The empty mask of `_attention_mask`: SDPA runs with is_causal instead.
     if mask is not None and mask.numel() == 0:
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs

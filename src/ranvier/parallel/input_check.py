@@ -1,10 +1,10 @@
-"""Input check: whether ranks were given the inputs that their places on the grid call for.
+"""Input check: whether ranks have the inputs that their positions on the grid require.
 
-A rank that is given the wrong part of a batch computes losses that look right: four ranks with the
-same samples have the same mean loss, but the sum of their gradients is four times too large. In
-debug mode a digest of every input is compared over the axes of the grid: over some axes all ranks
-must have been given the same values (`equal`), over others each rank must have values of its own
-(`distinct`).
+A rank with the wrong part of a batch computes losses that look right: four ranks with the same
+samples have the same mean loss, but the sum of their gradients is four times too large. In debug
+mode a digest of every input is compared over the axes of the grid: over some axes all ranks must
+have the same values (`equal_over`), over others each rank must have different ones
+(`distinct_over`).
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from ranvier.grid import Grid
 
 Digests = npt.NDArray[np.int64]
 CONSTANT_FLAG = 1
-"""Mark of an input whose elements are all equal: its parts cannot be told apart."""
+"""Flag of an input whose elements are all equal: its parts cannot be told apart."""
 
 
 @dataclass(frozen=True)
 class InputExpectation:
     """What must hold of one input, by the axes of the grid.
 
-    Over an axis on which several inputs are to be distinct one of them has to be.
+    Where several inputs should be distinct over an axis, one of them has to be.
     """
 
     name: str
     equal_over: tuple[str, ...]
-    """Axes over which all ranks are given the same values."""
+    """Axes over which all ranks have the same values."""
     distinct_over: tuple[str, ...] = ()
-    """Axes over which every rank is given values of its own."""
+    """Axes over which every rank has different values."""
 
 
 def tensor_digest(x: Tensor) -> int:
-    """A number of 62 bits that depends on shape, type and every element of a tensor."""
+    """A 62-bit hash of the shape, dtype and elements of a tensor."""
     held = x.detach().cpu().contiguous()
     text = f"{tuple(held.shape)} {held.dtype}".encode()
     if held.numel():
         data = held.view(-1).view(torch.uint8).numpy().tobytes()
     else:
         data = b""
+    # Shifted to be a non-negative int64.
     return int.from_bytes(hashlib.sha256(text + data).digest()[:8], "big") >> 2
 
 
@@ -83,10 +84,12 @@ def check_inputs(
     axis = world_axis(grid)
     every = collectives.all_gather(mine, axis, 0).wait().cpu().numpy()
     by_rank = np.empty((grid.world_size, len(expected), 2), dtype=np.int64)
+    # The order along the axis need not be that of the global ranks.
     by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
     places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
     digests = places[..., 0]
     constant = places[..., 1] == CONSTANT_FLAG
+    # Every rank has all digests and runs the same checks, so that all raise the same error.
     for number, one in enumerate(expected):
         for name in one.equal_over:
             _check_equal_over_axis(one.name, digests[..., number], name, grid, remedy)
@@ -124,6 +127,7 @@ def _check_distinct_over_axis(
     if size == 1:
         return
     same = (values == np.take(values, [0], along)).all(-1)
+    # The first rank equals itself.
     np.moveaxis(same, along, 0)[0] = False
     odd = np.argwhere(same)
     if len(odd) == 0:

@@ -1,7 +1,7 @@
-"""Input layout: which part of a whole input or output of a model a rank has.
+"""Input layout: which part of a full input or output of a model each rank has.
 
-The dims of an activation are named as those of weights are: `("batch", "seq", "embed")`. The table
-of the grid says over which axes each is split, by the region of the features:
+The dims of an activation are named like those of weights: `("batch", "seq", "embed")`. The sharding
+table says over which axes each is split, depending on the feature dim:
 
     integers          ("batch", "seq")            tokens: whole sequences on ranks of row and col
     residual stream   ("batch", "seq", "embed")   [b/(data·expert·depth), s/(context·row), d/col]
@@ -22,7 +22,7 @@ from ranvier.grid import Grid
 from ranvier.sharding import OUTER_RULE, WEIGHT_RULE, ShardingTable
 
 TOKEN_AXES: Mapping[str, tuple[str, ...]] = {"batch": OUTER_RULE["batch"], "seq": ("context",)}
-"""How integers lie: embeddings, losses and positions read whole sequences."""
+"""Axes that split integer inputs: embeddings, losses and positions read whole sequences."""
 FEATURE_DIMS = (*(name for name in WEIGHT_RULE if name not in ("expert", "kv_heads")),)
 
 
@@ -38,6 +38,7 @@ class ActivationLayout:
         """The layout of an activation with these dims."""
         features = [dim for dim in dims if dim in FEATURE_DIMS]
         known = all(dim in ("batch", "seq", "", *FEATURE_DIMS) for dim in dims)
+        # No unknown name, at most one feature dim, and no name but '' twice.
         if not known or len(features) > 1 or len({*dims} - {""}) < len([d for d in dims if d]):
             raise ShardingError(
                 f"The dims {dims} of an input or output. They are 'batch', 'seq', '' for a dim "
@@ -61,13 +62,13 @@ class ActivationLayout:
         return x
 
     def gather_from_ranks(self, x: Tensor, grid: Grid) -> Tensor:
-        """The whole of which all ranks have parts. Communicates: all-gather over each axis."""
+        """The full tensor from the parts of all ranks. Communicates: all-gather over each axis."""
         for dim, axes in enumerate(self.axes):
             x = gather_from_axis(x, grid.axis(*axes), dim)
         return x
 
     def parts_per_dim(self, grid: Grid) -> tuple[int, ...]:
-        """Into how many parts each dim is cut."""
+        """Number of parts of each dim."""
         return tuple(grid.axis_without_group(*axes).size for axes in self.axes)
 
     def missing_axes(self, grid: Grid, table: ShardingTable) -> list[str]:
@@ -78,12 +79,14 @@ class ActivationLayout:
         else:
             region = table.activation_rule(features[0])
         held = {axis for axes in self.axes for axis in axes}
+        # Such an axis has other tokens on each rank: gathering over the remaining axes would lose
+        # them.
         needed = (axis for name in ("batch", "seq") for axis in region[name])
         return [axis for axis in needed if axis not in held and grid.degrees[axis] > 1]
 
 
 def default_input_dims(x: Tensor) -> tuple[str, ...]:
-    """The dims of an input that a model does not name: tokens, or features of the residual stream.
+    """Dims of an input that the model does not name: tokens, or features of the residual stream.
 
     x: integers `[b]`, `[b, s]`, `[b, s, ...]`; others `[b, d]`, `[b, s, d]`, `[b, s, ..., d]`.
     """

@@ -1,9 +1,9 @@
-"""parallelize: swap the layers of a plain model for leaves, place its weights, refuse unnamed ones.
+"""parallelize: replace the layers of a plain model by parallel ones and shard its weights.
 
-The model is read, not rewritten: each module may carry an inert table `dims` that names the dims
-of the layers (or parameters) below it, the model a dict `sizes` with the number of units of each
-dim. Everything a run needs afterwards (buckets, gradients, predictions, state) hangs on
-`model.parallel`.
+The model is read, not rewritten: each module may carry an inert table `dims` that names the dims of
+the layers (or parameters) below it, and the model a dict `sizes` with the number of units of each
+dim. Parameters without named dims are refused. Everything a run needs afterwards (buckets,
+gradients, predictions, state) is in `model.parallel`.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     decoder.LMHead: LMHead,
     decoder.CrossEntropy: CrossEntropy,
 }
-"""Serial layers and their leaves: a new leaf is one file and one line here."""
+"""Serial layers and their parallel versions: a new layer is one file and one line here."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 INPUT_PARTS_REMEDY = (
     "Give each rank its part, or give ranvier.call_on_full_batch(model, ...) the full batch on "
     "every rank."
 )
-"""What to do about inputs that are not those of a rank."""
+"""Remedy in errors about inputs that are not the part of their rank."""
 SEED_REMEDY = (
     "Call torch.manual_seed with the same number on every rank before the model is built, or load "
     "the same values."
 )
-"""What to do about models whose values differ from rank to rank."""
+"""Remedy in errors about models whose values differ between ranks."""
 LayerDims = dict[str, tuple[Dim, ...]]
 LayerFactories = Mapping[type[nn.Module], Callable[..., ParallelLayer]]
 
 
 @dataclass(eq=False)
 class ParallelModel:
-    """What a parallel model knows of itself."""
+    """The parallel state of a model, stored as `model.parallel`."""
 
     grid: Grid
     table: ShardingTable
@@ -101,49 +101,50 @@ class ParallelModel:
     weights: dict[str, ShardedParameter]
     layers: dict[str, ParallelLayer]
     pipeline: Pipeline
-    """Which parts of the model are here, and how they take turns."""
+    """Which stages of the model are on this rank, and their schedule."""
     sizes: Mapping[str, int]
-    """Units of each named dim."""
+    """Number of units of each named dim."""
     weight_summaries: dict[str, tuple[ParamGroup, bool, int]]
-    """Group, whether it is trained, and elements of every weight of the model, of all stages."""
+    """Parameter group, trainable, and number of elements of every weight, of all stages."""
     compiled_blocks: CompiledBlocks | None = None
     """The compiled function of its blocks."""
     load_balancer: LoadBalancer | None = None
-    """Of its mixtures of experts; None: it has none."""
+    """Of its MoE layers; None: it has none."""
     recompute_modes: dict[str, Recompute] = field(default_factory=dict)
-    """How the activations of each block, in order, are computed again; read at each call."""
+    """Activation checkpointing of each block, in order; read at each call."""
     samples_seen: int = 0
-    """Samples of training that full batches have had so far: dropout depends on their numbers."""
+    """Training samples in full batches so far: dropout depends on their numbers."""
     parts_checked: bool = False
-    """The inputs of the call that runs are compared already, or need not be."""
+    """The inputs of the current call are already checked, or need no check."""
 
     def __post_init__(self) -> None:
-        """Have the groups made that steps use besides those of layers."""
+        """Create the process groups that steps use in addition to those of layers."""
+        # Creating groups is collective, so it is done here on all ranks, not lazily in a step.
         for axis in (self.token_axis, world_axis(self.grid), self.grid.axis("pipe")):
             assert axis.size == 1 or not self.grid.connected or axis.group is not None, axis
 
     @property
     def token_axis(self) -> Axis:
-        """Ranks whose losses are of different tokens: the sum over it is the loss of the batch."""
+        """Ranks with losses of different tokens: the sum over it is the loss of the batch."""
         region = self.table.activation_rule("vocab")
         return self.grid.axis(*region["batch"], *region["seq"])
 
     @property
     def communicating_layers(self) -> dict[str, ParallelLayer]:
-        """Leaves that communicate for themselves: siblings do it together."""
+        """Layers that communicate themselves; members of a `FusedLinear` communicate through it."""
         together = {name for name, leaf in self.layers.items() if isinstance(leaf, FusedLinear)}
         return {n: leaf for n, leaf in self.layers.items() if n.rpartition(".")[0] not in together}
 
     @property
     def data_dependent_layers(self) -> frozenset[str]:
-        """Leaves whose communication depends on what tokens say."""
+        """Layers whose communication volume depends on the routing of tokens."""
         expert = self.grid.degrees["expert"] > 1
         return frozenset(
             self.load_balancer.layer_names if expert and self.load_balancer is not None else ()
         )
 
     def sharded_state(self) -> ShardedStateDict:
-        """My part of every parameter."""
+        """My shard of every parameter."""
         self.bucket_scheduler.wait_for_updates()
         state = {name: (weight.storage, weight.shard) for name, weight in self.weights.items()}
         if self.load_balancer is None:
@@ -151,7 +152,7 @@ class ParallelModel:
         return {**state, **self.load_balancer.sharded_state}
 
     def load_full_state(self, whole: Mapping[str, Tensor]) -> None:
-        """Take my part of whole tensors."""
+        """Load my shards from full tensors."""
         missing = sorted(set(self.weights) - set(whole))
         if missing:
             raise ShardingError(
@@ -165,7 +166,9 @@ class ParallelModel:
             for name, (bias, _) in (
                 self.load_balancer.sharded_state if self.load_balancer else {}
             ).items():
+                # A state without router biases (of a dense model) starts them from zero.
                 bias.copy_(whole.get(name, torch.zeros_like(bias)))
+        # The optimizer compares this counter and refreshes its master weights at the next step.
         self.bucket_scheduler.load_count += 1
         self.bucket_scheduler.begin_step("")
 
@@ -177,13 +180,14 @@ class ParallelModel:
         events += self.pipeline.micro_batch_events(flow)
         gathers, scatters = self._depth_events()
         if self.bucket_scheduler.keep_unsharded:
+            # Gathered weights that are kept are gathered once per step.
             kept = 1
         else:
             kept = micro_batches
         return (events + scatters) * micro_batches + gathers * kept
 
     def _is_recomputed(self, name: str) -> bool:
-        """Whether a leaf communicates again what it communicated in its first run."""
+        """Whether activation checkpointing repeats the communication of a layer."""
         if self.step_context.save_policy.saves_layer(name):
             return False
         kinds = (
@@ -192,9 +196,10 @@ class ParallelModel:
         return next(kinds, "none") != "none"
 
     def _depth_events(self) -> tuple[list[Event], list[Event]]:
-        """Gathers of a micro-batch, forward, then backward, and reductions.
+        """Weight gathers of a micro-batch (forward, then backward), and gradient reductions.
 
-        Embedding and head need their weights forward only. A bucket's gradients are reduced once.
+        Embedding and head need their weights in forward only. A bucket's gradients are reduced
+        once.
         """
         queue = self.bucket_scheduler
         line = AxisGroup(queue.gather_axis.names, queue.gather_axis.size)
@@ -202,6 +207,8 @@ class ParallelModel:
             return [], []
         forward = self._block_use_order(lambda leaf: True)
         alone = self.pipeline.executor.stage.num_stages == 1
+        # With a single stage backward starts right after the head, whose weights are still
+        # gathered.
         once = Embedding if alone else (Embedding, LMHead)
         backward = self._block_use_order(lambda leaf: not isinstance(leaf, once))[::-1]
         split = [bucket.traffic for bucket in queue.buckets if bucket.is_depth_sharded]
@@ -226,7 +233,7 @@ class ParallelModel:
         )
 
     def _block_use_order(self, which: Callable[[ParallelLayer], bool]) -> list[str]:
-        """Blocks in the order in which the leaves use their weights."""
+        """Blocks in the order in which layers use their depth-sharded weights."""
         leaves = [leaf for leaf in self.layers.values() if which(leaf)]
         weights = [weight for leaf in leaves for weight in leaf.handles.values()]
         return [weight.bucket.name for weight in weights if weight.is_depth_sharded]
@@ -246,6 +253,7 @@ class ParallelModel:
             numbers = len(self.load_balancer.layer_names) * (
                 self.load_balancer.num_experts + len(ROUTING_STATS)
             )
+            # Loads and routing statistics are summed in 8-byte numbers.
             found.append(Event("all_reduce", self.load_balancer.axis.names, numbers * 8, "experts"))
         return found + spec.grad_norm_events(self.grid.degrees, self._element_sizes, votes=votes)
 
@@ -273,10 +281,11 @@ def parallelize(
 ) -> ModelT:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
-    names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
-    fast=False: pairs, for comparison. compiled: torch's compiler. how: the cut into stages. keep:
-    weights gathered over depth stay. room: bytes of the host where weights rest and come from;
-    None: they stay on the device. Communicates: the making of groups.
+    names: dims of layers by full name, for models without `dims` tables. leaves: additional
+    parallel layers. fast=False: plain autograd collectives, for comparison. compiled: backend of
+    torch.compile. how: the partition into stages. keep: keep weights gathered over depth until the
+    step ends. room: bytes of host memory for offloaded weights; None: they stay on the device.
+    Communicates: creation of process groups.
 
     Example:
         >>> from ranvier import Grid, parallelize
@@ -286,6 +295,7 @@ def parallelize(
         39
     """
     _refuse_bad_arguments(model, recompute, compiled)
+    # Groups that span stages are created first: later each stage creates those of its own layers.
     create_stage_groups(grid, how or PipelineConfig())
     dtype = _resolve_dtype(model, dtype)
     where = _resolve_device(device, model)
@@ -295,6 +305,7 @@ def parallelize(
         names, leaves = huggingface.adapt_model(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
         )
+    # Root context: each layer gets a copy with its own name (`for_layer`).
     site = LayerContext(
         name="",
         grid=grid,
@@ -316,9 +327,8 @@ def parallelize(
     )
     made = _build_parallel_model(model, site, found, recompute, how or PipelineConfig(), where)
     model.parallel = made  # type: ignore[assignment]
-    if (
-        grid.trace.check_collectives and grid.degrees["pipe"] == 1
-    ):  # stages never call the whole model
+    # Pipeline stages never call the whole model, so the hook would not run.
+    if grid.trace.check_collectives and grid.degrees["pipe"] == 1:
         model.register_forward_pre_hook(_check_parts_hook, with_kwargs=True)
     if materialize:
         materialize_parameters(
@@ -328,7 +338,7 @@ def parallelize(
 
 
 def _check_same_values(model: nn.Module, grid: Grid, device: torch.device) -> None:
-    """Refuse ranks that have built models of different values, in debug mode.
+    """Refuse models that were built with different values on different ranks, in debug mode.
 
     Communicates: two numbers for each parameter over all axes.
     """
@@ -340,7 +350,7 @@ def _check_same_values(model: nn.Module, grid: Grid, device: torch.device) -> No
 def _check_parts_hook(
     model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Compare what the ranks were given, in debug mode, before the model is called."""
+    """Compare the inputs of all ranks, in debug mode, before the model is called."""
     parallel = get_parallel_model(model)
     if not parallel.parts_checked:
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
@@ -353,7 +363,7 @@ def check_input_parts(
     """Refuse inputs that are not the part of the batch that each rank should have.
 
     All ranks of an axis that splits none of the dims of an input must have the same values; where
-    gradients are computed, ranks of the others must have parts of their own.
+    gradients are computed, ranks of the other axes must have different parts.
     Communicates: two numbers for each input over all axes.
     """
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -365,13 +375,14 @@ def check_input_parts(
         splits = {axis for axes in layout.axes for axis in axes}
         own = tuple(axis for axis in AXES if axis in splits)
         same = tuple(axis for axis in AXES if axis not in splits)
+        # Without gradients equal parts do no harm: an evaluation may repeat samples.
         expected.append(InputExpectation(name, same, own if torch.is_grad_enabled() else ()))
     device = parallel.pipeline.executor.device
     check_inputs(tensors, expected, parallel.grid, device, remedy=INPUT_PARTS_REMEDY)
 
 
 def _refuse_bad_arguments(model: nn.Module, recompute: Recompute, compiled: str) -> None:
-    """Refuse what cannot be asked of `parallelize`."""
+    """Refuse arguments that `parallelize` does not support."""
     if hasattr(model, "parallel"):
         raise ShardingError("The model is parallel already. Build a new one for another grid.")
     if recompute == "budget":
@@ -387,7 +398,7 @@ def _refuse_bad_arguments(model: nn.Module, recompute: Recompute, compiled: str)
 
 
 def _resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
-    """A device with its number: threads have a current device of their own."""
+    """The device with an explicit index: each thread has its own current device."""
     first = list(model.parameters())[:1]
     where = torch.device(device or next((p.device for p in first if not p.is_meta), "cpu"))
     if where == torch.device("cuda"):
@@ -396,7 +407,7 @@ def _resolve_device(device: torch.device | str | None, model: nn.Module) -> torc
 
 
 def _resolve_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of all weights: as asked for, or the one they have."""
+    """The dtype of all weights: the requested one, or the one they have."""
     dtypes = {param.dtype for param in model.parameters()}
     if dtype is None and len(dtypes) > 1:
         raise ShardingError(
@@ -407,7 +418,7 @@ def _resolve_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which gradients are added up."""
+    """Dtype in which gradients are accumulated."""
     if dtype in (torch.bfloat16, torch.float16):
         return torch.float32
     return dtype
@@ -421,9 +432,10 @@ def _build_parallel_model(
     how: PipelineConfig,
     device: torch.device,
 ) -> ParallelModel:
-    """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
+    """Assign the weights of the swapped layers to buckets and build the `ParallelModel`."""
     _refuse_unnamed(model, site)
     balance = _build_load_balancer(site, found)
+    # Before `build_stage` drops the layers of other stages: these are facts of the whole model.
     shapes: dict[str, tuple[ParamGroup, bool, int]] = {
         name: (weight.param_group, weight.trainable, math.prod(weight.sharding.shape))
         for name, weight in site.weights.items()
@@ -437,6 +449,7 @@ def _build_parallel_model(
         site.step_context,
         device,
     )
+    # After `build_stage` only the layers of this stage are left; take them in model order.
     here = dict(model.named_modules())
     order = {name: leaf for name, leaf in here.items() if name in found}
     assign_buckets(
@@ -448,10 +461,13 @@ def _build_parallel_model(
         compiled = CompiledBlocks(site.grid.trace, site.step_context, site.compile_backend)
     else:
         compiled = None
+    # A norm outside of any block (the final one) is compiled on its own.
     norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
     outside = [name for name in norms if compiled is not None and not found[name].site.block_name]
     for name in [*kinds, *outside]:
         block = model.get_submodule(name)
+        # `kinds` is shared, not copied: changing `recompute_modes` later takes effect at the next
+        # call.
         block.forward = partial(run_block, block, block.forward, name, kinds, site, compiled)
     return ParallelModel(
         grid=site.grid,
@@ -481,10 +497,14 @@ def _build_parallel_model(
 def _build_load_balancer(
     site: LayerContext, found: Mapping[str, ParallelLayer]
 ) -> LoadBalancer | None:
-    """What sums the loads of experts, if there are any. Communicates: the making of groups."""
+    """The balancer that sums expert loads, if there are MoE layers.
+
+    Communicates: creation of process groups.
+    """
     leaves = {name: leaf for name, leaf in found.items() if isinstance(leaf, MoELayer)}
     if not leaves:
         return None
+    # All MoE layers have the same number of experts, so that one tensor holds all loads.
     (count,) = {leaf.rule.num_experts for leaf in leaves.values()}
     return LoadBalancer(list(leaves), leaves, count, site.grid.axis(*balances.LOAD_SUM_AXES))
 
@@ -492,7 +512,8 @@ def _build_load_balancer(
 def _keep_local_layers(
     balance: LoadBalancer, here: Mapping[str, ParallelLayer], queue: BucketScheduler
 ) -> LoadBalancer:
-    """Of layers those of this stage; the optimizer's steps tell it."""
+    """Restrict the balancer to the layers of this stage and run it after each optimizer step."""
+    # Names of all stages are kept: the summed tensor has the same shape on every rank.
     balance.local_layers = {
         name: leaf for name, leaf in balance.local_layers.items() if name in here
     }
@@ -501,14 +522,14 @@ def _keep_local_layers(
 
 
 def get_parallel_model(model: nn.Module) -> ParallelModel:
-    """What a parallel model knows of itself."""
+    """The `ParallelModel` of a model."""
     parallel = model.parallel
     assert isinstance(parallel, ParallelModel), type(model)
     return parallel
 
 
 def named_dims(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
-    """Full names and dims of all that the `dims` tables of a model name."""
+    """Full names and dims of everything in the `dims` tables of a model."""
     for path, module in model.named_modules():
         for key, dims in getattr(module, "dims", {}).items():
             yield f"{path}.{key}".lstrip("."), tuple(dims)
@@ -517,16 +538,15 @@ def named_dims(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
 def _swap_layers(
     model: nn.Module, site: LayerContext, table: LayerFactories, names: LayerDims
 ) -> Iterator[tuple[str, ParallelLayer]]:
-    """Put leaves in the place of layers.
+    """Replace serial layers by parallel ones.
 
-    Parameters that are named themselves are placed as they are.
+    Parameters that are named themselves are sharded as they are.
     """
     modules = dict(model.named_modules())
     groups = (feed_forward.FusedLinear, lora.GroupedInputLinear)
     implied: LayerDims = {path: () for path, m in modules.items() if type(m) in groups}
-    if huggingface.is_huggingface_model(
-        model
-    ):  # theirs are of embeddings and of the residual stream
+    # Dropout of Hugging Face models acts on embeddings and on the residual stream.
+    if huggingface.is_huggingface_model(model):
         implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
     names = {**implied, **names}
     entries = [
@@ -534,7 +554,7 @@ def _swap_layers(
     ]
     entered = tuple(path.removesuffix("entrance") for path in entries)
     order = {path: i for i, path in enumerate(modules)}
-    # In the order of the model: a tied weight bears its first name, as in named_parameters().
+    # In the order of the model: a tied weight gets its first name, as in named_parameters().
     for path in sorted(names, key=lambda name: order.get(name, order.get(_parent_path(name), 0))):
         parent = model.get_submodule(_parent_path(path))
         attribute = path.rpartition(".")[2]
@@ -549,6 +569,8 @@ def _swap_layers(
                 parent, attribute, child, names[path], site.for_layer(_parent_path(path))
             )
         elif child is not None and not isinstance(child, nn.Identity):
+            # Layers after a `SequenceGather` get the whole sequence and must not gather it
+            # themselves.
             here = site.for_layer(path, whole_sequence=path.startswith(entered))
             leaf = _build_layer(child, here, table, names[path])
             setattr(parent, attribute, leaf)
@@ -566,7 +588,8 @@ def _shard_lone_parameter(
     dims: tuple[Dim, ...],
     site: LayerContext,
 ) -> None:
-    """A parameter outside of any layer is cut as the activations it meets, and used as it lies."""
+    """Shard a parameter outside of any layer like the activations it is combined with."""
+    # The first named feature dim decides which activations it is combined with.
     region = next((dim for dim in dims if dim in sharding.WEIGHT_RULE), "embed")
     assert isinstance(region, str), dims
     rule = site.table.activation_rule(region)
@@ -576,7 +599,7 @@ def _shard_lone_parameter(
 def _build_layer(
     child: nn.Module, site: LayerContext, table: LayerFactories, dims: tuple[Dim, ...]
 ) -> ParallelLayer:
-    """The leaf of a layer; siblings keep their layers, which are swapped next."""
+    """The parallel version of a layer; members of a `FusedLinear` are replaced next."""
     if type(child) not in table:
         raise ShardingError(
             f"{site.name} is a {type(child).__name__}, which has no leaf. Layers with leaves are "
@@ -594,7 +617,8 @@ def _member_names(module: nn.Module) -> list[str]:
 
 
 def _refuse_unnamed(model: nn.Module, site: LayerContext) -> None:
-    """Every parameter must have been placed."""
+    """Check that every parameter is sharded."""
+    # By identity, so that a tied parameter counts under each of its names.
     placed = {id(getattr(owner, name)) for w in site.weights.values() for owner, name in w.owners}
     lost = [
         f"{name} {tuple(param.shape)}"
@@ -625,13 +649,14 @@ def _block_of_each_weight(
 ) -> dict[str, str]:
     """The block of each weight: the last list element above it, else its layer.
 
-    Vectors have one for all.
+    All vectors share one block.
     """
     blocks = {}
     for name, weight in weights.items():
         inside = re.match(r"(.*\.\d+)\.", name)
         layer = name.rpartition(".")[0]
         above = layer.rpartition(".")[0]
+        # Members of a fused layer share its block.
         if isinstance(model.get_submodule(above), FusedLinear):
             layer = above
         if len(weight.dims) == 1:
@@ -644,6 +669,6 @@ def _block_of_each_weight(
 
 
 def _block_names(model: nn.Module) -> list[str]:
-    """Names of the blocks: the elements of the lists of a model."""
+    """Names of the blocks: the elements of the module lists of a model."""
     lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]

@@ -1,4 +1,4 @@
-"""Balance: where a model is cut so that its ranges are as equal in cost as can be; no torch."""
+"""Load balancing: partitions the parts of a model into ranges of similar cost; no torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 RELATIVE_TOLERANCE = 1e-9
-"""Relative width at which the search for the smallest largest range ends."""
+"""Relative width at which the bisection for the minimal largest range ends."""
 
 
 @cache
 def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
-    """First part of each of `count` ranges, the largest cost of which is as small as can be.
+    """Return the first part of each of `count` ranges, minimizing the largest cost of a range.
 
-    Of several such cuts the one with the smallest sum of squares. Ranges that cost more than the
-    largest of some cut need not be looked at, nor beginnings from which no such cut is reached.
+    Of several such partitions, returns the one with the smallest sum of squares. Dynamic program;
+    ranges above the limit of `_max_range_cost`, and starts that cannot reach it, are pruned.
     """
     total = [0.0, *accumulate(costs)]
     parts = len(costs)
     limit = _max_range_cost(costs, total, count)
-    # best[n]: (largest, squares, firsts) of the first n parts in k ranges
+    # best[n]: (largest cost, sum of squares, starts) of the first n parts in k ranges.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for k in range(1, count + 1):
         row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
@@ -30,6 +30,7 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
                 cost = total[stop] - total[start]
                 if cost > limit:
                     break
+                # The rest cannot fit into the ranges left: this range is too short.
                 if total[parts] - total[stop] > (count - k) * limit * (1.0 + RELATIVE_TOLERANCE):
                     continue
                 squares = before[1] + cost * cost
@@ -42,13 +43,14 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
 
 
 def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) -> float:
-    """A cost that some cut into `count` ranges keeps, hardly above the smallest such."""
+    """Return the smallest possible largest cost of `count` ranges, by bisection, slightly above."""
 
     def fits(most: float) -> bool:
         start = 0
         for left in range(count, 0, -1):
             if start == len(costs):
                 return True
+            # Greedy: as many parts as fit, but leave one for each range to come.
             stop = bisect_right(total, total[start] + most * (1.0 + RELATIVE_TOLERANCE)) - 1
             start = min(max(stop, start), len(costs) - (left - 1))
         return start == len(costs)
@@ -62,5 +64,5 @@ def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) 
 
 
 def part_ranges(firsts: Sequence[int], parts: int) -> list[slice]:
-    """The range of parts of each virtual stage."""
+    """Return the range of parts of each virtual stage."""
     return [slice(a, b) for a, b in pairwise([*firsts, parts])]

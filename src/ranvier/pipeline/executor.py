@@ -1,11 +1,12 @@
-"""Runtime: a stage takes the jobs of a step as messages arrive, in the order its policy likes.
+"""Pipeline executor: runs the jobs of a stage as messages arrive, in the order its policy chooses.
 
-Stages have no schedule in common: each knows what has arrived and asks the policy, the same object
-that the simulator plays. Ranks that share collectives inside a stage follow the first of them. One
-stage is gradient accumulation: there are no messages, and the order is F(0) B(0) F(1) B(1) ...
+There is no global schedule: each stage knows which messages have arrived and asks its policy, the
+same object that the simulator runs. Ranks that share collectives inside a stage follow the first
+of them (the leader). With one stage this is gradient accumulation: there are no messages, and the
+order is F(0) B(0) F(1) B(1) ...
 
-Where transfers are agreed on (NCCL, see `comm.p2p`) the first rank of a stage also says when the
-others post them, so that all ranks of a stage launch collectives and transfers in one order.
+With rendezvous transfers (NCCL, see `comm.p2p`) the leader also decides when the other ranks post
+them, so that all ranks of a stage launch collectives and transfers in the same order.
 """
 
 from __future__ import annotations
@@ -59,20 +60,20 @@ from ranvier.pipeline.traffic import (
 from ranvier.pipeline.vocab_parallel import VocabParallel
 
 EVAL_MESSAGES_AHEAD = 3
-"""Messages that evaluation may have under way to a stage, and waiting there."""
+"""Maximum number of messages in flight to a stage, and queued there, during evaluation."""
 SHORTEST_WAIT_SECONDS = 1e-4
-"""Seconds below which a wait is none."""
+"""Waits shorter than this, in seconds, are not recorded."""
 JOB_KINDS: tuple[JobKind, ...] = ("F", "B", "W", "H")
 ORDER_JOB, ORDER_SEND, ORDER_RECEIVE, ORDER_PROCEED = range(4)
-"""What the first rank of a stage tells the others: take a job, post a transfer, go on."""
+"""Orders of a stage's leader: run a job, post a send or a receive, or proceed."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A job that was done, or a wait: when, and what for."""
+    """A finished job or a wait, with its start and end time."""
 
     kind: str
-    """F, B, W, or what was waited for: activation, gradient, order."""
+    """F, B, W or H, or the content of the message waited for: activation or gradient."""
     micro: int
     chunk: int
     start: float
@@ -81,20 +82,20 @@ class JobRecord:
 
 @dataclass
 class MicroBatch:
-    """What a step knows of a micro-batch."""
+    """The inputs of one micro-batch."""
 
     inputs: Mapping[str, Any]
     samples: Tensor | None = None
-    """Number in the run of each sample."""
+    """Index of each sample in the run."""
 
 
 @dataclass
 class _SavedForward:
-    """What backward of a job needs."""
+    """What the backward pass of a job needs from its forward pass."""
 
     stage_input: Tensor | None
     output_edge: Any
-    """Where in the graph the result lies; the result itself may go."""
+    """Gradient edge of the output in the autograd graph; the output tensor itself may be freed."""
 
 
 @dataclass
@@ -107,33 +108,34 @@ class PipelineExecutor:
     step_context: StepContext
     device: torch.device
     delay: Delay | None = None
-    """Holds messages back, for tests."""
+    """Artificial delay of messages, for tests."""
     record_times: bool = False
-    """Note when the jobs of a step of training run; on a device each is waited for."""
+    """Record start and end of each job of a training step; synchronizes the device after each."""
     job_records: list[JobRecord] = field(default_factory=list)
-    """Jobs and waits of the last step, if they were timed."""
+    """Jobs and waits of the last step, if `record_times` is set."""
     start_time: float = 0.0
-    """When it began."""
+    """Start time of the last recorded step."""
     message_form: Form | None = None
-    """Shape and type of all messages, for a dry run, in which nobody says it."""
+    """Shape and dtype of all messages; set in dry runs, where no sender announces it."""
     arrival_log: list[tuple[Key, int, float]] = field(default_factory=list)
-    """Messages of the last step and when they came, likewise."""
+    """Messages of the last recorded step and their arrival times."""
     policy_choices: list[tuple[Job, int]] = field(default_factory=list)
-    """Jobs that the policy took, on the rank that asks it, and how many messages had come then."""
+    """Jobs the policy chose, on the leader, with the number of messages that had arrived then."""
 
     def __post_init__(self) -> None:
         self.stage_axis: Axis = self.grid.axis_without_group(*STAGE_AXES)
-        """Ranks that share collectives inside the stage, and where its leader tells them orders."""
+        """Ranks of this stage, which share its collectives; carries the orders of the leader."""
         if self.stage.num_stages > 1:
+            # Orders are host tensors, which NCCL cannot broadcast.
             if self.grid.backend == "nccl":
                 channel = HOST_CHANNEL
             else:
                 channel = ""
             self.stage_axis = self.grid.axis(*STAGE_AXES, channel=channel)
         self.is_leader = self.stage_axis.index == 0
-        """Whether I say what my stage does next."""
+        """Whether this rank decides what its stage does next."""
         self.rendezvous_links: RendezvousLinks | None = None
-        """What transfers need that stages agree on."""
+        """Communicators, streams and buffers of rendezvous transfers; None with eager transfers."""
         if self.stage.num_stages > 1 and self.grid.rendezvous:
             count = self.stage.num_stages
             spread = bool(self.stage.vocab_layers)
@@ -143,7 +145,8 @@ class PipelineExecutor:
             )
 
     def open_transport(self, ahead: int) -> Transport:
-        """The messages of a step."""
+        """Return the transport for the messages of one step."""
+        # The threads of a failed step may still take messages of the next one, so do not continue.
         if self.rendezvous_links is not None and self.rendezvous_links.is_broken:
             raise CommunicationError(
                 "A step of this pipeline has failed before. Its messages may still be under way. "
@@ -179,17 +182,20 @@ class PipelineExecutor:
         factor: Tensor,
         plain: bool = False,
     ) -> None:
-        """Forward and backward of all micro-batches.
+        """Run forward and backward of all micro-batches.
 
-        scored: gets the loss of each, on the last stage. factor: what losses are multiplied by.
-        plain: a head may trust that.
-        Communicates: messages over pipe, orders inside the stage, all that the layers do.
+        scored: called with the loss of each micro-batch, on the last stage. factor: the loss scale.
+        plain: whether the head may apply `factor` itself.
+        Communicates: messages over pipe, orders inside the stage, and what the layers communicate.
         """
         self._run_step(PipelineStep(self, micros, policy, scored, factor, plain))
 
     @torch.no_grad()
     def run_forward(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Results of all micro-batches, on the last stage. Communicates: as train."""
+        """Return the outputs of all micro-batches, on the last stage.
+
+        Communicates: as `forward_backward`.
+        """
         shape = PipelineShape(
             self.stage.num_stages, len(micros), len(self.stage.chunks), forward_only=True
         )
@@ -204,6 +210,7 @@ class PipelineExecutor:
         try:
             step.run()
         except BaseException:
+            # Also on KeyboardInterrupt: posted transfers cannot be withdrawn.
             if self.rendezvous_links is not None:
                 self.rendezvous_links.is_broken = True
             raise
@@ -211,14 +218,14 @@ class PipelineExecutor:
 
 @dataclass(frozen=True)
 class _ForwardOnlyPolicy:
-    """Forward passes only: micro-batches in order, the last chunk that can go first."""
+    """Forward passes only, in a fixed order: all micro-batches of a chunk, then the next chunk."""
 
     shape: PipelineShape
     split_backward: bool = False
     is_dynamic: bool = False
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """A fixed order, as all ranks of a stage must have the same: chunk after chunk."""
+        """Return the next job of the order if it is ready; the order is the same on all ranks."""
         each = self.shape.micro_batches
         job = Job("F", now.num_done % each, now.num_done // each)
         if job in ready:
@@ -227,7 +234,7 @@ class _ForwardOnlyPolicy:
 
 
 class PipelineStep:
-    """One step of a runtime."""
+    """One step of a `PipelineExecutor`: its state and its loop over jobs."""
 
     def __init__(
         self,
@@ -253,6 +260,8 @@ class PipelineStep:
             policy.split_backward,
             forward_only=forward_only,
         )
+        # The shape of messages is announced once per key, so all micro-batches must have the same
+        # one.
         shapes = {tuple(micro.inputs["tokens"].shape) for micro in micros}
         if stage.num_stages > 1 and len(shapes) > 1:
             raise ShardingError(
@@ -262,27 +271,33 @@ class PipelineStep:
         self.record_times = runtime.record_times and not forward_only
         self.progress = StageProgress(self.shape, stage.index)
         self.saved_forwards: dict[tuple[int, int], _SavedForward] = {}
+        # These dicts are keyed by (chunk, micro).
         self.deferred_weight_grads: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.messages_to_release: dict[tuple[int, int], list[Tensor]] = {}
-        """Messages that weight gradients may need."""
-        # Credits bound what is under way. Evaluation has none: of one chunk a few may be ahead.
+        """Received messages that deferred weight gradients may still read."""
+        # In training the credits of the policy bound the messages in flight. Evaluation has none,
+        # so the transport limits them, except where many messages must be able to queue: with
+        # several chunks, which run one after the other, and with a vocabulary spread over the
+        # stages, whose rows are all sent at the start.
         plain = forward_only and len(stage.chunks) == 1 and not stage.vocab_layers
         self.transport = runtime.open_transport(EVAL_MESSAGES_AHEAD if plain else 0)
         self.rendezvous = isinstance(self.transport, RendezvousTransport)
         self.policy_choices: list[tuple[Job, int]] = []
         self.known_arrivals: dict[tuple[Key, int], float] = {}
-        """Messages that the policy knows of, and when they came."""
+        """Messages the policy knows of, with their arrival times."""
         self.last_end_times: dict[tuple[str, int], float] = {}
-        """When the last job of each kind and chunk ended."""
+        """End time of the last job of each kind and chunk."""
         self.job_end_times: dict[tuple[str, int, int], float] = {}
-        """When each job ended."""
+        """End time of each job, by kind, chunk and micro-batch."""
         self.vocab_parallel = VocabParallel(self) if stage.vocab_layers else None
-        # Where the vocabulary is spread, messages decide about the order in any case.
+        # A fixed order needs no broadcasts, as each rank derives it by itself. With a vocabulary
+        # spread over the stages, or with rendezvous transfers, arrivals decide the order in any
+        # case.
         dynamic = policy.is_dynamic or self.vocab_parallel is not None or self.rendezvous
         self.follows_leader = runtime.stage_axis.size > 1 and dynamic
 
     def run(self) -> None:
-        """Take all jobs."""
+        """Run all jobs of the step, then wait until all messages are sent."""
         at = self.executor
         stage = self.executor.stage
         if self.record_times:
@@ -296,6 +311,7 @@ class PipelineStep:
             start = time.perf_counter()
             self._run_job(job)
             if self.record_times:
+                # Without this the times would be those of the launches.
                 if at.device.type == "cuda":
                     torch.cuda.synchronize(at.device)
                 at.job_records.append(
@@ -304,6 +320,7 @@ class PipelineStep:
         if self.vocab_parallel is not None:
             self.vocab_parallel.finish_embedding_grads()
         if self.rendezvous:
+            # Peers cannot finish while their receives of our last sends are not posted.
             self.drain_transfers(lambda: not self.transport.has_outgoing, None)
         at.bucket_scheduler.begin_pass(forget=stage.num_stages > 1)
         try:
@@ -318,10 +335,11 @@ class PipelineStep:
             at.policy_choices = self.policy_choices
 
     def _announce_messages(self) -> None:
-        """Say which messages of this step will come and be sent."""
+        """Announce to the transport which messages of this step will be received and sent."""
         stage = self.executor.stage
         each = len(self.micro_batches)
         transport = self.transport
+        # Modulo, as with several chunks the last stage sends to the first one (interleaved stages).
         before = (stage.index - 1) % stage.num_stages
         behind = (stage.index + 1) % stage.num_stages
         training = not self.shape.forward_only
@@ -339,7 +357,8 @@ class PipelineStep:
         transport.start_listening()
 
     def _receiver_key(self, way: str, chunk: int) -> Key:
-        """How the stage that gets the result of a job of mine knows it."""
+        """Return the key under which the receiving stage knows the result of a job."""
+        # Virtual stages are dealt out round-robin, so virtual stage v is chunk v // num_stages.
         away = 1 if way == FORWARD else -1
         return way, (
             self.executor.stage.virtual_stage(chunk) + away
@@ -348,13 +367,14 @@ class PipelineStep:
     @property
     def _is_complete(self) -> bool:
         """Whether all jobs are done."""
+        # The jobs H of the head are shared by all stages and not counted by `progress`.
         scored = self.vocab_parallel is None or self.vocab_parallel.num_scored == len(
             self.micro_batches
         )
         return self.progress.is_complete and scored
 
     def _run_job(self, job: Job) -> None:
-        """Do a job."""
+        """Run a job and note its end."""
         if job.kind == "H":
             assert self.vocab_parallel is not None
             self.vocab_parallel.run_head()
@@ -372,9 +392,9 @@ class PipelineStep:
     # ---- what to do next ----------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """The job that the policy or the leader of the stage wants, once it is ready.
+        """Return the job chosen by the policy or by the leader of the stage, once it is ready.
 
-        Transfers that are posted before it are posted.
+        Posts all transfers that come before it.
         """
         while True:
             if self.executor.is_leader or not self.follows_leader:
@@ -384,6 +404,9 @@ class PipelineStep:
             if self.follows_leader:
                 chosen = self._follow_leader(chosen)
             if isinstance(chosen, Job):
+                # The leader chose by its own arrivals; with an eager transport the same message may
+                # arrive later on this rank. With rendezvous transfers the receive has been posted
+                # already, and `take_message` makes the stream wait for it.
                 if self.follows_leader and not self.executor.is_leader and not self.rendezvous:
                     key = self._needed_key(chosen)
                     self.wait_until(lambda job=chosen: job in self._ready_jobs(), key)  # type: ignore[misc]
@@ -392,7 +415,7 @@ class PipelineStep:
             self._post_transfer(chosen)
 
     def drain_transfers(self, good: Callable[[], bool], needs: Key | None) -> None:
-        """Post transfers, and take no job, until something is so on the leader of the stage."""
+        """Post transfers, without running jobs, until `good()` holds on the leader of the stage."""
         if not self.rendezvous:
             self.wait_until(good, needs)
             return
@@ -407,7 +430,7 @@ class PipelineStep:
             self._post_transfer(chosen)
 
     def _choose_transfer(self, good: Callable[[], bool], needs: Key | None) -> Transfer | None:
-        """The next transfer; None once something is so."""
+        """Return the next transfer to post, or None once `good()` holds."""
         found: list[Transfer | None] = [None]
 
         def choose() -> bool:
@@ -420,7 +443,7 @@ class PipelineStep:
         return found[0]
 
     def _follow_leader(self, chosen: Job | Transfer | None) -> Job | Transfer | None:
-        """What the leader of the stage has chosen. Communicates: broadcast inside the stage."""
+        """Return what the leader has chosen. Communicates: broadcast inside the stage."""
         order = torch.tensor(self._encode_order(chosen))
         with self.executor.grid.trace.named_scope("pipeline.order"):
             told = collectives.broadcast(order, self.executor.stage_axis).wait()
@@ -429,7 +452,7 @@ class PipelineStep:
         return self._decode_order(told.tolist())
 
     def _encode_order(self, chosen: Job | Transfer | None) -> list[int]:
-        """An order as numbers."""
+        """Encode an order as `ORDER_NUMBERS` integers, padded with zeros."""
         if chosen is None:
             numbers = [ORDER_PROCEED]
         elif isinstance(chosen, Job):
@@ -444,7 +467,7 @@ class PipelineStep:
         return numbers + [0] * (ORDER_NUMBERS - len(numbers))
 
     def _decode_order(self, numbers: Sequence[int]) -> Job | Transfer | None:
-        """The converse."""
+        """Decode an order; the inverse of `_encode_order`."""
         op, a, b, c, d, *form = numbers
         assert len(form) == HEADER_NUMBERS, numbers
         if op == ORDER_PROCEED:
@@ -470,16 +493,18 @@ class PipelineStep:
             raise CommunicationError(words) from error
 
     def _needed_key(self, job: Job) -> Key:
-        """The message that a job works on."""
+        """Return the key of the message that is the input of a job."""
         if job.kind == "H":
             return HEAD_INPUT, self.executor.stage.num_stages - 1
         return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
     def _choose_work(self) -> Job | Transfer:
-        """A transfer that can be posted, else what the policy takes, as soon as there is one."""
+        """Wait for and return a transfer that can be posted, else the job the policy chooses."""
         found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
+            # A stage that has announced itself ready for the collective of all stages must not send
+            # before it; see `RendezvousTransport.announce_ready`.
             announced = (
                 self.vocab_parallel is not None
                 and self.rendezvous
@@ -493,14 +518,17 @@ class PipelineStep:
         return found[0]
 
     def _choose_job(self) -> Job | None:
-        """The job that the policy takes now, if one may be launched."""
+        """Return the job the policy chooses now, if one may be launched."""
         if not self.transport.can_compute:
             return None
-        # What comes from now on is of no account: the same messages lead to the same choice.
+        # Messages that arrive from here on are ignored: the choice is a function of the messages
+        # counted in `policy_choices`, which makes it reproducible.
         for key, number, when in self.transport.arrival_log[len(self.known_arrivals) :]:
             self.known_arrivals[key, number] = when
         ready = self._ready_jobs()
         if ready and ready[0].kind == "H":
+            # The head is a collective of all stages. Its kernels would block the device of a stage
+            # that launches it before the others can.
             if isinstance(self.transport, RendezvousTransport):
                 assert self.vocab_parallel is not None
                 if self.vocab_parallel.all_ready(self.transport):
@@ -520,18 +548,18 @@ class PipelineStep:
         return job
 
     def _needs_message(self, job: Job) -> bool:
-        """Whether a job works on a message of another stage."""
+        """Whether the input of a job is a message from another stage."""
         stage = self.executor.stage
         if job.kind == "F":
             return not stage.is_first_chunk(job.chunk)
         return job.kind == "B" and not stage.is_last_chunk(job.chunk)
 
     def _input_message(self, job: Job) -> tuple[Key, int]:
-        """The message that a job works on."""
+        """Return key and number of the message that is the input of a job."""
         return (FORWARD if job.kind == "F" else BACKWARD, job.chunk), job.micro
 
     def _ready_since(self, job: Job) -> float:
-        """When a job became ready: its input was there, and the one before it was done."""
+        """Return when a job became ready: its input had arrived and its predecessor was done."""
         before = self.last_end_times.get((job.kind, job.chunk), 0.0)
         if self._needs_message(job):
             return max(before, self.known_arrivals[self._input_message(job)])
@@ -539,11 +567,13 @@ class PipelineStep:
         return max(before, self.job_end_times.get((cause, job.chunk, job.micro), 0.0))
 
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
-        """Wait for messages until something is so; a message that does not come ends the step."""
+        """Wait for messages until `good()` holds; fail if none arrives within the time limit."""
         at = self.executor
         start = time.perf_counter()
         limit = at.grid.timeout_seconds
         while True:
+            # Read the version before `good()`: a message that arrives between the two then ends the
+            # wait at once instead of being missed.
             seen = self.transport.version
             key = needs
             try:
@@ -570,7 +600,7 @@ class PipelineStep:
             )
 
     def _wait_cause(self, start: float) -> tuple[Key, int]:
-        """The message that ended a wait: the last that came."""
+        """Return the message that ended a wait: the last one that arrived."""
         log = [entry for entry in self.transport.arrival_log if entry[2] >= start]
         if log:
             key = log[-1][0]
@@ -579,7 +609,7 @@ class PipelineStep:
         return key, log[-1][1] if log else self.transport.num_arrived.get(key, 0)
 
     def _first_missing_key(self) -> Key:
-        """What a stage that can do nothing waits for: of all that is to come the first."""
+        """Return the key of the first missing message, for errors and the trace."""
         stage = self.executor.stage
         each = len(self.micro_batches)
         for chunk in range(len(stage.chunks)):
@@ -590,6 +620,7 @@ class PipelineStep:
                 and not self.has_arrived(FORWARD, chunk, done)
             ):
                 return FORWARD, chunk
+        # Backward runs through the chunks in reverse order.
         for chunk in reversed(range(len(stage.chunks))):
             done = self.progress.count_done("B", chunk)
             if (
@@ -601,15 +632,16 @@ class PipelineStep:
         return BACKWARD, 0
 
     def has_arrived(self, way: str, chunk: int, number: int) -> bool:
-        """Whether a message has come."""
+        """Whether a message has arrived."""
         return self.transport.num_arrived.get((way, chunk), 0) > number
 
     def _ready_jobs(self) -> list[Job]:
-        """Jobs that can be done now: of each kind and chunk the next, if it can."""
+        """Return the jobs that can run now: the next of each kind and chunk, if its input is in."""
         stage = self.executor.stage
         each = len(self.micro_batches)
         found = list[Job]()
         if self.vocab_parallel is not None and self.vocab_parallel.can_run_head():
+            # The head comes first in the list, as all other stages wait for it; see `_choose_job`.
             found.append(Job("H", self.vocab_parallel.num_scored))
         for chunk in range(len(stage.chunks)):
             f, b, w = (self.progress.count_done(kind, chunk) for kind in ("F", "B", "W"))
@@ -637,7 +669,7 @@ class PipelineStep:
     # ---- jobs ---------------------------------------------------------------------------
 
     def begin_micro_batch(self, m: int, *, last: bool = False) -> MicroBatch:
-        """Have layers work on a micro-batch."""
+        """Set the step context and the buckets to a micro-batch and return it."""
         at = self.executor
         micro = self.micro_batches[m]
         at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
@@ -647,11 +679,14 @@ class PipelineStep:
     def _run_forward(self, job: Job) -> None:
         stage = self.executor.stage
         moment = self.executor.step_context
+        # With one stage the backward pass follows at once, so the last forward pass already marks
+        # the pass whose gradients may be reduced.
         last = job.micro == len(self.micro_batches) - 1
         micro = self.begin_micro_batch(job.micro, last=last and stage.num_stages == 1)
         x = None
         more = dict[str, bool]()
         if not stage.is_first_chunk(job.chunk):
+            # The input is a leaf of this stage's graph; its gradient is sent back.
             x = self.take_message(FORWARD, job.chunk)
             x.requires_grad_(torch.is_grad_enabled())
         final = stage.is_last_chunk(job.chunk)
@@ -665,6 +700,7 @@ class PipelineStep:
         else:
             moment.loss_scale = None
         moment.loss_grad_scale = self.loss_scale
+        # The step context is shared by all jobs, so the settings of this one must not outlive it.
         try:
             y = stage.run_parts(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
@@ -673,7 +709,9 @@ class PipelineStep:
         if not self.shape.forward_only:
             loss = final and self.vocab_parallel is None
             edge = None
-            if y.requires_grad:  # else nothing before it is trained
+            # Without a gradient nothing up to this point is trained. The edge keeps the graph alive
+            # but not the output, which is freed once it is sent.
+            if y.requires_grad:
                 edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
             self.saved_forwards[job.chunk, job.micro] = _SavedForward(x, edge)
         if not final:
@@ -681,7 +719,8 @@ class PipelineStep:
         else:
             result = y.detach()
             if x is not None and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-                result = result.clone()  # the message that it lies in is written over
+                # The output shares the buffer of the message, which the next message overwrites.
+                result = result.clone()
             if self.vocab_parallel is None:
                 self.on_loss(result)
             else:
@@ -694,7 +733,8 @@ class PipelineStep:
         stage = self.executor.stage
         last = job.micro == len(self.micro_batches) - 1
         kept = self.saved_forwards.pop((job.chunk, job.micro))
-        if stage.num_stages > 1:  # alone, backward goes on where forward ended
+        # With one stage, backward directly follows the forward pass of the same micro-batch.
+        if stage.num_stages > 1:
             self.begin_micro_batch(job.micro, last=last and not self._defers_reductions)
         if not stage.is_last_chunk(job.chunk):
             dy = self.take_message(BACKWARD, job.chunk)
@@ -702,6 +742,8 @@ class PipelineStep:
             dy = self.loss_scale
         else:
             dy = self.vocab_parallel.sum_head_grads(job.micro)
+        # With a split backward, layers append the computation of their weight gradients to this
+        # list, and job W runs it later.
         if self.shape.split_backward:
             at.step_context.deferred_weight_grads = []
         else:
@@ -719,7 +761,8 @@ class PipelineStep:
         finally:
             at.step_context.deferred_weight_grads = None
         if last and self.rendezvous and self.shape.chunks > 1 and not self._defers_reductions:
-            # In the order of virtual stages, which is the same in all replicas.
+            # Reductions are launched per chunk, in the order of virtual stages, which is the same
+            # in all replicas.
             at.bucket_scheduler.flush_reductions()
         if stage.is_last_chunk(job.chunk):
             messages = []
@@ -732,7 +775,8 @@ class PipelineStep:
             assert kept.stage_input.grad is not None, job
             self._send_result(BACKWARD, job, kept.stage_input.grad)
             messages.append(kept.stage_input)
-        if self.shape.split_backward:  # weight gradients may read them
+        # Weight gradients may read the input and the output gradient, so keep both until job W.
+        if self.shape.split_backward:
             self.messages_to_release[job.chunk, job.micro] = messages
         else:
             self._release_messages(messages)
@@ -751,23 +795,23 @@ class PipelineStep:
 
     @property
     def _defers_reductions(self) -> bool:
-        """Whether reductions over data wait for the end: chunks may end in any order."""
+        """Whether reductions over data wait for the end of the step: chunks end in any order."""
         return self.shape.split_backward and self.shape.chunks > 1
 
     # ---- messages -----------------------------------------------------------------------
 
     def take_message(self, way: str, chunk: int) -> Tensor:
-        """The next message of a key."""
+        """Take and return the next message of a key."""
         value = self.transport.take_message((way, chunk))
         self._trace_message("receive", way, value)
         return value
 
     def send_to(self, way: str, to: int, value: Tensor, number: int) -> None:
-        """Send a message to any stage."""
+        """Send a message to any stage, keyed by this stage."""
         self._send_message((way, self.executor.stage.index), number, value, to)
 
     def _send_result(self, way: str, job: Job, value: Tensor) -> None:
-        """Send the result of a job on, to the virtual stage before or behind."""
+        """Send the result of a job to the next (forward) or previous (backward) virtual stage."""
         stage = self.executor.stage
         to = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages
         self._send_message(self._receiver_key(way, job.chunk), job.micro, value, to)
@@ -781,8 +825,9 @@ class PipelineStep:
             raise CommunicationError(words) from error
 
     def _trace_message(self, op: str, way: str, value: Tensor) -> None:
-        """Have the trace know of a message."""
+        """Record a message in the trace."""
         size = value.numel() * value.element_size()
         with self.executor.grid.trace.named_scope(f"pipeline.{way}"):
             event = self.executor.grid.trace.record_event(op, ("pipe",), size)
+        # Handing a message over or taking it does not block, so the event has no duration.
         event.wait_time = event.done_time = event.resume_time = event.issue_time

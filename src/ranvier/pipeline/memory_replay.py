@@ -1,8 +1,8 @@
-"""Turns: what a stage has at hand when it takes a job, for those who count its memory.
+"""Memory replay: what a stage holds at each job, for memory estimates.
 
-What a stage holds depends on what arrives when. Most is there if gradients come as late as they
-can: a stage then works on as many micro-batches as its policy admits. So policies are played, here
-and in dry runs; an order that is fixed stays as it is.
+What a stage holds depends on arrival times. It is most if gradients arrive as late as possible: a
+stage then works on as many micro-batches as its policy admits. So policies are replayed with late
+gradients, here and in dry runs; a fixed schedule stays as it is.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from ranvier.pipeline.policy import (
 )
 
 SEVERAL_PASSES = 2
-"""Passes from which on a sum of gradients is wide."""
+"""Two or more passes: their gradients are accumulated in a wide dtype."""
 ALL_PASSES = 3
-"""All passes of a step."""
+"""Code for all passes of a step."""
 T = TypeVar("T")
 
 
 def late_gradient_schedule(
     policy: SchedulingPolicy, shape: PipelineShape, stage: int
 ) -> FixedSchedule:
-    """A policy as the order in which a stage takes its jobs if gradients come late.
+    """Return the order in which a stage runs its jobs under a policy if gradients arrive late.
 
-    Other stages have none. It is as dynamic as the policy: a stage is led as under it.
+    Other stages have no jobs. `is_dynamic` is that of the policy, so that leaders send orders.
     """
     jobs = [tuple(replay_jobs(policy, shape, s)) if s == stage else () for s in range(shape.stages)]
     return FixedSchedule("late gradients", tuple(jobs), policy.split_backward, policy.is_dynamic)
 
 
 def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> Iterator[Job]:
-    """The jobs of a stage; a gradient of another stage comes when it can do nothing else."""
+    """Yield the jobs of a stage; gradients of other stages arrive when nothing else can run."""
     now = StageProgress(shape, stage)
     seen = dict[Job, int]()
     while not now.is_complete:
         ready = [job for job in _next_jobs(now) if _can_run(job, now)]
         for job in ready:
             seen.setdefault(job, len(seen))
+        # Policies get jobs in the order in which they became ready.
         ready.sort(key=seen.__getitem__)
+        # First without the gradients of other stages; only if the policy then waits do they arrive.
         own = [job for job in ready if job.kind != "B" or _is_last_chunk(shape, stage, job.chunk)]
         taken = policy.choose_job(own, now) or policy.choose_job(ready, now)
         assert taken is not None, (policy, stage, now.done_counts)
@@ -57,7 +59,7 @@ def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> I
 
 
 def _next_jobs(now: StageProgress) -> Iterator[Job]:
-    """Of each kind and chunk the next job, in the order in which a runtime looks at them."""
+    """Yield the next job of each kind and chunk, in the order of `PipelineStep._ready_jobs`."""
     shape = now.shape
     for chunk in range(shape.chunks):
         f, b, w = (now.count_done(kind, chunk) for kind in ("F", "B", "W"))
@@ -70,12 +72,12 @@ def _next_jobs(now: StageProgress) -> Iterator[Job]:
 
 
 def _is_last_chunk(shape: PipelineShape, stage: int, chunk: int) -> bool:
-    """Whether a chunk is the last of the model: its gradient is its own."""
+    """Whether a chunk is the last of the model, which computes its own gradient."""
     return stage == shape.stages - 1 and chunk == shape.chunks - 1
 
 
 def _can_run(job: Job, now: StageProgress) -> bool:
-    """Whether what a job needs has gone through the chunks of this stage before it."""
+    """Whether the micro-batch has passed the chunks of this stage that come before the job."""
     if job.kind == "F" and job.chunk > 0:
         return now.count_done("F", job.chunk - 1) > job.micro
     if job.kind == "B" and job.chunk < now.shape.chunks - 1:
@@ -84,43 +86,43 @@ def _can_run(job: Job, now: StageProgress) -> bool:
 
 
 class JobSnapshot(NamedTuple):
-    """A job, and what is there beside it; chunks that are alike are one group."""
+    """A job and what the stage holds beside it; identical chunks form one group."""
 
     kind: JobKind
     group: int
-    """Of its chunk."""
+    """Group of its chunk."""
     passes_before: int
-    """Passes that have added to gradients of its blocks: 0, 1, SEVERAL, or ALL of the step."""
+    """Passes accumulated in the gradients of its blocks: 0, 1, SEVERAL_PASSES or ALL_PASSES."""
     held_by_group: tuple[int, ...]
-    """By group, micro-batches whose backward is to come, the present one left out."""
+    """By group, micro-batches whose backward is pending, without the current one."""
     pending_weight_grads: tuple[int, ...]
-    """Whose gradients of weights are to come, likewise."""
+    """By group, micro-batches whose weight gradients are pending, without the current one."""
     grad_levels: tuple[tuple[int, int, int], ...]
-    """By group, chunks to whose gradients 1, SEVERAL and ALL passes have added."""
+    """By group, number of chunks whose gradients have 1, SEVERAL_PASSES and ALL_PASSES passes."""
     backward_passes: tuple[int, ...]
-    """By group, the most passes whose backward has been, as numbers of `before`: they have added to
+    """By group, the most backward passes done, coded as `passes_before`: they have contributed to
     the gradients of embedding and head, whose chunks are alone in their groups."""
     own_backward_passes: int
-    """The same of its own chunk, if embedding or head are there."""
+    """The same for its own chunk, if it has the embedding or the head."""
     num_scored: int
-    """Micro-batches, SEVERAL at most, that have gone through all chunks before; of turns that are
-    no forward pass that is not told apart."""
+    """Micro-batches, at most SEVERAL_PASSES, that have passed all chunks before; constant for jobs
+    other than forward."""
     is_last: bool
     """Whether it is the last of its kind and chunk."""
     embedding_follows: bool
-    """Whether a forward pass of the first chunk follows, if the embedding is there."""
+    """Whether a forward pass of the first chunk follows, if the embedding is on this stage."""
     previous_chunk_group: int | None
-    """Group of the chunk before it, whose turn comes in the end; this and what follows is told only
-    where gradients move between turns."""
+    """Group of the previous chunk, which follows at the end of the step; this field and the next
+    ones are set only if gradients are moved between jobs."""
     vocab_backward_begun: bool
-    """Whether any backward of embedding or head has been."""
+    """Whether any backward pass of embedding or head is done."""
     last_grad_job: tuple[JobKind, int, bool] | None
-    """Kind and group of the turn that made gradients of weights last, and whether it was the first
-    to do so in its chunk: they are on their way."""
+    """Kind and group of the last job that made weight gradients, and whether it was the first of
+    its chunk to do so: these gradients are being moved."""
 
     @property
     def kind_key(self) -> tuple[object, ...]:
-        """What decides, besides how much is there, what comes in a turn."""
+        """What determines the memory of the job itself, apart from what is held beside it."""
         own = self.kind, self.group, self.own_backward_passes, self.num_scored, self.is_last
         return (
             *own,
@@ -132,7 +134,8 @@ class JobSnapshot(NamedTuple):
 
     @property
     def memory_counts(self) -> tuple[int, ...]:
-        """How much is there: a turn with no less in any number covers another."""
+        """What is held; a snapshot with no smaller number anywhere covers another."""
+        # Cumulative counts, as gradients of more passes take at least as much memory.
         sums = (
             n
             for one, two, three in self.grad_levels
@@ -148,7 +151,7 @@ class JobSnapshot(NamedTuple):
 
 
 SnapshotGroups = tuple[tuple[JobSnapshot, ...], ...]
-"""Turns that differ only in how much is there beside them, by what they are."""
+"""Snapshots grouped by `kind_key`: those of a group differ only in what is held beside them."""
 
 
 @lru_cache(1 << 14)
@@ -159,9 +162,9 @@ def peak_snapshots(
     groups: tuple[int, ...],
     moves: bool,
 ) -> SnapshotGroups:
-    """The turns of a stage in which most may be there.
+    """Return the snapshots of a stage at which the memory peak may occur.
 
-    groups: the group of each chunk. moves: whether gradients are on their way between turns.
+    groups: the group of each chunk. moves: whether gradients are moved between jobs.
     """
     return _drop_covered(
         _iterate_snapshots(replay_jobs(policy, shape, stage), shape, stage, groups, moves)
@@ -171,10 +174,11 @@ def peak_snapshots(
 def one_f_one_b_snapshots(
     stages: int, micro_batches: int, chunks: int, stage: int, groups: tuple[int, ...], moves: bool
 ) -> SnapshotGroups:
-    """The same under 1F1B, interleaved where there are chunks; alone, of gradient accumulation.
+    """Return the peak snapshots of (interleaved) 1F1B; with one stage of gradient accumulation.
 
-    More micro-batches than three rounds bring no other turns.
+    More than three rounds of micro-batches add no further snapshots.
     """
+    # The remainder is kept, as the last, incomplete group of micro-batches depends on it.
     if stages > 1:
         rounds = micro_batches % stages + 3 * stages
     else:
@@ -193,7 +197,7 @@ def _interleaved_snapshots(
 
 
 def _drop_covered(found: Iterable[JobSnapshot]) -> SnapshotGroups:
-    """Turns without those beside which another is the same but for more that is there."""
+    """Drop snapshots that another one of the same kind covers (a Pareto front)."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], JobSnapshot]] = {}
     for one in dict.fromkeys(found):
         some = alike.setdefault(one.kind_key, {})
@@ -216,19 +220,24 @@ def _covers_all(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
 def _iterate_snapshots(
     jobs: Iterable[Job], shape: PipelineShape, stage: int, groups: tuple[int, ...], moves: bool
 ) -> Iterator[JobSnapshot]:
-    """One turn for each job."""
+    """Yield one snapshot per job."""
     each = shape.micro_batches
+    # `final` is the kind of job that adds to the weight gradients; `ends` are stage and chunk of
+    # embedding and head.
     final = "W" if shape.split_backward else "B"
     ends = (0, 0), (shape.stages - 1, shape.chunks - 1)
     forward, backward, weights = ([0] * shape.chunks for _ in range(3))
     behind: tuple[JobKind, int] | None = None
     row = [*jobs]
+    # Whether each job, without W, is a forward pass of the first chunk.
     enters = [(job.kind, job.chunk) == ("F", 0) for job in row if job.kind != "W"]
     seen = 0
     for job in row:
         kind = job.kind
         at = job.chunk
         seen += kind != "W"
+        # Gradients are counted before the job, activations without its own micro-batch: what the
+        # job itself needs is counted separately.
         made, back = ([_pass_level(n, each) for n in counts] for counts in (weights, backward))
         backward[at] += kind == "B"
         weights[at] += kind == final
@@ -258,7 +267,7 @@ def _iterate_snapshots(
 
 
 def _pass_level(count: int, each: int) -> int:
-    """So many passes of a step, as `Turn.before` has them."""
+    """Return the code of `JobSnapshot.passes_before` for a number of passes."""
     if count == each:
         return ALL_PASSES
     return min(count, SEVERAL_PASSES)
@@ -267,7 +276,7 @@ def _pass_level(count: int, each: int) -> int:
 def _by_group(
     numbers: Sequence[int], groups: tuple[int, ...], joined: Callable[[list[int]], T]
 ) -> tuple[T, ...]:
-    """Numbers of chunks, joined in each group."""
+    """Combine the numbers of chunks within each group."""
     found: list[list[int]] = [[] for _ in range(max(groups) + 1)]
     for n, group in zip(numbers, groups, strict=True):
         found[group].append(n)

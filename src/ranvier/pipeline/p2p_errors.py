@@ -1,4 +1,4 @@
-"""Lost: what is said of messages that do not come or cannot be sent."""
+"""Error messages for pipeline messages that do not arrive or cannot be sent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MESSAGE_CONTENTS = {
     HEAD_GRAD_PART: "gradient",
     EMBEDDING_GRAD: "gradient",
 }
-"""What messages bring."""
+"""Content of each kind of message, as used in errors and job records."""
 
 
 def describe_lost_message(
     at: PipelineExecutor, key: Key, number: int, error: BaseException | None
 ) -> str:
-    """Of a message that does not come; error: what its receive says, else time is over."""
+    """Describe a message that did not arrive; error: failure of its receive, None: a timeout."""
     if error is not None:
         why = f" ({error})"
     else:
@@ -48,14 +48,15 @@ def describe_lost_message(
 
 
 def describe_wait(at: PipelineExecutor, key: Key, number: int) -> str:
-    """Of a message that a stage waits for."""
+    """Describe what a stage waits for."""
     return f"stage {at.stage.index} waits for {describe_message(at, key, number)}"
 
 
 def describe_message(at: PipelineExecutor, key: Key, number: int) -> str:
-    """A message to this stage, and where it comes from."""
+    """Describe a message to this stage and its sender."""
     (way, chunk), stage = key, at.stage
-    other = chunk  # who sends what is no matter of a chunk
+    # Except for the messages between neighbours, the second part of a key is the sending stage.
+    other = chunk
     if way in (FORWARD, BACKWARD):
         other = (stage.index + (-1 if way == FORWARD else 1)) % stage.num_stages
     between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
@@ -71,7 +72,7 @@ def describe_message(at: PipelineExecutor, key: Key, number: int) -> str:
 def describe_unsent_message(
     at: PipelineExecutor, way: str, number: int, error: Exception, to: int | None = None
 ) -> str:
-    """Of a message that cannot be sent."""
+    """Describe a message that cannot be sent."""
     stage = at.stage
     if to is None:
         other = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages

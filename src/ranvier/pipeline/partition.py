@@ -1,9 +1,9 @@
-"""Cut: the parts of a model shared out to the stages of a pipeline.
+"""Partitioning: distributes the parts of a model over the stages of a pipeline.
 
-A model that can be cut names its `parts` (layers that run together, in order) and runs some of them
-with `segment`; of an `nn.Sequential` each element is a part. Parts stay in order: virtual stage v
-gets a contiguous range of them and lies on stage v mod stages, so with several chunks a stage has
-several ranges. Ranges are as equal in cost as can be: the largest is as small as possible.
+A model that can be partitioned names its `parts` (layers that run together, in order) and runs some
+of them with `segment`; each element of an `nn.Sequential` is a part. Parts stay in order: virtual
+stage v gets a contiguous range of them and is placed on stage v mod stages, so with several chunks
+a stage has several ranges. The most expensive range is as cheap as possible.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from ranvier.pipeline.balance import part_ranges, partition_by_cost
 
 
 class OtherStageLayer(nn.Module):
-    """Stands where layers of another stage would be."""
+    """Placeholder for a layer of another stage."""
 
     def forward(self, *_: Any) -> Any:
-        """Refuse."""
+        """Raise: the layer is not on this stage."""
         raise AssertionError("a layer of another stage was called")
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a model is to be cut."""
+    """How a model is partitioned and scheduled."""
 
     chunks: int = 1
-    """Ranges of parts on each stage."""
+    """Virtual stages (ranges of parts) per stage."""
     stage_starts: tuple[int, ...] = ()
-    """First part of each virtual stage but the first; empty: by cost."""
+    """First part of each virtual stage except the first; empty: balanced by cost."""
     part_costs: tuple[float, ...] = ()
-    """Cost of each part, as measured; empty: the work of their layers."""
+    """Measured cost of each part; empty: the FLOPs of its layers."""
     seq: int = 1024
-    """Tokens of a sample, for the work of attention."""
+    """Tokens per sample, for the FLOPs of attention."""
     policy: str = "message"
-    """Name of what decides about the order of jobs."""
+    """Name of the scheduling policy."""
     max_in_flight: int = 0
-    """Activations of micro-batches that a stage may hold; 0: as many as are of use."""
+    """Maximum number of micro-batch activations on a stage; 0: no limit."""
     jitter: float = 0.0
-    """How much times vary: the deviation of their logarithm."""
+    """Variation of job times: standard deviation of their logarithm."""
     vocab_over_pipe: bool = False
     """Whether all stages share the vocabulary."""
     can_split_backward: bool = True
-    """Whether layers can put their weight gradients off; those of a compiled block cannot."""
+    """Whether layers can defer their weight gradients; those of a compiled block cannot."""
 
 
 @dataclass(frozen=True)
 class ModelStage:
-    """The parts of one rank."""
+    """The parts of a model on one pipeline stage."""
 
     index: int = 0
-    """My place on the pipe axis."""
+    """Index on the pipe axis."""
     num_stages: int = 1
-    """Stages."""
+    """Number of stages."""
     chunks: tuple[slice, ...] = (slice(0, 1),)
-    """My ranges of parts."""
+    """Ranges of parts on this stage."""
     run_parts: Callable[..., Tensor] = field(repr=False, default=torch.zeros)
-    """`run(x, parts, **inputs)`: what these parts make of x."""
+    """`run_parts(x, parts, **inputs)`: the output of these parts for input x."""
     vocab_layers: tuple[nn.Module, ...] = ()
-    """Embedding and head, if all stages share them."""
+    """Embedding and head, if they are sharded over all stages."""
     stage_costs: tuple[float, ...] = ()
-    """Cost of each virtual stage, forward."""
+    """Forward cost of each virtual stage."""
     part_names: tuple[str, ...] = ()
     """Names of all parts of the model."""
     part_costs: tuple[float, ...] = ()
@@ -77,7 +77,7 @@ class ModelStage:
     """First part of each virtual stage."""
 
     def virtual_stage(self, chunk: int) -> int:
-        """Number of a virtual stage of mine."""
+        """Return the number of the virtual stage of a chunk."""
         return chunk * self.num_stages + self.index
 
     def is_first_chunk(self, chunk: int) -> bool:
@@ -89,7 +89,7 @@ class ModelStage:
         return self.virtual_stage(chunk) == self.num_stages * len(self.chunks) - 1
 
     def describe_stages(self) -> list[str]:
-        """One line for each virtual stage: its parts and its share of the work."""
+        """Return one line per virtual stage: its parts and its fraction of the work."""
         total = sum(self.stage_costs) or 1.0
         bounds = [*self.stage_starts, len(self.part_names)]
         return [
@@ -101,7 +101,7 @@ class ModelStage:
 
 
 def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Names of the layers of each part."""
+    """Return the names of the layers of each part."""
     parts = getattr(model, "parts", None)
     if parts is not None:
         return list(parts)
@@ -114,7 +114,7 @@ def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
-    """What runs some of the parts."""
+    """Return the function that runs a range of parts."""
     own: Any = getattr(model, "segment", None)
     if own is not None:
         _refuse_other_forward(type(model))
@@ -129,6 +129,8 @@ def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
         else:
             y = x
         for layer in list(model.children())[parts]:
+            # Layers that compute the loss also get the targets; `vocab_shard` marks their parallel
+            # forms.
             scored = isinstance(layer, LMHead | CrossEntropy) or getattr(layer, "vocab_shard", None)
             if scored:
                 y = layer(y, targets)
@@ -141,7 +143,8 @@ def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _refuse_other_forward(kind: type) -> None:
-    """Stages run `segment`: a `forward` that was written over it would be left out in silence."""
+    """Raise if `forward` is overridden without `segment`, as stages only run `segment`."""
+    # Whichever is found first in the MRO is the more derived one.
     for one in kind.__mro__:
         if "segment" in vars(one):
             return
@@ -155,7 +158,7 @@ def _refuse_other_forward(kind: type) -> None:
 def partition_model(
     model: nn.Module, costs: Sequence[float], how: PipelineConfig, index: int, count: int
 ) -> ModelStage:
-    """The stage at `index` of `count`; costs: of each part."""
+    """Return stage `index` of `count`; costs: of each part."""
     parts = part_layer_names(model)
     costs = how.part_costs or tuple(costs)
     virtual = count * how.chunks
@@ -180,6 +183,7 @@ def partition_model(
             f"at {virtual} rising numbers below {len(parts)}, the first at 0. Leave them out to "
             "have the work balanced."
         )
+    # Virtual stages are dealt out round-robin.
     every = part_ranges(firsts, len(parts))
     return ModelStage(
         index=index,

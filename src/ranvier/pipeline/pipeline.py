@@ -1,4 +1,4 @@
-"""Pipeline: a runtime, and the policy that suits the number of micro-batches of a step."""
+"""Pipeline: an executor, and the policy for each number of micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from ranvier.trace import Event
 
 @dataclass
 class Pipeline:
-    """The stages of a model and their policy."""
+    """The pipeline of a model: its stage on this rank and the scheduling policies."""
 
     executor: PipelineExecutor
     config: PipelineConfig
     embed: int = 0
-    """Features of a message, all ranks of col together."""
+    """Features of a message, over all ranks of col."""
     policies: dict[int, SchedulingPolicy] = field(default_factory=dict)
     """The policy for each number of micro-batches."""
 
     def step_shape(self, micro_batches: int) -> PipelineShape:
-        """How many jobs a step has."""
+        """Return the shape of a step of `micro_batches`."""
         stage = self.executor.stage
         return PipelineShape(stage.num_stages, micro_batches, len(stage.chunks))
 
     def policy_for_step(self, micro_batches: int) -> SchedulingPolicy:
-        """The policy for a step of so many micro-batches; every rank comes to the same."""
+        """Return the policy for a step of `micro_batches`; all ranks compute the same one."""
+        # The search takes a second or two, so its result is cached.
         if micro_batches not in self.policies:
             shape = self.step_shape(micro_batches)
             if shape.stages == 1:
@@ -43,7 +44,7 @@ class Pipeline:
         return self.policies[micro_batches]
 
     def _choose_policy(self, shape: PipelineShape) -> SchedulingPolicy:
-        """The policy of the plan's name; `message` may split backward."""
+        """Return the policy named in the plan; `message` may split backward."""
         splits = self.config.can_split_backward and not self.executor.stage.vocab_layers
         return choose_policy(
             self.config.policy,
@@ -54,22 +55,22 @@ class Pipeline:
         )
 
     def expected_times(self) -> JobTimes:
-        """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
+        """Return expected job times: backward takes twice as long as forward, half of it for dW."""
         return expected_times(self.executor.stage.stage_costs, self.config.jitter)
 
     @property
     def stage_spec(self) -> StageSpec:
-        """My place among the stages."""
+        """Position of this stage in the pipeline."""
         stage = self.executor.stage
         return StageSpec(stage.index, stage.num_stages, len(stage.chunks), bool(stage.vocab_layers))
 
     def micro_batch_events(self, flow: ActivationShape) -> list[Event]:
-        """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
+        """Return the messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
         ground = LayoutContext(self.executor.grid.degrees, ShardingTable(), {"embed": self.embed})
         return traffic.micro_batch_events(self.stage_spec, traffic.message_bytes(ground, flow))
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
-        """Orders inside the stage and the loss of a step."""
+        """Return the orders inside the stage and the broadcast of the loss of a step."""
         policy = self.policy_for_step(micro_batches)
         seat = self.stage_spec
         count = traffic.count_orders(
@@ -83,6 +84,6 @@ class Pipeline:
 
 
 def accumulation_schedule(micro_batches: int) -> FixedSchedule:
-    """One stage: forward and backward of one micro-batch after the other."""
+    """Return the schedule of one stage: forward and backward of each micro-batch in turn."""
     jobs = [job for m in range(micro_batches) for job in (Job("F", m), Job("B", m))]
     return FixedSchedule("accumulation", (tuple(jobs),))

@@ -1,14 +1,14 @@
-"""Policy: which job a stage takes next, of those that are ready.
+"""Scheduling policies: which of its ready jobs a stage runs next.
 
 A step is a set of jobs. Virtual stage `v = chunk · stages + stage` runs forward F(m), backward B(m)
 and, if backward is split, the weight gradients W(m) of every micro-batch m. F(m) needs the
-activation of the virtual stage before, B(m) the gradient of the one behind (of the last one: its
-own F(m)), W(m) its own B(m). Jobs of one kind and chunk are taken in the order of micro-batches, so
-gradients add up in that order whatever arrives when, and at most one job of each kind and chunk is
-ready at a time.
+activation of the previous virtual stage, B(m) the gradient of the next one (on the last one: its
+own F(m)), W(m) its own B(m). Jobs of one kind and chunk run in the order of micro-batches, so
+gradients are summed in that order whatever the arrival times, and at most one job of each kind and
+chunk is ready at a time.
 
-A policy is a pure object: the executor asks it with what has arrived over the network, the
-simulator with what has arrived on its own clock.
+A policy has no state: the executor asks it with what has arrived over the network, the simulator
+with what has arrived in simulated time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 JobKind = Literal["F", "B", "W", "H"]
-"""Forward, backward, weight gradients; H, the work on a vocabulary that all stages share, is none
-of a policy's."""
+"""Forward, backward, weight gradients. H, the head of a vocabulary sharded over all stages, is not
+scheduled by policies."""
 
 
 class Job(NamedTuple):
@@ -32,20 +32,20 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How many jobs a step has."""
+    """Number and kinds of the jobs of a step."""
 
     stages: int
     micro_batches: int
     chunks: int = 1
-    """Virtual stages of each stage."""
+    """Virtual stages per stage."""
     split_backward: bool = False
-    """Whether weight gradients are jobs of their own."""
+    """Whether weight gradients are separate jobs."""
     forward_only: bool = False
     """Evaluation: no backward passes."""
 
     @property
     def job_kinds(self) -> tuple[JobKind, ...]:
-        """Kinds of jobs."""
+        """Kinds of jobs in a step."""
         if self.forward_only:
             return ("F",)
         if self.split_backward:
@@ -54,34 +54,34 @@ class PipelineShape:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs of one stage."""
+        """Number of jobs per stage."""
         return len(self.job_kinds) * self.chunks * self.micro_batches
 
 
 @dataclass
 class StageProgress:
-    """How far a stage is; the executor and the simulator keep one for each stage."""
+    """Jobs that a stage has done; the executor and the simulator hold one per stage."""
 
     shape: PipelineShape
     stage: int
     done_counts: dict[tuple[JobKind, int], int] = field(default_factory=dict)
-    """Jobs done, by kind and chunk: also the next micro-batch of each."""
+    """Number of jobs done by kind and chunk, which is also the next micro-batch of each."""
     num_done: int = 0
-    """Jobs done in all."""
+    """Total number of jobs done."""
 
     def count_done(self, kind: JobKind, chunk: int = 0) -> int:
-        """Jobs of a kind and chunk that are done."""
+        """Return the number of jobs of a kind and chunk that are done."""
         return self.done_counts.get((kind, chunk), 0)
 
     def finish_job(self, job: Job) -> None:
-        """Take note that a job is done, which must be the next of its kind and chunk."""
+        """Mark a job as done; it must be the next of its kind and chunk."""
         assert job.micro == self.count_done(job.kind, job.chunk), (job, self.done_counts)
         self.done_counts[job.kind, job.chunk] = job.micro + 1
         self.num_done += 1
 
     @property
     def held_activations(self) -> int:
-        """Activations kept here: of forwards whose backward (and weights) is not done."""
+        """Activations held: of forwards whose backward (and weight gradients) is not done."""
         last: JobKind = self.shape.job_kinds[-1]
         chunks = range(self.shape.chunks)
         return sum(self.count_done("F", c) - self.count_done(last, c) for c in chunks)
@@ -93,18 +93,18 @@ class StageProgress:
 
 
 class SchedulingPolicy(Protocol):
-    """Decides what a stage does next."""
+    """Decides which job a stage runs next."""
 
     @property
     def split_backward(self) -> bool:
-        """Whether it wants weight gradients as jobs of their own."""
+        """Whether weight gradients are separate jobs."""
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether its choice depends on what arrives when."""
+        """Whether its choice depends on arrival times."""
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """One of the ready jobs (in the order in which they became ready), or None: wait."""
+        """Return one of the ready jobs (in the order in which they became ready); None: wait."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class FixedSchedule:
 
     name: str
     jobs: tuple[tuple[Job, ...], ...]
-    """Of each stage."""
+    """Jobs of each stage, in order."""
     split_backward: bool = False
     is_dynamic: bool = False
 
@@ -121,7 +121,7 @@ class FixedSchedule:
         return f"the order of {self.name}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """The next one in the order, once it is ready."""
+        """Return the next job of the schedule, once it is ready."""
         job = self.jobs[now.stage][now.num_done]
         if job in ready:
             return job
@@ -133,19 +133,19 @@ Priority = Literal["backward", "first", "forward"]
 
 @dataclass(frozen=True)
 class MessageDrivenPolicy:
-    """Takes what has arrived: a stage never waits for one message while it could work on another.
+    """Runs what has arrived: a stage never waits for one message while it could work on another.
 
-    Credits bound the activations kept: a forward is taken while `held < credits`. With chunks, it
-    must also leave room for the forwards that older micro-batches have still to make here, else
-    newer ones could use up what they need and all would wait for ever. So the oldest micro-batch
-    can always go on, and a stage keeps at most `max(credits, chunks)`. Weight gradients, which give
-    back what is kept, fill the waiting.
+    Credits bound the activations held: a forward is run while `held < credits`. With chunks, it
+    must also leave credits for the forwards that older micro-batches still have to run here, else
+    newer ones could use them up and the pipeline would deadlock. So the oldest micro-batch can
+    always proceed, and a stage holds at most `max(credits, chunks)` activations. Weight gradients,
+    which release activations, fill the idle time.
     """
 
     priority: Priority
-    """What goes first of the jobs that are ready; "first": the one that was ready first."""
+    """Which ready jobs run first; "first": the one that became ready first."""
     credits: tuple[int, ...]
-    """Most activations that each stage keeps."""
+    """Maximum number of activations that each stage holds."""
     split_backward: bool = False
     is_dynamic: bool = True
 
@@ -166,7 +166,7 @@ class MessageDrivenPolicy:
         return f"{first}, at most {held} micro-batches a stage{waiting}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """The first by priority for which there is credit; else weight gradients; else none."""
+        """Return the first job by priority that has credit; else weight gradients; else None."""
         chunks = now.shape.chunks
         order = [job for job in ready if job.kind != "W"]
         if len(order) > 1 and self.priority != "first":
@@ -177,24 +177,27 @@ class MessageDrivenPolicy:
         return next((job for job in ready if job.kind == "W"), None)
 
     def _priority_rank(self, job: Job, chunks: int) -> int:
-        """Smaller goes first; of one kind the job that is nearest to its end."""
+        """Return the sort key; within a kind the job nearest to the end of the model is first."""
+        # Early chunks are nearest to the end in backward, late chunks in forward.
         if job.kind == "B":
             return job.chunk + (0 if self.priority == "backward" else chunks)
         return chunks - 1 - job.chunk + (chunks if self.priority == "backward" else 0)
 
     def _has_credit(self, job: Job, now: StageProgress) -> bool:
-        """Whether there is credit for a forward, and enough left for all older micro-batches."""
+        """Whether there is credit for a forward, with enough left for all older micro-batches."""
         chunks = range(now.shape.chunks)
         limit = max(self.credits[now.stage], now.shape.chunks)
         held = now.held_activations
         if held >= limit:
             return False
+        # Fast path: no micro-batch lacks more than one forward per chunk.
         if now.shape.chunks == 1 or held + now.shape.chunks < limit:
-            return True  # no micro-batch lacks more than one forward per chunk
+            return True
         forward = [now.count_done("F", c) for c in chunks]
         backward = [now.count_done("B", c) for c in chunks]
-        # Micro-batch i can end once those before it have: what it still lacks and what it and newer
-        # ones keep fit. The sum grows with i only where a chunk's next forward is that of i.
+        # Micro-batch i can finish after those before it if the forwards that it still lacks and the
+        # activations that it and newer ones hold fit. The sum grows with i only where a chunk's
+        # next forward is that of i, so only those i are tested.
         for i in {backward[0], *forward}:
             if backward[0] <= i < job.micro:
                 lacks = sum(f <= i for f in forward)

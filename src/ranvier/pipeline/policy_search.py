@@ -1,10 +1,10 @@
-"""Choice: the policy for a name; for `message` the one that the simulator finds fastest.
+"""Policy search: the policy of a name; for `message` the one that is fastest in simulation.
 
-No rule of thumb is best everywhere: first come first served can lose to 1F1B, and 1F1B loses once
-links have latency. So `message` plays the step with some priorities and credits and with 1F1B's
-order, and takes the fastest. Under jitter an order is given up only for one that is faster beyond
-doubt on luck that it was not picked by. Nothing here depends on rank or clock: equal inputs give
-equal choices everywhere.
+No heuristic is best everywhere: first come, first served can lose to 1F1B, and 1F1B loses if links
+have latency. So `message` simulates the step with several priorities and credits and with the 1F1B
+schedule, and chooses the fastest. With jitter a fixed schedule is given up only for a policy that
+is significantly faster on seeds other than those it was chosen by. Nothing here depends on rank or
+clock: equal inputs give equal choices on all ranks.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ FIXED_SCHEDULES: dict[str, Callable[[PipelineShape], FixedSchedule]] = {
 }
 POLICY_NAMES = ("message", *FIXED_SCHEDULES)
 JOB_BUDGET = 150_000
-"""Jobs that a choice plays, about, which takes a second or two; one large step tells much."""
+"""Approximate number of jobs simulated per choice, which takes a second or two."""
 SPLIT_GAIN = 0.98
-"""Of the time of a step that a split backward must save: it keeps activations longer."""
+"""Fraction of the step time below which a split backward, which holds activations longer, wins."""
 FIRST_SEED = 1 << 20
-"""Seeds of the choice begin here, so that no one judges it by the luck it was made with."""
+"""First seed of the search, so that evaluations with small seeds are independent of it."""
 
 
 def expected_times(costs: Sequence[float], jitter: float) -> JobTimes:
-    """Times of the jobs of virtual stages of these costs, forward.
+    """Return job times for virtual stages with these forward costs.
 
-    Backward takes twice as long as forward, half of it for weights.
+    Backward takes twice as long as forward, half of it for weight gradients.
     """
     unit = sum(costs) / len(costs)
     forward = tuple(cost / unit for cost in costs)
@@ -69,11 +69,11 @@ def choose_policy(
     seeds: int = 64,
     splits: bool = False,
 ) -> SchedulingPolicy:
-    """The policy of a name.
+    """Return the policy of a name.
 
-    limit: most activations that a stage may keep, a chunk's counts as one; 0: no limit.
-    seeds: steps played with different luck, if times have jitter.
-    splits: `message` may split backward, where that clearly gains.
+    limit: maximum number of activations per stage, each chunk's counts as one; 0: no limit.
+    seeds: number of steps simulated with different seeds, if times have jitter.
+    splits: `message` may split backward if that is clearly faster.
     """
     if name == "message" and splits and not shape.split_backward:
         found = [
@@ -82,6 +82,7 @@ def choose_policy(
             )
             for split in (False, True)
         ]
+        # Compared without jitter: one run each is enough then.
         even = replace(times, jitter=0.0)
         whole, apart = (simulate_step(shape, policy, even).seconds for policy in found)
         if apart < SPLIT_GAIN * whole:
@@ -112,14 +113,14 @@ def choose_policy(
 
 
 def policy_to_text(policy: SchedulingPolicy | None) -> str:
-    """A policy as text, for those who did not choose it."""
+    """Serialize a policy, for ranks and processes that did not choose it."""
     if isinstance(policy, MessageDrivenPolicy):
         return json.dumps([policy.priority, policy.credits, policy.split_backward])
     return json.dumps(policy.name if isinstance(policy, FixedSchedule) else "")
 
 
 def policy_from_text(text: str, shape: PipelineShape) -> SchedulingPolicy:
-    """The policy of a text."""
+    """Deserialize a policy; the inverse of `policy_to_text`."""
     facts = json.loads(text)
     if isinstance(facts, str):
         return FIXED_SCHEDULES[facts](shape)
@@ -128,13 +129,14 @@ def policy_from_text(text: str, shape: PipelineShape) -> SchedulingPolicy:
 
 
 def credits_for(shape: PipelineShape, times: JobTimes) -> int:
-    """Micro-batches that must be in flight to hide the links: `S + ceil(2(S - 1)c / (f + b))`.
+    """Return the micro-batches in flight needed to hide links: `S + ceil(2(S - 1)c / (f + b))`.
 
-    With chunks: what the interleaved order keeps in place of S, and chunks' own times.
+    With chunks S is replaced by what the interleaved schedule holds, and times are per chunk.
     """
     S = shape.stages
     V = shape.chunks
     period = (sum(times.forward) + sum(times.backward) + sum(times.weight)) / (S * V)
+    # Round trip of a micro-batch over all links; there is none behind the last virtual stage.
     delay = 2 * sum(link_seconds(shape, times)[:-1])
     if period:
         extra = math.ceil(delay / period - 1e-9)
@@ -144,7 +146,10 @@ def credits_for(shape: PipelineShape, times: JobTimes) -> int:
 
 
 def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[SchedulingPolicy]:
-    """What `message` chooses from within room for so many activations; fixed orders first."""
+    """Return the policies that `message` chooses from, with at most `room` activations.
+
+    Fixed schedules come first.
+    """
     S = shape.stages
     M = shape.micro_batches
     V = shape.chunks
@@ -163,10 +168,11 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
     ]
     enough = credits_for(shape, times)
     levels = [enough + S // 2, enough, S * V, 2 * enough, M * V]
+    # A large step leaves time for few simulations.
     large = S * V * M > JOB_BUDGET // 16
     rows = [(min(room, n),) * S for n in levels[: 1 if large else None]]
     if not large:
-        # A later stage is the sooner reached by gradients; keeping less there costs nothing.
+        # Gradients reach later stages sooner, so holding fewer activations there costs nothing.
         taper = (enough - 1) / S
         rows.append(tuple(min(room, max(V, enough - int(taper * s))) for s in range(S)))
     priorities: tuple[Priority, ...] = ("backward", "first")
@@ -180,11 +186,12 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
 def _fastest_policy(
     shape: PipelineShape, times: JobTimes, room: int, seeds: int
 ) -> SchedulingPolicy:
-    """The fastest candidate; of equally fast ones that which keeps the fewest activations."""
+    """Return the fastest candidate; of equally fast ones the one with the fewest activations."""
     options = [PolicyCandidate(policy) for policy in list_candidates(shape, times, room)]
     trials = PolicyTrials(shape, times)
     if not times.jitter:
         return trials.best_candidate(options, [0], margin=1e-12).policy
+    # Half of the budget is for the choice, half for its test.
     affordable = JOB_BUDGET // (2 * shape.stages * shape.num_jobs)
     numbers = count(FIRST_SEED)
     look = [next(numbers) for _ in range(max(1, min(seeds // 8, affordable // len(options))))]
@@ -192,7 +199,7 @@ def _fastest_policy(
     usual = options[0]
     if pick is usual or not isinstance(usual.policy, FixedSchedule):
         return pick.policy
-    # Luck that made the pick must not judge it.
+    # Test the choice with seeds that it was not made with (selection bias).
     proof = [next(numbers) for _ in range(max(4, min(seeds, affordable // 2)))]
     gains = [(trials.step_seconds(usual, seed) - trials.step_seconds(pick, seed)) for seed in proof]
     # Two standard errors, and more for few steps, whose spread is itself uncertain.
@@ -204,14 +211,14 @@ def _fastest_policy(
 
 @dataclass(eq=False)
 class PolicyCandidate:
-    """A candidate and the most it was seen to keep: on one stage, and on all together."""
+    """A policy and its peak activations so far: on one stage, and summed over stages."""
 
     policy: SchedulingPolicy
     peak_activations: tuple[int, int] = (0, 0)
 
 
 class PolicyTrials:
-    """Plays candidates with the same luck."""
+    """Simulates candidates with the same random times."""
 
     def __init__(self, shape: PipelineShape, times: JobTimes) -> None:
         self.shape = shape
@@ -219,7 +226,7 @@ class PolicyTrials:
         self.job_seconds: dict[tuple[bool, int], JobSeconds] = {}
 
     def step_seconds(self, option: PolicyCandidate, seed: int) -> float:
-        """Of a step with this luck."""
+        """Return the seconds of a step with this seed."""
         policy = option.policy
         shape = replace(self.shape, split_backward=policy.split_backward)
         key = policy.split_backward, seed
@@ -235,7 +242,7 @@ class PolicyTrials:
     def best_candidate(
         self, options: Sequence[PolicyCandidate], seeds: Sequence[int], *, margin: float
     ) -> PolicyCandidate:
-        """The one that keeps least of those whose mean is within the margin of the fastest."""
+        """Return the one that holds least of those whose mean is within `margin` of the fastest."""
         means = [fmean(self.step_seconds(option, seed) for seed in seeds) for option in options]
         enough = min(means) * (1 + margin)
         good = [o for o, mean in zip(options, means, strict=True) if mean <= enough]

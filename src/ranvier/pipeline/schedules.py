@@ -1,7 +1,7 @@
-"""Orders: the schedules of the literature as fixed orders of jobs.
+"""Schedules of the literature, as fixed orders of jobs.
 
 GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, 2021), its interleaved form over chunks
-(Narayanan et al. 2021) and the zero-bubble order that keeps no more than 1F1B (ZB-H1, Qi et al.
+(Narayanan et al. 2021) and the zero-bubble schedule with the memory of 1F1B (ZB-H1, Qi et al.
 2024). Each is a closed form of stage and shape, for any number of micro-batches.
 """
 
@@ -15,7 +15,7 @@ from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape
 
 
 def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
-    """All forwards, chunk after chunk, then all backwards; keeps every activation."""
+    """Return all forwards, chunk after chunk, then all backwards; holds every activation."""
     micros = range(shape.micro_batches)
     chunks = range(shape.chunks)
     jobs = [Job("F", m, c) for c in chunks for m in micros]
@@ -24,7 +24,7 @@ def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Forwards until the first gradient can be there, then backward and forward in turn."""
+    """Return warm-up forwards until the first gradient can arrive, then 1F1B, then backwards."""
     if shape.chunks > 1:
         raise PlanError(
             f"1f1b has chunks={shape.chunks}. It knows one chunk per stage. "
@@ -33,12 +33,13 @@ def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
     micros = range(shape.micro_batches)
     forwards = [Job("F", m) for m in micros]
     backwards = [Job("B", m) for m in micros]
+    # The number of warm-up forwards: the distance to the last stage.
     lead = [shape.stages - s - 1 for s in range(shape.stages)]
     return FixedSchedule("1f1b", tuple(_alternate_jobs(forwards, backwards, n) for n in lead))
 
 
 def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
-    """1F1B over chunks: a stage does `stages` micro-batches of a chunk, then of the next one.
+    """Return 1F1B over chunks: `stages` micro-batches of a chunk, then of the next chunk.
 
     Bubble `(stages - 1)(f + b) / chunks` if stages divide the micro-batches.
     """
@@ -47,8 +48,8 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
     V = shape.chunks
     if V == 1:
         return replace(one_f_one_b_schedule(shape), name="interleaved")
-    # The last group is filled up and then left out: jobs need only jobs of their own micro-batch,
-    # so what is left of an order that can be played can be played.
+    # The last group of micro-batches is padded to `stages` and the padding dropped at the end: jobs
+    # depend only on jobs of their own micro-batch, so the remaining order is still valid.
     turns = [(k // (S * V) * S + k % S, k // S % V) for k in range(-(-M // S) * S * V)]
     forwards = [Job("F", m, c) for m, c in turns]
     backwards = [Job("B", m, V - 1 - c) for m, c in turns]
@@ -57,10 +58,11 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
-    """1F1B (interleaved, with chunks) whose weight gradients come later the later the stage.
+    """Return 1F1B (interleaved, with chunks) with weight gradients delayed more on later stages.
 
-    Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and as many micro-batches as stages
-    or more. Later stages keep fewer activations, so they can wait: none keeps more than the first.
+    Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and at least as many micro-batches
+    as stages. Later stages hold fewer activations, so they can delay: none holds more than the
+    first.
     """
     lag = 1 if shape.chunks == 1 else 2
     rows = (
@@ -70,7 +72,7 @@ def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
-    """Most activations that each stage keeps at a time, which no times can change."""
+    """Return the maximum number of activations held by each stage, whatever the job times."""
     last = "W" if order.split_backward else "B"
     found = []
     for row in order.jobs:
@@ -85,7 +87,7 @@ def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
 def _alternate_jobs(
     forwards: Sequence[Job], backwards: Sequence[Job], lead: int
 ) -> tuple[Job, ...]:
-    """`lead` forwards, then forward and backward in turn, then the backwards left."""
+    """Return `lead` forwards, then forward and backward alternating, then the other backwards."""
     lead = min(lead, len(forwards))
     jobs = list(forwards[:lead])
     for forward, backward in zip(forwards[lead:], backwards, strict=False):
@@ -94,7 +96,7 @@ def _alternate_jobs(
 
 
 def _delay_weight_grads(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
-    """The same jobs, and after each backward the weight gradients of the `lag`-th before it."""
+    """Insert after each backward the weight gradients of the `lag`-th backward before it."""
     weights = [Job("W", job.micro, job.chunk) for job in jobs if job.kind == "B"]
     row = []
     seen = 0

@@ -1,10 +1,10 @@
-"""Simulator: plays a step of the pipeline on a clock of its own.
+"""Discrete-event simulator of a pipeline step.
 
-A stage does one job at a time; the message that a job sends reaches the neighbour `link` seconds
-after the job's end and waits there until the policy takes it. Links do not disturb one another and
-sending costs no time of the stage. Chance (`jitter`) depends on seed, stage and job only, so that
-policies are compared under the same luck. All that happens at one moment is taken in before any
-stage chooses. Not handled: bandwidth that messages share, and work outside the jobs (optimizer).
+A stage runs one job at a time; the message that a job sends reaches the neighbour `link` seconds
+after the job's end and is queued there until the policy takes it. Links do not interfere and
+sending takes no time of the stage. Jitter depends on seed, stage and job only, so that policies are
+compared with the same random times. All events of one time are processed before any stage chooses.
+Not handled: bandwidth that messages share, and work outside the jobs (optimizer).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ranvier.pipeline.policy import (
 
 WaitCause = Literal["activation", "gradient", "credit", "order", "end"]
 JobSeconds = list[list[list[float]]]
-"""Seconds of each job: by stage, by place of kind and chunk, by micro-batch."""
+"""Seconds of each job: by stage, by kind and chunk (`kind_offset + chunk`), by micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class JobTimes:
     """Seconds of each job of a step."""
 
     forward: tuple[float, ...]
-    """Of each virtual stage."""
+    """Forward pass of each virtual stage."""
     backward: tuple[float, ...]
-    """Of each virtual stage, without what `weight` counts."""
+    """Backward pass of each virtual stage, without `weight`."""
     weight: tuple[float, ...] = ()
-    """Weight gradients of each virtual stage; without split they are done in backward."""
+    """Weight gradients of each virtual stage; part of backward unless it is split."""
     link: float | tuple[float, ...] = 0.0
-    """From the end of a job until its message has arrived; or one for each pair of neighbours."""
+    """From the end of a job until its message has arrived; or one value per pair of neighbours."""
     jitter: float = 0.0
     """Sigma of a lognormal factor of mean 1 on every job."""
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """Factor on all jobs of a stage."""
 
     def problems(self, shape: PipelineShape) -> list[str]:
-        """What does not fit the shape."""
+        """Return what does not match the shape, as error messages."""
         size = shape.stages * shape.chunks
         given = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         wanted = {name: size for name, values in given.items() if name != "weight" or values}
@@ -70,7 +70,7 @@ class JobTimes:
 def even_times(
     shape: PipelineShape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
 ) -> JobTimes:
-    """Equal times; those given are of a stage, all its chunks together."""
+    """Return equal times for all stages; the given ones are per stage, all chunks together."""
     size = shape.stages * shape.chunks
     chunks = shape.chunks
     return JobTimes(
@@ -94,24 +94,24 @@ class JobSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step that was played."""
+    """A simulated step."""
 
     shape: PipelineShape
     spans: tuple[JobSpan, ...]
-    """In the order of their start."""
+    """Jobs in the order of their start."""
     seconds: float
-    """Of the whole step."""
+    """Duration of the step."""
     busy_seconds: tuple[float, ...]
     """Seconds that each stage computes."""
     peak_activations: tuple[int, ...]
-    """Most activations that each stage keeps at a time; a chunk's counts as one."""
+    """Maximum number of activations that each stage holds; each chunk's counts as one."""
     wait_seconds: tuple[dict[WaitCause, float], ...]
-    """Seconds that each stage waits, by what for: with nothing to do for an activation or a
-    gradient; with work that it may not begin yet for credit or the order; then for the end."""
+    """Seconds that each stage waits, by cause: for an activation or a gradient if no job is ready,
+    for credit or the order if a ready job may not start yet, and for the end of the step."""
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of time without computing: `1 - busy / (stages · seconds)`."""
+        """Fraction of time without compute: `1 - busy / (stages · seconds)`."""
         total = self.shape.stages * self.seconds
         if total:
             return 1 - sum(self.busy_seconds) / total
@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def one_f_one_b_peaks(self) -> tuple[int, ...]:
-        """Activations that 1F1B keeps: `min(micro_batches, stages - index)`."""
+        """Activations that 1F1B holds: `min(micro_batches, stages - index)`."""
         shape = self.shape
         return tuple(min(shape.micro_batches, shape.stages - s) for s in range(shape.stages))
 
@@ -127,7 +127,7 @@ class Timeline:
 def simulate_step(
     shape: PipelineShape, policy: SchedulingPolicy, times: JobTimes, seed: int = 0
 ) -> Timeline:
-    """The step as the policy plays it; whether backward is split is the policy's to say."""
+    """Simulate a step under a policy, which also decides whether backward is split."""
     shape = replace(shape, split_backward=policy.split_backward)
     play = Simulation(
         shape, policy, draw_job_seconds(shape, times, seed), link_seconds(shape, times)
@@ -157,12 +157,13 @@ def replay_choices(
     arrivals: Sequence[Job],
     known: Sequence[int],
 ) -> list[Job | None]:
-    """What the policy chooses on one stage for messages that come when they did in a real step.
+    """Return the choices of the policy on one stage for the message arrivals of a real step.
 
-    arrivals: the job that each message is for, as they came. known: how many had come at each
-    choice. A choice is None where the policy would wait.
+    arrivals: the job that each message is for, in order of arrival. known: number of messages that
+    had arrived at each choice. A choice is None where the policy would wait.
     """
     shape = replace(shape, split_backward=policy.split_backward)
+    # Durations do not matter here: only the order of arrivals does.
     zeros = [[[0.0] * shape.micro_batches] * shape.chunks * len(shape.job_kinds)] * shape.stages
     play = Simulation(shape, policy, zeros, [0.0] * shape.stages * shape.chunks)
     if stage == 0:
@@ -184,7 +185,7 @@ def replay_choices(
 
 
 def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> JobSeconds:
-    """Seconds of every job; the same whatever policy plays them, but for what split tells apart."""
+    """Return the seconds of every job, which are the same for all policies with the same split."""
     if problems := times.problems(shape):
         raise PlanError(problems)
     weight = times.weight or (0.0,) * len(times.forward)
@@ -195,7 +196,7 @@ def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> Jo
     table: JobSeconds = []
     for stage in range(shape.stages):
         factor = times.stragglers.get(stage, 1.0)
-        # Whole numbers only: hashes of anything else differ between processes.
+        # Seed with an integer: hashes of other types differ between processes.
         chance = random.Random((seed << 16) + stage)
         rows: list[list[float]] = []
         for kind in kinds:
@@ -207,9 +208,10 @@ def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> Jo
 
 
 def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Random) -> list[float]:
-    """Times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
+    """Return times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
     if not sigma:
         return [base] * count
+    # Local names for speed: this is the inner loop of a policy search.
     gauss = chance.gauss
     exp = math.exp
     middle = -sigma * sigma / 2
@@ -217,7 +219,7 @@ def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Rand
 
 
 def link_seconds(shape: PipelineShape, times: JobTimes) -> list[float]:
-    """Seconds from each virtual stage to the next; none where both are on one stage."""
+    """Return the seconds from each virtual stage to the next; 0 if both are on one stage."""
     size = shape.stages * shape.chunks
     if shape.stages == 1:
         return [0.0] * size
@@ -227,7 +229,7 @@ def link_seconds(shape: PipelineShape, times: JobTimes) -> list[float]:
 
 
 class Simulation:
-    """A step in progress."""
+    """State of a simulated step."""
 
     def __init__(
         self,
@@ -248,12 +250,14 @@ class Simulation:
         else:
             self.refusal_cause = "order"
         self.kind_offset: dict[JobKind, int] = {"F": 0, "B": chunks, "W": 2 * chunks}
-        # One object for each job, shared by all stages: events carry references to them.
+        # One object per job, shared by all stages: events hold references to them.
         self.jobs = [
             [Job(kind, micro, chunk) for micro in range(micros)]
             for kind in shape.job_kinds
             for chunk in range(chunks)
         ]
+        # A heap of (time, sequence number, stage, job, ended). The number keeps the order of events
+        # of one time; `ended` tells the end of a job from the arrival of its input.
         self.events: list[tuple[float, int, int, Job, bool]] = []
         self.event_count = 0
         self.progress = [StageProgress(shape, stage) for stage in range(stages)]
@@ -269,7 +273,8 @@ class Simulation:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Play to the end; a PlanError says who waits for what if there is none."""
+        """Run to the end; raises a PlanError that names the waiting stage on a deadlock."""
+        # The inputs of the model are all there: stage 0 can start with F(0).
         self.arrived[0][0] = self.shape.micro_batches
         self.ready[0].append(self.jobs[0][0])
         self._start_job(0, 0.0)
@@ -279,6 +284,7 @@ class Simulation:
         while events:
             time = events[0][0]
             touched.clear()
+            # Process all events of this time before any stage chooses.
             while events and events[0][0] == time:
                 _, _, stage, job, ended = heappop(events)
                 if ended:
@@ -295,7 +301,7 @@ class Simulation:
                 raise PlanError(self._describe_deadlock(progress))
 
     def _start_job(self, stage: int, time: float) -> None:
-        """Begin what the policy chooses, if anything."""
+        """Start the job that the policy chooses, if any."""
         ready = self.ready[stage]
         if not ready:
             return
@@ -316,7 +322,7 @@ class Simulation:
         self._push_event(stop, stage, job, True)
 
     def _record_wait(self, stage: int, time: float) -> None:
-        """Account for the time since the stage was free; what came first is what it waited for."""
+        """Account for the idle time of a stage; the job that became ready first is the cause."""
         if self.ready[stage][0].kind == "F":
             cause: WaitCause = "activation"
         else:
@@ -328,7 +334,7 @@ class Simulation:
         self.free_since[stage] = time
 
     def _end_job(self, stage: int, job: Job, time: float) -> None:
-        """Take note of a job's end: send its message, make ready what it held up."""
+        """Finish a job: send its message, and make the jobs ready that waited for it."""
         shape = self.shape
         kind, micro, chunk = job
         self.is_working[stage] = self.was_refused[stage] = False
@@ -336,6 +342,7 @@ class Simulation:
         self.progress[stage].finish_job(job)
         virtual = chunk * shape.stages + stage
         if kind == "F":
+            # From the last stage an activation goes to the next chunk of the first one.
             if virtual + 1 < shape.stages * shape.chunks:
                 after = self.jobs[chunk + (stage + 1 == shape.stages)][micro]
                 to = (stage + 1) % shape.stages
@@ -349,6 +356,7 @@ class Simulation:
                 self._push_event(time + self.link_seconds[virtual - 1], to, before, False)
             if shape.split_backward:
                 self._accept_input(stage, self.jobs[2 * shape.chunks + chunk][micro])
+        # Weight gradients are the last to read the activation.
         if kind == ("W" if shape.split_backward else "B"):
             self.held_activations[stage] -= 1
         place = self.kind_offset[kind] + chunk
@@ -356,7 +364,7 @@ class Simulation:
             self.ready[stage].append(self.jobs[place][micro + 1])
 
     def _accept_input(self, stage: int, job: Job) -> None:
-        """Take in the input of a job, which is ready if those before it are done."""
+        """Accept the input of a job, which becomes ready if the jobs before it are done."""
         arrived = self.arrived[stage]
         place = self.kind_offset[job.kind] + job.chunk
         assert arrived[place] == job.micro, (stage, job, arrived)

@@ -1,7 +1,7 @@
-"""Stage: of a model whose layers are on the grid, only the parts of this rank's stage stay.
+"""Stage: removes the layers of other pipeline stages from a parallelized model.
 
-All ranks swap the layers of the whole model first, without values: so all of them make the same
-groups in the same order, and weights bear the names they have in the whole model, tied ones too.
+All ranks first replace the layers of the whole model, without values: so all of them create the
+same groups in the same order, and weights keep their names of the whole model, tied ones too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ranvier.pipeline.partition import (
 from ranvier.pipeline.traffic import BACKWARD, FORWARD, channel_links
 
 VOCAB_LAYERS = ("embed", "head")
-"""Layers that all stages have, if the vocabulary is spread."""
+"""Layers that all stages have if the vocabulary is sharded over pipe."""
 
 
 def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
-    """Make the groups that several stages share, before stages go ways of their own.
+    """Create the groups that several stages share, before the programs of stages diverge.
 
-    Communicates: the making of groups.
+    Communicates: creation of groups.
     """
     if grid.degrees["pipe"] == 1:
         return
@@ -55,9 +55,9 @@ def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
 def build_stage(
     model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer], how: PipelineConfig
 ) -> ModelStage:
-    """My stage; layers and weights of others are gone from the model and the site.
+    """Return this rank's stage; removes layers and weights of other stages from model and site.
 
-    Communicates: the making of groups.
+    Communicates: creation of groups.
     """
     grid = site.grid
     count = grid.degrees["pipe"]
@@ -67,7 +67,9 @@ def build_stage(
         )
     if count == 1:
         return ModelStage(run_parts=lambda x, parts, **inputs: model(**inputs))
-    for weight in site.weights.values():  # by all ranks, as long as they do the same
+    # All ranks create the groups of all weights, as long as their programs are the same: c10d needs
+    # equal numbers of groups on the members of later ones.
+    for weight in site.weights.values():
         grid.axis(share=replicas_per_axis(weight, site.bucket_scheduler))
     parts = part_layer_names(model)
     if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
@@ -80,12 +82,15 @@ def build_stage(
     )
     bounds = [*stage.stage_starts, len(parts)]
     everywhere = VOCAB_LAYERS if how.vocab_over_pipe else ()
-    owner = {  # stage of each layer
+    # Stage of each layer; layers that all stages have count as this stage's.
+    owner = {
         name: stage.index if name in everywhere else v % count
         for v in range(len(stage.stage_starts))
         for names in parts[bounds[v] : bounds[v + 1]]
         for name in names
     }
+    # Drop weights of other stages. A tied weight is used on several stages, which sum its gradient;
+    # all ranks ask for its axis, also those of other stages (see `Grid.axis_subset`).
     paths = {id(module): path for path, module in model.named_modules()}
     for name, weight in list(site.weights.items()):
         stages = [_stage_of_module(paths[id(module)], owner) for module, _ in weight.owners]
@@ -111,13 +116,13 @@ def build_stage(
 
 
 def _has_layer(model: nn.Module, name: str) -> bool:
-    """Whether a model has a layer of a name; some are optional."""
+    """Whether a model has a layer of this name; some are optional."""
     parent, _, attribute = name.rpartition(".")
     return isinstance(getattr(model.get_submodule(parent), attribute, None), nn.Module)
 
 
 def _stage_of_module(path: str, owner: Mapping[str, int]) -> int:
-    """The stage of a module: that of the layer around it."""
+    """Return the stage of a module: that of its enclosing layer."""
     while path and path not in owner:
         path = path.rpartition(".")[0]
     return owner[path]
@@ -129,7 +134,7 @@ def _part_flops(
     grid: Grid,
     how: PipelineConfig,
 ) -> list[float]:
-    """Work of each part on a sample, as its layers tell it; a part without any has a little."""
+    """Return the FLOPs of each part per sample, by its layers; a part without any has a little."""
     samples = grid.degrees["row"] * grid.degrees["col"]
     flow = ActivationShape(samples, how.seq, itemsize=2, statistics_itemsize=4)
     work = []
@@ -140,6 +145,7 @@ def _part_flops(
             if any(f"{path}.".startswith(f"{name}.") for name in names)
         )
         work.append(1.0 + sum(leaf.flops(flow) for leaf in inside))
-    if how.vocab_over_pipe:  # the head is no matter of the last stage alone
+    # The head is spread over all stages and not the work of the last one alone.
+    if how.vocab_over_pipe:
         work[-1] = 1.0
     return work

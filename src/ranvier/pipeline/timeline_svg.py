@@ -1,9 +1,9 @@
-"""Draw: steps of a pipeline as SVG, as a trace for Perfetto, and as a table.
+"""Timelines of pipeline steps as SVG, as a trace for Perfetto, and as a table.
 
-A step that was simulated and one that was run are drawn alike, one above the other on one axis of
-time: a row for each stage, a box for each job, nothing where a stage waits. The SVG carries classes
-only, as the plots of a report do; chunks are shades. A step of very many jobs is drawn in cells of
-equal time, each filled as far as the stage worked in it, so that the file stays small.
+Simulated and real steps are drawn alike, one above the other on a common time axis: a row per
+stage, a box per job, nothing where a stage waits. The SVG only uses CSS classes, as the plots of a
+report do; chunks are shades. A step of very many jobs is drawn in cells of equal time, each filled
+by the fraction in which the stage worked, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ranvier.pipeline.simulator import Timeline
 
 JOB_NAMES = {"F": "forward", "B": "backward", "W": "weights"}
 WAIT_CAUSES = ("activation", "gradient", "credit", "order", "end", "other")
-"""What a stage can wait for; other: what a real run does between its jobs."""
+"""What a stage can wait for; other: time of a real run between its jobs."""
 RECORDED_CAUSES = ("activation", "gradient", "credit", "order")
-"""Waits that a real run notes."""
+"""Waits that a real run records."""
 JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1"}
-"""Classes of the plots."""
+"""CSS classes of the jobs."""
 MAX_BOXES = 5_000
 MAX_CELLS = 12_000
-"""Most boxes with words of their own; most cells of a step that has more."""
+"""Maximum number of boxes with tooltips; maximum number of cells of steps that have more jobs."""
 WIDTH = 1000
 LEFT = 64
 RIGHT = 16
@@ -37,10 +37,10 @@ LIGHTEST_OPACITY = 0.45
 
 
 class TimelineBar(NamedTuple):
-    """A job or a wait of a stage, and when."""
+    """A job or a wait of a stage, with its times."""
 
     kind: str
-    """F, B, W, or what was waited for."""
+    """F, B, W, or the cause of a wait."""
     micro: int
     chunk: int
     start: float
@@ -49,15 +49,15 @@ class TimelineBar(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLane:
-    """A stage in a step."""
+    """The jobs and waits of one stage."""
 
     jobs: tuple[TimelineBar, ...]
     wait_seconds: Mapping[str, float]
-    """Seconds by what was waited for."""
+    """Seconds waited, by cause."""
     peak_activations: int
-    """Most activations kept at a time; a chunk's counts as one."""
+    """Maximum number of activations held; each chunk's counts as one."""
     wait_bars: tuple[TimelineBar, ...] = ()
-    """When it waited, where that is known."""
+    """The waits with their times, if known."""
 
     @property
     def busy_seconds(self) -> float:
@@ -75,11 +75,11 @@ class TimelineChart:
     chunks: int
     lanes: tuple[StageLane, ...]
     unit: str = "s"
-    """Of times: s, or in words what counts as 1."""
+    """Unit of times: s, or the name of what counts as 1."""
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of time without computing."""
+        """Fraction of time without compute."""
         total = self.seconds * len(self.lanes)
         if total:
             return max(0.0, 1 - sum(lane.busy_seconds for lane in self.lanes) / total)
@@ -87,7 +87,7 @@ class TimelineChart:
 
     @property
     def one_f_one_b_peaks(self) -> tuple[int, ...]:
-        """Activations that 1F1B keeps: `min(micro_batches, stages - index)`."""
+        """Activations that 1F1B holds: `min(micro_batches, stages - index)`."""
         stages = len(self.lanes)
         return tuple(min(self.micro_batches, stages - s) for s in range(stages))
 
@@ -101,7 +101,7 @@ class TimelineChart:
 
 
 def chart_of_simulation(name: str, timeline: Timeline, *, unit: str = "s") -> TimelineChart:
-    """The picture of a step that was simulated."""
+    """Return the chart of a simulated step."""
     shape = timeline.shape
     bars: list[list[TimelineBar]] = [[] for _ in range(shape.stages)]
     for stage, kind, micro, chunk, start, stop in timeline.spans:
@@ -115,7 +115,8 @@ def chart_of_simulation(name: str, timeline: Timeline, *, unit: str = "s") -> Ti
 
 
 def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
-    """The picture of a step of a real run, from what its timeline.json holds."""
+    """Return the chart of a step of a real run, from its timeline.json."""
+    # The file may be damaged or edited, so every value is checked.
     try:
         rows = [[TimelineBar(*entry) for entry in stage] for stage in table["stages"]]
         micro_batches = int(table["micro_batches"])
@@ -136,14 +137,14 @@ def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
 
 
 def _is_valid_bar(bar: TimelineBar, chunks: int) -> bool:
-    """Whether the values of a bar that was read can be true."""
+    """Whether the values of a bar that was read are valid."""
     whole = type(bar.micro) is int and type(bar.chunk) is int and 0 <= bar.chunk < chunks
     known = bar.kind in JOB_NAMES or bar.kind in RECORDED_CAUSES
     return known and whole and 0.0 <= float(bar.start) <= float(bar.stop) < math.inf
 
 
 def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
-    """A stage of a real run: what it kept and waited for follows from what it did."""
+    """Return the lane of a real stage; activations held and waits are derived from its jobs."""
     jobs = tuple(sorted((bar for bar in bars if bar.kind in JOB_NAMES), key=lambda bar: bar.start))
     pauses = tuple(bar for bar in bars if bar.kind not in JOB_NAMES)
     if any(bar.kind == "W" for bar in jobs):
@@ -166,7 +167,7 @@ def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
 
 
 def format_time(value: float, unit: str = "s") -> str:
-    """A time as text."""
+    """Format a time with its unit."""
     if unit != "s":
         return f"{value:.4g} {unit}".strip()
     if not value:
@@ -182,7 +183,7 @@ def format_time(value: float, unit: str = "s") -> str:
 
 
 def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: what each stage did, waited for and kept."""
+    """Return head and rows of a table: busy and waiting times and activations of each stage."""
     used = [
         cause for cause in WAIT_CAUSES if any(cause in lane.wait_seconds for lane in picture.lanes)
     ]
@@ -198,7 +199,7 @@ def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
 
 
 def _format_share(time: float, picture: TimelineChart) -> str:
-    """A time and its share of the step."""
+    """Format a time and its fraction of the step."""
     if not time:
         return "–"
     size = "s" if picture.unit == "s" else ""
@@ -206,7 +207,7 @@ def _format_share(time: float, picture: TimelineChart) -> str:
 
 
 def text_table(picture: TimelineChart) -> str:
-    """As text: busy, waits by what for, and the activations kept beside those of 1F1B."""
+    """Return the table as text: busy time, waits by cause, activations and those of 1F1B."""
     head, rows = table_cells(picture)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
@@ -220,7 +221,7 @@ def text_table(picture: TimelineChart) -> str:
 
 
 def chrome_trace(pictures: Sequence[TimelineChart]) -> dict[str, Any]:
-    """A trace for Perfetto or Chrome: a process for each step, a thread for each stage."""
+    """Return a trace for Perfetto or Chrome: a process per step, a thread per stage."""
     events: list[dict[str, Any]] = []
     for number, picture in enumerate(pictures):
         events.append(_metadata_event("process_name", number, 0, picture.caption))
@@ -238,6 +239,7 @@ def chrome_trace(pictures: Sequence[TimelineChart]) -> dict[str, Any]:
                         "ph": "X",
                         "pid": number,
                         "tid": stage,
+                        # Times of the format are microseconds.
                         "ts": round(bar.start * 1e6, 3),
                         "dur": round((bar.stop - bar.start) * 1e6, 3),
                         "args": {"micro": bar.micro, "chunk": bar.chunk},
@@ -254,12 +256,13 @@ def _metadata_event(what: str, process: int, thread: int, name: str) -> dict[str
 
 
 def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") -> str:
-    """Steps one above the other on a common axis of time."""
+    """Draw steps one above the other on a common time axis."""
     rows = sum(len(picture.lanes) for picture in pictures)
     jobs = sum(len(lane.jobs) for picture in pictures for lane in picture.lanes)
     high = min(22.0, max(5.0, 600 / max(rows, 1)))
     longest = max((picture.seconds for picture in pictures), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest
+    # 0: one box per job; else the number of cells per row, at most one per pixel.
     if jobs <= MAX_BOXES:
         count = 0
     else:
@@ -288,12 +291,12 @@ def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") 
 
 
 def _escape_xml(text: str) -> str:
-    """Text inside XML."""
+    """Escape text for XML; control characters, which XML forbids, are replaced."""
     return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
 def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str]:
-    """Which colour is which job."""
+    """Draw the legend: the colour of each kind of job."""
     used = {bar.kind for picture in pictures for lane in picture.lanes for bar in lane.jobs}
     out = []
     x = 8.0
@@ -315,7 +318,7 @@ def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str
 
 
 def _stage_labels(stages: int, y: float, high: float) -> Iterator[str]:
-    """Numbers of the stages, as many as there is room for, and a line below each."""
+    """Draw the numbers of the stages, as many as fit, and a line below each."""
     stride = math.ceil(14 / high)
     for stage in range(stages):
         low = y + (stage + 1) * high
@@ -327,12 +330,13 @@ def _stage_labels(stages: int, y: float, high: float) -> Iterator[str]:
 
 
 def _chunk_opacity(chunk: int, chunks: int) -> float:
-    """The shade of a chunk."""
+    """Return the opacity of a chunk: later ones are lighter."""
     return 1 - (1 - LIGHTEST_OPACITY) * chunk / max(chunks - 1, 2)
 
 
 def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> Iterator[str]:
-    """A box for each job, and its number where that fits."""
+    """Draw a box per job, with the number of its micro-batch where it fits."""
+    # Boxes of a kind and chunk share one group, which carries class and opacity.
     groups: dict[tuple[str, int], list[str]] = defaultdict(list)
     texts: dict[str, list[str]] = defaultdict(list)
     for stage, lane in enumerate(picture.lanes):
@@ -355,12 +359,13 @@ def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> 
     for (kind, chunk), rects in groups.items():
         shade = _chunk_opacity(chunk, picture.chunks)
         yield f'<g class="{JOB_CLASSES[kind]}" fill-opacity="{shade:.2g}">{"".join(rects)}</g>'
+    # Numbers come after all boxes, so that none covers them.
     for texts_of in texts.values():
         yield f'<g class="middle" pointer-events="none">{"".join(texts_of)}</g>'
 
 
 def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
-    """A job in words."""
+    """Return the tooltip of a job."""
     unit = "s" if picture.unit == "s" else ""
     if picture.chunks > 1:
         chunk = f", chunk {bar.chunk}"
@@ -374,10 +379,11 @@ def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
 def _draw_cells(
     picture: TimelineChart, y: float, high: float, scale: float, cell: float
 ) -> Iterator[str]:
-    """A row of cells of equal time for each stage, filled by kind as far as the stage worked."""
+    """Draw a row of cells of equal time per stage, filled by the fraction of each kind of job."""
     wide = cell * scale
     for stage, lane in enumerate(picture.lanes):
         shares: dict[str, dict[int, float]] = {kind: defaultdict(float) for kind in JOB_NAMES}
+        # Distribute the time of each job over the cells that it overlaps.
         for bar in lane.jobs:
             place = int(bar.start / cell)
             while place * cell < bar.stop:
@@ -386,6 +392,7 @@ def _draw_cells(
                 place += 1
         bottom = y + (stage + 1) * high - 0.5
         filled = dict[int, float]()
+        # Stack the kinds in each cell from the bottom.
         for kind, row in shares.items():
             path = []
             for place, share in sorted(row.items()):
@@ -401,7 +408,8 @@ def _draw_cells(
 
 
 def _draw_time_axis(y: float, scale: float, longest: float, unit: str) -> Iterator[str]:
-    """The axis of time, with five or so round times."""
+    """Draw the time axis with about five round times."""
+    # The smallest of 1, 2, 5 or 10 times a power of ten that gives at most five intervals.
     power = 10.0 ** math.floor(math.log10(longest / 5))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= longest / 5 * (1 - 1e-9))
     yield f'<path class="axis" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>'

@@ -1,4 +1,4 @@
-"""Messages: what the stages of a pipeline send each other in a step, in closed form; no torch."""
+"""Messages between pipeline stages in a step, in closed form; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ EMBEDDING_ROWS = "rows"
 HEAD_INPUT = "final"
 HEAD_GRAD_PART = "part"
 EMBEDDING_GRAD = "return"
-"""Of a spread vocabulary: looked-up rows, what the head gets, parts of its gradient, that of the
-embedding."""
+"""Messages of a vocabulary spread over the stages: looked-up embedding rows, the input of the head,
+each stage's part of the gradient of that input, and the gradient of the embedding rows."""
 MESSAGE_KINDS = (FORWARD, BACKWARD, EMBEDDING_ROWS, HEAD_INPUT, HEAD_GRAD_PART, EMBEDDING_GRAD)
 """All kinds of messages."""
 STAGE_AXES = ("expert", "context", "depth", "row", "col")
 """Axes whose ranks share collectives inside a stage."""
 ORDER_NUMBERS = 17
-"""Of what the first rank of a stage tells the others to do next: a job, or a transfer."""
+"""Length of an order: opcode, four arguments and the `HEADER_NUMBERS` of a form (`comm.p2p`)."""
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage among others."""
+    """Position of a stage in the pipeline."""
 
     index: int
     num_stages: int
@@ -43,7 +43,7 @@ class StageSpec:
 
 
 def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
-    """Messages of a micro-batch, of `size` bytes each."""
+    """Return the messages of one micro-batch, of `size` bytes each."""
     found = list[Event]()
     if seat.num_stages == 1:
         return found
@@ -58,6 +58,8 @@ def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
         if not seat.is_last_chunk(chunk):
             add("send", FORWARD)
             add("receive", BACKWARD)
+    # The first stage collects the rows of all others and returns their gradient; the last stage
+    # sends the input of the head to all others and collects their parts of its gradient.
     if seat.vocab_over_pipe:
         others = seat.num_stages - 1
         first = seat.index == 0
@@ -76,9 +78,10 @@ def message_bytes(ground: LayoutContext, flow: ActivationShape) -> int:
 
 
 def step_events(seat: StageSpec, inside: tuple[str, ...], wide: int, *, orders: int) -> list[Event]:
-    """Orders inside the stage, if there are any, and the loss of a step."""
+    """Return the orders inside the stage, if there are any, and the broadcast of the loss."""
     if seat.num_stages == 1:
         return []
+    # Orders are int64.
     size = 8 * ORDER_NUMBERS
     told = [Event("broadcast", inside, size, "pipeline.order")] * (orders if inside else 0)
     return [*told, Event("broadcast", ("pipe",), wide, "pipeline.loss")]
@@ -87,12 +90,14 @@ def step_events(seat: StageSpec, inside: tuple[str, ...], wide: int, *, orders: 
 def count_orders(
     seat: StageSpec, micro_batches: int, *, dynamic: bool, split: bool, rendezvous: bool
 ) -> int:
-    """How often the first rank of a stage tells the others what to do in a step.
+    """Return the number of orders that the leader of a stage broadcasts per step.
 
-    rendezvous: the others post transfers when they are told to, and are told when all are posted.
+    rendezvous: there is an order for each transfer, and one when all are posted.
     """
     jobs = (3 if split else 2) * seat.chunks * micro_batches + micro_batches * seat.vocab_over_pipe
     if rendezvous:
+        # The final drain of transfers ends with one order, the drain before the embedding gradients
+        # (not on the first stage, which sends them) with another one.
         transfers = len(micro_batch_events(seat, 0)) * micro_batches
         return jobs + transfers + 1 + (seat.vocab_over_pipe and seat.index > 0)
     if dynamic or seat.vocab_over_pipe:
@@ -101,13 +106,13 @@ def count_orders(
 
 
 def link_channel(count: int, way: str, sender: int, to: int) -> str:
-    """The channel of messages from one of `count` stages to another, over NCCL.
+    """Return the channel of messages from one of `count` stages to another, over NCCL.
 
-    Operations of one communicator run in the order in which each rank posts them. Where messages of
-    a communicator go one way, and the stages that use it form a tree (each with the next one, or
-    all with one of them), ranks cannot wait for each other in a circle whatever that order is. So
-    messages around the ring of chunks, and each kind of a spread vocabulary, have one of their own;
-    of two stages all form a tree.
+    Operations of one communicator run in the order in which each rank posts them. If all messages
+    of a communicator go in one direction and the stages that use it form a tree (a chain, or a star
+    around one stage), ranks cannot wait for each other in a cycle, whatever that order is. So the
+    messages that close the ring of chunks, and each kind of message of a spread vocabulary, have a
+    communicator of their own. Two stages always form a tree.
     """
     direction = "up" if sender < to else "down"
     between = way in (FORWARD, BACKWARD)
@@ -119,17 +124,19 @@ def link_channel(count: int, way: str, sender: int, to: int) -> str:
 
 
 def channel_links(count: int, chunks: int, *, spread: bool) -> dict[str, list[tuple[int, int]]]:
-    """Stages that send to each other, as (from, to), by channel."""
+    """Return the pairs of stages (from, to) that use each channel."""
     last = count - 1
     found = dict[str, dict[tuple[int, int], None]]()
 
     def add(way: str, sender: int, to: int) -> None:
+        # A dict instead of a set keeps the order, which must be the same on all ranks.
         if sender != to:
             found.setdefault(link_channel(count, way, sender, to), {})[sender, to] = None
 
     for stage in range(last):
         add(FORWARD, stage, stage + 1)
         add(BACKWARD, stage + 1, stage)
+    # With several chunks the last stage sends to the first one: the ring closes.
     if chunks > 1:
         add(FORWARD, last, 0)
         add(BACKWARD, 0, last)

@@ -1,12 +1,12 @@
-"""Vocabulary: embedding and head spread over all stages, in the steps of a pipeline.
+"""Vocabulary parallelism over pipeline stages: embedding and head are sharded over all stages.
 
-Every stage holds the rows of V/pipe words. At the start of a step it looks up its rows of all
-micro-batches and sends them to the first stage, which adds them up. What the last stage makes of a
-micro-batch goes to all stages; each computes the loss of its words (three numbers a token are
-summed over the stages) and sends its part of the gradient back. The gradient of the embedding goes
-to all at the end. Work on the head comes before any other: all stages must be there for it.
+Each stage holds the rows of V/pipe words. At the start of a step it looks up its rows for all
+micro-batches and sends them to the first stage, which sums them. The output of the last stage is
+sent to all stages; each computes the loss over its words (three numbers per token are summed over
+the stages) and sends its part of the gradient back. The gradient of the embedding is sent to all
+stages at the end. Head jobs come before all others, as all stages must take part in them.
 
-Not handled: stages do other work while they wait for each other there.
+Not handled: other work while stages wait for each other at the head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class VocabParallel:
-    """The work of one step on the vocabulary."""
+    """Embedding and head of one pipeline step."""
 
     def __init__(self, step: PipelineStep) -> None:
         self.step = step
@@ -36,16 +36,16 @@ class VocabParallel:
         self.num_scored = 0
         """Micro-batches whose loss is computed."""
         self._announced_micro = -1
-        """The last micro-batch for whose loss this stage has said that it is ready."""
+        """The last micro-batch for whose loss this stage has announced itself ready."""
         self.rows: dict[int, Tensor] = {}
-        """My rows of each micro-batch, in the graph."""
+        """This stage's rows of each micro-batch, attached to the autograd graph."""
         self.head_inputs: dict[int, Tensor] = {}
-        """What the head gets, on the last stage."""
+        """Inputs of the head by micro-batch, on the last stage."""
         self.head_input_grads: dict[int, Tensor] = {}
-        """My part of its gradient, on the last stage."""
+        """The last stage's own part of the gradient of the head's input, by micro-batch."""
 
     def announce_messages(self) -> None:
-        """Say which messages will come and be sent."""
+        """Announce to the transport which messages will be received and sent."""
         count = len(self.step.micro_batches)
         transport = self.step.transport
         training = not self.step.shape.forward_only
@@ -72,7 +72,7 @@ class VocabParallel:
             transport.expect_ready(self.other_stages, count)
 
     def look_up_rows(self) -> None:
-        """Look up all rows."""
+        """Look up the rows of all micro-batches and send them to the first stage."""
         for m in range(len(self.step.micro_batches)):
             micro = self.step.begin_micro_batch(m)
             self.rows[m] = self.embed(micro.inputs["tokens"])
@@ -80,7 +80,9 @@ class VocabParallel:
                 self.step.send_to(EMBEDDING_ROWS, 0, self.rows[m].detach(), m)
 
     def sum_embedding_rows(self, m: int) -> Tensor:
-        """The rows of all stages, on the first one."""
+        """Return the sum of the rows of all stages, on the first one."""
+        # A row is zero on all stages but the one that holds its word. The sum is a new leaf of the
+        # graph; `send_embedding_grad` passes its gradient to all stages.
         total = self.rows[m].detach()
         for sender in self.other_stages:
             rows = self.step.take_message(EMBEDDING_ROWS, sender)
@@ -89,24 +91,25 @@ class VocabParallel:
         return total.requires_grad_(not self.step.shape.forward_only)
 
     def has_embedding_rows(self, m: int) -> bool:
-        """Whether the rows of a micro-batch have come."""
+        """Whether the rows of a micro-batch have arrived."""
         return all(self.step.has_arrived(EMBEDDING_ROWS, sender, m) for sender in self.other_stages)
 
     def send_head_input(self, m: int, y: Tensor) -> None:
-        """Tell all stages what the head gets."""
+        """Send the input of the head to all stages."""
         self.head_inputs[m] = y
         for other in self.other_stages:
             self.step.send_to(HEAD_INPUT, other, y, m)
 
     def can_run_head(self) -> bool:
-        """Whether the head can work on the next micro-batch."""
+        """Whether the input of the head for the next micro-batch is there."""
         if self.num_scored == len(self.step.micro_batches):
             return False
         if self.is_last_stage:
             return self.num_scored in self.head_inputs
         chunks = self.step.shape.chunks
         if self.step.progress.count_done("F", chunks - 1) <= self.num_scored:
-            return False  # nor can it have come: it went through here
+            # The input of the head has passed through this stage, so it cannot have arrived yet.
+            return False
         return self.step.has_arrived(
             HEAD_INPUT, self.executor.stage.num_stages - 1, self.num_scored
         )
@@ -114,8 +117,8 @@ class VocabParallel:
     def all_ready(self, transport: RendezvousTransport) -> bool:
         """Whether all stages are ready for the loss of the next micro-batch.
 
-        A stage says so when all its messages have been taken, and sends none until all have said
-        it: whoever waits in a collective of all stages takes none.
+        A stage announces it when all its messages are acknowledged, and sends none until all stages
+        have announced it: a stage that waits in a collective of all stages receives no messages.
         """
         if self._announced_micro < self.num_scored and not transport.has_outgoing:
             transport.announce_ready(self.other_stages, self.num_scored)
@@ -124,13 +127,13 @@ class VocabParallel:
 
     @property
     def has_announced(self) -> bool:
-        """Whether this stage has said that it is ready for the loss of the next micro-batch."""
+        """Whether this stage has announced itself ready for the loss of the next micro-batch."""
         return self._announced_micro == self.num_scored
 
     def run_head(self) -> None:
-        """The loss of the next micro-batch; all stages take part.
+        """Compute the loss of the next micro-batch and its gradient, together with all stages.
 
-        Communicates: as the head; my part of the gradient to the last stage.
+        Communicates: as the head; this stage's part of the gradient to the last stage.
         """
         step = self.step
         m = self.num_scored
@@ -149,8 +152,10 @@ class VocabParallel:
             loss = self.head(y, micro.inputs.get("targets"))
         finally:
             moment.loss_scale = None
-        if self.is_last_stage or "targets" not in micro.inputs:  # of logits each stage has some
+        # Without targets the result is logits, of which each stage has its words.
+        if self.is_last_stage or "targets" not in micro.inputs:
             step.on_loss(loss.detach())
+        # Backward of the head follows at once, so logits of one micro-batch at a time are alive.
         if not step.shape.forward_only:
             loss.backward(step.loss_scale.to(loss.dtype))
             assert y.grad is not None
@@ -163,14 +168,14 @@ class VocabParallel:
         self.num_scored += 1
 
     def has_head_grads(self, m: int) -> bool:
-        """Whether all parts of the gradient of a micro-batch have come, on the last stage."""
+        """Whether all parts of the head's gradient of a micro-batch are there (last stage)."""
         there = all(
             self.step.has_arrived(HEAD_GRAD_PART, sender, m) for sender in self.other_stages
         )
         return m in self.head_input_grads and there
 
     def sum_head_grads(self, m: int) -> Tensor:
-        """The gradient of what the head got, on the last stage."""
+        """Return the gradient of the head's input, summed over stages, on the last stage."""
         total = self.head_input_grads.pop(m)
         for sender in self.other_stages:
             part = self.step.take_message(HEAD_GRAD_PART, sender)
@@ -179,7 +184,7 @@ class VocabParallel:
         return total
 
     def send_embedding_grad(self, m: int, dx: Tensor) -> None:
-        """The gradient of the rows, on the first stage, which tells the others."""
+        """Send the gradient of the rows to all stages, and apply it to this one (the first)."""
         for other in self.other_stages:
             self.step.send_to(EMBEDDING_GRAD, other, dx, m)
         self._backward_rows(m, dx)
@@ -190,7 +195,7 @@ class VocabParallel:
             rows.backward(dx)
 
     def finish_embedding_grads(self) -> None:
-        """Gradients of my rows, once the first stage has sent them."""
+        """Run backward of this stage's rows, once the first stage has sent their gradients."""
         if self.step.shape.forward_only or self.is_first_stage:
             return
         each = len(self.step.micro_batches)

@@ -1,4 +1,4 @@
-"""Planner: step time and memory of a layout, predicted, and the search for the best one.
+"""Planner: predicts step time and memory of a layout and searches for the best one.
 
-Imports cost, config and what is below; torch only where a model is listed or a device measured.
+Imports cost, config and what is below; torch only to build a model spec or to measure a device.
 """

@@ -1,11 +1,11 @@
-"""Rivals: the best layout of each style that others know, beside the best of all.
+"""Baselines: the best layout of each style that other frameworks support, beside the best of all.
 
-All are predicted with the same runtime, so that only the layout differs:
+All are predicted with the same framework profile, so that only the layout differs:
 
     Megatron   row inside a node x pipe x data         1-D tensor parallelism and a pipeline
-    FSDP       depth [x data]                          ZeRO-3, or HSDP with copies
+    FSDP       depth [x data]                          ZeRO-3, or HSDP with replicas
     AxoNN      row x col x depth x data                tensor parallelism in up to three dims
-    Ranvier    any of them and all else on the grid
+    Ranvier    any of them and all other layouts of the grid
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RANVIER_STYLE = "Ranvier"
 
 @dataclass(frozen=True)
 class PredictedCandidate:
-    """A layout and what it is predicted to take."""
+    """A layout and its prediction."""
 
     candidate: Candidate
     prediction: Prediction
@@ -33,7 +33,7 @@ class PredictedCandidate:
 
     @property
     def sort_key(self) -> tuple[object, ...]:
-        """What is better: less time; of times equal to three digits the simpler layout."""
+        """Sort key: least time first; of times equal to three digits the simpler layout."""
         plan = self.plan
         degrees = self.plan.degrees
         axes = sum(size > 1 for size in degrees.values())
@@ -45,7 +45,9 @@ class PredictedCandidate:
             plan.gathered != "again",
             ("none", "selective", "full", "budget").index(plan.recompute),
         )
+        # Three digits: smaller differences must not favour a more complicated layout.
         rounded = float(f"{self.prediction.step_seconds:.3g}")
+        # A total order makes the result independent of the order of the search.
         tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.order)
         return (rounded, axes, *extras, self.prediction.step_seconds, *tie)
 
@@ -57,7 +59,7 @@ STYLES: Mapping[str, StyleTest] = {
     "AxoNN": lambda p, node: p.pipe == 1,
     RANVIER_STYLE: lambda p, node: True,
 }
-"""Whether a plan is of a style; second argument: devices of a node."""
+"""Whether a plan is of a style; second argument: devices per node."""
 
 
 def matching_styles(plan: Plan, per_node: int) -> list[str]:
@@ -66,11 +68,11 @@ def matching_styles(plan: Plan, per_node: int) -> list[str]:
 
 
 FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D", "pipeline")
-"""Names of layouts by their axes, from simple to mixed; a pipeline with anything is one."""
+"""Names of layouts by their axes, from simple to mixed; any layout with stages is a pipeline."""
 
 
 def layout_family(plan: Plan) -> str:
-    """The name of a plan by the axes that it uses."""
+    """The family of a plan by the axes that it uses."""
     if plan.pipe > 1:
         return "pipeline"
     if plan.col > 1:
@@ -91,7 +93,7 @@ def layout_family(plan: Plan) -> str:
 def find_baselines(
     found: Iterable[PredictedCandidate], per_node: int
 ) -> dict[str, PredictedCandidate]:
-    """The best layout of each style that has one which fits; `found` is sorted, best first."""
+    """The best layout of each style that has a feasible one; `found` is sorted, best first."""
     best: dict[str, PredictedCandidate] = {}
     for one in found:
         for name in matching_styles(one.plan, per_node):
@@ -102,7 +104,7 @@ def find_baselines(
 
 
 def baseline_slowdowns(best: Mapping[str, PredictedCandidate]) -> dict[str, float]:
-    """How many times longer the best of each style takes than ours."""
+    """Step time of the best layout of each style relative to ours."""
     ours = best[RANVIER_STYLE].prediction.step_seconds
     return {
         name: one.prediction.step_seconds / ours

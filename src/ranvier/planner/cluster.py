@@ -1,8 +1,8 @@
-"""Cluster: the machine as numbers: its devices, the links between them, what was measured there.
+"""Cluster description: devices, the links between them, and measurements.
 
-Facts come from data sheets (`devices.toml` beside this file, each with its source) or from a
-measured file that `ranvier measure` writes. A measured number beats a data sheet. Rates are bytes
-or FLOPs a second, sizes bytes, times seconds; a link's rate is one way.
+Numbers come from data sheets (`devices.toml` beside this file, each with its source) or from a file
+that `ranvier measure` writes. A measurement takes precedence over a data sheet. Rates are bytes or
+FLOPs per second, sizes bytes, times seconds; the rate of a link is that of one direction.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ NO_RATES: Mapping[str, float] = MappingProxyType({})
 TYPICAL_EFFICIENCY: Mapping[str, float] = MappingProxyType(
     {"bf16": 0.82, "fp16": 0.82, "fp8": 0.74}
 )
-"""Share of the peak that the best product reaches where nobody has measured it: the mean of the
+"""Share of the peak that the best matmul reaches on devices without measurements: the mean of the
 measured devices."""
 
 
 @dataclass(frozen=True)
 class MatmulRate:
-    """The measured rate of a matrix product (m, k) · (k, n)."""
+    """Measured rate of a matmul (m, k) · (k, n)."""
 
     m: int
     n: int
     k: int
     dtype: str
     rate: float
-    """FLOPs a second."""
+    """FLOPs per second."""
     ranks: int = 1
-    """Ranks of the machine that worked at once: on a CPU they share cores."""
+    """Concurrent ranks on the machine: on a CPU they share cores."""
     kind: str = "y"
-    """y: x Wᵀ; dx: dy W; dw: dyᵀ x. Libraries take other ways for them, at other rates."""
+    """y: x Wᵀ; dx: dy W; dw: dyᵀ x. Libraries use different kernels for them."""
 
 
 @dataclass(frozen=True)
 class AttentionRate:
-    """The measured rate of fused causal attention."""
+    """Measured rate of fused causal attention."""
 
     seq: int
     head_dim: int
     dtype: str
     forward: float
-    """FLOPs a second, counting half of the square."""
+    """FLOPs per second, counting half of the square."""
     backward: float
     ranks: int = 1
 
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """A rate of the whole device that was measured while so many ranks worked at once."""
+    """A rate of the whole device, measured with so many concurrent ranks."""
 
     kind: str
     """memory (bytes), adam (parameters on the host), to_device, to_host (bytes), launch (seconds
-    of an empty kernel), block, block8 (seconds of the host for a block that is not compiled)."""
+    per empty kernel), block, block8 (host seconds per block that is not compiled)."""
     value: float
     ranks: int = 1
 
@@ -72,7 +72,7 @@ class MeasuredRate:
 class MeasuredCollective:
     """A measured collective of groups of `size` ranks, `groups` of them at once.
 
-    seconds = latency + wire bytes / bandwidth, where the wire carries (size-1)/size of the whole
+    seconds = latency + wire bytes / bandwidth, where the wire carries (size-1)/size of the full
     tensor, twice that in an all-reduce, all of it in a message (op `send`).
     """
 
@@ -81,21 +81,21 @@ class MeasuredCollective:
     latency: float
     bandwidth: float
     groups: int = 1
-    """Groups that worked at once inside a node."""
+    """Concurrent groups inside a node."""
     nodes: int = 1
     """Nodes that the group covers."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What a device reaches of its data sheet: the four numbers that are fitted, no others."""
+    """Efficiencies of a device relative to its data sheet: the only four fitted numbers."""
 
     matmul: float = 0.95
-    """Share of the best measured product that large products reach in a long run, in 16 bits."""
+    """Share of the best measured matmul that large 16-bit matmuls reach in a long run."""
     narrow: float = 0.95
-    """The same in 8 bits."""
+    """The same for 8-bit matmuls."""
     memory: float = 0.6
-    """Share of the bandwidth that kernels which only read and write reach."""
+    """Share of the bandwidth that memory-bound kernels reach."""
     link: float = 0.94
     """Share of the rate of a link inside a node that collectives reach."""
 
@@ -108,25 +108,27 @@ class Device:
     memory: float
     """Bytes."""
     bandwidth: float
-    """Bytes a second of its memory."""
+    """Memory bandwidth in bytes per second."""
     peak: Mapping[str, float]
-    """Dense FLOPs a second by dtype: fp32, fp16, bf16, fp8."""
+    """Dense peak FLOPs per second by dtype: fp32, fp16, bf16, fp8."""
     measured: Mapping[str, float] = field(default_factory=lambda: NO_RATES)
-    """The best rate of a matrix product that was seen, by dtype."""
+    """Best measured rate of a matmul, by dtype."""
     launch: float = 4e-6
-    """Seconds from one kernel to the next where nobody has compiled them together."""
+    """Seconds per kernel launch in eager mode."""
     cores: int = 132
-    """Multiprocessors: tiles of a product are worked on so many at a time."""
+    """Streaming multiprocessors: the number of matmul tiles computed at a time."""
     generation: int = 90
-    """Of its kernels, as NVIDIA counts: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
+    """Compute capability, as NVIDIA counts: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
     reach: Efficiency = Efficiency()
     products: tuple[MatmulRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     aliases: tuple[str, ...] = ()
-    """Other names of the same device, as runs and drivers print them."""
+    """Other names of the same device, as used by runs and drivers."""
     source: str = ""
 
+    # Mappings are not hashable, and clusters are keys of many caches: a cheap hash is enough, as
+    # equality still compares all fields.
     def __hash__(self) -> int:
         return self._hash
 
@@ -135,7 +137,8 @@ class Device:
         return hash((self.name, self.reach))
 
     def best_matmul_rate(self, dtype: str) -> float:
-        """FLOPs a second of the best product: measured, or what devices reach of their peak."""
+        """FLOPs per second of the best matmul: measured, or the typical share of the peak."""
+        # Both 16-bit dtypes run at the same rate on tensor cores, so one stands in for the other.
         alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
         found = [self.measured[name] for name in alike if name in self.measured]
         peak = max((self.peak[name] for name in alike if name in self.peak), default=0.0)
@@ -144,7 +147,7 @@ class Device:
         )
 
     def measured_rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
-        """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""
+        """A measured rate, for the nearest number of ranks; `usual` if it was not measured."""
         rows = [row for row in self.rates if row.kind == kind]
         if rows:
             return nearest_rate(rows, ranks).value
@@ -153,28 +156,28 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices."""
+    """An interconnect between devices."""
 
     bandwidth: float
-    """Bytes a second of a device inside a node, or of a whole node between nodes."""
+    """Bytes per second of a device inside a node, or of a whole node between nodes."""
     latency: float
-    """Seconds a hop."""
+    """Seconds per hop."""
     wide: float = 0.0
-    """Bytes a second between two devices alone, where it differs; 0: the same."""
+    """Bytes per second between two devices alone, if it differs; 0: the same."""
     collective: float = 1.0
     """Share of the bandwidth that collectives can use, as measured; messages use all of it."""
 
 
 @dataclass(frozen=True)
 class HostSpec:
-    """The host's side, of one device."""
+    """The host, as seen by one device."""
 
     memory: float = 128e9
     """Bytes of host memory."""
     to_device: float = 25e9
     to_host: float = 25e9
     adam: float = 1e9
-    """Parameters that its processors update in a second."""
+    """Parameters per second that its processors update."""
 
 
 @dataclass(frozen=True)
@@ -184,19 +187,19 @@ class Cluster:
     name: str
     device: Device
     per_node: int
-    """Devices of a node."""
+    """Devices per node."""
     link: Link
     """Inside a node."""
     network: Link
-    """Between nodes; its bandwidth is that of a node, shared by all who talk at once."""
+    """Between nodes; its bandwidth is that of a node, shared by all groups that communicate."""
     nodes: int = 1
     host: HostSpec = HostSpec()
     collectives: tuple[MeasuredCollective, ...] = ()
-    """Measured here; used in place of `link` and `network` for groups of the same shape."""
+    """Measurements; they replace `link` and `network` for groups of the same shape."""
     straggle: float = 0.01
-    """Slow-down of a step for each doubling of the nodes (noise, dragonfly networks)."""
+    """Slow-down of a step per doubling of the nodes (noise, dragonfly networks)."""
     cores: int = 0
-    """Processors that ranks share, on a CPU; 0: each rank has a device of its own."""
+    """CPU cores that ranks share; 0: each rank has a device of its own."""
     source: str = ""
 
     def __hash__(self) -> int:
@@ -208,12 +211,13 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.nodes * self.per_node
 
     def with_size(self, *, nodes: int = 0, devices: int = 0) -> Cluster:
         """The same machine with another number of nodes, or of devices."""
         if devices:
+            # Fewer devices than a node has are a part of one node.
             per_node = min(devices, self.per_node)
             if devices % per_node:
                 raise PlanError(
@@ -228,7 +232,7 @@ class Cluster:
 
 
 def nearest_rate(rows: Sequence[MeasuredRate], ranks: int) -> MeasuredRate:
-    """The row that was measured with the nearest number of ranks."""
+    """The measurement with the nearest number of ranks."""
     return min(rows, key=lambda row: abs(math.log(row.ranks / ranks)))
 
 
@@ -250,12 +254,13 @@ def known_devices() -> dict[str, Device]:
 
 
 def cluster_names() -> list[str]:
-    """Built-in clusters."""
+    """Names of the built-in clusters."""
     return list(_load_data_sheets()["cluster"])
 
 
 def find_device(name: str) -> Device:
-    """The device of this name or alias."""
+    """The device with this name or alias."""
+    # Drivers, data sheets and users spell names differently.
     wanted = _normalize_name(name)
     for one in known_devices().values():
         if wanted in map(_normalize_name, (one.name, *one.aliases)):
@@ -288,7 +293,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster of a TOML file; what it does not say of a known device is from its data sheet."""
+    """The cluster of a TOML file; missing values of a known device come from its data sheet."""
     try:
         return _parse_cluster(
             {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
@@ -324,7 +329,7 @@ ROW_TYPES: Mapping[str, type] = {
 
 
 def _parse_device(facts: Mapping[str, Any]) -> Device:
-    """A device from its table; numbers of `base`, another device, where it says nothing."""
+    """A device from its table; missing values are those of the device `base`."""
     made = dict(facts)
     base = made.pop("base", "")
     for name, kind in ROW_TYPES.items():
@@ -334,6 +339,7 @@ def _parse_device(facts: Mapping[str, Any]) -> Device:
         made["reach"] = Efficiency(**made["reach"])
     if "aliases" in made:
         made["aliases"] = tuple(made["aliases"])
+    # A file of `ranvier measure` may name a known device and override what was measured.
     if base:
         return replace(find_device(base), **made)
     return Device(**made)
@@ -355,7 +361,8 @@ def _parse_cluster(facts: Mapping[str, Any]) -> Cluster:
 
 
 def _format_cluster(made: Cluster) -> str:
-    """TOML: plain values, then tables, then rows."""
+    """TOML: plain values first, then tables, then arrays of tables."""
+    # Order matters: a plain value after a table header would belong to that table.
     lines = [*_format_fields(made)]
     lines += ["", "[device]", *_format_fields(made.device)]
     for name in ("peak", "measured"):
@@ -385,6 +392,7 @@ def _format_value(x: Any) -> str:
         return "[" + ", ".join(map(_format_value, x)) + "]"
     if isinstance(x, str):
         return '"' + x.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+    # Large and small numbers in scientific notation, which keeps the file readable.
     if isinstance(x, float) and (abs(x) >= 1e6 or abs(x) < 1e-3):
         return f"{x:.6g}"
     return repr(x)

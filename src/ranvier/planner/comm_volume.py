@@ -1,8 +1,9 @@
-"""Moves: everything that a rank communicates in a step, in closed form, without torch.
+"""Communication volume: everything that a rank communicates in a step, in closed form.
 
-The same formulas as those of a parallel model (`layers`, `products`, `lots`, `pipeline.messages`),
-asked once for each kind of block and counted for all. What depends on a few numbers only is kept,
-so that layouts which share them share the work. `Parallel.events` and a dry run say the same.
+The same formulas as those of a parallel model (`cost.layers`, `cost.linear`, `buckets.spec`,
+`pipeline.traffic`), evaluated once for each kind of block and multiplied. Results that depend on
+few numbers only are cached, so that layouts which share them share the work. The events of a
+`ParallelModel` and of a dry run are the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from ranvier.sharding import ShardingTable
 from ranvier.trace import Event
 
 CommPhase = Literal["forward", "again", "backward", "gather", "scatter", "update", "pipe", "step"]
-"""Activations forward, in a second forward pass, and backward; weights gathered over depth, and
-their gradients reduced over it; gradients, norm and weights of the update; messages between stages;
-numbers of the step."""
+"""Activations in forward, in recomputation (`again`) and in backward; weights gathered over depth,
+and their gradients reduced over it; gradients, norm and weights of the optimizer step; messages
+between stages; scalars of the step."""
 STEP_VOTES = 3
-"""Numbers that a training step has voted on, besides the norm."""
+"""Flags that a training step reduces together with the gradient norm."""
 TOKEN_COUNT_BYTES = 8
-"""Bytes of the number of tokens of a step."""
+"""Bytes of the token count of a step."""
 ROUTER_COUNTERS = 4
 ROUTER_COUNTER_BYTES = 8
-"""Numbers of each mixture in a step besides the load of each expert, and bytes of one."""
+"""Counters of each MoE layer per step besides the load of each expert, and bytes of one."""
 CACHE_SIZE = 1 << 16
-"""Results that are kept of each kind."""
+"""Cached results of each function."""
 
 
 class CommVolume(NamedTuple):
     """Equal communications of a rank in a step."""
 
     part: str
-    """Name of the part of the model; empty: of no part."""
+    """Name of the part of the model; empty if it belongs to none."""
     phase: CommPhase
     op: str
     axis: tuple[str, ...]
     bytes: int
-    """Of the whole (gathered or reduced) tensor, of each of them."""
+    """Bytes of the whole (gathered or reduced) tensor, for each of them."""
     count: int  # type: ignore[assignment]
     where: str = ""
 
@@ -68,33 +69,33 @@ class StepCommVolume:
         return dict(total)
 
     def volumes_of_phases(self, *phases: CommPhase) -> list[CommVolume]:
-        """Those of some phases."""
+        """The volumes of some phases."""
         return [row for row in self.rows if row.phase in phases]
 
 
 class ShardingKey(NamedTuple):
-    """What the shards of a rank depend on: hashable, to keep results by."""
+    """What the shards of a rank depend on: a hashable cache key."""
 
     degrees: tuple[int, ...]
-    """Of all axes, outermost first."""
+    """Degrees of all axes, outermost first."""
     col_splits: InnerSplit
     vocab_over_pipe: bool
     dispatch: Dispatch = "same"
 
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingKey:
-        """That of a plan."""
+        """The key of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
         return cls(degrees, plan.inner, plan.spread, plan.dispatch)
 
     def with_degrees(self, **degrees: int) -> ShardingKey:
-        """With other degrees, where these do not matter."""
+        """A copy with other degrees, to merge keys whose differences do not matter."""
         return self._replace(
             degrees=tuple(degrees.get(axis, n) for axis, n in zip(AXES, self.degrees, strict=True))
         )
 
     def layout_context(self, model: ModelSpec) -> LayoutContext:
-        """What layers ask."""
+        """The context that layers are built with."""
         degrees = dict(zip(AXES, self.degrees, strict=True))
         return LayoutContext(
             degrees,
@@ -105,18 +106,18 @@ class ShardingKey(NamedTuple):
 
     @property
     def weight_key(self) -> ShardingKey:
-        """What the shards of weights depend on."""
+        """The part of the key that shards of weights depend on."""
         return _collapse_axes(self, "data")
 
     @property
     def activation_key(self) -> ShardingKey:
-        """What activations depend on: no replicas, and stages only where they split words."""
+        """What activations depend on: no replicas, and pipe only if it splits the vocabulary."""
         return _collapse_axes(self, "data", "depth")
 
 
 @lru_cache(CACHE_SIZE)
 def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
-    """A spot with one rank on these axes, and on pipe unless stages split words."""
+    """A key with one rank on these axes, and on pipe unless it splits the vocabulary."""
     other = () if spot.vocab_over_pipe else ("pipe",)
     return spot.with_degrees(**dict.fromkeys((*axes, *other), 1))
 
@@ -126,7 +127,7 @@ def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
 
 @lru_cache(CACHE_SIZE)
 def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[LayerCost, ...]:
-    """The layers of a part; spot: its `inside` is enough."""
+    """The layers of a part; the `activation_key` is a sufficient spot."""
     ground = spot.layout_context(model)
     return tuple(leaf.build_layer("", ground) for leaf in part.layers)
 
@@ -135,7 +136,7 @@ def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[
 def _pass_events(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """What a part communicates forward and backward in a micro-batch."""
+    """Communication of a part in forward and backward per micro-batch."""
     layers = build_layers(model, part, spot)
     forward = tuple(event for layer in layers for event in layer.forward_events(flow))
     return forward, tuple(event for layer in layers for event in layer.backward_events(flow))
@@ -145,7 +146,7 @@ def _pass_events(
 def forward_flops(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """Multiplications and additions of the forward pass of one such part."""
+    """FLOPs of the forward pass of one such part."""
     return sum(layer.flops(flow) for layer in build_layers(model, part, spot))
 
 
@@ -153,7 +154,7 @@ def forward_flops(
 def block_param_specs(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey
 ) -> tuple[ParamSpec, ...]:
-    """The weights of one such part; those of blocks are of the block `part.name`."""
+    """The parameters of one such part; those of blocks belong to the block `part.name`."""
     ground = spot.layout_context(model)
     block = part.name if part.is_block else ""
     return tuple(piece for leaf in part.layers for piece in leaf.param_specs("", block, ground))
@@ -161,13 +162,13 @@ def block_param_specs(
 
 @dataclass(frozen=True, eq=False)
 class StageBlocks:
-    """The parts of a rank: of each kind how many, and in which order."""
+    """The parts of a stage: of each kind how many, and in which order."""
 
     stage_spec: StageSpec
     blocks: tuple[BlockSpec, ...]
-    """Its parts, one after the other; equal blocks are there several times."""
+    """Its parts in order; equal blocks are repeated."""
     block_counts: tuple[tuple[BlockSpec, int], ...]
-    """Each kind of part and how many of it."""
+    """Each kind of part and its number."""
 
 
 @lru_cache(CACHE_SIZE)
@@ -177,8 +178,10 @@ def build_stage_blocks(
     """The parts of a stage. firsts: first part of each virtual stage."""
     every = model.parts_in_order
     seat = StageSpec(stage, count, chunks, spread)
+    # Virtual stages are assigned round-robin: stage, stage + count, stage + 2 count, ...
     order = [part for one in part_ranges(firsts, len(every))[stage::count] for part in every[one]]
-    if spread and count > 1:  # embedding and head are everywhere
+    # If the vocabulary is split over pipe, every stage has a shard of embedding and head.
+    if spread and count > 1:
         if every[0] not in order:
             order.insert(0, _vocab_part(every[0]))
         if every[-1] not in order:
@@ -194,7 +197,7 @@ def build_all_stages(model: ModelSpec, plan: Plan, seq: int) -> list[StageBlocks
 
 
 def distinct_stages(model: ModelSpec, plan: Plan, seq: int) -> tuple[StageBlocks, ...]:
-    """Of the stages of a plan one of each kind, the first with its parts."""
+    """One stage of each kind: the first one with its parts."""
     firsts = find_stage_starts(model, plan, seq)
     return _distinct_stages(model, plan.pipe, plan.chunks, firsts, plan.spread)
 
@@ -206,19 +209,20 @@ def _distinct_stages(
     found = dict[frozenset[tuple[BlockSpec, int]], StageBlocks]()
     for i in range(count):
         stage = build_stage_blocks(model, i, count, chunks, firsts, spread)
+        # The order of parts does not matter for what a stage communicates for its weights.
         found.setdefault(frozenset(stage.block_counts), stage)
     return tuple(found.values())
 
 
 @lru_cache(CACHE_SIZE)
 def _vocab_part(part: BlockSpec) -> BlockSpec:
-    """What of an entry or exit a stage has that shares the vocabulary only."""
+    """The vocabulary layers of the embedding or head, for stages that only share these."""
     leaves = [leaf for leaf in part.layers if leaf.dims[:1] == ("vocab",)]
     return replace(part, layers=tuple(leaves))
 
 
 def find_stage_starts(model: ModelSpec, plan: Plan, seq: int) -> tuple[int, ...]:
-    """First part of each virtual stage: as the plan says, or balanced by the work of the parts."""
+    """First part of each virtual stage: as given by the plan, or balanced by cost."""
     if plan.pipe == 1:
         return (0,)
     if plan.stages:
@@ -236,11 +240,13 @@ def _balance_stages(
 
 @lru_cache(CACHE_SIZE)
 def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float, ...]:
-    """Work of each part on a few samples, as `pipeline.stage` has it."""
+    """Cost of each part on a few samples, as computed by `pipeline.stage`."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
+    # The smallest micro-batch that every split divides; costs matter only relative to each other.
     flow = ActivationShape(degrees["row"] * degrees["col"], seq, itemsize=2, statistics_itemsize=4)
     costs = [1.0 + forward_flops(model, part, inside, flow) for part in model.parts_in_order]
-    if inside.vocab_over_pipe:  # the head is no matter of the last stage alone
+    # Every stage computes a share of the head, so it does not weigh on the last one.
+    if inside.vocab_over_pipe:
         costs[-1] = 1.0
     return tuple(costs)
 
@@ -252,7 +258,7 @@ def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float,
 def stage_bucket_specs(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey
 ) -> tuple[tuple[str, BucketSpec, int], ...]:
-    """Name of the part, lot, and how many equal ones there are, of all weights of a stage."""
+    """Name of the part, bucket, and number of equal ones, of all parameters of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     found = []
     vectors = list[ParamSpec]()
@@ -260,6 +266,7 @@ def stage_bucket_specs(
         pieces = block_param_specs(model, part, spot.weight_key)
         if not part.is_block:
             pieces = tuple(_mark_tied_params(pieces, model, stage, part.name == EXIT))
+        # Vectors of all parts share buckets, so they are collected and bucketed at the end.
         vectors += [replace(one, repeats=count) for one in pieces if one.block == VECTORS]
         matrices = [one for one in pieces if one.block != VECTORS]
         found += [(part.name, lot, count) for lot in spec.build_bucket_specs(matrices, degrees)]
@@ -269,10 +276,12 @@ def stage_bucket_specs(
 def _mark_tied_params(
     pieces: Iterable[ParamSpec], model: ModelSpec, stage: StageBlocks, leaving: bool
 ) -> Iterable[ParamSpec]:
-    """The weights of an entry or exit: a tied one is there once, or on two stages."""
+    """The parameters of embedding or head; a tied one is counted once, or lives on two stages."""
     owner = next((leaf.tied for leaf in model.parts[-1].layers if leaf.tied), "")
     both = stage.stage_spec.num_stages == 1 or stage.stage_spec.vocab_over_pipe
     for piece in pieces:
+        # On one stage, or with the vocabulary split over pipe, the entry owns the tied weight and
+        # the exit yields none. Otherwise first and last stage hold a copy each.
         if piece.name != f"{owner}.weight" or not owner:
             yield piece
         elif not both:
@@ -284,6 +293,8 @@ def _mark_tied_params(
 @lru_cache(CACHE_SIZE)
 def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tuple[str, str], int]:
     """How often the weights of a part (and of a layer outside of blocks) are gathered."""
+    # Layers whose backward gathers no weight: the head computes its gradients in forward. Without a
+    # pipeline its backward follows directly and shares the gather anyway.
     alone = stage.stage_spec.num_stages == 1
     once = ("embedding",) if alone else ("embedding", "head")
     forward = list[str]()
@@ -297,7 +308,8 @@ def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tupl
                 block = leaf.tied or leaf.name
             if _has_matrix(leaf):
                 own = part.name if part.is_block else block
-                names.setdefault(block, (part.name, own))  # a tied weight is the first one's
+                # A tied weight is counted with the layer that owns it.
+                names.setdefault(block, (part.name, own))
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
     found: Counter[tuple[str, str]] = Counter()
@@ -307,7 +319,7 @@ def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tupl
 
 
 def _has_matrix(leaf: LayerSpec) -> bool:
-    """Whether a layer has a weight that depth splits."""
+    """Whether a layer has a weight that is sharded over depth."""
     return leaf.kind in ("linear", "siblings", "apart", "head", "embedding", "mixture")
 
 
@@ -323,17 +335,18 @@ def step_comm_volume(
     kept: bool = False,
     orders: int | None = None,
 ) -> StepCommVolume:
-    """All communication of a step on a rank of a stage, of a settled plan.
+    """All communication of a step on a rank of a stage, for a resolved plan.
 
-    flow: of a micro-batch. kept: blocks that compute again keep what they communicated. orders: how
-    often a stage's leader says what is next; None: as the policy of the plan does, which may have
-    to be simulated first.
+    flow: shape of a micro-batch. kept: recomputed blocks reuse saved results of collectives.
+    orders: how often a stage's leader broadcasts the next job; None: as the plan's policy does,
+    which may have to be simulated first.
     """
     spot = ShardingKey.from_plan(plan)
     micros = plan.num_micro_batches
     here = build_stage_blocks(
         model, stage, plan.pipe, plan.chunks, find_stage_starts(model, plan, flow.seq), plan.spread
     )
+    # Activations, then weights and gradients, then messages between stages.
     rows = _activation_volumes(
         model, here, spot, flow, micros, plan.recompute != "none" and not kept
     )
@@ -342,6 +355,8 @@ def step_comm_volume(
     types = element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
     rows += _count_events("", "pipe", traffic.micro_batch_events(here.stage_spec, size), micros)
+    # The token count and the loss are summed over all ranks that hold different tokens.
+    # Losses are computed in the layout of the logits.
     region = ground.table.activation_rule("vocab")
     tokens = ground.axis_group(*region["batch"], *region["seq"])
     numbers = [
@@ -349,6 +364,7 @@ def step_comm_volume(
     ]
     rows += _count_events("", "step", numbers if tokens.size > 1 else [], 1)
     rows += _count_events("", "update", _router_load_events(model, ground), 1)
+    # Under a dynamic schedule the leader broadcasts its choice to the ranks of its stage.
     inside = ground.axis_group(*traffic.STAGE_AXES).names
     if orders is None:
         if plan.pipe > 1 and inside:
@@ -360,24 +376,25 @@ def step_comm_volume(
 
 
 def _router_load_events(model: ModelSpec, ground: LayoutContext) -> list[Event]:
-    """What all routers did in a step, summed over all ranks with other tokens or layers."""
+    """The router statistics of a step, reduced over all ranks with other tokens or layers."""
     found = [(part.count, leaf) for part in model.parts for leaf in part.layers_of_kind("mixture")]
     axes = ground.axis_group(*(axis for axis in AXES if axis != "col"))
     if not found or axes.size == 1:
         return []
+    # The load of each expert and a few counters, of all MoE layers in one message.
     numbers = sum(count * (leaf.shape[0] + ROUTER_COUNTERS) for count, leaf in found)
     return [Event("all_reduce", axes.names, numbers * ROUTER_COUNTER_BYTES, "experts")]
 
 
 def element_sizes(flow: ActivationShape) -> ElementSizes:
-    """Bytes of weights, and of gradients being reduced."""
+    """Bytes per element of weights, and of gradients being reduced (at least fp32)."""
     return ElementSizes(flow.itemsize, max(flow.itemsize, 4))
 
 
 def _count_events(
     part: str, phase: CommPhase, events: Sequence[Event], times: int
 ) -> list[CommVolume]:
-    """Events that come `times` times, equal ones together."""
+    """Events that occur `times` times, equal ones merged."""
     counts = Counter((event.op, event.axis, event.bytes, event.where) for event in events)
     return [
         CommVolume(part, phase, op, axis, size, count * times, where)
@@ -393,7 +410,7 @@ def _activation_volumes(
     micros: int,
     again: bool,
 ) -> list[CommVolume]:
-    """What passes communicate."""
+    """Communication of activations in all passes."""
     rows = list[CommVolume]()
     inside = spot.activation_key
     for part, count in stage.block_counts:
@@ -407,7 +424,9 @@ def _activation_volumes(
 def pass_volumes(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[CommVolume, ...]:
+    """Communication of a part per micro-batch, by phase."""
     forward, backward = _pass_events(model, part, spot, flow)
+    # Only blocks are recomputed; embedding and head never are.
     again = forward if part.is_block else ()
     return (
         *_count_events(part.name, "forward", forward, 1),
@@ -424,12 +443,14 @@ def _weight_volumes(
     micros: int,
     keep: bool,
 ) -> list[CommVolume]:
-    """What weights and gradients communicate."""
+    """Communication of weights and gradients."""
     rows = list[CommVolume]()
     types = element_sizes(flow)
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     times_of = count_gathers(model, stage, keep)
     for part, phase, event, count in bucket_events(model, stage, spot, types):
+        # Weights are gathered per micro-batch unless they stay gathered; gradients are
+        # reduce-scattered per micro-batch; the optimizer step is once per step.
         if phase == "gather":
             times = times_of.get((part, event.where), 0) * (1 if keep else micros)
         else:
@@ -447,7 +468,7 @@ def _weight_volumes(
 def bucket_events(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, types: ElementSizes
 ) -> tuple[tuple[str, CommPhase, Event, int], ...]:
-    """Part, phase, event and number of lots of what each lot communicates once."""
+    """Part, phase, event and number of buckets, of what each bucket communicates once."""
     ground = spot.layout_context(model)
     found = list[tuple[str, CommPhase, Event, int]]()
     depth = ground.axis_group("depth")
@@ -456,6 +477,7 @@ def bucket_events(
         bulk = lot.traffic
         if bulk.is_depth_sharded:
             found.append((part, "gather", spec.weight_gather_event(bulk, depth, types), count))
+            # Tied weights are reduced at the end of the step, when both gradients are complete.
             if bulk.trainable and not bulk.reduce_at_step_end:
                 found.append((part, "scatter", spec.grad_scatter_event(bulk, depth, types), count))
         for event in spec.optimizer_step_events(bulk, depth, data, types):
@@ -464,24 +486,27 @@ def bucket_events(
 
 
 def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> int:
-    """How often a stage's leader says what is next under the policy of a plan."""
+    """How often a stage's leader broadcasts the next job under the policy of a plan."""
     policy = pipeline_policy(model, plan, seq)
     return traffic.count_orders(
         seat,
         plan.num_micro_batches,
         dynamic=policy.is_dynamic,
         split=policy.split_backward,
-        rendezvous=False,  # as a dry run has it; over NCCL there are more, on the host
+        # As in a dry run; over NCCL there are more, on the host.
+        rendezvous=False,
     )
 
 
 def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
-    """The policy with which the stages of a plan take turns; simulated once."""
+    """The scheduling policy of the stages of a plan; simulated once."""
+    # Compiled blocks and a vocabulary split over pipe cannot defer weight gradients.
     splits = plan.compile != "on" and not plan.spread
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
     firsts = find_stage_starts(model, plan, seq)
     inside = ShardingKey.from_plan(plan).activation_key
     costs = _part_costs(model, inside, seq)
+    # The policy is chosen by a simulation with the cost of each virtual stage.
     sums = tuple(sum(costs[one]) for one in part_ranges(firsts, len(costs)))
     return _build_policy(plan.policy, shape, sums, plan.jitter, plan.credits, splits)
 
@@ -495,7 +520,8 @@ def _build_policy(
     limit: int,
     splits: bool,
 ) -> SchedulingPolicy:
-    from ranvier.pipeline.policy_search import (  # the simulator: only for pipelines
+    # The simulator is only imported for pipelines.
+    from ranvier.pipeline.policy_search import (
         choose_policy,
         expected_times,
     )

@@ -1,12 +1,12 @@
-"""Communicators: which of them a rank makes in a run, and what they take of its device; no torch.
+"""Communicators that a rank creates in a run, and the device memory they take; imports no torch.
 
-A rank makes one communicator for each line of ranks and channel that its steps communicate over, at
-the start of a run (`grid`). All stages of a pipeline build the whole model before they keep their
-parts, so each makes those of all layers. Lines with the same ranks share one: data·depth is data
-where depth is 1. Over NCCL a communicator takes device memory that no allocator sees; messages
-between the hosts of stages go over Gloo and take none.
+A rank creates one communicator for each line of ranks and channel that its steps communicate over,
+at the start of a run (`grid`). All stages of a pipeline build the whole model before they keep
+their parts, so each creates those of all layers. Lines with the same ranks share one: data·depth is
+data if depth is 1. An NCCL communicator takes device memory outside of the caching allocator;
+messages between the hosts of stages go over Gloo and take none.
 
-Not handled: pruned runs, which make one more over all axes but pipe.
+Not handled: pruned runs, which create one more over all axes but pipe.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FURTHER_BYTES = 20 * MIB
 KERNEL_BYTES = 160 * MIB
 PEER_BYTES = 10 * MIB
 """Device memory of a process's first communicator, of each further one, of NCCL's kernels, which
-the first collective loads, and of the connection to a rank that is sent to point to point. Measured
-with torch 2.11 and NCCL 2.28.9 on an H200: 8 ranks on one GPU, sockets between them,
-NCCL_RUNTIME_CONNECT=0. `ranvier doctor` measures all but the last on other machines."""
+the first collective loads, and of the connection to each point-to-point peer. Measured with torch
+2.11 and NCCL 2.28.9 on an H200: 8 ranks on one GPU, sockets between them, NCCL_RUNTIME_CONNECT=0.
+`ranvier doctor` measures all but the last on other machines."""
 HOST_CHANNEL = "host"
 CONTROL_CHANNEL = "control"
-"""Channels of `grid`, which imports numpy: orders inside a stage, and what the hosts of stages tell
-each other."""
+"""Channels of `grid`, repeated here because it imports numpy: the next job inside a stage, and
+control messages between the hosts of stages."""
 GLOO_CHANNELS = (HOST_CHANNEL, CONTROL_CHANNEL)
 """Channels over Gloo."""
 DEPTH_CHANNELS = ("gather", "scatter")
@@ -46,7 +46,7 @@ ROUTING_AXES = tuple(axis for axis in AXES if axis != "col")
 
 Backend = Literal["nccl", "gloo"]
 ChannelUse = tuple[Mapping[str, int], str, int]
-"""Ranks of each axis of a line, the channel, and ranks that are sent to point to point."""
+"""Ranks of each axis of a line, the channel, and the number of point-to-point peers."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class CommunicatorSpec:
     """A communicator of a plan."""
 
     degrees: tuple[tuple[str, int], ...]
-    """Its axes, and how many ranks of each."""
+    """Its axes, and the number of ranks of each."""
     channel: str
-    """Empty: that of collectives."""
+    """Channel; empty: that of collectives."""
     peers: int = 0
-    """Ranks that are sent to point to point."""
+    """Number of point-to-point peers."""
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ class CommunicatorSpec:
 
     @property
     def backend(self) -> Backend:
-        """What carries its messages on GPUs."""
+        """The backend on GPUs."""
         if self.channel in GLOO_CHANNELS:
             return "gloo"
         return "nccl"
@@ -81,31 +81,32 @@ class CommunicatorSpec:
 def list_communicators(
     model: ModelSpec, plan: Plan, *, stage: int = 0
 ) -> tuple[CommunicatorSpec, ...]:
-    """The communicators of a rank of a stage in a run on GPUs, of a resolved plan."""
+    """The communicators of a rank of a stage in a run on GPUs, for a resolved plan."""
     return _list_communicators(model, ShardingKey.from_plan(plan), plan.chunks, stage)
 
 
 def communicator_bytes(count: int, peers: int = 0) -> int:
-    """Device memory of a rank with so many communicators over NCCL; peers: sum of theirs."""
+    """Device memory of a rank with `count` NCCL communicators; peers: sum over all of them."""
     if count == 0:
         return 0
     return FIRST_BYTES + KERNEL_BYTES + (count - 1) * FURTHER_BYTES + peers * PEER_BYTES
 
 
 def worst_stage(model: ModelSpec, plan: Plan) -> int:
-    """The stage whose ranks have most of their device taken by communicators."""
+    """The stage whose ranks lose most device memory to communicators."""
     return _worst_stage(model, ShardingKey.from_plan(plan), plan.chunks)
 
 
 def worst_stage_bytes(model: ModelSpec, plan: Plan) -> int:
-    """Device memory of the communicators of a rank, of the stage that has most."""
+    """Device memory of the communicators of a rank, on the stage that has most."""
     return total_bytes(list_communicators(model, plan, stage=worst_stage(model, plan)))
 
 
 @lru_cache(CACHE_SIZE)
 def _worst_stage(model: ModelSpec, spot: ShardingKey, chunks: int) -> int:
     count = spot.degrees[AXES.index("pipe")]
-    stages = dict.fromkeys((0, count // 2, count - 1))  # those between the ends are alike
+    # The stages between the ends are alike, so one of them is enough.
+    stages = dict.fromkeys((0, count // 2, count - 1))
     return max(
         stages, key=lambda stage: total_bytes(_list_communicators(model, spot, chunks, stage))
     )
@@ -118,8 +119,9 @@ def total_bytes(made: Iterable[CommunicatorSpec]) -> int:
 
 
 def pipe_peers(stage: int, count: int, *, chunks: int, spread: bool) -> dict[str, int]:
-    """Other stages that one sends to or receives from, by channel."""
+    """Number of other stages that a stage sends to or receives from, by channel."""
     return {
+        # sender + to - stage is the other end of a link of this stage.
         channel: len({sender + to - stage for sender, to in pairs if stage in (sender, to)})
         for channel, pairs in channel_links(count, chunks, spread=spread).items()
     }
@@ -132,6 +134,7 @@ def _list_communicators(
     found: dict[tuple[tuple[tuple[str, int], ...], str], CommunicatorSpec] = {}
     for counts, channel, peers in _channel_uses(model, spot, chunks, stage):
         degrees = tuple((axis, counts[axis]) for axis in AXES if counts.get(axis, 1) > 1)
+        # A line of one rank needs no communicator.
         if degrees:
             before = found.get((degrees, channel), CommunicatorSpec(degrees, channel))
             found[degrees, channel] = replace(before, peers=max(before.peers, peers))
@@ -141,7 +144,7 @@ def _list_communicators(
 def _channel_uses(
     model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
 ) -> Iterator[ChannelUse]:
-    """What steps communicate over; the same line may come several times."""
+    """Everything that steps communicate over; the same line may occur several times."""
     ground = spot.layout_context(model)
     degrees = ground.degrees
     region = ground.table.activation_rule("vocab")
@@ -149,6 +152,7 @@ def _channel_uses(
     def along(*axes: str) -> dict[str, int]:
         return {axis: degrees[axis] for axis in axes}
 
+    # All ranks: gradient norm and flags.
     yield along(*AXES), "", 0
     if degrees["pipe"] > 1:
         yield along("pipe"), "", 0
@@ -156,12 +160,14 @@ def _channel_uses(
         for channel in (*near, CONTROL_CHANNEL):
             yield along("pipe"), channel, near.get(channel, 0)
         yield along(*STAGE_AXES), HOST_CHANNEL, 0
+        # First and last stage reduce the gradient of tied embeddings with each other.
         if (
             model.has_tied_embeddings
             and not spot.vocab_over_pipe
             and stage in (0, degrees["pipe"] - 1)
         ):
             yield {"pipe": 2}, "", 0
+    # Weights and gradients, token counts, router statistics, activations, replicated weights.
     yield along("data"), "", 0
     for channel in DEPTH_CHANNELS:
         yield along("depth"), channel, 0
@@ -178,9 +184,10 @@ def _channel_uses(
 def _activation_axes(
     model: ModelSpec, inside: ShardingKey
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Axes over which layers communicate activations, and ranks that an all-to-all sends to."""
+    """Axes over which layers communicate activations, and the peers of an all-to-all."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
-    tokens = degrees["row"] * degrees["col"]  # enough for each rank to have some
+    # The sizes do not matter, but each rank must have some tokens.
+    tokens = degrees["row"] * degrees["col"]
     flow = ActivationShape(tokens, tokens, itemsize=2, statistics_itemsize=4)
     found = dict[tuple[str, ...], int]()
     for part in model.parts:
@@ -197,7 +204,7 @@ def _activation_axes(
 def _replica_groups(
     model: ModelSpec, shards: ShardingKey
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Ranks of each axis that hold the same part of a weight, for all kinds of weights."""
+    """Ranks of each axis that hold the same shard of a weight, for all kinds of weights."""
     degrees = dict(zip(AXES, shards.degrees, strict=True))
     pieces = (piece for part in model.parts for piece in block_param_specs(model, part, shards))
     same = (tuple(spec.replicas_per_axis(piece.sharding, degrees).items()) for piece in pieces)

@@ -1,7 +1,7 @@
-"""Rates: how fast one device multiplies, copies, and talks to its host, measured in a moment.
+"""Measure how fast one device multiplies, copies, and exchanges data with its host.
 
-Each number is the best of a few tries of some milliseconds, so that what else the machine does
-counts little. On a CPU the device is the host: both ways between them are copies.
+Each number is the best of a few tries of some milliseconds, so that other load on the machine
+matters little. On a CPU the device is the host: both directions are plain copies.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MEASURE_TRIES = 3
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What a device does in a second."""
+    """Rates of a device, per second."""
 
     flops: float
-    """Multiplications and additions of large matrix products, in the type of the run."""
+    """FLOPs of large matmuls, in the dtype of the run."""
     memory: float
     """Bytes read or written in its memory."""
     to_device: float
@@ -39,6 +39,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
         to_device, to_host = _host_link_rates(device)
         flops = _matmul_rate(device, dtype)
         memory = _memory_rate(device)
+    # Release the test tensors that the caching allocator still holds.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return DeviceRates(flops, memory, to_device, to_host, _cpu_adam_rate(_copy_bytes(device) // 2))
@@ -47,7 +48,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 def _time_best(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds of the fastest of a few tries."""
     times = []
-    for i in range(MEASURE_TRIES + 1):  # the first one warms up
+    # The first try warms up and is not counted.
+    for i in range(MEASURE_TRIES + 1):
         _synchronize(device)
         start = time.perf_counter()
         work()
@@ -83,7 +85,7 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def _host_link_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second to the device and from it, both at once; a bus may slow down then."""
+    """Bytes per second to the device and from it, both at once, as the bus may be shared."""
     size = _copy_bytes(device)
     cuda = device.type == "cuda"
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
@@ -92,6 +94,7 @@ def _host_link_rates(device: torch.device) -> tuple[float, float]:
     if not cuda:
         one, other = (size / _time_best(device, partial(into.copy_, x)) for into, x in ways)
         return one, other
+    # One stream per direction, so that both copies run concurrently.
     lanes = [torch.cuda.Stream(device) for _ in ways]
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
 
@@ -112,7 +115,7 @@ def _host_link_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _cpu_adam_rate(size: int) -> float:
-    """Parameters a second of torch's fused AdamW on the host, of so many, beyond its caches."""
+    """Parameters per second of torch's fused AdamW on the host, for more than its caches hold."""
     param = torch.zeros(size, requires_grad=True)
     param.grad = torch.zeros(size)
     optimizer = torch.optim.AdamW([param], fused=True)

@@ -1,4 +1,4 @@
-"""Explain: a search in words: the best layouts, why the first is first, how to run it."""
+"""Explain a search result: the best layouts, why the first one is best, and how to run it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ranvier.planner.time import links
 from ranvier.planner.time.compute import FP8_SCALING
 
 TIE_RATIO = 1.01
-"""Times of a step that differ by less are the same to a prediction."""
+"""Ratio of step times below which they count as equal."""
 MIN_SHOWN_SHARE = 0.04
-"""Share of a step from which on a part is named."""
+"""Minimum share of a step for a part to be named."""
 TABLE_HEADER = ("layout", "micro", "again", "step", "tok/s", "MFU", "GiB", "where the time goes")
 PART_LABELS = {
     "compute": "matrix products",
@@ -53,7 +53,7 @@ def format_degrees(plan: Plan) -> str:
 
 
 def describe_candidate(found: PredictedCandidate) -> str:
-    """All that tells a layout from others but its micro-batch and recomputation."""
+    """Everything that distinguishes a layout except its micro-batch and recompute mode."""
     plan = found.plan
     words = [format_degrees(found.plan)]
     if plan.col > 1 and plan.inner == "features":
@@ -77,6 +77,7 @@ def _innermost_axes(plan: Plan) -> list[str]:
 
 def format_seconds(value: float) -> str:
     """A time in a few characters."""
+    # Below 0.9995, three digits never round up to 1000 ms.
     if value < 0.9995:
         return f"{1000 * value:.3g} ms"
     return f"{value:.3g} s"
@@ -92,7 +93,7 @@ def part_shares(prediction: Prediction, least: float = MIN_SHOWN_SHARE) -> list[
 
 
 def table_row(found: PredictedCandidate) -> tuple[str, ...]:
-    """The cells of a layout under `HEAD`."""
+    """The cells of a layout under `TABLE_HEADER`."""
     it = found.prediction
     plan = found.plan
     parts = " ".join(f"{name} {format_percent(share)}" for name, share in part_shares(it))
@@ -106,7 +107,7 @@ def table_row(found: PredictedCandidate) -> tuple[str, ...]:
 
 
 def distinct_candidates(found: Sequence[PredictedCandidate], top: int) -> list[PredictedCandidate]:
-    """The best layouts with different degrees."""
+    """The best layouts with distinct degrees."""
     seen: dict[tuple[int, ...], PredictedCandidate] = {}
     for one in found:
         if len(seen) == top:
@@ -118,7 +119,7 @@ def distinct_candidates(found: Sequence[PredictedCandidate], top: int) -> list[P
 def format_columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]
 ) -> list[str]:
-    """Rows of cells as text; columns in `left` begin at their left edge."""
+    """Rows of cells as text; columns in `left` are left-aligned."""
     cells = [head, *rows]
     widths = [max(len(one[i]) for one in cells) for i in range(len(head))]
     return [
@@ -140,7 +141,7 @@ def candidate_table(result: SearchResult, top: int) -> list[str]:
 
 
 def baseline_table(result: SearchResult) -> list[str]:
-    """The best of each style beside ours."""
+    """The best layout of each style compared to ours."""
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     gained = baseline_slowdowns(best)
     rows = [
@@ -154,7 +155,7 @@ def baseline_table(result: SearchResult) -> list[str]:
 
 
 def summarize_choice(result: SearchResult) -> str:
-    """The choice and why, in one line."""
+    """The choice and its reason, in one line."""
     best = result.best
     it = result.best.prediction
     return (
@@ -171,6 +172,7 @@ def explain_choice(result: SearchResult) -> list[str]:
     it = result.best.prediction
     low, high = it.interval
     kind = layout_family(best.plan)
+    # Omit the name of the family if the degrees say it already.
     if kind not in format_degrees(best.plan):
         named = f" ({kind})"
     else:
@@ -192,7 +194,7 @@ def explain_choice(result: SearchResult) -> list[str]:
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
-    """What compiled blocks of split layers gain, although they overlap less."""
+    """What compiling the blocks of split layers gains, although they overlap less."""
     best = result.best
     wish = result.request
     if best.plan.compile == "on" and wish.plan.compile != "on":
@@ -209,9 +211,10 @@ def _join_words(words: Sequence[str]) -> str:
 
 
 def describe_bottleneck(result: SearchResult) -> str:
-    """What keeps it from being faster."""
+    """The bottleneck: memory, compute, the batch, or communication."""
     best = result.best
     it = result.best.prediction
+    # Memory is the bottleneck if a layout that does not fit would be faster.
     faster = [
         one
         for one in result.oversized_candidates
@@ -226,6 +229,7 @@ def describe_bottleneck(result: SearchResult) -> str:
             "but needs "
             f"{one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
         )
+    # Otherwise the largest part that is neither compute nor recomputation.
     waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "again")]
     if not waits:
         return "Compute binds: no layout has less to do."
@@ -243,8 +247,8 @@ def describe_bottleneck(result: SearchResult) -> str:
 
 
 def _describe_slowest_stage(result: SearchResult) -> str:
-    """That the slowest stage binds, if the others wait for it more than for the first and last
-    micro-batch."""
+    """A sentence that the slowest stage is the bottleneck, if the others wait for it longer than
+    for the pipeline to fill and drain; else empty."""
     best = result.best
     wish = result.request
     plan = best.plan
@@ -252,6 +256,7 @@ def _describe_slowest_stage(result: SearchResult) -> str:
     times = predict.stage_seconds(wish.workload, best.candidate, wish.cluster)
     slowest = max(times)
     mean = sum(times) / len(times)
+    # The bubble is fill and drain plus imbalance; imbalance must be at least half of it.
     if 2 * plan.num_micro_batches * (slowest - mean) < bubble:
         return ""
     at = times.index(slowest)
@@ -270,7 +275,7 @@ def _describe_slowest_stage(result: SearchResult) -> str:
 
 
 def _compare_styles(result: SearchResult) -> Iterator[str]:
-    """How far others are behind, or that they are not."""
+    """How much slower other styles are, or that they are not."""
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     behind = baseline_slowdowns(best)
     same = [name for name, times in behind.items() if times < TIE_RATIO]
@@ -305,7 +310,7 @@ def _main_difference(slow: Prediction, fast: Prediction) -> str:
 
 
 def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
-    """Whether splitting features over col as well pays where ranks split a layer."""
+    """Whether splitting features over col as well pays off if ranks split a layer."""
     alike = [f for f in result.feasible_candidates if f.plan.pipe == result.best.plan.pipe]
     one = next((f for f in alike if f.plan.row > 1 and f.plan.col == 1), None)
     two = next((f for f in alike if f.plan.col > 1), None)
@@ -325,8 +330,8 @@ def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
 
 
 def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
-    """What the busiest stage of a layout moves over row and col in a step, how fast, and what of it
-    nothing hides."""
+    """Traffic of the busiest stage of a layout over row and col per step, its rate, and its exposed
+    time."""
     plan = found.plan
     job = wish.workload
     size = {"fp32": 4, "fp64": 8}.get(job.dtype, 2)
@@ -355,7 +360,7 @@ def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
 def _axis_traffic(
     job: predict.Workload, plan: Plan, flow: ActivationShape, axis: str
 ) -> Iterator[int]:
-    """Bytes that a rank of each kind of stage moves over an axis in a step."""
+    """Bytes that a rank of each kind of stage communicates over an axis per step."""
     for stage in comm_volume.distinct_stages(job.model, plan, job.seq):
         rows = comm_volume.step_comm_volume(
             job.model, plan, flow, stage=stage.stage_spec.index, orders=0
@@ -367,7 +372,7 @@ def _axis_traffic(
 
 
 def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[str, Any]:
-    """The settings of a layout by their dotted names, where they are not the default."""
+    """The settings of a layout by their dotted names, where they differ from the default."""
     plan = found.plan
     usual = Plan()
     names = (
@@ -385,7 +390,7 @@ def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[s
 
 
 def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Sequence[str]) -> str:
-    """The command that runs a layout; carried: words of the user's own that stay."""
+    """The command that runs a layout; carried: options of the user that are kept."""
     chosen = candidate_settings(found, wish)
     words = ["ranvier train", *carried]
     for name, value in chosen.items():
@@ -395,6 +400,7 @@ def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Seque
             text = value
         words.append(f"--{name.replace('_', '-')} {text}")
     cluster = wish.cluster
+    # On several nodes Slurm starts the ranks; on one node ranvier does.
     if cluster.nodes > 1:
         return (
             f"srun --nodes {cluster.nodes} --ntasks-per-node {cluster.per_node} {' '.join(words)}"

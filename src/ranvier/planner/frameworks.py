@@ -1,7 +1,7 @@
-"""Runtime: how a framework runs a step: what it keeps, what it overlaps, which kernels it has.
+"""Framework profiles: how a framework runs a step: what it saves, what it overlaps, its kernels.
 
-`OURS` is the one that plans are made for. Rows of frameworks whose published runs are scored lie
-beside the score (benchmarks/published_frameworks.py). Entries are facts about code, not numbers
+`RANVIER` is the one that plans are made for. Profiles of frameworks whose published runs are scored
+are beside the score (benchmarks/published_frameworks.py). Entries are facts about code, not numbers
 fitted to its runs; `source` says where each comes from.
 """
 
@@ -28,67 +28,68 @@ FLASH_EFFICIENCY: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "flash2": {70: (0.40, 0.30), 80: (0.70, 0.60), 90: (0.45, 0.40), 100: (0.30, 0.25)},
     "flash3": {70: (0.40, 0.30), 80: (0.70, 0.60), 90: (0.75, 0.60), 100: (0.70, 0.60)},
 }
-"""Causal attention of head size 128, forward and backward, as a share of the best matrix product,
-by generation of the device. FlashAttention (arXiv 2205.14135): 110 to 140 TFLOP/s on an A100;
-FlashAttention-2 (arXiv 2307.08691): 190 and 165 on an A100, 335 on an H100; FlashAttention-3 (arXiv
-2407.08608) and cuDNN: 600 and 480 on an H100."""
+"""Efficiency of causal attention with head_dim 128, forward and backward, relative to the best
+matmul, by generation of the device. FlashAttention (arXiv 2205.14135): 110 to 140 TFLOP/s on an
+A100; FlashAttention-2 (arXiv 2307.08691): 190 and 165 on an A100, 335 on an H100; FlashAttention-3
+(arXiv 2407.08608) and cuDNN: 600 and 480 on an H100."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkProfile:
-    """A framework at work."""
+    """How a framework runs a step."""
 
     name: str
     attention: AttentionKernel = "flash2"
-    """scores: matrix products with all scores written to memory, softmax and dropout kernels."""
+    """scores: matmuls that materialize all scores, with softmax and dropout kernels."""
     sequence_parallel: bool = True
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
     elementwise_passes: float = 1.0
-    """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
+    """Memory accesses between matmuls, relative to hand-fused kernels."""
     compiled_passes: float = 0.8
-    """The same of a compiled block."""
+    """The same for a compiled block."""
     bandwidth_factor: float = 1.0
-    """Rate of its kernels that only read and write, over that of usual ones (`Reach.memory`)."""
+    """Rate of its memory-bound kernels relative to typical ones (`Efficiency.memory`)."""
     loss_bytes_per_logit: int = 20
-    """Bytes of a logit that are read and written: cast, softmax, its gradient, cast."""
+    """Bytes read and written per logit: cast, softmax, its gradient, cast."""
     kernels_per_block: int = 30
-    """Launched in the forward pass of a block."""
+    """Kernels launched in the forward pass of a block."""
     launch_blocking: bool = False
     """Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING)."""
     fp8_casts: Literal["fused", "apart"] = "apart"
-    """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
+    """Whether activations are cast to 8 bits by the kernels that compute them, and weights once per
+    step."""
     row_overlap: float = 0.0
-    """Share of the communication over row that runs beside matrix products."""
+    """Share of the communication over row that overlaps with matmuls."""
     overlaps_dx: bool = False
-    """Whether what is reduced in backward over row runs beside the product of dW."""
+    """Whether reductions over row in backward overlap with the matmul of dW."""
     overlaps_in_graphs: bool = True
-    """Whether compiled blocks overlap as others do."""
+    """Whether compiled blocks overlap as eager ones do."""
     overlaps_grad_reduction: bool = True
-    """Whether gradients are reduced while the backward pass still runs."""
+    """Whether gradients are reduced while the backward pass is still running."""
     pipe_overlap: float = 0.0
-    """Share of the messages between stages that runs beside compute."""
+    """Share of the messages between stages that overlaps with compute."""
     grad_bytes: int = 4
-    """Bytes of a gradient, kept and reduced."""
+    """Bytes per element of gradients, as stored and reduced."""
     fused_grad_accumulation: bool = False
-    """Whether products add into the gradient themselves."""
+    """Whether matmuls accumulate into the gradient directly."""
     state_bytes: int = 12
-    """Bytes of master weight and moments of a parameter."""
+    """Bytes of master weight and moments per parameter."""
     shards_states: bool = True
-    """Whether states are split over data."""
+    """Whether optimizer states are sharded over data."""
     scatters_messages: bool = True
-    """Whether ranks of a row send parts of a message to the next stage, not all the whole."""
+    """Whether each rank of a row sends a part of a message to the next stage, not the whole."""
     stage_partition: Literal["equal", "balanced"] = "equal"
-    """Stages: equal numbers of blocks (or of blocks, embedding and head, where that divides), or by
-    their work."""
+    """Stages: equal numbers of blocks (or of blocks, embedding and head, where that divides), or
+    balanced by cost."""
     selective_recompute: Literal["attention", "half", "small"] = "attention"
-    """What selective recomputation computes again: attention; every other matrix product and all
-    between them; all between them."""
+    """What selective recomputation recomputes: attention; every other matmul and everything between
+    matmuls; everything between matmuls."""
     allocator_reserve: float = 0.05
-    """What the allocator holds and no tensor has, over all that tensors have."""
+    """Memory reserved by the allocator but not used by tensors, over that used by tensors."""
     released_reserve: float = 0.5
-    """Share of that which it gives back before a run is out of memory."""
+    """Share of that which it releases before a run is out of memory."""
     context_bytes: float = 1.5e9
-    """Bytes of the device that no tensor has: context, libraries, and NCCL, but for ours, whose
+    """Device bytes outside of tensors: context, libraries, and NCCL, except for Ranvier, whose
     communicators are counted (`communicators`)."""
     memory_margin: float = 0.0
     """Share of the device's memory that must stay free."""
@@ -96,7 +97,7 @@ class FrameworkProfile:
 
 
 class Foreign(FrameworkProfile, ABC):
-    """A runtime that is not ours: what ours counts follows from formulas of its own."""
+    """Another framework, with formulas of its own for memory and communication."""
 
     @abstractmethod
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
@@ -111,7 +112,7 @@ class Foreign(FrameworkProfile, ABC):
         cluster: Cluster,
         places: RankGroups,
     ) -> CommTime:
-        """Seconds that a rank communicates in a step."""
+        """Communication time of a rank per step."""
 
 
 RANVIER = FrameworkProfile(

@@ -1,19 +1,19 @@
-"""Goal: "70B, 2T tokens, 30 days" in numbers, and the fewest nodes that reach it.
+"""Goals such as "70B, 2T tokens, 30 days", and the fewest nodes that reach them.
 
     days = tokens / rate(nodes) / 86400
 
-The rate of a number of nodes is that of the best layout there. Numbers are tried from a guess by
-the peak of a device up to twice the last, then between the last that was too slow and the first
-that is not, by a quick look (the best layouts of a number that was searched, carried over). What is
-so found is made sure of:
+The rate of a number of nodes is that of its best layout. Starting from a guess by the peak of a
+device, the number is doubled until it is fast enough, then bisected between the last that was too
+slow and the first that was not, by quick searches (the best layouts of a number that was searched,
+carried over). The result n is then confirmed:
 
     n      reaches the goal in a search of all layouts, or by a layout that was carried over
-    below  the next number down that can share the job does not, in a search of all layouts
-    fewer  nor do, by quick looks, the LOOKS numbers that divide best of those whose nodes would
-           each have to be up to 5 % faster than the best seen
+    below  the next lower number that can share the work does not, in a search of all layouts
+    fewer  nor do, in quick searches, the MAX_QUICK_SEARCHES numbers with most divisors of those
+           whose nodes would each have to be up to 5 % faster than the best seen
 
-More nodes are not always faster: a batch is shared by so many ranks only, and a number with few
-divisors has few layouts. So it is not proven that no number further below would do.
+More nodes are not always faster: a batch can only be shared by so many ranks, and a number with few
+divisors has few layouts. So it is not proven that no lower number would do.
 """
 
 from __future__ import annotations
@@ -43,51 +43,51 @@ COUNT_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MAX_NODES = 4096
 """Nodes of the largest cluster that is tried."""
 MAX_NODE_SPEEDUP = 1.05
-"""How much faster than the best node seen one of fewer may be: fewer are looked at up to there."""
+"""How much faster than the best node seen the nodes of a smaller cluster may be assumed to be."""
 MAX_QUICK_SEARCHES = 16
-"""But so many numbers at most."""
+"""Maximum number of smaller clusters that are tried."""
 SHAPE_FIELDS = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
-"""Fields of a model that a number of parameters decides."""
+"""Fields of a model that are derived from a number of parameters."""
 MODEL_WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
 WIDTH_PER_LAYER = 110.0
 LLAMA3_VOCAB = 128256
 """Width / layers of Llama 3 (102 to 130), and its vocabulary."""
 SIZE_TOLERANCE = 0.15
-"""How far a number of parameters may be from that of a named size and still mean it."""
+"""Relative difference up to which a number of parameters means a named size."""
 GOAL_EXAMPLES = "Write for example '70B, 2T tokens, 30 days' or 'llama3-8b, 15T tokens, 2 weeks'."
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached."""
+    """What to reach: a model, tokens, and a time limit."""
 
     tokens: float
     seconds: float
     size: str = ""
-    """A named size; empty: as many parameters."""
+    """A named size; empty: a model with `parameters` parameters."""
     parameters: float = 0.0
 
 
 @dataclass(frozen=True)
 class GoalResult:
-    """The fewest nodes that reach a goal, or the fastest there are."""
+    """The fewest nodes that reach a goal, or the fastest number of nodes if none does."""
 
     nodes: int
     result: SearchResult
     seconds: float
-    """Of all tokens."""
+    """Time to train on all tokens."""
     meets_goal: bool
     next_fewer: tuple[int, float] | None = None
-    """The next smaller number that could share the job, and its seconds, where a layout fits."""
+    """The next lower number that can share the work, and its seconds, if a layout fits."""
 
     @property
     def device_hours(self) -> float:
-        """What it costs."""
+        """Cost in device hours."""
         return self.seconds * self.result.request.world_size / 3600.0
 
 
 def parse_goal(text: str) -> Goal:
-    """A goal from words with commas between them."""
+    """Parse a goal from a comma-separated text."""
     tokens = 0.0
     seconds = 0.0
     size = ""
@@ -112,6 +112,7 @@ def parse_goal(text: str) -> Goal:
             f"goal={text!r} has no {' and no '.join(missing)}. A goal is a number of tokens within "
             f"a time. {GOAL_EXAMPLES}"
         )
+    # A number of parameters near a published model means that model.
     return Goal(tokens, seconds, size or nearest_named_size(parameters), parameters)
 
 
@@ -137,10 +138,10 @@ def nearest_named_size(parameters: float) -> str:
 
 
 def llama_like_config(parameters: float) -> DecoderConfig:
-    """A decoder like Llama 3 with about so many parameters.
+    """A Llama-3-like decoder with about so many parameters.
 
-    Large ones have a width of a multiple of 1024; the MLP 3.5 times as wide, and width
-    / layers as near to that of Llama 3 as it gets.
+    The width of large models is a multiple of 1024, the MLP 3.5 times as wide, and width / layers
+    as close to that of Llama 3 as possible.
     """
     made = [_llama_config_of_width(embed, parameters) for embed in MODEL_WIDTHS]
     return min(
@@ -149,10 +150,12 @@ def llama_like_config(parameters: float) -> DecoderConfig:
 
 
 def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
-    """As many layers of this width as make so many parameters, an even number."""
+    """As many layers of this width as yield the number of parameters, an even number."""
     heads = embed // 128
     mlp = embed * 7 // 2
+    # Llama 3 has 8 key and value heads; narrow models whose heads 8 does not divide have no GQA.
     kv_heads = heads if heads % 8 else 8
+    # q, k, v and o with heads of 128 elements, and the three matrices of a gated MLP.
     block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
     layers = max(round((parameters - 2 * LLAMA3_VOCAB * embed) / block / 2) * 2, 2)
     return DecoderConfig(
@@ -168,25 +171,26 @@ def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
 
 
 def guess_nodes(goal: Goal, parameters: float, peak: float) -> int:
-    """Nodes of this peak (FLOPs a second of a node) that would do at 40 % of it."""
+    """Nodes that reach the goal at 40 % MFU. peak: FLOPs per second of a node."""
+    # 6 FLOPs per parameter and token.
     return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
 
 class NodeSearch(Protocol):
-    """What `fewest` asks of a cluster."""
+    """The searches that `find_fewest_nodes` needs."""
 
     def can_share_evenly(self, nodes: int) -> bool:
-        """Whether so many nodes can share the job evenly, whatever memory says."""
+        """Whether so many nodes can share the work evenly, regardless of memory."""
 
     def quick_search(self, nodes: int) -> SearchResult | None:
-        """A look at some layouts there; None if none of these fits."""
+        """The best of some layouts; None if none of these fits."""
 
     def full_search(self, nodes: int) -> SearchResult | None:
-        """All layouts there; None if none fits."""
+        """The best of all layouts; None if none fits."""
 
 
 class NodeTrials:
-    """Numbers of nodes that were tried, each with the best that was seen there."""
+    """Numbers of nodes that were tried, each with its best result so far."""
 
     def __init__(
         self, goal: Goal, searches: NodeSearch, told: Callable[[GoalResult], None]
@@ -200,7 +204,7 @@ class NodeTrials:
         self.best_by_nodes: dict[int, GoalResult] = {}
 
     def reaches_goal(self, nodes: int, *, whole: bool = False) -> bool:
-        """Whether so many nodes are seen to reach the goal."""
+        """Whether so many nodes have been found to reach the goal."""
         if whole:
             result = self.full_search(nodes)
         else:
@@ -216,18 +220,19 @@ class NodeTrials:
         return nodes in self.best_by_nodes and self.best_by_nodes[nodes].meets_goal
 
     def first_shareable(self, numbers: Iterable[int]) -> int:
-        """The first of some numbers that can share the job; 0 if none can."""
+        """The first of some numbers that can share the work; 0 if none can."""
         return next((n for n in numbers if self.can_share_evenly(n)), 0)
 
     def fastest_result(self) -> GoalResult | None:
-        """The one that takes least time."""
+        """The result with the least time."""
         return min(
             self.best_by_nodes.values(), key=lambda one: (one.seconds, one.nodes), default=None
         )
 
     def fewer_nodes_to_try(self, nodes: int) -> list[int]:
-        """Fewer nodes to look at: those that divide best, of all that need not be more than GAIN
-        times as fast as any seen."""
+        """Smaller clusters to try: those with most divisors, of all whose nodes need not be more
+        than MAX_NODE_SPEEDUP times as fast as any seen."""
+        # Goal progress per node and second; it bounds how few nodes could be enough.
         pace = max(1.0 / (one.seconds * one.nodes) for one in self.best_by_nodes.values())
         least = math.ceil(1.0 / (self.goal.seconds * pace * MAX_NODE_SPEEDUP))
         able = filter(
@@ -246,9 +251,10 @@ def find_fewest_nodes(
 ) -> GoalResult | None:
     """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
 
-    first: a guess. told: is told of each number of nodes that was tried.
+    first: a guess. told: called with the result of each number of nodes that was tried.
     """
     tries = NodeTrials(goal, searches, told)
+    # A first number near the guess, preferably one whose search is short.
     low = 0
     high = tries.first_shareable(_few_divisors(min(first, most)))
     high = (
@@ -256,6 +262,8 @@ def find_fewest_nodes(
         or tries.first_shareable(range(min(first, most), 0, -1))
         or tries.first_shareable(range(1, most + 1))
     )
+    # Double until a number reaches the goal. A full search follows only if the quick one found
+    # nothing at all, as for the first number, which has no layouts to carry over.
     while (
         high
         and not tries.reaches_goal(high)
@@ -264,10 +272,12 @@ def find_fewest_nodes(
         low = high
         high = tries.first_shareable(range(min(2 * low, most), low, -1))
     if not high:
+        # No number up to `most` is fast enough: search the fastest one in full and report it.
         best = tries.fastest_result()
         if best is not None:
             tries.reaches_goal(best.nodes, whole=True)
         return tries.fastest_result()
+    # Bisect by quick searches.
     while middle := tries.first_shareable(_from_middle(low, high)):
         low, high = (low, middle) if tries.reaches_goal(middle) else (middle, high)
     found = tries.best_by_nodes[_confirm_fewest(tries, high)]
@@ -276,9 +286,10 @@ def find_fewest_nodes(
 
 
 def _confirm_fewest(tries: NodeTrials, high: int) -> int:
-    """The number of nodes below which none is seen to do; all layouts of the next are searched."""
+    """The number of nodes below which none is found to be enough, by a full search of the next."""
     while True:
-        for whole in (False, True):  # the best of its own layouts, carried over, may show more
+        # A full search of this number yields more layouts to carry over, so look twice.
+        for whole in (False, True):
             tries.reaches_goal(high, whole=whole)
             fewer = min(filter(tries.reaches_goal, tries.fewer_nodes_to_try(high)), default=0)
             if fewer:
@@ -292,11 +303,11 @@ def _confirm_fewest(tries: NodeTrials, high: int) -> int:
 
 
 def _few_divisors(near: int) -> list[int]:
-    """Numbers within an eighth of one; first those that factor in few ways: a search is short."""
+    """Numbers within an eighth of `near`, fewest divisors first: their search is short."""
     some = range(near - near // 8, near + near // 8 + 1)
     return sorted(some, key=lambda n: (len(divisors(n)), abs(n - near)))
 
 
 def _from_middle(low: int, high: int) -> list[int]:
-    """Numbers between two, from the middle on."""
+    """Numbers between two, from the middle outwards."""
     return sorted(range(low + 1, high), key=lambda n: abs(2 * n - low - high))

@@ -1,4 +1,4 @@
-"""Page: a search as one HTML file that needs nothing else: chart, bars, tables, the command."""
+"""Report of a search as one self-contained HTML file: chart, bars, tables, the command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ranvier.planner.predict import Prediction
 from ranvier.planner.search import SearchResult
 
 MAX_TIME_RATIO = 5.0
-"""Layouts that take so many times as long as the best are left out of the chart."""
+"""Layouts that take longer than so many times the best are left out of the chart."""
 MAX_MEMORY_RATIO = 2.5
-"""Those that need so many times the memory there is, too."""
+"""So are those that need more than so many times the available memory."""
 MERGED_PARTS = {"bubble": "pipe", "context": "row", "expert": "row"} | dict.fromkeys(
     ("host", "update", "other"), "rest"
 )
 BAR_PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
-"""Parts of a step by their colours; pipe: messages and stages that wait; rest: update, host."""
+"""Parts of a step by colour; pipe: messages and bubble; rest: update, host and other time."""
 
 
 def render_report(
@@ -80,7 +80,8 @@ def _render_chart(result: SearchResult) -> str:
     it = result.best.prediction
     groups = []
     left = 0
-    for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
+    # Drawn last, the few simple layouts are on top of the many others.
+    for colour, name in reversed([*enumerate(FAMILIES)]):
         for faint, several in (
             (True, result.oversized_candidates),
             (False, result.feasible_candidates),
@@ -107,7 +108,7 @@ def _render_chart(result: SearchResult) -> str:
 
 
 def is_shown(one: PredictedCandidate, result: SearchResult) -> bool:
-    """Whether the chart has a layout."""
+    """Whether the chart shows a layout."""
     it = one.prediction
     best = result.best.prediction
     return (
@@ -179,6 +180,7 @@ def _render_baselines(result: SearchResult) -> str:
 
 def _render_memory(prediction: Prediction) -> str:
     it = prediction.memory
+    # Rows of the device first, then those that only the host has.
     names = [name for name in it.device if it.device[name] or it.host.get(name)]
     names += [name for name in it.host if name not in names]
     rows = [

@@ -1,4 +1,4 @@
-"""Here: the cluster file of this machine, which `ranvier measure` writes and others find again."""
+"""The cluster file of this machine, which `ranvier measure` writes and other commands read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranvier.planner.cluster import Cluster
 
 
 def measured_cluster_path(device: str) -> Path:
-    """Where what was measured of a device on this host is kept."""
+    """Path of the measurements of a device on this host."""
     return (
         launch.cache_dir()
         / f"cluster-{_slugify_name(platform.node())}-{_slugify_name(device)}.toml"
@@ -20,7 +20,7 @@ def measured_cluster_path(device: str) -> Path:
 
 
 def load_measured_cluster(device: str = "") -> Cluster | None:
-    """What was measured here, of a device or (empty) last; None if nothing was."""
+    """The measurements of a device on this host, or the latest (empty); None if there are none."""
     if device:
         if measured_cluster_path(device).exists():
             return cluster.read_cluster(measured_cluster_path(device))

@@ -1,16 +1,16 @@
-"""Gauge: what the ranks of a machine do in a second, measured as rows of a cluster file.
+"""Microbenchmarks: rates of the ranks of a machine, measured as rows of a cluster file.
 
-Ranks on processors share cores, so each row says how many ranks worked at the same time: all of
-them begin together and go on for some milliseconds, and the mean counts. What counts is the time
-of a processor, by the ranks that want one: what else the machine does is not the run's. A device of
-its own (CUDA) is measured on one rank.
+Ranks on CPUs share cores, so each row says how many ranks ran at the same time: all of them start
+together and continue for some milliseconds, and the mean is taken. Processor time counts, scaled by
+the ranks per core, so that other processes on the machine do not. An accelerator (CUDA) is measured
+on one rank.
 
-    products    x Wᵀ, dy W, dyᵀ x                  FLOPs a second by m, n, k and type
-    attention   causal, forward and backward       FLOPs a second: 2 b h s² k, and 2.5 times that
-    memory      y = x                              bytes read and written a second
+    products    x Wᵀ, dy W, dyᵀ x                  FLOPs per second by m, n, k and dtype
+    attention   causal, forward and backward       FLOPs per second: 2 b h s² k, and 2.5 times that
+    memory      y = x                              bytes read and written per second
     between     silu, norm, sums and products      the same, one operation after the other
-    update      one fused AdamW                    parameters a second; norm: of their squares
-    cast        to 8 bits, as it lies and turned   bytes of the wide tensor a second
+    update      one fused AdamW                    parameters per second; norm: of their squares
+    cast        to 8 bits, plain and transposed    bytes of the wide tensor per second
     launch      one small operation from Python    seconds, alone (launch), with backward (pair)
 """
 
@@ -38,37 +38,37 @@ from ranvier.planner.cluster import AttentionRate, MatmulRate, MeasuredRate
 MeasuredRow = MatmulRate | AttentionRate | MeasuredRate
 Barrier = Callable[[], None]
 WARMUP_CALLS = 3
-"""Calls before any is timed: libraries make their plans in the first."""
+"""Untimed calls: libraries select their kernels in the first ones."""
 ELEMENTWISE_TENSORS = 16
-"""Tensors that a few operations between products read and write, each into memory of its own."""
+"""Tensors that the elementwise operations read and write in all, each in memory of its own."""
 HEATUP_SECONDS = 3.0
-"""Seconds of work before a device is measured."""
+"""Seconds of load before a device is measured."""
 ROWWISE_TOKENS = 16384
-"""Tokens of products with a scale for each row."""
+"""Tokens of matmuls with row-wise scales."""
 CHAINED_OPS = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def ranks_per_core(ranks: int) -> float:
-    """Ranks that want each core, 1 at least."""
+    """Ranks per core, at least 1."""
     return max(ranks / (os.cpu_count() or 1), 1.0)
 
 
 @dataclass(frozen=True)
 class BenchmarkShapes:
-    """What is measured."""
+    """The shapes that are measured."""
 
     matmuls: tuple[tuple[int, int, int], ...]
-    """Tokens, features out, features in."""
+    """Tokens, output features, input features."""
     attention: tuple[tuple[int, int, int, int, int], ...]
-    """Samples, tokens of each, heads, heads of keys, width of a head."""
+    """Samples, tokens per sample, heads, key and value heads, head_dim."""
     copy_bytes: int
-    """Bytes of a tensor that is copied."""
+    """Bytes of a copied tensor."""
     update_parameters: int
-    """Parameters of an update."""
+    """Parameters per optimizer update."""
     min_seconds: float
-    """That a number is measured for."""
+    """Minimum time for which a number is measured."""
 
 
 CUDA_LAYER_SHAPES = (
@@ -77,7 +77,7 @@ CUDA_LAYER_SHAPES = (
     *((3072, 3072), (5120, 3072), (16384, 3072), (3072, 8192)),
     *((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)),
 )
-"""Features out and in of the layers of models that a device of its own trains."""
+"""Output and input features of layers of models that are trained on accelerators."""
 HOST_LAYER_SHAPES = ((96, 96), (192, 192), (768, 192), (192, 768))
 CUDA_SHAPES = BenchmarkShapes(
     matmuls=(
@@ -111,19 +111,19 @@ class Microbenchmark:
 
     device: torch.device
     ranks: int = 1
-    """How many measure the same at the same time."""
+    """Number of ranks that measure the same at the same time."""
     barrier: Barrier = lambda: None
-    """Wait for all of them."""
+    """Waits for all of them."""
     shapes: BenchmarkShapes = HOST_SHAPES
     dtypes: tuple[str, ...] = ("fp32",)
-    """Types of products."""
+    """Dtypes of matmuls."""
     on_progress: Callable[[str], None] = lambda _: None
-    """Told what is measured now."""
+    """Called with what is being measured."""
     rows: list[MeasuredRow] = field(default_factory=list)
 
     @classmethod
     def for_device(cls, device: torch.device, **rest: Any) -> Microbenchmark:
-        """For a device, with the shapes and types that it has."""
+        """A benchmark with the shapes and dtypes of a device."""
         if device.type != "cuda":
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -133,6 +133,7 @@ class Microbenchmark:
 
     def run_all(self) -> list[MeasuredRow]:
         """All rows of a device."""
+        # Attention is measured outside of no_grad, as it needs a backward pass.
         with torch.no_grad():
             self.heat_up()
             for part in (
@@ -149,16 +150,19 @@ class Microbenchmark:
         return self.rows
 
     def time_call(self, work: Callable[[], object]) -> float:
-        """Of one call, as the mean of as many as fit into a while, begun together."""
+        """Seconds per call: the mean of as many calls as fit into `min_seconds`, in parallel."""
         for _ in range(WARMUP_CALLS):
             work()
         self.synchronize()
+        # One timed call gives the number of repetitions.
         begin = time.perf_counter()
         work()
         self.synchronize()
         each = max(time.perf_counter() - begin, 1e-7)
         count = max(min(int(self.shapes.min_seconds / each), 10_000), 2)
+        # All ranks start together, so that they compete for cores all the time.
         self.barrier()
+        # On CUDA the calls are queued without synchronizing and timed by events on the device.
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -174,12 +178,13 @@ class Microbenchmark:
         while done < 2 or time.perf_counter() - begin < self.shapes.min_seconds:
             work()
             done += 1
+        # Processor time is that of all threads, so with several threads wall time is the measure.
         if torch.get_num_threads() > 1:
             return (time.perf_counter() - begin) / done
         return (time.process_time() - busy) / done * ranks_per_core(self.ranks)
 
     def heat_up(self) -> None:
-        """Have a device work until its clock is that of a long run: its power limit lowers it."""
+        """Run a device until its clock is that of a long run: its power limit lowers it."""
         if self.device.type != "cuda":
             return
         self.on_progress("the device at work")
@@ -191,25 +196,27 @@ class Microbenchmark:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Until the device has done all."""
+        """Wait until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def rate_row(self, kind: str, value: float) -> MeasuredRate:
-        """A row of one number."""
+        """A row with one number."""
         return MeasuredRate(kind, value, self.ranks)
 
     # ---- what is measured ---------------------------------------------------------------
 
     def benchmark_matmuls(self) -> Iterator[MeasuredRow]:
-        """Matrix products: forward, the gradient of the input, the gradient of the weight."""
+        """Matmuls: forward, gradient of the input, gradient of the weight."""
         for kind in self.dtypes:
             self.on_progress(f"matrix products in {kind}")
             for tokens, out, into in self.shapes.matmuls:
+                # Few models are trained in fp32 on accelerators: square shapes are enough.
                 if kind == "fp32" and self.device.type == "cuda" and out != into:
-                    continue  # few train in it there
+                    continue
+                # As with one scale, but a little slower at all sizes: one size is enough.
                 if kind == "fp8row" and tokens != ROWWISE_TOKENS:
-                    continue  # as products with one scale, a little slower at all sizes
+                    continue
                 for name, (m, n, k), seconds in self._time_matmuls(kind, tokens, out, into):
                     yield MatmulRate(m, n, k, kind, 2.0 * m * n * k / seconds, self.ranks, name)
 
@@ -238,7 +245,7 @@ class Microbenchmark:
         yield "dw", weight, self.time_call(lambda: float8.scaled_matmul(dy8t, x8t, x.dtype))
 
     def benchmark_casts(self) -> Iterator[MeasuredRow]:
-        """The largest magnitude of a tensor, then its numbers in 8 bits, as it lies and turned."""
+        """Scale of a tensor (its largest magnitude), then casts to 8 bits, plain and transposed."""
         if "fp8" not in self.dtypes:
             return
         one = float8.Float8Linear("tensorwise")
@@ -252,7 +259,7 @@ class Microbenchmark:
         )
 
     def benchmark_memory(self) -> Iterator[MeasuredRow]:
-        """Copies inside the memory of the device."""
+        """Copies in device memory, and elementwise operations."""
         self.on_progress("memory")
         x = torch.zeros(self.shapes.copy_bytes, dtype=torch.uint8, device=self.device)
         y = torch.zeros_like(x)
@@ -271,7 +278,7 @@ class Microbenchmark:
         yield self.rate_row("between", ELEMENTWISE_TENSORS * a.nbytes / self.time_call(between))
 
     def benchmark_attention(self) -> Iterator[MeasuredRow]:
-        """Causal attention, forward and backward, by the fastest way, as runs choose it."""
+        """Causal attention, forward and backward, by the fastest backend, as runs choose it."""
         self.on_progress("attention")
         for kind in self.dtypes[:2]:
             for shape in self.shapes.attention:
@@ -283,8 +290,10 @@ class Microbenchmark:
         sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
         q, k, v = (x.requires_grad_() for x in random_tensors(sizes, DTYPES[kind], self.device))
         (dy,) = random_tensors([(b, s, heads, width)], DTYPES[kind], self.device)
+        # A run autotunes its attention backend, so the fastest one counts.
         ways = [way for name, way in BACKENDS.items() if supports_inputs(name, q, k, v)]
         forward, backward = min((self._time_attention(way, q, k, v, dy) for way in ways), key=sum)
+        # Two matmuls of 2 s² width each, halved by the causal mask; backward has 2.5 times that.
         work = 2.0 * b * heads * s * s * width
         return AttentionRate(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
 
@@ -297,7 +306,7 @@ class Microbenchmark:
         return forward, self.time_call(back)
 
     def benchmark_updates(self) -> Iterator[MeasuredRow]:
-        """AdamW on flat tensors, as the optimizer runs it; master weights where they are narrow."""
+        """AdamW on flat tensors, as the optimizer runs it; 16-bit weights have master weights."""
         self.on_progress("updates")
         kind = DTYPES[self.dtypes[0]]
         weight, mean, square = (
@@ -320,7 +329,7 @@ class Microbenchmark:
         )
 
     def benchmark_launches(self) -> Iterator[MeasuredRow]:
-        """Small operations: what Python and torch take for one, whatever its size."""
+        """Small operations: the overhead of Python and torch per operation."""
         self.on_progress("small operations")
         x = torch.zeros(8, 8, device=self.device)
         leaf = x.clone().requires_grad_()

@@ -1,9 +1,9 @@
-"""Leaves: a model as the planner sees it, without torch: its parts, and the layers of each.
+"""Model specification for the planner, without torch: the parts of a model and their layers.
 
-All blocks of a kind are equal, so a model is its entry, one block of each kind with how many there
-are, and its exit. A list comes from numbers (`dense`), from the files that ship with the package
-(`of_size`) or from a run, whose model is built once on the meta device (`of_run`) and kept in the
-user's cache.
+All blocks of a kind are equal, so a model is its entry, one block of each kind with its count, and
+its exit. A spec comes from numbers (`dense_decoder`), from the files that ship with the package
+(`load_shipped_spec`) or from a run, whose model is built once on the meta device
+(`resolve_model_spec`) and stored in the user's cache.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ LayerKind = Literal[
     "opening",
     "entropy",
 ]
-"""Layers: one that multiplies; several that read the same value, or parts of it; a head with its
-loss; a look-up; an RMSNorm and a LayerNorm; an attention core; a router with its experts; the
-lengths of DoRA; where Hugging Face's modules gather the sequence; a loss by itself."""
+"""Kinds of layers: linear; fused linears with the same input (siblings), or with parts of it
+(apart); LM head with its loss; embedding; RMSNorm and LayerNorm; attention core; router with its
+experts (mixture); DoRA magnitudes (lengths); the point where Hugging Face modules gather the
+sequence (opening); a separate cross-entropy loss."""
 SPEC_FOLDER = Path(__file__).parent / "lists"
 ENTRY = "entry"
 EXIT = "exit"
-"""Names of the parts around blocks."""
+"""Names of the parts before and after the blocks."""
 SPEC_FORMAT = 1
-"""Of the files; lists of another format are made anew."""
+"""Format version of the files; specs of another format are rebuilt."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +58,31 @@ class LayerSpec:
     """A layer of a part."""
 
     name: str
-    """Inside of its block, or in the whole model."""
+    """Relative to its block, or to the whole model."""
     kind: LayerKind
     dims: tuple[Dim, ...] = ()
     shape: tuple[int, ...] = ()
-    """Of the whole weight."""
+    """Shape of the unsharded weight."""
     bias: bool = False
     trainable: bool = True
     tied: str = ""
-    """The layer whose weight it has."""
+    """The layer that owns its weight, if tied."""
     inside: tuple[LayerSpec, ...] = ()
-    """The layers of siblings."""
+    """The linears of a fused layer."""
     head_dim: int = 0
     window: int = 0
-    """Tokens that a token sees; 0: all before it."""
+    """Sliding window in tokens; 0: full causal attention."""
     whole: bool = False
-    """The sequence is gathered already."""
+    """Whether its input has the whole sequence already."""
     top: int = 0
-    """Experts of a token; `shape` is (experts, width, embed)."""
+    """Experts per token; `shape` is (experts, width, embed)."""
     matrices: int = 0
-    """Of an expert: with a gate 3, else 2."""
+    """Matrices per expert: 3 with a gate, else 2."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers of its weights, without those of other layers."""
+        """Number of its parameters, without tied ones that belong to another layer."""
+        # An expert layer also has a router [experts, embed].
         if self.kind == "mixture":
             return self.num_expert_parameters + self.shape[0] * self.shape[2]
         if self.tied or not self.shape:
@@ -92,7 +94,7 @@ class LayerSpec:
 
     @property
     def num_expert_parameters(self) -> int:
-        """Numbers of the weights of all its experts."""
+        """Number of parameters of all its experts."""
         if self.kind == "mixture":
             return self.matrices * math.prod(self.shape)
         return 0
@@ -102,7 +104,7 @@ class LayerSpec:
         return self.shape[0]
 
     def build_layer(self, prefix: str, ground: LayoutContext) -> LayerCost:
-        """What it communicates and computes on a ground."""
+        """Its cost model (communication and compute) in a layout."""
         name = f"{prefix}{self.name}"
         dims = [d if isinstance(d, str) else d[1] for d in self.dims]
         match self.kind:
@@ -132,10 +134,14 @@ class LayerSpec:
         return products.LinearWeight(self.shape, self.dims, ground, self.trainable)
 
     def param_specs(self, prefix: str, block: str, ground: LayoutContext) -> Iterator[ParamSpec]:
-        """Its weights on a ground, but for one that is another layer's. block: that around it."""
+        """Its parameters in a layout, including a tied one under its owner's name.
+
+        block: the block around it; layers outside of blocks are buckets of their own.
+        """
         name = f"{prefix}{self.name}"
         for leaf in self.inside:
             yield from leaf.param_specs(f"{name}.", block or name, ground)
+        # A fused layer has no weight of its own.
         if not self.shape:
             return
         if self.kind == "mixture":
@@ -150,6 +156,7 @@ class LayerSpec:
             cut = Sharding.from_dims(
                 self.shape, dims, rule, degrees, units=ground.units, depth=True
             )
+            # The optimizer treats embeddings as a group of their own; a tied head belongs to it.
             if kind == "embedding" or self.tied:
                 group: ParamGroup = "embedding"
             else:
@@ -195,7 +202,7 @@ class BlockSpec:
     count: int
     layers: tuple[LayerSpec, ...]
     block_indices: tuple[int, ...] = ()
-    """Which blocks of the model are of this kind, from 0; empty: it is no block."""
+    """Indices of the model's blocks of this kind, from 0; empty: it is not a block."""
 
     @property
     def is_block(self) -> bool:
@@ -204,12 +211,12 @@ class BlockSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Numbers of the weights of one of them."""
+        """Number of parameters of one of them."""
         return sum(leaf.num_parameters for leaf in self.layers)
 
     @cached_property
     def num_expert_parameters(self) -> int:
-        """Numbers of those of them that belong to experts."""
+        """Number of these that belong to experts."""
         return sum(leaf.num_expert_parameters for leaf in self.layers)
 
     def layers_of_kind(self, *kinds: LayerKind) -> list[LayerSpec]:
@@ -226,46 +233,47 @@ class ModelSpec:
     units: Mapping[str, int]
     """Number of units of each named dim (heads, not their elements)."""
     blocks_path: str = "blocks"
-    """Name of the list of blocks."""
+    """Module path of the list of blocks."""
     traits: Mapping[str, Any] = field(default_factory=dict)
-    """What else decides how much memory it needs: activation, positions, dropout."""
+    """Other settings that affect memory: activation, positions, dropout."""
 
     @property
     def num_layers(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return sum(part.count for part in self.parts if part.is_block)
 
     @cached_property
     def parts_in_order(self) -> tuple[BlockSpec, ...]:
-        """The part of each position: entry, blocks in order, exit."""
+        """The part at each position: entry, blocks in order, exit."""
+        # Kinds of blocks may alternate, as dense and MoE layers do.
         blocks = {n: part for part in self.parts for n in part.block_indices}
         entry, *_, leaving = self.parts
         return entry, *(blocks[n] for n in sorted(blocks)), leaving
 
     @cached_property
     def num_parameters(self) -> int:
-        """Numbers of all weights."""
+        """Number of all parameters."""
         return sum(part.count * part.num_parameters for part in self.parts)
 
     @cached_property
     def num_trainable(self) -> int:
-        """Numbers of the weights that are trained."""
+        """Number of trainable parameters."""
         return sum(part.count * sum(map(_count_trainable, part.layers)) for part in self.parts)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Elements per head."""
         return next(
             (leaf.head_dim for p in self.parts for leaf in p.layers_of_kind("attention")), 0
         )
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Whether the head is the embedding."""
+        """Whether the head shares the embedding's weight."""
         return any(leaf.tied for leaf in self.parts[-1].layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """A JSON-compatible dict."""
         parts = [
             {
                 "name": part.name,
@@ -279,7 +287,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> ModelSpec:
-        """A model from JSON."""
+        """A model from its JSON dict."""
         parts = []
         for part in facts["parts"]:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
@@ -299,7 +307,7 @@ def _count_trainable(leaf: LayerSpec) -> int:
 
 
 def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers as ranges [first, behind the last]."""
+    """Numbers as half-open ranges [start, stop]."""
     found: list[list[int]] = []
     for n in numbers:
         if found and found[-1][1] == n:
@@ -310,11 +318,12 @@ def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _layer_to_dict(leaf: LayerSpec) -> dict[str, Any]:
-    """A leaf as JSON holds it: what has its usual value is left out."""
+    """A layer as a JSON-compatible dict, without fields that have their default value."""
     usual = asdict(LayerSpec(leaf.name, leaf.kind))
     found = {k: v for k, v in asdict(leaf).items() if k in ("name", "kind") or v != usual[k]}
     if leaf.inside:
         found["inside"] = [_layer_to_dict(one) for one in leaf.inside]
+    # A round trip turns tuples into lists, as a reader of the file gets them.
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
@@ -326,7 +335,7 @@ def _layer_from_dict(facts: Mapping[str, Any]) -> LayerSpec:
     return LayerSpec(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
 
 
-# ---- where lists come from --------------------------------------------------------------
+# ---- where specs come from --------------------------------------------------------------
 
 
 @cache
@@ -391,7 +400,7 @@ def dense_decoder(
 
 @cache
 def load_shipped_spec(name: str) -> ModelSpec:
-    """The model of a built-in size, from the list that ships with the package."""
+    """The model of a built-in size, from the spec that ships with the package."""
     path = SPEC_FOLDER / f"{name}.json"
     if not path.is_file():
         known = sorted(one.stem for one in SPEC_FOLDER.glob("*.json"))
@@ -404,6 +413,7 @@ def load_shipped_spec(name: str) -> ModelSpec:
 
 def resolve_model_spec(run: RunConfig) -> ModelSpec:
     """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
+    # Imports are local so that reading a shipped spec does not load them.
     import hashlib
 
     from ranvier import launch
@@ -411,24 +421,29 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
     config = asdict(run.model)
     lora = asdict(run.lora)
     size = config.pop("size")
+    # Shipped specs have no adapters.
     if run.lora.rank == 0 and _is_shipped_size(run):
         return load_shipped_spec(size)
+    # The key covers everything that the spec depends on, except the name of the size.
     text = json.dumps([SPEC_FORMAT, config, lora], sort_keys=True)
     path = launch.cache_dir() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     try:
         return ModelSpec.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there yet, or written by another version
+        # Not cached yet, or written by another version.
+        pass
+    # Building the model needs torch, which is only imported here.
     from ranvier.planner.model_spec_torch import build_decoder_spec
 
     model = replace(build_decoder_spec(run.model, run.lora), name=size)
-    with suppress(OSError):  # without room for it the next run builds its model again
+    # A cache that cannot be written is not an error: the next run builds the model once more.
+    with suppress(OSError):
         _write_atomically(path, json.dumps(model.to_dict()))
     return model
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Write a file at once; other ranks may do the same."""
+    """Write a file by renaming a temporary one; other ranks may write the same file."""
     import tempfile
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -438,7 +453,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _is_shipped_size(run: RunConfig) -> bool:
-    """Whether a run has a built-in size in all that its list depends on."""
+    """Whether a run has a built-in size in all settings that its spec depends on."""
     from ranvier.config.sections import ModelConfig
 
     size = run.model.size

@@ -1,4 +1,4 @@
-"""Listed: the list of layers of a real model, read from its leaves on the meta device."""
+"""Build the planner's model specification from a real model on the meta device."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ MEMORY_TRAITS = (
     "qk_norm",
     "qk_whole",
 )
-"""Settings of a decoder that decide what its blocks keep."""
+"""Settings of a decoder that affect what its blocks save."""
 
 
 def build_decoder_spec(config: DecoderConfig, lora: AdapterConfig) -> ModelSpec:
-    """The list of a decoder."""
+    """The spec of a decoder."""
     with torch.device("meta"), counter_rng.init_empty_weights():
         model = build_decoder(config, lora)
     found = build_module_spec(model)
@@ -47,8 +47,10 @@ def build_decoder_spec(config: DecoderConfig, lora: AdapterConfig) -> ModelSpec:
 
 
 def build_module_spec(model: nn.Module) -> ModelSpec:
-    """The list of a model with named dims; it is used up."""
+    """The spec of a model with named dims, which is parallelized in place."""
+    # On a grid of one rank the layers carry their dims and cost models but no shards.
     parallel = get_parallel_model(parallelize(model, Grid({}), materialize=False))
+    # Linears inside of fused layers are part of those.
     together = [name for name, leaf in parallel.layers.items() if isinstance(leaf, FusedLinear)]
     children = {n for n in parallel.layers if n.rpartition(".")[0] in together}
     outside: tuple[list[LayerSpec], list[LayerSpec]] = ([], [])
@@ -61,10 +63,12 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
         found = _layer_spec(name, leaf, parallel.layers)
         if found is None:
             continue
+        # Layers outside of blocks belong to the exit once a block has been seen, else to the entry.
         if block in blocks:
             blocks[block].append(replace(found, name=found.name.removeprefix(f"{block}.")))
         else:
             outside[any(blocks.values())].append(found)
+    # Blocks with equal layers are one kind.
     kinds: dict[tuple[LayerSpec, ...], list[int]] = {}
     for number, leaves in enumerate(blocks.values()):
         kinds.setdefault(tuple(leaves), []).append(number)
@@ -78,7 +82,7 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
 
 
 def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec | None:
-    """A layer as the planner sees it; None: one that neither communicates nor has weights."""
+    """A layer's spec; None if it neither communicates nor has weights."""
     if isinstance(leaf, FusedLinear):
         if isinstance(leaf, GroupedInputLinear):
             kind: LayerKind = "apart"
@@ -110,6 +114,7 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
         return LayerSpec(name, "entropy", (leaf.dim,))
     if isinstance(leaf, SequenceGather):
         return LayerSpec(name, "opening")
+    # A layer with weights that is missing here would be left out of all predictions.
     if not isinstance(leaf, Norm | Embedding | DoraMagnitude):
         assert not leaf.handles, f"{name} has weights that the planner does not know"
         return None
@@ -131,6 +136,7 @@ def _linear_spec(name: str, leaf: nn.Module) -> LayerSpec:
     assert isinstance(leaf, Linear) and not leaf.is_transposed, name
     factor = leaf.linear_weight
     weight = leaf.handles["weight"]
+    # The weight of a tied layer has the name of its owner.
     own = weight.name.rpartition(".")[0]
     return LayerSpec(
         name,

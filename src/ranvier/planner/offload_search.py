@@ -1,8 +1,9 @@
-"""Fit: of all ways to place a step on a device and its host the fastest that fits, as predicted.
+"""Offload search: the fastest placement of a step on a device and its host that fits, as predicted.
 
-A pure search over numbers: the micro-batch, what each block computes again, what of states, weights
-and activations rests on the host, and where states are updated. None of these changes a result but
-for the order of sums. What a run has settled itself is kept: only what is `open` is chosen.
+A pure search over numbers: the micro-batch, the recompute mode of each block, which optimizer
+states, weights and activations are offloaded to the host, and where states are updated. None of
+these changes a result but for the order of sums. Settings given by the user are kept: only those in
+`open_settings` are chosen.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ SEARCHABLE_SETTINGS = (
     "weights",
     "activations",
 )
-"""What may be left open."""
+"""Settings that may be left open."""
 FRAGMENTATION_SHARE = 0.03
-"""Share of what comes and goes in a step that the allocator loses between tensors."""
+"""Share of the temporary memory of a step that the allocator loses to fragmentation."""
 MIN_RESIDENT_SHARE = 0.05
-"""Share of the states from which on it is worth keeping them on the device."""
+"""Minimum share of the optimizer states that is worth keeping on the device."""
 WEIGHT_LOCATIONS: tuple[WeightsLocation, ...] = ("device", "host")
 OFFLOAD_FRACTIONS = (0.0, 0.5, 1.0)
 """Shares of the activations that are tried on the host."""
 MAX_CHANGED_SETTINGS = 2
-"""Settings that a proposal changes, at most."""
+"""Maximum number of settings that a proposal changes."""
 PEAK_LABELS: Mapping[PeakMoment, str] = {
     "head": "in the loss",
     "block": "in the backward pass of a block",
@@ -54,13 +55,13 @@ PEAK_LABELS: Mapping[PeakMoment, str] = {
 
 @dataclass(frozen=True)
 class Placement:
-    """How a step is placed."""
+    """Where the tensors of a step are stored and what is recomputed."""
 
     micro_batch: int
     recompute_modes: tuple[RecomputeMode, ...]
     states: StatesLocation = "device"
     resident: int = 0
-    """Bytes of states on the device, with states = split."""
+    """Bytes of states on the device if states = split."""
     update: UpdateLocation = "device"
     weights: WeightsLocation = "device"
     activations: float = 0.0
@@ -68,31 +69,31 @@ class Placement:
 
 @dataclass(frozen=True)
 class FitProblem:
-    """All that a choice depends on."""
+    """All inputs of the search."""
 
     needs: Mapping[int, StepMemory]
-    """By micro-batch."""
+    """Memory by micro-batch."""
     sizes: ModelStateSizes
     work: StepWork
     rates: DeviceRates
     device_limit: int
-    """Bytes of the device."""
+    """Bytes of the device that may be used."""
     host_limit: int
-    """Bytes of the host."""
+    """Bytes of the host that may be used."""
     given_placement: Placement
-    """What is not open."""
+    """Values of the settings that are not open."""
     open_settings: frozenset[str]
     library_bytes: int = 0
-    """Bytes on the device that are there in any case."""
+    """Bytes on the device that are in use in any case."""
     logit_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Of a chunk, by micro-batch."""
+    """Logits of a chunk, by micro-batch."""
     communicator_bytes: int = 0
-    """Bytes of the device beside those of `limit`, which are taken when a run starts."""
+    """Bytes of the device in addition to `device_limit`, allocated when a run starts."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """A choice, what it needs and how long it takes."""
+    """A placement, its memory and its predicted time."""
 
     placement: Placement
     device_bytes: int
@@ -101,10 +102,11 @@ class FitResult:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """What is better: less time; of equal times what leaves more where it is."""
+        """Sort key: least time first; of equal times the one that offloads less."""
         chosen = self.placement
         elsewhere = (chosen.weights == "host", chosen.activations, chosen.states != "device")
         again = recompute_budget.recompute_fraction(chosen.recompute_modes)
+        # Times are rounded to three digits, so that negligible differences do not cause offloading.
         return float(f"{self.seconds.total:.3g}"), *elsewhere, again, -chosen.micro_batch
 
 
@@ -112,16 +114,18 @@ class FitResult:
 
 
 def _offloaded_state_bytes(case: FitProblem, choice: Placement) -> int:
-    """Bytes of states that rest elsewhere."""
+    """Bytes of states that are not on the device."""
+    # States of vectors always stay on the device.
     most = case.sizes.state_bytes - case.sizes.vector_states
     kept = {"device": most, "split": min(choice.resident, most)}.get(choice.states, 0)
     return most - kept
 
 
 def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
-    """Bytes of weights that have come from the host: those whose turn it is, and the next."""
+    """Bytes of weights fetched from the host: of the current block and the prefetched next one."""
     if choice.weights == "device":
         return 0
+    # The next block is prefetched while the current one computes.
     pair = min(2, case.sizes.num_blocks) * case.sizes.block_weights
     if where == "head":
         return max(case.sizes.head_weights + case.sizes.block_weights, pair)
@@ -129,12 +133,12 @@ def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment
 
 
 def _has_measured_fetches(case: FitProblem) -> bool:
-    """Whether weights rested on the host when passes were measured: what came was measured."""
+    """Whether weights were on the host in the measured passes, which then include the fetches."""
     return case.given_placement.weights == "host" and "weights" not in case.open_settings
 
 
 def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
-    """Bytes of weights on the device, beside what was measured."""
+    """Bytes of weights on the device besides what was measured."""
     sizes = case.sizes
     if choice.weights == "device":
         resting = sizes.weight_bytes
@@ -146,7 +150,7 @@ def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int
 
 
 def _peak_moments(case: FitProblem, choice: Placement) -> list[tuple[BudgetPeak, int]]:
-    """When most may be there, and the bytes of weights then."""
+    """Candidate memory peaks, and the bytes of weights at each."""
     need = case.needs[choice.micro_batch]
     hosted = choice.weights == "host"
     peaks = need.memory_peaks(
@@ -161,29 +165,33 @@ def _moment_bytes(moment: tuple[BudgetPeak, int]) -> int:
 
 
 def _staging_bytes(case: FitProblem, choice: Placement) -> tuple[int, int]:
-    """Bytes of the tiles of states on their way, on the device and on the host."""
+    """Bytes of the buffers for state tiles in transfer, on the device and on the host."""
     sizes = case.sizes
     if not _offloaded_state_bytes(case, choice):
         return 0, 0
-    if choice.update == "cpu":  # there gradients and new weights are on their way
+    # With a CPU update only gradients and new weights are transferred.
+    if choice.update == "cpu":
         return 0, sizes.offload_ring - sizes.state_ring
     return (sizes.offload_ring if choice.weights == "host" else sizes.state_ring), 0
 
 
 def _bytes_without_states(case: FitProblem, choice: Placement) -> tuple[int, int]:
-    """Bytes on the device besides states: where all of them are there, and where some are not."""
+    """Bytes on the device besides states: if all of them are there, and if some are not."""
     moments = _peak_moments(case, choice)
     ring = _staging_bytes(case, replace(choice, states="host"))[0]
+    # The `forward` peak holds gradients of an update that is still running, which happens only if
+    # states are offloaded.
     here = max(_moment_bytes(one) for one in moments if one[0].where != "forward")
     return case.library_bytes + here, case.library_bytes + max(map(_moment_bytes, moments)) + ring
 
 
 def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
-    """The predicted table of a choice."""
+    """The predicted memory breakdown of a placement."""
     sizes = case.sizes
     need = case.needs[choice.micro_batch]
     away = _offloaded_state_bytes(case, choice)
     moments = (one for one in _peak_moments(case, choice) if away or one[0].where != "forward")
+    # The breakdown is that of the largest peak.
     peak, weights = max(moments, key=_moment_bytes)
     if sizes.state_bytes:
         share = 1.0 - away / sizes.state_bytes
@@ -192,10 +200,12 @@ def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
     come = _fetched_weight_bytes(case, choice, peak.where)
     rest = peak.activations
     parts = {"gathered weights": come}
-    if _has_measured_fetches(case):  # in what was measured, with the activations
+    # Measured with the activations: move the bytes to their own category.
+    if _has_measured_fetches(case):
         parts["gathered weights"] = come = min(come, rest)
         rest = rest - come
         weights = weights + come
+    # Categories that the measurement contains as activations, at the peaks where they occur.
     for name, size, when in (
         ("logits", case.logit_bytes.get(choice.micro_batch, 0), ("head",)),
         ("gathered weights", sizes.gathered_weights, ("head", "block", "forward")),
@@ -234,13 +244,14 @@ def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
         found["weights"] = sizes.weight_bytes - sizes.resident_weights
         found["gradients"] = sizes.host_gradients
     if away and choice.states != "file":
+        # Master weights and moments are offloaded in proportion.
         found["master"] = round(away * sizes.master / sizes.state_bytes)
         found["moments"] = away - found["master"]
     return {name: size for name, size in found.items() if size}
 
 
 def _offloaded_activations(need: StepMemory, choice: Placement) -> int:
-    """Bytes of activations of a micro-batch that wait on the host; the last block's stay."""
+    """Bytes of activations of a micro-batch on the host; the last block's stay on the device."""
     blocks = need.passes[0].blocks
     share = need.offloaded_fraction(choice.activations)
     return round(share * sum(blocks[kind].saved_bytes for kind in choice.recompute_modes[:-1]))
@@ -282,13 +293,13 @@ def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
 
 
 def enumerate_fits(case: FitProblem) -> Iterator[FitResult]:
-    """Choices that fit, among them the fastest with each micro-batch and each place."""
+    """Placements that fit, including the fastest of each micro-batch and location."""
     for one in _enumerate_placements(case):
         yield from _fit_recompute_modes(case, one, _recompute_choices(case, one.micro_batch))
 
 
 def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
-    """Micro-batches, and where weights and activations may lie."""
+    """All combinations of micro-batch and locations of weights and activations."""
     given = case.given_placement
     free = case.open_settings
     for micro in case.needs:
@@ -298,7 +309,7 @@ def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
 
 
 def _recompute_choices(case: FitProblem, micro: int) -> list[tuple[RecomputeMode, ...]]:
-    """Kinds of the blocks, those that compute least again first."""
+    """Recompute modes of the blocks, those with least recomputation first."""
     if "recompute" not in case.open_settings:
         return [case.given_placement.recompute_modes]
     return sorted(
@@ -309,10 +320,11 @@ def _recompute_choices(case: FitProblem, micro: int) -> list[tuple[RecomputeMode
 def _fit_recompute_modes(
     case: FitProblem, choice: Placement, ways: Sequence[tuple[RecomputeMode, ...]]
 ) -> Iterator[FitResult]:
-    """A choice with each of these kinds, as long as less computed again may not be faster."""
+    """A placement with each of these modes, until more recomputation cannot be faster."""
     least = predict_fit_seconds(case, replace(choice, recompute_modes=ways[0])).compute
     shortest = math.inf
     for kinds in ways:
+        # Lower bound of the time with these modes. They are sorted, so later ones are slower.
         if (
             least * (1.0 + recompute_budget.recompute_fraction(kinds) * case.work.block_share)
             > shortest
@@ -324,7 +336,7 @@ def _fit_recompute_modes(
 
 
 def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitResult]:
-    """A choice with its states where they fit, and updated where that may be."""
+    """A placement with states where they fit, updated on the device or on the CPU."""
     ways: tuple[UpdateLocation, ...] = ("device", "cpu")
     if "update" not in case.open_settings:
         ways = ("device" if choice.update == "auto" else choice.update,)
@@ -332,6 +344,7 @@ def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitRe
         chosen = replace(choice, update=way)
         rests = _bytes_without_states(case, chosen)
         for one in _state_placements(case, chosen, rests):
+            # Where states are updated matters only if some are offloaded; skip duplicates.
             away = _offloaded_state_bytes(case, one)
             device = rests[away > 0] + case.sizes.state_bytes - away
             host = sum(_host_breakdown(case, one).values())
@@ -342,12 +355,13 @@ def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitRe
 def _state_placements(
     case: FitProblem, choice: Placement, rests: tuple[int, int]
 ) -> Iterator[Placement]:
-    """Where the states of a choice may rest: as many on the device as there is room for."""
+    """Where the states of a placement may be stored: as many on the device as fit."""
     states = case.sizes.state_bytes
     free = "states" in case.open_settings
     if not free and not (choice.states == "split" and "resident" in case.open_settings):
         yield choice
         return
+    # rests[1] includes the staging buffers, needed as soon as any state is offloaded.
     left = case.device_limit - rests[1] - case.sizes.vector_states
     if rests[0] + states <= case.device_limit:
         yield replace(choice, states="device" if free else "split", resident=0 if free else states)
@@ -358,12 +372,13 @@ def _state_placements(
 
 
 def fastest_fit(found: Iterable[FitResult]) -> FitResult | None:
-    """The fastest of what fits; None if nothing does."""
+    """The fastest placement that fits; None if none does."""
     return min(found, key=lambda fit: fit.sort_key, default=None)
 
 
 def min_device_bytes(case: FitProblem) -> int:
-    """Bytes of the device without which nothing fits, as far as the host has room for the rest."""
+    """Least device memory with which a placement fits, given the host memory."""
+    # Without a limit states would stay on the device, so they are moved to the host explicitly.
     tight = replace(case, device_limit=2**62)
     if "states" in case.open_settings:
         given = replace(case.given_placement, states="host")
@@ -380,7 +395,7 @@ def min_device_bytes(case: FitProblem) -> int:
 
 
 def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[FitResult]:
-    """The changes of `now` that fit and cost least: of few settings, and for all blocks alike."""
+    """The cheapest changes of `now` that fit: of few settings, the same mode for all blocks."""
     found: dict[tuple[str, ...], FitResult] = {}
     known = {kind for need in case.needs.values() for kind in need.passes[0].blocks}
     for kind in known:
@@ -394,6 +409,7 @@ def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[F
         ):
             words = diff_options(now, fit.placement)
             better = words not in found or fit.sort_key < found[words].sort_key
+            # Of placements with the same changed options only the best is offered.
             if 0 < len(words) <= MAX_CHANGED_SETTINGS and better:
                 found[words] = fit
     order = sorted(found.items(), key=lambda one: (one[1].sort_key[0], len(one[0])))
@@ -404,7 +420,7 @@ def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[F
 
 
 def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
-    """The settings in which a choice differs from what is now, as options of a run."""
+    """The settings in which a placement differs from the current one, as options of a run."""
     found = []
     if then.micro_batch != now.micro_batch:
         found.append(f"--plan.micro-batch {then.micro_batch}")
@@ -420,7 +436,7 @@ def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
 
 
 def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) -> list[str]:
-    """What was chosen and why: two to four lines. found: all that fits."""
+    """What was chosen and why, in two to four lines. found: all placements that fit."""
     time = fit.seconds
     where = predict_breakdown(case, fit.placement).where
     lines = [
@@ -436,6 +452,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
         lines[-1] += (
             f"; {_format_gib(fit.host_bytes)} of {_format_gib(case.host_limit)} GiB on the host"
         )
+    # The runner-up must differ in more than its recompute modes.
     mine = _comparison_key(fit.placement)
     other = fastest_fit(one for one in found if _comparison_key(one.placement) != mine)
     if other is not None:
@@ -445,6 +462,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
             f"{_format_gib(other.device_bytes)} GiB, "
             f"{other.seconds.total:.3g} s ({slower:+.1%})"
         )
+    # The fastest placement with unlimited memory shows which limit binds, if any.
     free = fastest_fit(enumerate_fits(replace(case, device_limit=2**62, host_limit=2**62)))
     if free is None or free.sort_key >= fit.sort_key:
         lines.append("nothing binds: with more memory it would not be faster")
@@ -463,12 +481,12 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
 
 
 def _comparison_key(choice: Placement) -> tuple[object, ...]:
-    """What makes choices different in kind."""
+    """The settings in which placements must differ to count as alternatives."""
     return choice.micro_batch, choice.states, choice.weights, choice.activations, choice.update
 
 
 def describe_placement(case: FitProblem, choice: Placement) -> str:
-    """A choice in words."""
+    """A placement in words."""
     words: dict[RecomputeMode, str] = {"none": "keep all", "selective": "selective", "full": "full"}
     counts = [(choice.recompute_modes.count(kind), word) for kind, word in words.items()]
     blocks = ", ".join(f"{count} {word}" for count, word in counts if count)

@@ -1,4 +1,4 @@
-"""Outputs: files of `ranvier plan`, refused before the search if they cannot be written."""
+"""Output files of `ranvier plan`, checked before the search whether they can be written."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ MIN_FREE_BYTES = 2**16
 
 
 def check_outputs(*names: str) -> None:
-    """Raise a WriteError for a file that cannot be written; what is there stays as it is.
+    """Raise a WriteError for a file that cannot be written; existing files are not changed.
 
-    names: paths; empty: none, -: the standard output.
+    names: paths; empty: none, -: standard output.
     """
     given = [name for name in names if name]
+    # Resolve links, so that two names of one file are detected.
     places = [name if name == "-" else os.path.realpath(name) for name in given]
     if len({*places}) < len(places):
         raise PlanError(
@@ -36,7 +37,8 @@ def _check_writable(name: str) -> None:
         mode = _file_mode(path)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory")
-        if mode and not stat.S_ISREG(mode):  # a pipe or device: opening it could be noticed
+        # Opening a pipe or device could have side effects, so only its permissions are checked.
+        if mode and not stat.S_ISREG(mode):
             if not os.access(path, os.W_OK):
                 raise PermissionError(0, "Permission denied")
             return
@@ -44,8 +46,10 @@ def _check_writable(name: str) -> None:
         if not folder.is_dir():
             raise FileNotFoundError(0, f"there is no directory {folder}")
         if mode:
-            with path.open("ab"):  # nothing is appended
+            # Opening for append needs write permission but changes nothing.
+            with path.open("ab"):
                 pass
+        # A temporary file in the folder tests for free space, and for permission to create files.
         if not mode or os.access(folder, os.W_OK):
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(MIN_FREE_BYTES))
@@ -55,7 +59,7 @@ def _check_writable(name: str) -> None:
 
 
 def _file_mode(path: Path) -> int:
-    """The kind of what is at a path; 0: nothing is."""
+    """The mode of the file at a path; 0: there is none."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

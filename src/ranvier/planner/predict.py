@@ -1,11 +1,11 @@
-"""Predict: seconds and bytes of a step of a job in a layout on a cluster, under a runtime.
+"""Predict step time and peak memory of a workload in a layout on a cluster, for a framework.
 
-    micro-batch   Σ blocks (compute + what of row, col, depth and context nothing hides) + ends
+    micro-batch   Σ blocks (compute + exposed communication of row, col, depth, context) + edges
     pipeline      m · slowest stage + (p-1)/v · mean stage
-    step          pipeline + what of the reduction over data nothing hides + update
+    step          pipeline + exposed part of the reduction over data + optimizer step
 
-Communication that runs beside compute slows it down by `SLOW` of its time. A step on many nodes
-waits for the slowest: `Cluster.straggle` a doubling. Terms are cached by what they depend on.
+Communication that overlaps with compute slows it down by `OVERLAP_SLOWDOWN` of its time. A step on
+many nodes waits for the slowest: `Cluster.straggle` per doubling. Terms are cached by their inputs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ranvier.planner.time.compute import BlockTimes, ComputeContext, Fp8Scaling
 from ranvier.planner.time.links import RankGroup
 
 OVERLAP_SLOWDOWN = 0.15
-"""Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""
+"""Share of the time of overlapped communication that compute loses (Galvatron: 1.1 to 1.3)."""
 BACKWARD_OVERLAP_SHARE = 0.7
-"""Share of the last backward pass that hides the reduction over data."""
+"""Share of the last backward pass that overlaps with the reduction over data."""
 ERROR_INTERVAL = (0.93, 1.22)
-"""Measured over predicted: 80 % of published runs lie between, each with its whole framework left
-out of the fit (benchmarks/published.py --leave framework)."""
+"""Measured over predicted time: 80 % of published runs are inside, each with its whole framework
+left out of the fit (benchmarks/published.py --leave framework)."""
 UNKNOWN_CHIP = (0.9, 1.28)
-"""The same with the chip left out: no run on it was fitted, nothing was measured (--leave chip)."""
+"""The same with the chip left out: no run on it was fitted or measured (--leave chip)."""
 STEP_PARTS = (
     "compute",
     "attention",
@@ -61,7 +61,7 @@ STEP_PARTS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be trained."""
+    """What to train: model, sequence length, global batch and precision."""
 
     model: ModelSpec
     seq: int
@@ -73,58 +73,59 @@ class Workload:
 
 @dataclass(frozen=True)
 class Candidate:
-    """How it is laid out."""
+    """A parallel layout: a plan, and how it is placed on the machine."""
 
     plan: Plan
     axis_order: tuple[str, ...] = AXES
-    """Axes as they lie on the machine, outermost first."""
+    """Order of the axes on the machine, outermost first."""
     states: Literal["device", "host"] = "device"
     fp8: Fp8Scaling = ""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds by part, bytes by category, and what follows."""
+    """Predicted seconds by part and bytes by category, and derived quantities."""
 
     seconds_by_part: Mapping[str, float]
     memory: MemoryBreakdown
     tokens: int
-    """Of a step."""
+    """Per step."""
     flops: float
-    """Of a step, as a model needs them: nothing is computed again."""
+    """Model FLOPs per step, without recomputation."""
     devices: int
     peak: float
-    """FLOPs a second of a device."""
+    """Peak FLOPs per second of a device."""
     limit: float
-    """Bytes that a device has for a run."""
+    """Bytes of a device that are available to a run."""
     error_factors: tuple[float, float] = ERROR_INTERVAL
-    """Measured over predicted, between which 80 % of such steps lie."""
+    """Bounds of measured over predicted time that contain 80 % of such steps."""
     time_spread: float = 1.0
-    """The longest over the shortest time, where it is a prediction for several layouts."""
+    """Longest over shortest time, if the prediction covers several layouts."""
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
+        """Seconds per step."""
         return sum(self.seconds_by_part.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the peak that does the model's own work."""
+        """Model FLOPs utilization: model FLOPs per second over the peak of all devices."""
         return self.flops / (self.step_seconds * self.devices * self.peak)
 
     @property
     def fits_memory(self) -> bool:
-        """Whether the device has room for it."""
+        """Whether the predicted memory fits on the device."""
         return self.memory.total_bytes <= self.limit
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds between which 80 % of such steps lie."""
+        """80 % interval of the step time, in seconds."""
+        # Model error and spread between layouts are independent: add them in quadrature, in logs.
         half = math.log(self.time_spread) / 2
         low, high = (
             math.copysign(math.hypot(math.log(x), half), x - 1) for x in self.error_factors
@@ -133,12 +134,13 @@ class Prediction:
 
 
 def merge_predictions(several: Sequence[Prediction]) -> Prediction:
-    """One prediction for layouts of which one runs: the middle of their times, on logarithms, and
-    the most of their memory."""
+    """One prediction for several layouts of which one runs: the geometric middle of their times
+    and the largest of their memory."""
     order = sorted(several, key=lambda one: one.step_seconds)
     shortest = order[0].step_seconds
     longest = order[-1].step_seconds
     total = math.sqrt(shortest * longest)
+    # The parts are those of the layout nearest to the middle, scaled to sum up to it.
     near = min(order, key=lambda one: abs(math.log(one.step_seconds / total)))
     parts = {
         name: spent * total / near.step_seconds for name, spent in near.seconds_by_part.items()
@@ -161,16 +163,18 @@ def predict_step(
     *,
     played: bool = True,
 ) -> Prediction:
-    """The prediction for one layout; played: as of `memory`."""
+    """The prediction for one layout. played: see `predict_memory`."""
     plan = layout.plan
     device = cluster.device
     setup = _compute_context(job, layout, cluster, runtime)
     parts = step_seconds_by_part(job, layout, cluster, runtime)
+    # MFU is relative to the peak of the dtype of matmuls.
     if layout.fp8 and "fp8" in device.peak:
         name = "fp8"
     else:
         name = job.dtype
     table = predict_memory(job, layout, cluster, runtime, compiled=setup.is_compiled, played=played)
+    # Part of the allocator's reserve is given back before a run is out of memory.
     spare = runtime.released_reserve * table.device.get("fragmentation", 0)
     return Prediction(
         parts,
@@ -185,18 +189,20 @@ def predict_step(
 
 
 def _error_factors(cluster: Cluster) -> tuple[float, float]:
-    """How far from their prediction such steps are."""
+    """Bounds of measured over predicted time for steps on such a cluster."""
     device = cluster.device
+    # Default efficiencies and no measured products: the chip was neither fitted nor measured.
     if device.reach == Efficiency() and not device.products:
         return UNKNOWN_CHIP
     return ERROR_INTERVAL
 
 
-@lru_cache(maxsize=4)  # who compares ways of a layout asks for the best of them again
+# The search compares variants of a layout and then asks for the best of them once more.
+@lru_cache(maxsize=4)
 def step_seconds_by_part(
     job: Workload, layout: Candidate, cluster: Cluster, runtime: FrameworkProfile = RANVIER
 ) -> Mapping[str, float]:
-    """Seconds of a step by part."""
+    """Seconds per step by part."""
     setup = _compute_context(job, layout, cluster, runtime)
     if not cluster.cores:
         return _StepEstimate.from_candidate(job, layout, cluster, runtime, setup).seconds_by_part()
@@ -207,7 +213,7 @@ def step_seconds_by_part(
 
 
 def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[float]:
-    """Seconds of a micro-batch on each stage of a layout of ours."""
+    """Seconds per micro-batch on each stage of a layout of Ranvier."""
     plan = layout.plan
     setup = _compute_context(job, layout, cluster, RANVIER)
     if cluster.cores:
@@ -227,7 +233,7 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
 
 
 def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> float:
-    """Seconds of a step in which blocks compute, whatever else it waits for."""
+    """Seconds per step that blocks spend computing, without any communication or bubble."""
     plan = layout.plan
     setup = _compute_context(job, layout, cluster, RANVIER)
     blocks = [part for part in job.model.parts if part.is_block]
@@ -238,7 +244,7 @@ def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) ->
 
 
 def default_schedule(chunks: int) -> Literal["1f1b", "interleaved"]:
-    """The order of a pipeline whose time and memory have closed forms."""
+    """The pipeline schedule whose time and memory have closed forms."""
     if chunks == 1:
         return "1f1b"
     return "interleaved"
@@ -253,15 +259,17 @@ def predict_memory(
     compiled: bool,
     played: bool = True,
 ) -> MemoryBreakdown:
-    """Bytes of a rank by category: ours by `space`, those of others by their formulas.
+    """Bytes of a rank by category: of Ranvier by `memory.total`, of other frameworks by theirs.
 
-    played: under the policy `message` stages hold what its choice permits, which takes a simulation
-    of a second or so; else what the usual order keeps.
+    played: simulate how many micro-batches the message-driven schedule keeps in flight, which takes
+    about a second; otherwise assume the default schedule.
     """
+    # Other frameworks bring their own formulas, as `memory` describes Ranvier only.
     if isinstance(runtime, Foreign):
         return runtime.memory(job, layout)
     plan = layout.plan
     size = compute.DTYPE_BYTES[job.dtype]
+    # Only schedules without a closed form are simulated.
     other = plan.policy != default_schedule(plan.chunks) and (played or plan.policy != "message")
     found = space.peak_memory(
         job.model,
@@ -275,10 +283,12 @@ def predict_memory(
         fp8=layout.fp8,
         simulated=plan.pipe > 1 and other,
     )
+    # Only tensors that come and go fragment the caching allocator; resident ones do not.
     resting = ("weights", "master", "moments")
     moving = sum(size for name, size in found.device.items() if name not in resting)
     more = {"fragmentation": round(runtime.allocator_reserve * moving)}
-    if not cluster.cores:  # ranks of a CPU communicate over Gloo
+    # CPU ranks communicate over Gloo, which allocates no communicator buffers on the device.
+    if not cluster.cores:
         more["communicators"] = communicators.worst_stage_bytes(job.model, plan)
     return replace(found, device={**found.device, **more})
 
@@ -287,9 +297,11 @@ def _compute_context(
     job: Workload, layout: Candidate, cluster: Cluster, runtime: FrameworkProfile
 ) -> ComputeContext:
     plan = layout.plan
+    # As a run does: compile=auto compiles only on GPUs and only blocks whose layers are not split.
     alone = plan.depth == plan.row == plan.col == 1
     compiled = plan.compile == "on" or (plan.compile == "auto" and alone and not cluster.cores)
-    compiled &= plan.expert == 1 or plan.recompute == "none"  # else blocks run by operations
+    # Expert-parallel blocks with recomputation run eagerly.
+    compiled &= plan.expert == 1 or plan.recompute == "none"
     return ComputeContext(
         samples=plan.micro_batch,
         seq=job.seq,
@@ -307,7 +319,7 @@ def _compute_context(
 
 @lru_cache(maxsize=1000)
 def model_flops(model: ModelSpec, seq: int) -> float:
-    """FLOPs of a token, forward and backward: 6 a weight, and attention's half square."""
+    """Model FLOPs per token, forward and backward: 6 per weight, plus causal attention."""
     setup = ComputeContext(samples=1, seq=seq)
     total = 0.0
     for part in model.parts:
@@ -316,17 +328,19 @@ def model_flops(model: ModelSpec, seq: int) -> float:
         )
         for leaf in part.layers_of_kind("attention"):
             heads = compute.local_heads(part, leaf, setup)
+            # Mean number of visible keys per query under a causal mask with an optional window.
             seen = min(leaf.window or seq, seq)
             total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2)
     return total
 
 
 def _recompute_seconds(times: BlockTimes, recompute: str, runtime: FrameworkProfile) -> float:
-    """What a block computes again."""
+    """Seconds per micro-batch that a block spends on recomputation."""
     if recompute == "full":
         return times.forward - times.recompute_savings
     if recompute != "selective":
         return 0.0
+    # Every other matmul is recomputed (see `FrameworkProfile.selective_recompute`).
     if runtime.selective_recompute == "half":
         return times.matmuls / 2 + times.elementwise
     if runtime.selective_recompute == "small":
@@ -338,26 +352,29 @@ def _recompute_seconds(times: BlockTimes, recompute: str, runtime: FrameworkProf
 def _slowest_stage_blocks(
     pipe: int, chunks: int, blocks: int, cut: str, entry: float, head: float
 ) -> float:
-    """Work of the slowest stage, in blocks; entry and head: theirs, in blocks."""
+    """Work of the slowest stage; this, entry (embedding) and head are in units of a block."""
     if cut == "balanced":
+        # The last stage takes fewer blocks to make up for the head: try all such splits.
         least = max(blocks // pipe - math.ceil(head) - 1, 0)
         return min(
             max(last + head, math.ceil((blocks - last) / (pipe - 1)) + entry)
             for last in range(least, blocks // pipe + 1)
         )
+    # An even cut: embedding and head come on top of equal stages.
     if blocks % (pipe * chunks) == 0:
         return blocks // pipe + max(entry, head)
+    # Otherwise embedding and head take the place of a block each.
     each = math.ceil((blocks + 2) / pipe)
     return max(each, each - 1 + max(entry, head))
 
 
 TimesByPart = Mapping[str, tuple[BlockSpec, BlockTimes, dict[str, float]]]
-"""Times of every part in a micro-batch, and what it waits for, by its name."""
+"""Times of every part per micro-batch, and its exposed communication, by name of the part."""
 
 
 @dataclass(frozen=True)
 class _StepEstimate:
-    """A step on its way to seconds."""
+    """Intermediate results of the time prediction of a step."""
 
     workload: Workload
     candidate: Candidate
@@ -376,7 +393,7 @@ class _StepEstimate:
         runtime: FrameworkProfile,
         setup: ComputeContext,
     ) -> _StepEstimate:
-        """The step of a layout, with what it communicates."""
+        """The estimate for a layout, with its communication times."""
         plan = layout.plan
         places = RankGroups(plan, layout.axis_order, cluster.per_node)
         if isinstance(runtime, Foreign):
@@ -387,19 +404,19 @@ class _StepEstimate:
 
     @property
     def overlapped_comm(self) -> tuple[str, ...]:
-        """What runs beside compute here; a graph of ours hides what comes after it only, and
-        experts on several ranks are in none."""
+        """Communication that overlaps with compute. Our compiled graphs overlap only what comes
+        after them; layers with experts on several ranks are outside of graphs."""
         graph = self.compute_context.is_compiled and not self.framework.overlaps_in_graphs
         words = ("dw", "tokens") if graph else self.candidate.plan.overlap
         return tuple(word for word in self.candidate.plan.overlap if word in words)
 
     def exposed_seconds(self, spent: float, behind: float) -> float:
-        """What is left of communication that runs beside compute."""
+        """Exposed seconds of communication that overlaps with `behind` seconds of compute."""
         gone = min(spent, behind)
         return spent - gone + OVERLAP_SLOWDOWN * gone
 
     def time_blocks(self) -> list[tuple[BlockSpec, BlockTimes, dict[str, float]]]:
-        """Times of each kind of block in a micro-batch, and what it waits for by part."""
+        """Times of each kind of block per micro-batch, and its exposed seconds by part."""
         plan = self.candidate.plan
         runtime = self.framework
         overlaps = self.overlapped_comm
@@ -411,6 +428,7 @@ class _StepEstimate:
             spoken = self.comm_time.for_part(part)
             again = _recompute_seconds(times, plan.recompute, runtime)
             waits = {"again": again}
+            # Collectives of dx overlap with the dw product, which does not depend on them.
             under = sum(spoken.overlappable_seconds.values())
             left = 1.0
             if under and "dx" in overlaps and runtime.overlaps_dx:
@@ -418,17 +436,20 @@ class _StepEstimate:
             for axis in communication.ACTIVATION_AXES:
                 spent = spoken.exposed_seconds[axis] + left * spoken.overlappable_seconds[axis]
                 waits[axis] = spent * (1 - runtime.row_overlap)
+            # The all-to-all of tokens overlaps with the shared expert.
             if "tokens" in overlaps:
                 beside = compute.shared_expert_seconds(
                     part, self.cluster.device, self.compute_context
                 )
                 waits["expert"] = self.exposed_seconds(waits["expert"], beside)
+            # Weights of the next block are gathered, and gradients reduced, behind a whole block.
             behind = times.forward + times.backward + again
             if "gather" in overlaps:
                 able = behind
             else:
                 able = 0.0
             waits["depth"] = self.exposed_seconds(spoken.depth_seconds, able)
+            # Ring attention sends the next keys and values while it computes on the present ones.
             near = self.rank_groups["context",]
             ring = communication.ring_attention_seconds(
                 part, self.cluster, self.compute_context, near, plan.recompute
@@ -440,13 +461,14 @@ class _StepEstimate:
         return found
 
     def time_block(self, part: BlockSpec) -> BlockTimes:
-        """Times of a block, with adding up its gradient where there are several micro-batches."""
+        """Times of a block, including gradient accumulation if there are several micro-batches."""
         device = self.cluster.device
         runtime = self.framework
         times = compute.block_times(part, device, self.compute_context, runtime)
         if self.candidate.plan.num_micro_batches == 1:
             return times
         weights = sum(out * into for out, into in compute.matmul_shapes(part, self.compute_context))
+        # The accumulated gradient is read and written; unless fused, the 16-bit one is read, too.
         size = weights * (2 * runtime.grad_bytes + (0 if runtime.fused_grad_accumulation else 2))
         more = compute.memory_seconds(
             device, size, self.compute_context.ranks, runtime.bandwidth_factor
@@ -456,7 +478,7 @@ class _StepEstimate:
         )
 
     def edge_times(self) -> tuple[BlockTimes, BlockTimes]:
-        """What embedding and head compute in a micro-batch, forward and backward."""
+        """Compute times of embedding and head per micro-batch, forward and backward."""
         model = self.workload.model
         device = self.cluster.device
         entry = compute.embedding_seconds(model.parts[0], device, self.compute_context)
@@ -464,7 +486,7 @@ class _StepEstimate:
         return _edge_block_times(*entry), _edge_block_times(*head)
 
     def edge_waits(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What embedding and head wait for in a micro-batch, by part: nothing hides it."""
+        """Communication of embedding and head per micro-batch, by part; none of it overlaps."""
         plan = self.candidate.plan
         parts = self.workload.model.parts
         found = []
@@ -475,13 +497,13 @@ class _StepEstimate:
                 for axis in communication.ACTIVATION_AXES
             }
             waits["depth"] = own.depth_seconds
-            # stages that share the vocabulary compute a part of it each, but all communicate
+            # Stages that share the vocabulary compute a part of it each, but all communicate.
             often = plan.pipe if plan.spread else 1
             found.append({name: spent * often for name, spent in waits.items()})
         return found[0], found[1]
 
     def time_parts(self) -> dict[str, tuple[BlockSpec, BlockTimes, dict[str, float]]]:
-        """Times of every part in a micro-batch, and what it waits for, by its name."""
+        """Times of every part per micro-batch and its exposed seconds, by name of the part."""
         parts = self.workload.model.parts
         ends = zip((parts[0], parts[-1]), self.edge_times(), self.edge_waits(), strict=True)
         return {
@@ -489,12 +511,13 @@ class _StepEstimate:
         }
 
     def seconds_by_part(self) -> dict[str, float]:
-        """Seconds of a step by part."""
+        """Seconds per step by part."""
         plan = self.candidate.plan
         laps = self.time_parts()
         micro = plan.num_micro_batches
         slowest, mean = self.slowest_and_mean_stage(laps)
         found = dict.fromkeys(STEP_PARTS, 0.0)
+        # The parts below are means over stages; the imbalance goes into the bubble.
         share = micro / plan.pipe
         for part, times, waits in laps.values():
             core = times.attention + times.attention_backward
@@ -505,23 +528,27 @@ class _StepEstimate:
                 found[name] += n * spent
         pipe = self.exposed_message_seconds()
         found["pipe"] += micro * pipe
+        # A forward pass is about a third of a micro-batch.
         for name, spent in self.seconds_after_backward(laps, slowest / 3).items():
             found[name] += spent
+        # Fill and drain, which chunks shorten, plus waiting for the slowest stage.
         bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
         found["bubble"] = bubble + micro * (slowest - mean)
         nodes = plan.world_size / self.cluster.per_node
         lost = self.cluster.straggle * math.log2(max(nodes, 1.0))
+        # Last, as a straggler delays everything else.
         found["other"] += lost * sum(found.values())
         return found
 
     def seconds_after_backward(self, laps: TimesByPart, forward: float) -> dict[str, float]:
-        """What follows the last backward pass, by part: of the stage on which it takes longest.
+        """Seconds after the last backward pass, by part: of the stage where they are longest.
 
-        forward: seconds of a forward pass, behind which states on the host are updated.
+        forward: seconds of a forward pass, with which an update of offloaded states overlaps.
         """
         plan = self.candidate.plan
         model = self.workload.model
         spoken = self.comm_time
+        # Other frameworks have no communication by stage: use means over stages.
         if not spoken.by_stage:
             back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
             data = self.exposed_reduction_seconds(
@@ -549,14 +576,15 @@ class _StepEstimate:
         return max(found, key=lambda spent: sum(spent.values()))
 
     def stage_total(self, stage: StageBlocks, spent: Mapping[str, float]) -> float:
-        """Seconds of a stage in a micro-batch. spent: of each part, by its name."""
+        """Seconds of a stage per micro-batch. spent: seconds of each part, by name."""
         if not self.candidate.plan.spread:
             return sum([count * spent[part.name] for part, count in stage.block_counts])
-        share = 1 / stage.stage_spec.num_stages  # of the vocabulary
+        # Each stage computes an equal share of the vocabulary.
+        share = 1 / stage.stage_spec.num_stages
         return sum(n * spent[p.name] * (1 if p.is_block else share) for p, n in stage.block_counts)
 
     def slowest_and_mean_stage(self, laps: TimesByPart) -> tuple[float, float]:
-        """Seconds of a micro-batch on the slowest stage and on a mean one."""
+        """Seconds per micro-batch on the slowest stage and on average."""
         plan = self.candidate.plan
         model = self.workload.model
         spent = {name: _total_seconds(times, waits) for name, (_, times, waits) in laps.items()}
@@ -569,6 +597,7 @@ class _StepEstimate:
         entry = spent[model.parts[0].name]
         head = spent[model.parts[-1].name]
         lap = (mean * plan.pipe - entry - head) / model.num_layers
+        # All stages share embedding and head equally, so the mean stands for every stage.
         if plan.spread:
             return mean, mean
         blocks = model.num_layers
@@ -577,55 +606,62 @@ class _StepEstimate:
         return max(most * lap, mean), mean
 
     def exposed_message_seconds(self) -> float:
-        """What of the messages of a micro-batch between stages nothing hides."""
+        """Exposed seconds of the messages between stages per micro-batch."""
         plan = self.candidate.plan
         runtime = self.framework
         if plan.pipe == 1:
             return 0.0
+        # The residual stream `[b, s, d/col]`, of which row ranks may send a part each.
         width = self.workload.model.units["embed"] / plan.col
         size = self.compute_context.tokens * width * compute.DTYPE_BYTES[self.workload.dtype]
         if runtime.scatters_messages or runtime.sequence_parallel:
             size /= plan.row
-        # a stage's neighbour is in another node unless all stages fit into one
+        # A stage's neighbour is in another node unless all stages fit into one.
         pair = RankGroup(2, 2 if self.rank_groups["pipe",].num_nodes == 1 else 1)
         one = links.collective_seconds(self.cluster, "send", size, pair)
+        # One activation forward and one gradient backward for each chunk.
         return 2 * plan.chunks * one * (1 - runtime.pipe_overlap)
 
     def exposed_reduction_seconds(self, spent: float, behind: float) -> float:
-        """What of a reduction over data nothing hides. behind: what may hide it."""
+        """Exposed seconds of a reduction over data. behind: seconds of compute it overlaps with."""
         if not self.framework.overlaps_grad_reduction or "dw" not in self.overlapped_comm:
             return spent
         return self.exposed_seconds(spent, behind)
 
     def update_seconds(self, numbers: float, forward: float) -> dict[str, float]:
-        """Seconds of the update: 2 · states + gradient + weight are read and written.
+        """Seconds of the optimizer step: 2 · states + gradient + weight bytes at memory bandwidth.
 
-        numbers: weights of a rank, gathered over depth.
+        numbers: parameters of a rank, before they are sharded over depth.
         """
         plan = self.candidate.plan
         runtime = self.framework
         cluster = self.cluster
+        # depth shards the weights themselves, data and context only the states (ZeRO).
         shards = plan.depth * (plan.data * plan.context if runtime.shards_states else 1)
         own = numbers / shards
         ranks = self.compute_context.ranks
+        # Offloaded states: only the part that the next forward pass does not hide is exposed.
         if self.candidate.states == "host":
             away = offload.StepTraffic(0, 0, round(own * runtime.state_bytes), round(own), 0, 0, 0)
             whole = offload.offloaded_update_seconds(away, _host_rates(cluster), cpu=False)
+            # The update of a block overlaps with the next forward pass of the blocks before it:
+            # at least one block's share is exposed.
             blocks = max(self.workload.model.num_layers // plan.pipe, 1)
             return {"host": max(whole / blocks, whole - forward + forward / blocks)}
         size = own * (2 * runtime.state_bytes + runtime.grad_bytes + 2)
+        # A measured rate of AdamW takes precedence over the bandwidth model.
         rate = cluster.device.measured_rate("update", ranks=ranks)
         spent = compute.memory_seconds(cluster.device, size, ranks, runtime.bandwidth_factor)
         return {"update": own / rate if rate else spent}
 
 
 def _total_seconds(times: BlockTimes, waits: Mapping[str, float]) -> float:
-    """Seconds of a part in a micro-batch."""
+    """Seconds of a part per micro-batch."""
     return times.forward + times.backward + sum(waits.values())
 
 
 def _edge_block_times(forward: float, backward: float) -> BlockTimes:
-    """The times of an entry or exit."""
+    """Times of the embedding or head, which have no attention or elementwise part."""
     return BlockTimes(forward, 0.0, 0.0, backward, 0.0, 0.0, 0.0, 0.0)
 
 

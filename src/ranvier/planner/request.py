@@ -1,13 +1,13 @@
-"""Request: a run and a machine as the search takes them, and what had to be assumed.
+"""Search request of a run on a machine, with assumed values of what the user did not give.
 
-A run that names neither a batch nor a length is given those of published runs of its size:
+A run without batch or sequence length gets those of published runs of its size:
 
-    seq     what the model reads, 4096 at most
+    seq     the model's maximum, at most 4096
     batch   a power of two of sequences, times the odd part of the number of devices: near
             2^19 · sqrt(parameters / 10^9) tokens (8B: 1.5M, 70B: 4.4M, 405B: 10.5M), and at least
 
-                one sequence a device, up to 2^26 tokens (Kimi K2, arXiv 2507.20534: 67M)
-                2^10 tokens a device (Llama 3 405B, arXiv 2407.21783: 16M on 16,384)
+                one sequence per device, up to 2^26 tokens (Kimi K2, arXiv 2507.20534: 67M)
+                2^10 tokens per device (Llama 3 405B, arXiv 2407.21783: 16M on 16,384)
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ranvier.planner.time.compute import FP8_SCALING
 
 DEFAULT_SEQ = 4096
 LARGEST_BATCH = 2**26
-"""Tokens of a step up to which each device is given a sequence."""
+"""Tokens per step up to which each device gets a sequence."""
 MIN_TOKENS_PER_DEVICE = 2**10
-"""Tokens of a step for each device, at least."""
+"""Minimum tokens per step and device."""
 SMALL_MODEL = 10**8
 """Parameters below which the settings of a run are taken as they are."""
 SEARCHED_FIELDS = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
@@ -43,13 +43,13 @@ COMMAND_SETTINGS = (
     *(f"plan.{name}" for name in (*AXES, *SEARCHED_FIELDS, "compile", "batch")),
     "train.fp8",
 )
-"""Settings that the command of a layout names itself (`explain.settings`)."""
+"""Settings that the command of a layout names itself (`explain.candidate_settings`)."""
 
 Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 
 
 def load_model_spec(run: RunConfig) -> ModelSpec:
-    """The leaves of the model of a run; those of a named size need no torch."""
+    """The model spec of a run; that of a named size needs no torch."""
     named = run.model.size != IMPORTED_SIZE and run.model == ModelConfig.from_size(run.model.size)
     plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.is_enabled
     if plain:
@@ -60,7 +60,7 @@ def load_model_spec(run: RunConfig) -> ModelSpec:
 def assume_batch_and_seq(
     run: RunConfig, cluster: Cluster, given: Set[str]
 ) -> tuple[RunConfig, list[str]]:
-    """The run with a length and a batch if nobody gave them, and the options that say so."""
+    """The run with assumed sequence length and batch if not given, and the options for them."""
     words: list[str] = []
     parameters = run.model.num_parameters
     if parameters < SMALL_MODEL:
@@ -76,7 +76,8 @@ def assume_batch_and_seq(
 
 
 def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
-    """Sequences of a step as published runs have them, and why so many, in words."""
+    """Sequences per step as in published runs, and the reason in words."""
+    # With the odd part as a factor, the batch is divisible by all devices.
     odd = devices
     while odd % 2 == 0:
         odd //= 2
@@ -89,6 +90,7 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
         "tokens a step"
     )
     if batch * seq < least:
+        # The small offset keeps exact powers of two from being rounded up.
         batch = odd * 2 ** max(math.ceil(math.log2(least / seq / odd) - 1e-9), 0)
         why = f"at least one sequence for each of {devices:,} devices"
         if each < devices * seq:
@@ -103,7 +105,8 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
 
 
 def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
-    """What a run computes in a step."""
+    """The workload of a run."""
+    # fp8 only concerns matmuls: weights and activations stay in bf16.
     if precision == "fp8":
         wanted = "bf16"
     else:
@@ -130,7 +133,7 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
 def build_request(
     run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
 ) -> SearchRequest:
-    """What is searched for a run. given: dotted names of the settings that are not to be chosen."""
+    """The search request of a run. given: dotted names of settings that are not to be searched."""
     eight = FP8_SCALING[run.train.fp8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
@@ -142,8 +145,9 @@ def build_request(
         states = run.memory.states
     else:
         states = None
+    # `split` and `file` keep less on the device, but the search does not distinguish them.
     if states not in (None, "device", "host"):
-        states = "host"  # split and file keep less on the device than the search can say
+        states = "host"
     return SearchRequest(
         build_workload(run, cluster, precision=precision),
         cluster,
@@ -155,7 +159,7 @@ def build_request(
 
 
 def _reset_searched_fields(plan: Plan, fixed: Set[str]) -> Plan:
-    """The plan with what is searched at its defaults."""
+    """The plan with all searched fields at their defaults."""
     usual = Plan()
     return replace(
         plan,

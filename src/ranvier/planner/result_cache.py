@@ -1,10 +1,10 @@
-"""Result cache: answers of earlier searches, found again by all that they depend on.
+"""Cache of search results, keyed by everything that they depend on.
 
-A key is the SHA-256 of the request (model, job, cluster with what was measured, settings) and of
+A key is the SHA-256 of the request (model, workload, cluster with measurements, settings) and of
 this package's own files: another version of the code searches anew. An entry is compressed JSON
-with its key and a checksum, written beside its name and moved there, so that a reader sees a whole
-one or none. An entry that cannot be read, or is not what it should be, counts as missing; a folder
-that cannot be written keeps nothing. The newest MOST entries stay.
+with its key and a checksum, written to a temporary file and renamed, so that a reader sees a
+complete one or none. An entry that cannot be read or is invalid counts as missing; if the folder is
+not writable, nothing is stored. The newest MAX_ENTRIES entries are kept.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from ranvier.planner.search import SearchRequest, SearchResult
 
 CACHE_FORMAT = 1
 MAX_ENTRIES = 40
-"""Entries that are kept."""
+"""Maximum number of entries."""
 MAX_ENTRY_BYTES = 2**28
-"""Bytes of an entry, unpacked: more is none of ours."""
+"""Maximum size of a decompressed entry; larger files are not written by us."""
 SHARED_FIELDS = ("tokens", "flops", "devices", "peak", "limit")
 """Fields of a prediction that all layouts of a request share."""
 
 
 def load_result(wish: SearchRequest) -> SearchResult | None:
-    """The result of the same request, if it was kept and is whole."""
+    """The cached result of the same request, if there is a valid one."""
     key = request_key(wish)
     try:
         path = _cache_folder() / _entry_name(key)
         if not path.is_file():
             return None
         return _result_from_dict(wish, _unpack_entry(path.read_bytes(), key))
+    # The file may be damaged or written by anybody, so any parse error means a missing entry.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, zlib.error):
         return None
 
 
 def store_result(result: SearchResult) -> None:
-    """Keep a result, where that is possible."""
+    """Store a result if possible."""
     key = request_key(result.request)
     with contextlib.suppress(OSError):
         folder = _cache_folder()
@@ -60,6 +61,7 @@ def store_result(result: SearchResult) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(_pack_entry(_result_to_dict(result), key))
             os.replace(name, folder / _entry_name(key))
+        # Also on KeyboardInterrupt: never leave a partial file behind.
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)
@@ -76,7 +78,7 @@ def _entry_name(key: str) -> str:
 
 
 def _prune_entries(folder: Path) -> None:
-    """Leave the newest entries; others may do the same at once."""
+    """Delete all but the newest entries; other processes may do the same concurrently."""
     ages = list[tuple[float, Path]]()
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -90,7 +92,7 @@ def _prune_entries(folder: Path) -> None:
 
 
 def request_key(wish: SearchRequest) -> str:
-    """The name of a request: of all that its answer depends on."""
+    """The cache key of a request: a hash of everything that the result depends on."""
     text = json.dumps([CACHE_FORMAT, code_version(), _to_plain(wish)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -108,7 +110,7 @@ def code_version() -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """Anything of a request as JSON holds it, in one order."""
+    """A value of a request in JSON-compatible form, in a deterministic order."""
     if is_dataclass(value):
         own = {field.name: _to_plain(getattr(value, field.name)) for field in fields(value)}
         return [type(value).__name__, own]
@@ -133,6 +135,7 @@ def _pack_entry(facts: Mapping[str, Any], key: str) -> bytes:
 def _unpack_entry(data: bytes, key: str) -> dict[str, Any]:
     checksum = data[:32]
     packed = data[32:]
+    # Bounded, so that a corrupt or malicious file cannot exhaust memory.
     text = zlib.decompressobj().decompress(packed, MAX_ENTRY_BYTES)
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError("the checksum differs")
@@ -149,6 +152,7 @@ def _result_to_dict(result: SearchResult) -> dict[str, Any]:
         same = [getattr(every[0].prediction, name) for name in SHARED_FIELDS]
     else:
         same = []
+    # Stored once for all candidates, which keeps entries small.
     assert all([getattr(one.prediction, name) for name in SHARED_FIELDS] == same for one in every)
     return {
         "same": same,
@@ -161,7 +165,7 @@ def _result_to_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def _candidate_to_row(found: PredictedCandidate, usual: Plan) -> list[Any]:
-    """A layout: what of its plan differs from that of the request, and what is predicted."""
+    """A layout: the fields of its plan that differ from the request's, and its prediction."""
     plan = found.plan
     it = found.prediction
     own = {field.name: getattr(plan, field.name) for field in fields(plan)}
@@ -191,6 +195,7 @@ def _candidate_from_row(
     wish: SearchRequest, same: Mapping[str, Any], row: Sequence[Any]
 ) -> PredictedCandidate:
     own, states, parts, (device, host, where) = row
+    # JSON has no tuples, but the fields of a plan are tuples.
     own = {name: tuple(one) if isinstance(one, list) else one for name, one in own.items()}
     plan = replace(wish.plan, **own)
     layout = Candidate(plan=plan, axis_order=plan.axis_order, states=states, fp8=wish.fp8)

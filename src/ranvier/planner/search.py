@@ -1,19 +1,21 @@
-"""Search: the layouts of a job on a cluster that can run, predicted, the fastest that fit first.
+"""Search the parallel layouts of a workload on a cluster and rank them by predicted step time.
 
-A layout is a factorisation of the ranks over the axes, what col splits inside, a micro-batch,
-chunks of stages, whether blocks are compiled, what is computed or gathered again, where states
-rest, and the order of the axes. Plan's own rules refuse what cannot be divided. Four things keep
-the rest short:
+A layout is a factorisation of the ranks over the axes, together with what `col` splits inside a
+layer, the micro-batch, the number of model chunks per stage, whether blocks are compiled, how much
+is recomputed or re-gathered, where optimizer states are stored, and the order of the axes. Plan's
+own rules reject whatever does not divide. Four heuristics keep the rest small:
 
-    ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
-             what keeps least and does not fit ends it, too
-    host     states rest there only where else all must be computed again, or nothing fits
-    rough    each factorisation is tried with few micro-batches in one chunk first; only the FULL
-             best of a style that chunks could bring within NEAR times its best are searched in full
-    orders   other placements of the ranks are tried for the BEST layouts, and more numbers of
+    ladder   less recomputation and re-gathering is never slower, so the ladder stops at the first
+             mode that fits; if the mode that keeps least does not fit, it stops as well
+    host     optimizer states are offloaded only if otherwise everything must be recomputed or
+             nothing fits
+    rough    each factorisation is first tried with few micro-batches and one chunk; only the
+             MAX_FULL_SEARCHES best of a style that chunks could bring within FULL_SEARCH_RATIO
+             times its best are searched in full
+    orders   other rank orders are tried for the MAX_REORDERED best layouts, and more numbers of
              chunks for the best of each style
 
-The result depends on the wish alone: not on processes, clocks or hashes.
+The result depends on the request alone: not on processes, clocks or hashes.
 """
 
 from __future__ import annotations
@@ -44,34 +46,34 @@ from ranvier.planner.worker_pool import open_worker_pool
 DeviceOrHost = Literal["device", "host"]
 
 RECOMPUTE_MODES = ("none", "selective", "full")
-"""From the fastest that keeps most to the slowest that keeps least."""
+"""From the fastest mode, which keeps most, to the slowest, which keeps least."""
 FULL_SEARCH_RATIO = 1.25
-"""How much slower than the best of its style a factorisation may be at first and still be searched
-in full."""
+"""How much slower than the best of its style a factorisation may be in the rough pass and still be
+searched in full."""
 CHUNK_MEMORY_RATIO = 1.06
-"""Memory over that of a device from which on no number of chunks makes a pipeline fit."""
+"""Predicted memory over device memory above which no number of chunks makes a pipeline fit."""
 MAX_FULL_SEARCHES = 40
-"""Factorisations of a style that are searched in full, at most."""
+"""Maximum number of factorisations of a style that are searched in full."""
 MAX_CARRIED_LAYOUTS = 32
-"""Layouts that are carried over from another number of devices."""
+"""Maximum number of layouts carried over from searches with other numbers of devices."""
 DEGREES_PER_CARRIED = 3
-"""Degrees that one of them is given there."""
+"""Factorisations tried for each carried layout."""
 MAX_REORDERED = 40
-"""Layouts for which other orders of the axes are tried."""
+"""Number of best layouts for which other orders of the axes are tried."""
 REFINED_PER_STYLE = 5
 """Layouts of each style for which all numbers of chunks and other orders are tried."""
 MAX_MICRO_BATCHES = 6
-"""Micro-batches that are tried for a factorisation, at most."""
+"""Maximum number of micro-batch sizes tried for a factorisation."""
 MAX_MICRO_BATCH_TOKENS = 2**18
-"""Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
+"""Maximum tokens per micro-batch and rank, unless the smallest valid micro-batch has more."""
 CHUNK_CHOICES = (1, 2, 4, 8)
-"""Chunks of a stage that are tried for each factorisation."""
+"""Chunks per stage that are tried for each factorisation."""
 MAX_CHUNKS = 16
-"""Chunks of a stage, at most."""
+"""Maximum number of chunks per stage."""
 MAX_FIT_CHECKS = 150
-"""Factorisations that are asked whether anything fits."""
+"""Maximum number of factorisations checked by `has_fitting_layout`."""
 PARALLEL_THRESHOLD = 100
-"""Factorisations from which on a second process is worth its start."""
+"""Number of factorisations from which on a second process is worth its start-up time."""
 MICRO_BATCH_PARTS = (
     "compute",
     "attention",
@@ -83,10 +85,11 @@ MICRO_BATCH_PARTS = (
     "depth",
     "pipe",
 )
-"""Parts of a step that each micro-batch has."""
+"""Parts of the step time that recur with each micro-batch."""
 FIRST_LOOK_SECONDS = 0.2
 MAX_FIRST_LOOK_SECONDS = 0.6
-"""Seconds in which guesses are tried before a search that is watched: at most, and if none fits."""
+"""Time limits of the first guesses before a search with progress reports: once a guess fits, and
+while none does."""
 AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
     ("depth", "data", "row", "col"),
@@ -94,40 +97,41 @@ AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("col", "row"),
     ("row", "col", "pipe"),
 )
-"""Placements besides the usual one, innermost last: copies outside of stages; depth outside of
-data; both swapped with what lies between; row inside of col; neighbouring stages side by side."""
+"""Rank orders tried besides the default one, innermost axis last: replicas outside of stages; depth
+outside of data; both swapped with the axes between them; row inside of col; neighbouring stages on
+adjacent ranks."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What is asked: a job, a machine, and what is settled already."""
+    """What to search for: a workload, a cluster, and the settings that are fixed already."""
 
     workload: Workload
     cluster: Cluster
     plan: Plan = field(default_factory=Plan)
-    """Values of what is settled; its batch is that of the job."""
+    """Values of the fixed settings; its batch is replaced by that of the workload."""
     fixed_fields: frozenset[str] = frozenset()
-    """Fields of the plan that are settled."""
+    """Fields of the plan that are fixed."""
     states: DeviceOrHost | None = None
-    """Where states rest; None: on the device if they fit."""
+    """Where optimizer states are stored; None: on the device if they fit."""
     fp8: Fp8Scaling = ""
     allows_compile: bool = True
-    """Whether blocks may be compiled where a run would not do so by itself."""
+    """Whether blocks may be compiled where a run would not compile them by itself."""
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.cluster.num_devices
 
     @cached_property
     def dim_sizes(self) -> Mapping[str, int]:
-        """Units of each dim, as Plan's rules know them."""
+        """Size of each dim, in the units that Plan's rules use."""
         model = self.workload.model
         return {**model.units, "seq": self.workload.seq, "layers": model.num_layers}
 
     @cached_property
     def fixed_degrees(self) -> Mapping[str, int]:
-        """Degrees that are settled; -1 is not."""
+        """Degrees that are fixed; -1 means not fixed."""
         given = {
             axis: getattr(self.plan, axis) for axis in RUNNABLE_AXES if axis in self.fixed_fields
         }
@@ -135,12 +139,13 @@ class SearchRequest:
 
     @cached_property
     def searched_axes(self) -> tuple[str, ...]:
-        """Axes that may have several ranks; without experts theirs is but another data."""
+        """Axes that may have several ranks; without experts, `expert` is equivalent to `data`."""
+        # A given expert degree is honoured even if the model has no experts.
         whole = self.dim_sizes.get("expert") or "expert" in self.fixed_degrees
         return tuple(axis for axis in RUNNABLE_AXES if whole or axis != "expert")
 
     def field_choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
-        """What a field of the plan may be: several things, or what is settled."""
+        """Candidate values of a field of the plan: `several`, or only the fixed value."""
         if name in self.fixed_fields:
             return (getattr(self.plan, name),)
         return several
@@ -148,39 +153,40 @@ class SearchRequest:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has found."""
+    """The result of a search."""
 
     request: SearchRequest
     feasible_candidates: tuple[PredictedCandidate, ...]
     """Layouts that fit, the best first."""
     oversized_candidates: tuple[PredictedCandidate, ...]
-    """Layouts that need more memory than there is, the one that needs least first."""
+    """Layouts that need more memory than available, the one that needs least first."""
     num_grids: int
     """Factorisations that Plan's rules allow."""
     num_rejected_grids: int
-    """Factorisations that they do not."""
+    """Factorisations that they reject."""
     search_seconds: float
-    """Of the search."""
+    """Wall-clock time of the search."""
     from_cache: bool = False
-    """Whether it was made earlier (`result_cache`)."""
+    """Whether the result was loaded from the cache (`result_cache`)."""
 
     @property
     def num_candidates(self) -> int:
-        """Layouts that were predicted."""
+        """Number of layouts that were predicted."""
         return len(self.feasible_candidates) + len(self.oversized_candidates)
 
     @property
     def best(self) -> PredictedCandidate:
-        """The first that fits, or a PlanError with the nearest change that makes one fit."""
+        """The best layout that fits; raises a PlanError with the smallest change that would fit."""
         if not self.feasible_candidates:
-            from ranvier.planner import suggestions  # which searches, too
+            # Imported here because suggestions itself imports this module to search.
+            from ranvier.planner import suggestions
 
             raise PlanError(suggestions.explain_infeasible(self))
         return self.feasible_candidates[0]
 
 
 def enumerate_degrees(world: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    """All degrees that multiply to `world`. choices: what the degree of each axis may be."""
+    """All degrees whose product is `world`. choices: allowed degrees of each axis."""
     if not choices:
         if world == 1:
             yield {}
@@ -193,9 +199,9 @@ def enumerate_degrees(world: int, choices: Mapping[str, Sequence[int]]) -> Itera
 
 
 def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
-    """What the degree of each axis may be: what Plan's rules allow it alone, or what is settled.
+    """Degrees allowed for each axis on its own, or only the fixed one.
 
-    An axis that cannot be divided alone cannot be divided beside others.
+    A degree that is invalid on its own is invalid in combination with other axes, too.
     """
     found = {}
     for axis in wish.searched_axes:
@@ -212,34 +218,39 @@ def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
 
 def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
     alone = dict.fromkeys(RUNNABLE_AXES, 1) | {axis: size}
+    # The whole share of a replica as one micro-batch is the most permissive choice.
     whole = [
         replace(p, micro_batch=p.batch // p.num_replicas) for p in plans_of_degrees(wish, alone)
     ]
-    if alone["pipe"] == 1:  # what is settled of stages is no matter of other axes
+    # Fixed pipeline settings must not reject degrees of other axes tried with pipe = 1.
+    if alone["pipe"] == 1:
         whole = [replace(p, chunks=1, spread=False, stages=()) for p in whole]
     return any(p.micro_batch and not any(p.find_problems(wish.dim_sizes)) for p in whole)
 
 
 def valid_grids(wish: SearchRequest) -> tuple[list[Plan], int]:
-    """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
+    """Plans of all valid factorisations at their least micro-batch, and the number of invalid."""
     found = []
     kept = 0
     for sizes in enumerate_degrees(wish.world_size, degree_choices(wish)):
         able = [plan for plan in plans_of_degrees(wish, sizes) if is_allowed(wish, plan)]
+        # Both variants of col may be valid, but they are one factorisation.
         found += able
         kept += bool(able)
     return found, _count_factorisations(wish) - kept
 
 
 def _count_factorisations(wish: SearchRequest) -> int:
-    """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
+    """Number of factorisations before any rule: Π binom(e + k - 1, e) over prime powers p^e."""
     rest = wish.world_size
     count = 1
     free = len(wish.searched_axes) - len(wish.fixed_degrees)
     known = math.prod(wish.fixed_degrees.values())
+    # Fixed degrees that do not divide the ranks leave no factorisation at all.
     if known < 1 or rest % known or (free == 0 and rest != known):
         return 0
     rest = rest // known
+    # Each prime power p^e is distributed over the k free axes independently of other primes.
     prime = 2
     while rest > 1:
         power = 0
@@ -252,21 +263,23 @@ def _count_factorisations(wish: SearchRequest) -> int:
 
 
 def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
-    """Whether Plan's rules allow it; stages that are given are as many as there are."""
+    """Whether Plan's rules allow a plan; given stage starts must match the number of stages."""
     if plan.stages and len(plan.stages) + 1 != plan.pipe * plan.chunks:
         return False
     return next(plan.find_problems(wish.dim_sizes, wish.world_size), None) is None
 
 
 def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[Plan]:
-    """A plan of these degrees for each way in which col may split what is inside."""
+    """A plan with these degrees for each way in which col may split the inside of a layer."""
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
+    # The interleaved schedule is not defined for a single chunk per stage.
     if wish.plan.policy == "interleaved" and sizes["pipe"] > 1:
         chunks = 2
     else:
         chunks = 1
     fixed = {"chunks": chunks, "gathered": "again", "order": (), **_fixed_values(wish)}
     for inner in wish.field_choices("inner", both):
+        # col splits the samples of a micro-batch, so there must be at least one per col rank.
         if inner == "samples":
             least = sizes["col"]
         else:
@@ -284,15 +297,17 @@ def _fixed_values(wish: SearchRequest) -> dict[str, Any]:
 
 
 def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
-    """Micro-batches to try, spread evenly over the sizes that divide a rank's share."""
+    """Micro-batches to try, evenly spaced on a log scale over the divisors of a replica's share."""
     if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
         return [wish.plan.micro_batch]
+    # Sequences per replica and step; a micro-batch must divide it.
     share = plan.batch // plan.num_replicas
     multiple = plan.micro_batch
     most = max(MAX_MICRO_BATCH_TOKENS // wish.workload.seq, multiple)
     sizes = [n for n in divisors(share) if n % multiple == 0 and n <= most]
     if len(sizes) <= MAX_MICRO_BATCHES:
         return sizes
+    # Geometric spacing between the smallest and the largest; ties go to the smaller size.
     wanted = [
         sizes[0] * (sizes[-1] / sizes[0]) ** (i / (MAX_MICRO_BATCHES - 1))
         for i in range(MAX_MICRO_BATCHES)
@@ -301,42 +316,51 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
 
 
 def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
-    """A factorisation with each micro-batch and each number of chunks; rough ones first."""
+    """A factorisation with each micro-batch and number of chunks; those of the rough pass first."""
     sizes = micro_batch_choices(wish, plan)
+    # The rough pass takes the first two variants, so these two sizes come first.
     rough = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2])))
     made = []
     for chunks in wish.field_choices("chunks", CHUNK_CHOICES if plan.pipe > 1 else (1,)):
+        # Every virtual stage needs at least one block.
         if chunks > 1 and plan.pipe * chunks > wish.dim_sizes["layers"]:
             continue
         policy = with_schedule(wish, replace(plan, chunks=chunks)).policy
         for micro in (*rough, *(n for n in sizes if n not in rough)):
             made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
+    # With one chunk and a default schedule the factorisation has been validated already.
     plain = "policy" not in wish.fixed_fields and not plan.stages
     return [one for one in made if (plain and one.chunks == 1) or is_allowed(wish, one)]
 
 
 def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
-    """A plan whose stages take turns in an order that keeps what is predicted, unless another is
-    asked for; to take what has arrived needs more, and a bound on what stages hold needs it."""
+    """A plan with the schedule whose memory is predicted in closed form, unless another is fixed.
+
+    The message-driven schedule needs more memory, and a bound on the micro-batches in flight
+    (`credits`) needs that schedule.
+    """
     if is_message_driven(wish) or "policy" in wish.fixed_fields:
         return plan
     return replace(plan, policy=default_schedule(plan.chunks) if plan.pipe > 1 else Plan().policy)
 
 
 def is_message_driven(wish: SearchRequest) -> bool:
-    """Whether stages of its pipelines take what has arrived."""
+    """Whether the stages of its pipelines run the message-driven schedule."""
+    # It is also the default of a plan, so it counts only if the user asked for it.
     asked = "policy" in wish.fixed_fields or wish.plan.credits > 0
     return wish.plan.policy == "message" and asked
 
 
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
-    """A plan with more and more computed again, here and elsewhere, up to what fits."""
+    """A plan with increasing recomputation, with and without offload, up to what fits."""
+    # Keeping gathered weights between micro-batches only differs if there are several of them.
     again = plan.depth > 1 and plan.num_micro_batches > 1
     if wish.states:
         places: Sequence[DeviceOrHost] = (wish.states,)
     else:
         places = ("device", "host")
-    if wish.cluster.cores and not wish.states:  # there device and host are one memory
+    # On CPU clusters device and host are the same memory: offloading saves nothing.
+    if wish.cluster.cores and not wish.states:
         places = ("device",)
     ways = wish.field_choices("gathered", ("keep", "again") if again else ("again",))
     kind = wish.field_choices("recompute", RECOMPUTE_MODES)[0]
@@ -348,6 +372,7 @@ def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandi
                 break
             tried = _try_recompute_modes(wish, replace(plan, gathered=gathered), where)
             yield from tried
+            # The fastest mode fits. If weights stay gathered as well, nothing below is faster.
             if tried[0].prediction.fits_memory:
                 if gathered == "keep" and where == places[0]:
                     return
@@ -355,9 +380,10 @@ def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandi
 
 
 def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandidate]) -> bool:
-    """Whether states had better rest on the host, where they find room.
+    """Whether optimizer states should be offloaded to the host.
 
-    So it is if nothing fits beside them, or only what computes all again, and more would without.
+    True if nothing fits with states on the device, or only full recomputation does, while another
+    mode would fit without them.
     """
     if any(
         one.prediction.fits_memory and one.plan.recompute != RECOMPUTE_MODES[-1] for one in tried
@@ -367,6 +393,7 @@ def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandida
         device = one.prediction.memory.device
         states = device.get("master", 0) + device.get("moments", 0)
         over = one.prediction.memory.total_bytes - one.prediction.limit
+        # Offloading helps only if the excess is at most what it frees.
         if 0 < over <= states <= wish.cluster.host.memory:
             return True
     return False
@@ -375,14 +402,15 @@ def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandida
 def _try_recompute_modes(
     wish: SearchRequest, plan: Plan, where: DeviceOrHost
 ) -> list[PredictedCandidate]:
-    """What computes least again, then, if that does not fit, what keeps least; then those between.
+    """The mode with least recomputation; if it does not fit, the one that keeps least, then others.
 
-    What lies between need not be asked if nothing fits.
+    If the mode that keeps least does not fit, those between need not be predicted.
     """
     kinds = wish.field_choices("recompute", RECOMPUTE_MODES)
     found = []
     for kind in dict.fromkeys((kinds[0], kinds[-1], *kinds[1:-1])):
         found.append(_predict_candidate(wish, replace(plan, recompute=kind), where))
+        # Stop if the fastest mode fits, or if any other mode does not.
         if found[-1].prediction.fits_memory == (kind == kinds[0]):
             break
     return found
@@ -404,11 +432,12 @@ def _build_candidate(wish: SearchRequest, plan: Plan, states: DeviceOrHost) -> C
 def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
     """A plan with compiled blocks, if these are faster where a run would not compile by itself.
 
-    A graph does not overlap what it communicates, but its kernels pass over memory less often. Who
-    gives all degrees asks about that run, as it is.
+    A compiled graph does not overlap its communication, but its kernels access memory less often.
+    If all degrees are fixed, the request is about that very run, which is predicted as it is.
     """
     split = plan.depth * plan.row * plan.col > 1
     given = math.prod(wish.fixed_degrees.values())
+    # With unsplit layers, compile=auto compiles anyway.
     able = wish.allows_compile and plan.compile == "auto" and not wish.cluster.cores
     if not able or not split or given == wish.world_size:
         return plan
@@ -420,9 +449,8 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
         ).values()
     )
     plain = _build_candidate(wish, plan, where)
-    if spent > block_compute_seconds(
-        wish.workload, plain, wish.cluster
-    ):  # else it hides less than it saves
+    # Compute alone is a lower bound of the eager step: only above it the eager time is needed.
+    if spent > block_compute_seconds(wish.workload, plain, wish.cluster):
         if sum(step_seconds_by_part(wish.workload, plain, wish.cluster).values()) <= spent:
             return plan
         return graph
@@ -430,10 +458,11 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
 
 
 def has_fitting_layout(wish: SearchRequest) -> bool:
-    """Whether a layout fits that keeps least: all computed again, states elsewhere if allowed.
+    """Whether a layout with least memory fits: full recomputation, states offloaded if allowed.
 
-    Of the factorisations those with the fewest copies of the model are asked.
+    Only the factorisations with the fewest replicas of the model are checked.
     """
+    # Replicas over data do not reduce the memory of weights.
     least = sorted(valid_grids(wish)[0], key=lambda plan: plan.data)[:MAX_FIT_CHECKS]
     where: DeviceOrHost = wish.states or ("device" if wish.cluster.cores else "host")
     kind = wish.field_choices("recompute", RECOMPUTE_MODES)[-1]
@@ -446,21 +475,25 @@ def has_fitting_layout(wish: SearchRequest) -> bool:
 
 
 def _search_roughly(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """A factorisation with its least and a middle micro-batch, in one chunk."""
+    """A factorisation with its smallest and a middle micro-batch, with one chunk."""
     some = plan_variants(wish, plan)
     few = [one for one in some[:2] if one.chunks == some[0].chunks]
     return [found for one in few for found in search_recompute(wish, one)]
 
 
 def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """What `_rough` left out; where nothing fits, larger micro-batches do not either."""
+    """What `_search_roughly` left out; where nothing fits, larger micro-batches are skipped."""
     some = plan_variants(wish, plan)
+    # The number of variants that the rough pass has predicted already.
     few = sum(one.chunks == some[0].chunks for one in some[:2])
     found = list[PredictedCandidate]()
+    # Smallest micro-batch that did not fit, by number of chunks.
     large = dict[int, int]()
     for one in some[few:]:
+        # A single micro-batch needs no gradient accumulation and may fit even if smaller ones
+        # did not.
         if one.num_micro_batches > 1 and one.micro_batch >= large.get(one.chunks, one.batch):
-            continue  # one micro-batch alone adds up no gradients
+            continue
         tried = [*search_recompute(wish, one)]
         found += tried
         if not any(each.prediction.fits_memory for each in tried):
@@ -469,12 +502,13 @@ def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
 
 
 def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
-    """A layout with other orders of its axes, where they make a difference."""
+    """A layout with other orders of its axes, skipping orders that place the ranks identically."""
     plan = found.plan
     seen = {_used_axes(found.plan, ())}
     made = []
     for axes in AXIS_ORDERS:
         order = tuple(axis for axis in axes if plan.degrees[axis] > 1)
+        # Axes with one rank do not matter, so several orders may be the same placement.
         shape = _used_axes(plan, order)
         if shape not in seen:
             seen.add(shape)
@@ -485,24 +519,24 @@ def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[Pre
 
 
 def _used_axes(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that are there, as they lie."""
+    """The axes with several ranks, in their order."""
     return tuple(axis for axis in replace(plan, order=order).axis_order if plan.degrees[axis] > 1)
 
 
 @dataclass
 class SearchProgress:
-    """The best layout of a search so far, as results come in.
+    """The best layout of a search so far, updated as results arrive.
 
-    The order in which they do depends on processes; the result of a search does not.
+    The order of arrival depends on the worker processes; the result of the search does not.
     """
 
     on_best: Callable[[PredictedCandidate, int], None]
-    """Is told the best layout and how many were predicted, whenever results have come."""
+    """Called with the best layout and the number of predicted ones whenever results arrive."""
     best: PredictedCandidate | None = None
     num_predicted: int = 0
 
     def add_results(self, several: Iterable[Sequence[PredictedCandidate]]) -> None:
-        """Take in the layouts of some factorisations."""
+        """Add the layouts of some factorisations."""
         for found in several:
             self.num_predicted += len(found)
             for one in _fitting_candidates(found):
@@ -513,14 +547,16 @@ class SearchProgress:
 
 
 def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
-    """Plans to begin with: rows inside a node, few stages, and the rest over depth or data.
+    """Plans to start with: rows inside a node, few stages, and the rest over depth or data.
 
-    They are of no matter to the result; a user sees one of them while all others are searched.
+    They do not affect the result; the user sees one of them while the search is running.
     """
     rows = [size for size in divisors(wish.world_size) if size <= wish.cluster.per_node]
+    # The largest row degree in a node first, then none, then the others.
     rows = [*dict.fromkeys((rows[-1], 1, *rows))]
     for pipe, row in itertools.product(divisors(wish.world_size)[:8], rows):
         rest, odd = divmod(wish.world_size, pipe * row)
+        # All data parallel, all FSDP, or FSDP inside a node (HSDP).
         for copies in (1, rest, wish.cluster.per_node):
             if not odd and rest % copies == 0:
                 sizes = {"pipe": pipe, "data": rest // copies, "depth": copies, "row": row}
@@ -530,7 +566,7 @@ def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
 
 
 def _first_look(wish: SearchRequest, progress: SearchProgress) -> None:
-    """Report a layout that fits within a fraction of a second, if a guess does."""
+    """Report a layout that fits within a fraction of a second, if one of the guesses does."""
     began = time.perf_counter()
     for plan in _first_guesses(wish):
         spent = time.perf_counter() - began
@@ -538,7 +574,8 @@ def _first_look(wish: SearchRequest, progress: SearchProgress) -> None:
             break
         if is_allowed(wish, plan):
             progress.add_results([_search_roughly(wish, plan)])
-    progress.num_predicted = 0  # they come again
+    # The search predicts these layouts once more and counts them then.
+    progress.num_predicted = 0
 
 
 def search_layouts(
@@ -547,9 +584,9 @@ def search_layouts(
     workers: int = 1,
     report: Callable[[PredictedCandidate, int], None] | None = None,
 ) -> SearchResult:
-    """All layouts that were tried; none of `found` is there if none fits or can be divided.
+    """All layouts that were predicted; none is feasible if none fits or can be divided.
 
-    report: is told the best layout so far, and how many were predicted, again and again.
+    report: called repeatedly with the best layout so far and the number of predicted layouts.
     """
     began = time.perf_counter()
     if report is None:
@@ -569,12 +606,14 @@ def search_layouts(
         "chunks": partial(_more_chunks, wish),
         "orders": partial(_try_axis_orders, wish),
     }
+    # Worker processes cost start-up time, so small searches stay in this one.
     with open_worker_pool(
         tasks, workers if len(every) >= PARALLEL_THRESHOLD else 1, seen
     ) as mapped:
         rough = mapped("rough", every)
         full = mapped("full", _worth_full_search(wish, every, rough))
         everything = [found for some in (*rough, *full) for found in some]
+        # Refine only what is free: fixed chunks, schedule or stage starts leave nothing to vary.
         if (
             "chunks" not in wish.fixed_fields
             and "policy" not in wish.fixed_fields
@@ -582,10 +621,12 @@ def search_layouts(
         ):
             some = mapped("chunks", _best_of_styles(wish, everything))
             everything += [found for one in some for found in one]
+        # Within one node all links are alike, so the rank order makes no difference.
         if wish.cluster.nodes > 1 and "order" not in wish.fixed_fields:
             first = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)[
                 :MAX_REORDERED
             ]
+            # A dict, as the best of a style may be among the best of all.
             both = {one.candidate: one for one in (*first, *_best_of_styles(wish, everything))}
             everything += [found for one in mapped("orders", [*both.values()]) for found in one]
     return _build_result(wish, everything, len(every), refused, began)
@@ -598,7 +639,7 @@ def _fitting_candidates(everything: Iterable[PredictedCandidate]) -> list[Predic
 def _best_of_styles(
     wish: SearchRequest, everything: Sequence[PredictedCandidate]
 ) -> list[PredictedCandidate]:
-    """The best layouts of each style, of different degrees and micro-batches."""
+    """The best layouts of each style, with distinct degrees and micro-batches."""
     found = dict[Candidate, PredictedCandidate]()
     node = wish.cluster.per_node
     fits = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)
@@ -607,6 +648,7 @@ def _best_of_styles(
         for one in fits:
             if of(one.plan, node):
                 plan = one.plan
+                # Sorted input: the first candidate of each shape is its best.
                 seen.setdefault((*plan.degrees.values(), plan.inner, plan.micro_batch), one)
                 if len(seen) == REFINED_PER_STYLE:
                     break
@@ -615,7 +657,7 @@ def _best_of_styles(
 
 
 def _more_chunks(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
-    """A layout with the numbers of chunks that `variants` leaves out."""
+    """A layout with the numbers of chunks that `plan_variants` leaves out."""
     plan = found.plan
     made = list[Plan]()
     for chunks in range(2, min(wish.dim_sizes["layers"] // plan.pipe, MAX_CHUNKS) + 1):
@@ -631,11 +673,12 @@ def _build_result(
     refused: int,
     began: float,
 ) -> SearchResult:
-    """What fits and what does not, each in its order."""
+    """The layouts that fit and those that do not, each sorted."""
     fits = sorted(
         (one for one in everything if one.prediction.fits_memory), key=lambda one: one.sort_key
     )
     tight = [one for one in everything if not one.prediction.fits_memory]
+    # The search assumes the memory of 1F1B; only the final choice is simulated, which is slow.
     if is_message_driven(wish):
         fits, tight = _check_message_driven(wish, fits, tight)
     tight.sort(key=lambda one: (one.prediction.memory.total_bytes, one.sort_key))
@@ -647,12 +690,16 @@ def _build_result(
 def _check_message_driven(
     wish: SearchRequest, fits: list[PredictedCandidate], tight: list[PredictedCandidate]
 ) -> tuple[list[PredictedCandidate], list[PredictedCandidate]]:
-    """The first with the memory of its policy as it is played, perhaps with more computed again;
-    those before it do not fit so."""
+    """Replace the best layout by one whose memory is simulated under the message-driven schedule.
+
+    If it does not fit, more recomputation is tried; layouts that fail with all modes are moved to
+    those that do not fit.
+    """
     failed = [*tight]
     for i, one in enumerate(fits[:MAX_REORDERED]):
         plan = one.plan
         where = one.candidate.states
+        # Without a pipeline the schedule does not matter.
         if plan.pipe == 1:
             return fits[i:], failed
         for kind in wish.field_choices(
@@ -666,10 +713,10 @@ def _check_message_driven(
 
 
 def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> SearchResult:
-    """A quick look: the best layouts of other numbers of devices, carried over to this one.
+    """A quick search: the best layouts for other numbers of devices, adapted to this one.
 
-    What splits a layer stays; pipe, data and depth share the other ranks, each about as before. It
-    may find nothing where `search` does.
+    The degrees that split a layer stay; pipe, data and depth share the other ranks, each close to
+    its former degree. It may find nothing where `search_layouts` does.
     """
     began = time.perf_counter()
     plans = dict[Plan, None]()
@@ -688,15 +735,17 @@ def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> Se
 
 
 def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
-    """Degrees on the ranks of a wish that are nearest to those of a plan."""
+    """Degrees on the ranks of a request that are nearest to those of a plan."""
     rest, odd = divmod(wish.world_size, plan.row * plan.col * plan.expert)
     if odd:
         return []
     outer = {axis: plan.degrees[axis] for axis in ("pipe", "data", "depth")}
     choices = {axis: wish.fixed_degrees.get(axis) for axis in outer}
+    # Only the outer axes change; row, col and expert keep their degrees.
     sizes = enumerate_degrees(rest, {a: [n] if n else divisors(rest) for a, n in choices.items()})
 
     def far(one: Mapping[str, int]) -> tuple[float, int]:
+        # Distance in log space. The pipe degree counts twice; ties go to the fewest changed axes.
         steps = {axis: abs(math.log(one[axis] / size)) for axis, size in outer.items()}
         return round(sum(steps.values()) + steps["pipe"], 6), sum(map(bool, steps.values()))
 
@@ -710,7 +759,7 @@ def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
 
 
 def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[int]:
-    """Micro-batches near that of a plan: the next to it, the least, and that of so many a step."""
+    """Micro-batches near that of a plan: adjacent sizes, the least, and the one with `count`."""
     if plan.inner == "samples":
         least = plan.col
     else:
@@ -725,8 +774,9 @@ def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[in
 def _worth_full_search(
     wish: SearchRequest, every: Sequence[Plan], rough: Sequence[Sequence[PredictedCandidate]]
 ) -> list[Plan]:
-    """Factorisations that may still hold the best of a style."""
+    """Factorisations that may still contain the best layout of a style."""
     node = wish.cluster.per_node
+    # Best-case time of each factorisation; infinite if it cannot fit.
     times = [
         min((_best_case_seconds(wish, one) for one in several), default=math.inf)
         for several in rough
@@ -742,9 +792,9 @@ def _worth_full_search(
 
 
 def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
-    """Seconds of a step of a rough layout if chunks shorten what its stages wait as they can.
+    """Seconds per step of a rough layout if chunks shorten its pipeline bubble as far as they can.
 
-    Chunks may balance stages better, and so fit where one of them nearly does.
+    Chunks may also balance the stages better, and so make a layout fit that nearly does.
     """
     plan = found.plan
     it = found.prediction
@@ -757,7 +807,6 @@ def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
     if it.memory.total_bytes > CHUNK_MEMORY_RATIO * it.limit:
         return math.inf
     once = sum(it.seconds_by_part[name] for name in MICRO_BATCH_PARTS) / plan.num_micro_batches
-    fill = min(
-        (plan.pipe - 1) * once, it.seconds_by_part["bubble"]
-    )  # the rest is for uneven stages
+    # Only the fill and drain time shrinks with chunks; the rest of the bubble is stage imbalance.
+    fill = min((plan.pipe - 1) * once, it.seconds_by_part["bubble"])
     return it.step_seconds - fill * (1 - 1 / most)

@@ -1,7 +1,8 @@
-"""Progress: the best layout so far, told on the standard error while a search runs.
+"""Progress of a search: the best layout so far, printed to standard error.
 
-A terminal has one line that changes; a file or a pipe gets a line for the first layout and then at
-most one each PAUSE seconds, so that a log stays short. Nothing of it is part of the answer.
+A terminal has one line that is redrawn; a file or a pipe gets a line for the first layout and then
+at most one every LINE_INTERVAL seconds, so that a log stays short. None of it is part of the
+result.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from ranvier.planner.predict import Candidate
 from ranvier.system.terminal import write_raw
 
 LINE_INTERVAL = 1.0
-"""Seconds between lines that are not of a terminal."""
+"""Minimum seconds between lines that do not go to a terminal."""
 REDRAW_INTERVAL = 0.1
-"""The same of the line of a terminal."""
+"""Minimum seconds between redraws of the line on a terminal."""
 
 
 class SearchProgressPrinter:
-    """What is shown of a search."""
+    """Prints the progress of a search."""
 
     def __init__(self) -> None:
         self.start_time = time.perf_counter()
@@ -31,7 +32,7 @@ class SearchProgressPrinter:
         self.shown_candidate: Candidate | None = None
         self.is_terminal = sys.stderr.isatty()
         self.shown_columns = 0
-        """Columns of the line that a terminal shows now."""
+        """Columns of the line that the terminal shows now."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,7 +42,7 @@ class SearchProgressPrinter:
             self._write_text(f"\r{' ' * self.shown_columns}\r")
 
     def report_best(self, found: PredictedCandidate, count: int) -> None:
-        """Show the best layout so far, if it is another one or a terminal counts."""
+        """Show the best layout so far if it has changed; a terminal also shows the count."""
         spent = time.perf_counter() - self.start_time
         if spent - self.last_shown < (REDRAW_INTERVAL if self.is_terminal else LINE_INTERVAL):
             return
@@ -59,6 +60,7 @@ class SearchProgressPrinter:
         if not self.is_terminal:
             self._write_text(f"{text}\n")
             return
+        # Stay on one line, and overwrite all of the previous text.
         text = text[: shutil.get_terminal_size().columns - 1]
         self._write_text(f"\r{text:<{self.shown_columns}}")
         self.shown_columns = len(text)
@@ -66,5 +68,6 @@ class SearchProgressPrinter:
     def _write_text(self, text: str) -> None:
         try:
             write_raw(text, sys.stderr)
-        except (OSError, ValueError):  # nobody reads it any more: search on
+        # The reader is gone: continue the search without output.
+        except (OSError, ValueError):
             self.last_shown = float("inf")

@@ -1,6 +1,6 @@
-"""Nearest: what to change where no layout is possible, computed, not guessed.
+"""Suggestions: the nearest changes that make a layout possible where none is.
 
-Each change that is offered was tried: with it a layout can be divided, or fits.
+Each change that is offered was tried: with it a layout is valid, or fits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ranvier.planner.search import (
 )
 
 MAX_NODES = 4096
-"""Nodes up to which more are tried."""
+"""Number of nodes up to which larger clusters are tried."""
 COMMON_BATCH_FACTORS = (64, 3, 5, 7)
-"""Factors of a batch with which most degrees could share it."""
+"""Factors of a batch that make it divisible by most degrees."""
 NEAR_NODE_COUNTS = 64
-"""Numbers of nodes right below that are tried; further ones by halves."""
+"""How many of the next lower numbers of nodes are all tried; below these it is halved."""
 MAX_TRIED_BATCHES = 20
-"""Batches that are tried, at most."""
+"""Maximum number of batches that are tried."""
 
 RequestChanger = Callable[[str, int], SearchRequest]
-"""The wish with one setting, by its name, at another value, as if that had been given."""
+"""Returns the request with a setting, by its name, changed as if the user had given that value."""
 
 
 def explain_infeasible(result: SearchResult, again: RequestChanger | None = None) -> list[str]:
-    """Why nothing of a search can run, and the nearest changes that can."""
+    """Why no layout of a search can run, and the nearest changes that make one possible."""
     wish = result.request
     again = again or partial(change_setting, wish)
     if result.oversized_candidates:
@@ -55,7 +55,8 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
         and is_divisible(replace(wish, fixed_fields=frozenset(), plan=_unconstrained_plan(wish)))
     ):
         remedies = [f"other values than the given {_fixed_setting_names(wish)}, or leave them out"]
-    if remedies:  # what the rules offer alone may not be enough
+    # Remedies of single rules may not be enough on their own: replace them by tested ones.
+    if remedies:
         reasons = [text.partition(" Use ")[0] for text in reasons]
     elif " Use " in reasons[-1]:
         return reasons
@@ -63,7 +64,7 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
 
 
 def change_setting(wish: SearchRequest, name: str, value: int) -> SearchRequest:
-    """The wish with one setting at another value, all else as it was."""
+    """The request with one setting changed, everything else as it was."""
     change: dict[str, Any] = {name.rpartition(".")[2]: value}
     if name in ("nodes", "devices"):
         return replace(wish, cluster=wish.cluster.with_size(**change))
@@ -95,7 +96,7 @@ def _unconstrained_plan(wish: SearchRequest) -> Any:
 
 
 def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
-    """Layouts can be divided, but none fits."""
+    """The message if valid layouts exist, but none fits."""
     wish = result.request
     least = result.oversized_candidates[0].prediction
     device = wish.cluster.device
@@ -116,16 +117,18 @@ def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
 
 
 def _suggest_more_devices(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """More devices of a node, or more nodes, on which something fits; one less does not."""
+    """The smallest larger number of devices or nodes on which a layout fits."""
     if wish.cluster.cores:
         return
     node = again("nodes", 1).cluster.per_node
     known = math.prod(wish.fixed_degrees.values())
+    # First more devices in a node, then more nodes; only numbers that fixed degrees divide.
     sizes = [("devices", n) for n in range(wish.world_size + 1, node) if n % known == 0]
     first = wish.world_size // node + 1
     sizes += [("nodes", n) for n in range(first, MAX_NODES + 1) if n * node % known == 0]
     low = -1
     high = 0
+    # Exponential search for an upper bound, then bisection.
     while high < len(sizes) and not has_fitting_layout(again(*sizes[high])):
         low = high
         high = 2 * high + 1
@@ -155,7 +158,7 @@ def _suggest_shorter_seq(wish: SearchRequest, again: RequestChanger) -> Iterator
 
 
 def _suggest_free_settings(wish: SearchRequest) -> Iterator[str]:
-    """What is settled and would have to be left open."""
+    """Fixed settings that would have to be left open."""
     if wish.fixed_fields - {"batch"} or wish.states:
         free = replace(wish, fixed_fields=frozenset(), states=None)
         if has_fitting_layout(free):
@@ -169,7 +172,7 @@ def _suggest_free_settings(wish: SearchRequest) -> Iterator[str]:
 
 
 def _broken_rules(wish: SearchRequest) -> Iterator[str]:
-    """Rules that what is settled breaks whatever the rest is."""
+    """Rules that the fixed settings break regardless of the others."""
     settled = {axis: getattr(wish.plan, axis) for axis in AXES if axis in wish.fixed_fields}
     settled = {axis: size for axis, size in settled.items() if size != -1}
     for axis, size in settled.items():
@@ -186,6 +189,7 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
             "number "
             "of devices."
         )
+    # With all other degrees 1, a broken rule is due to the fixed ones.
     alone = replace(_unconstrained_plan(wish), **dict[str, Any](settled), batch=wish.workload.batch)
     if "micro_batch" not in wish.fixed_fields or alone.micro_batch < 1:
         alone = replace(alone, micro_batch=max(alone.batch // alone.num_replicas, 1))
@@ -193,7 +197,7 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
 
 
 def _explain_indivisible(wish: SearchRequest) -> str:
-    """No factorisation can be divided."""
+    """The message if no factorisation is valid."""
     settled = " ".join(f"{axis}={size}" for axis, size in wish.fixed_degrees.items())
     if settled:
         settled = f" with {settled}"
@@ -210,7 +214,7 @@ def _explain_indivisible(wish: SearchRequest) -> str:
 
 
 def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest value of each number of the plan that is settled, with which it is possible."""
+    """The nearest valid value of each fixed number of the plan."""
     for name in (*AXES, "micro_batch", "chunks"):
         if name not in wish.fixed_fields:
             continue
@@ -227,8 +231,9 @@ def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[st
 
 
 def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest batch."""
+    """The nearest valid batch."""
     near = set()
+    # With a batch that divides well, no degree is excluded because of the batch.
     loose = replace(
         wish,
         workload=replace(wish.workload, batch=math.lcm(wish.world_size, *COMMON_BATCH_FACTORS)),
@@ -245,12 +250,13 @@ def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
 
 
 def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest smaller number of nodes, or of devices of one, and what degrees multiply to."""
+    """The nearest smaller number of nodes or devices, and the number that fixed degrees need."""
     node = again("nodes", 1).cluster.per_node
 
     def able(nodes: int) -> bool:
         return is_divisible(again("nodes", nodes))
 
+    # Fixed degrees may need more nodes than there are.
     whole = (
         math.lcm(math.prod(size for size in wish.fixed_degrees.values() if size > 0), node) // node
     )
@@ -270,19 +276,20 @@ def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterat
 
 
 def _largest_smaller(nodes: int, able: Callable[[int], bool]) -> int:
-    """The largest smaller number that is able, 0 if none is seen."""
+    """The largest smaller number that is valid; 0 if none was found."""
     for near in range(nodes - 1, max(nodes - 1 - NEAR_NODE_COUNTS, 0), -1):
         if able(near):
             return near
     half = nodes // 2
     while half and not able(half):
         half //= 2
+    # Refine between the valid half and the next larger power, in steps that bound the work.
     above = range(min(2 * half, nodes) - 1, half, -max(half // NEAR_NODE_COUNTS, 1))
     return next(filter(able, above), half)
 
 
 def is_divisible(wish: SearchRequest) -> bool:
-    """Whether any factorisation can be divided."""
+    """Whether any factorisation is valid."""
     return any(
         is_allowed(wish, plan)
         for sizes in enumerate_degrees(wish.world_size, degree_choices(wish))

@@ -1,7 +1,7 @@
-"""Several: processes that call functions for items of a list, and keep what they have computed.
+"""Worker pool: forked processes that map functions over lists and keep their caches between calls.
 
-They are forked, so all that the functions are bound to is there as it is in this process: results
-that are kept by the identity of an object are found again. Only names, items and results travel.
+As they are forked, everything that the functions are bound to exists in them as it does here, so
+caches keyed by object identity keep working. Only names, items and results are sent over pipes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ WorkerFunction = Callable[[Any], Any]
 PoolMap = Callable[[str, Sequence[Any]], list[Any]]
 ResultCallback = Callable[[Sequence[Any]], None]
 PIECES_PER_WORKER = 16
-"""Pieces of a list for each process: neighbours share much, and none should wait for the last."""
+"""Pieces of a list per worker: large enough that neighbours share cached work, small enough that
+no worker waits long for the last one."""
 
 
 @contextmanager
 def open_worker_pool(
     functions: Mapping[str, WorkerFunction], workers: int, seen: ResultCallback | None = None
 ) -> Iterator[PoolMap]:
-    """Calls a function, by its name, for each item of a list; results are in order.
+    """Yield a function that maps a named function over a list; results are in order.
 
-    With one worker, or where processes cannot be forked, none is started. seen: is told of results
-    as they come, some at a time, in any order.
+    With one worker, or where processes cannot be forked, none is started. seen: called with results
+    as they arrive, some at a time, in any order.
     """
     told = seen or _ignore_results
     if workers > 1:
-        import multiprocessing  # a plan that needs none starts sooner
+        # Imported only if needed, to start small plans sooner.
+        import multiprocessing
 
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield lambda name, items: [_report_result(functions[name](item), told) for item in items]
@@ -45,7 +47,8 @@ def open_worker_pool(
     try:
         for _ in range(workers):
             mine, theirs = fork.Pipe()
-            # a process that held the ends of others would keep them from seeing that we are gone
+            # A worker must close the pipe ends of the others, which it inherits by fork: otherwise
+            # they would not see EOF when this process exits.
             other = fork.Process(
                 target=_run_worker, args=(functions, theirs, [*crew, mine]), daemon=True
             )
@@ -55,6 +58,7 @@ def open_worker_pool(
         yield lambda name, items: _WorkQueue(crew, name, items, told).collect_results()
     finally:
         for mine, other in crew.items():
+            # Closing the pipe ends an idle worker; a busy one is terminated.
             mine.close()
             if other.pid is not None:
                 other.terminate()
@@ -62,7 +66,7 @@ def open_worker_pool(
 
 
 def _ignore_results(results: Sequence[Any]) -> None:
-    """Nobody watches."""
+    """The default callback: does nothing."""
 
 
 def _report_result(result: Any, seen: ResultCallback) -> Any:
@@ -72,21 +76,21 @@ def _report_result(result: Any, seen: ResultCallback) -> Any:
 
 @dataclass
 class _WorkQueue:
-    """A list whose pieces go to whoever is free."""
+    """A list whose pieces are sent to workers as they become free."""
 
     workers: Mapping[Connection, ForkProcess]
     function_name: str
     items: Sequence[Any]
     on_results: ResultCallback = _ignore_results
     piece_starts: dict[Connection, int] = field(default_factory=dict)
-    """Where the piece of each begins."""
+    """Start of the piece that each busy worker has."""
 
     def __post_init__(self) -> None:
         self.piece_size = max(-(-len(self.items) // (PIECES_PER_WORKER * len(self.workers))), 1)
         self.next_starts = iter(range(0, len(self.items), self.piece_size))
 
     def collect_results(self) -> list[Any]:
-        """Those of all items, in order."""
+        """The results of all items, in order."""
         from multiprocessing.connection import wait
 
         found = dict[int, list[Any]]()
@@ -97,20 +101,21 @@ class _WorkQueue:
             for pipe in [one for one in self.piece_starts if one in ready]:
                 start = self.piece_starts.pop(pipe)
                 results = self.receive_piece(pipe)
+                # Keep the worker busy before the callback runs.
                 self.send_piece(pipe)
                 found[start] = results
                 self.on_results(results)
         return [result for start in sorted(found) for result in found[start]]
 
     def send_piece(self, pipe: Connection) -> None:
-        """The next piece."""
+        """Send the next piece, if there is one."""
         start = next(self.next_starts, None)
         if start is not None:
             pipe.send((self.function_name, self.items[start : start + self.piece_size]))
             self.piece_starts[pipe] = start
 
     def receive_piece(self, pipe: Connection) -> list[Any]:
-        """The results of a piece."""
+        """Receive the results of a piece; raises the worker's error, if any."""
         try:
             results = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -129,9 +134,11 @@ class _WorkQueue:
 def _run_worker(
     functions: Mapping[str, WorkerFunction], pipe: Connection, others: Sequence[Connection]
 ) -> None:
-    """Work on pieces until the other end is gone; who started this process hears signals for it."""
+    """Process pieces until the other end of the pipe is closed; signals are for the parent."""
     import signal
 
+    # Undo the parent's handlers: Ctrl-C reaches the whole process group, but only the parent acts
+    # on it, and terminates its workers.
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -151,8 +158,9 @@ def _run_worker(
 
 
 def _send_error(pipe: Connection, error: Exception) -> None:
-    """Send an error, as it is if it can be."""
+    """Send an error, unchanged if it can be pickled."""
     try:
         pipe.send(error)
-    except Exception:  # of whatever kind: some errors cannot be pickled
+    # Pickling may fail with any exception.
+    except Exception:
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))

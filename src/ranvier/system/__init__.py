@@ -1,4 +1,4 @@
-"""System: limits of this process, files of strangers, and what a terminal is shown.
+"""System: limits of this process, access to untrusted files, and terminal output.
 
 Imports errors and the standard library only; everything else may import it.
 """

@@ -1,7 +1,7 @@
-"""File handles: how many files and sockets this process may open, and an error where that is few.
+"""Limits on open files and sockets of this process, and an early error where they are too low.
 
-Libraries in C++ end a process, or say where they were, when the system gives them no more. So what
-opens many asks here first.
+C++ libraries abort, or raise errors without a cause, when no file descriptor is left. So code that
+opens many checks here first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import os
 from ranvier.errors import PlanError
 
 MAX_HANDLES = 1 << 20
-"""Handles beyond which a limit is not raised: some programs walk through all of them."""
+"""The limit is not raised beyond this: some programs iterate over all descriptors."""
 RESERVED_HANDLES = 12
-"""Handles that are left for files: samples, checkpoints, logs."""
+"""Descriptors reserved for files: samples, checkpoints, logs."""
 
 
 def raise_limit() -> None:
-    """Use as many handles as the system allows this process, if it has fewer at first."""
+    """Raise the soft limit of open files to the hard limit."""
     with contextlib.suppress(ImportError, OSError, ValueError):
+        # Not available on Windows, hence the suppressed ImportError.
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -33,7 +34,7 @@ def raise_limit() -> None:
 
 
 def require_handles(count: int, purpose: str) -> None:
-    """Refuse what needs more handles than are left; purpose: what needs them, as a subject."""
+    """Refuse what needs more descriptors than are left; purpose: subject of the message."""
     limit = _handle_limit()
     opened = _open_count()
     if opened + count + RESERVED_HANDLES > limit:
@@ -45,14 +46,15 @@ def require_handles(count: int, purpose: str) -> None:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that no handle is left."""
+    """Whether an error says that no file descriptor is left."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return True
+    # C++ libraries wrap the error of the system into exceptions of their own.
     return os.strerror(errno.EMFILE) in str(error)
 
 
 def describe_shortage() -> str:
-    """What to say of such an error: the value, the rule, the remedy."""
+    """The message for such an error: value, rule and remedy."""
     limit = _handle_limit()
     return (
         f"No more files can be opened: this process may open {limit}. Each rank needs some for "
@@ -80,7 +82,7 @@ def _handle_limit() -> int:
 
 
 def _open_count() -> int:
-    """Files that are open; 0 where the system does not say."""
+    """Number of open files; 0 where the system does not tell."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return 0

@@ -1,13 +1,13 @@
-"""Safe files: files that somebody else wrote, opened so that nothing but them is read.
+"""Opens untrusted files such that nothing but the file itself is read.
 
-A published model, an adapter, a tokenizer or the directory of a run may come from anywhere. A link
-in it leads to any file of this machine, whose content would be copied and published; a pipe waits
-forever; a device never ends; a large file fills the memory. `open_untrusted` refuses all of them,
-and everything that reads such a file goes through it. Directories on the way are opened one after
-the other without following links, and the file is judged by its handle, not by its name.
+A published model, an adapter, a tokenizer or a run directory may come from anywhere. A link in it
+may point to any file of this machine, whose content would be copied and published; a pipe blocks
+forever; a device never ends; a huge file exhausts memory. `open_untrusted` refuses all of them, and
+everything that reads such a file goes through it. Directories on the way are opened one by one
+without following links, and the file is checked by its handle, not by its name.
 
-One link is followed: the cache of a hub keeps a model as `snapshots/REVISION/NAME`, a link to
-`../../blobs/DIGEST`, and the blob must be a plain file in exactly that folder.
+One link is followed: the hub cache stores a model as `snapshots/REVISION/NAME`, a link to
+`../../blobs/DIGEST`, and the blob must be a plain file in exactly that directory.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ SIZE_LIMITS = {
     "metrics.jsonl": 4096 * MIB,
     "timeline.json": 1024 * MIB,
 }
-"""Most bytes of a file by its name: several times what the largest known model or run has."""
+"""Size limits in bytes by file name: several times the largest known model or run."""
 SUFFIX_LIMITS = {".safetensors": 1 << 40, ".jinja": 4 * MIB}
-"""Most bytes of other files by their suffix."""
+"""Size limits in bytes of other files by suffix."""
 DEFAULT_LIMIT = 64 * MIB
-"""Most bytes of any other file."""
+"""Size limit in bytes of any other file."""
 DIRECTORY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+# O_NONBLOCK: opening a pipe must not wait for a writer; O_NOCTTY: a terminal must not become ours.
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def path_exists(path: Path) -> bool:
-    """Whether a name is taken, be it by a link that leads nowhere: it is then refused, not missed.
+    """Whether a name is taken, even by a dangling link: it is then refused, not ignored.
 
-    A name that no file can have is not taken.
+    False for an impossible name.
     """
     try:
         return os.path.lexists(path)
@@ -63,17 +64,17 @@ def path_exists(path: Path) -> bool:
 
 
 def size_limit(name: str) -> int:
-    """Most bytes of a file of this name."""
+    """Size limit in bytes of a file of this name."""
     return SIZE_LIMITS.get(name, SUFFIX_LIMITS.get(os.path.splitext(name)[1], DEFAULT_LIMIT))
 
 
 def open_untrusted(
     path: Path, *, root: Path | None = None, limit: int | None = None
 ) -> io.BufferedReader:
-    """A plain file of at most `limit` bytes; an OSError if it is not there.
+    """Open a plain file of at most `limit` bytes; OSError if it does not exist.
 
-    root: the directory that the user named, below which no part of the path is a link; None: the
-    one that the file lies in. limit: None: that of its name.
+    root: the directory that the user named, below which no part of the path may be a link; None:
+    the directory of the file. limit: None: by its name.
     """
     root = path.parent if root is None else root
     if limit is None:
@@ -87,7 +88,8 @@ def open_untrusted(
             return _open_entry(folder, name, path, limit)
         finally:
             os.close(folder)
-    except ValueError as error:  # no name of a file: it holds a NUL or half a surrogate pair
+    # Not a valid file name: it contains a NUL or a lone surrogate.
+    except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
 
 
@@ -97,7 +99,8 @@ def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None
         limit = size_limit(path.name)
     with open_untrusted(path, root=root, limit=limit) as file:
         content = file.read(limit + 1)
-    if len(content) > limit:  # it has grown since, or its file system does not know its size
+    # It has grown since, or its file system does not report a size.
+    if len(content) > limit:
         raise _too_large_error(path, len(content), limit)
     return content
 
@@ -105,35 +108,38 @@ def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None
 def read_text(
     path: Path, *, root: Path | None = None, limit: int | None = None, errors: str = "strict"
 ) -> str:
-    """The text of a file that `open_untrusted` accepts, in UTF-8, with \\n at the ends of lines."""
+    """The text of a file that `open_untrusted` accepts, in UTF-8, with \\n as line ends."""
     content = read_bytes(path, root=root, limit=limit)
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors).read()
 
 
 def copy_file(source: Path, target: Path, *, root: Path | None = None) -> None:
-    """Copy a file that `open_untrusted` accepts; a file that is there is replaced."""
+    """Copy a file that `open_untrusted` accepts; an existing target is replaced."""
     with open_untrusted(source, root=root) as file, open_to_write(target) as copied:
         shutil.copyfileobj(file, copied, MIB)
 
 
 def handle_path(file: BinaryIO) -> str:
-    """A path to the very file that is open, for libraries that open by name."""
+    """A path to the open file itself, for libraries that open by name."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
-    """A plain file to write to, new or emptied or appended to; a link there is never followed."""
+    """Open a plain file to write, truncate or append; never follows a link."""
     if not append:
+        # Removed, not truncated: a link there is replaced instead of followed.
         path.unlink(missing_ok=True)
     how = os.O_APPEND if append else os.O_EXCL
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
+        # ELOOP: a symbolic link with O_NOFOLLOW; ENXIO: a special file that cannot be opened.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _unsafe_error(path, "a link or a pipe") from None
         raise
     found = os.fstat(handle)
+    # Checked on the handle: the name may have been replaced in between.
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(handle)
         raise _unsafe_error(path, _describe_kind(found))
@@ -141,17 +147,18 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def _open_subdirectory(folder: int, name: str, path: Path) -> int:
-    """The handle of a folder in a folder, whose handle is closed."""
+    """Open a directory within a directory, whose handle is closed."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         raise _unsafe_error(path, f"behind a symbolic link ({name})")
+    # O_NOFOLLOW again, as the entry may have been replaced since the check above.
     below = os.open(name, DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
     os.close(folder)
     return below
 
 
 def _open_entry(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
-    """A plain file in a folder, or in the blobs of the hub's cache that the folder belongs to."""
+    """Open a plain file in a directory, or in the blobs of the hub cache that it belongs to."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         target = os.readlink(name, dir_fd=folder)
@@ -170,7 +177,7 @@ def _open_entry(folder: int, name: str, path: Path, limit: int) -> io.BufferedRe
 
 
 def _hub_blob_name(target: str, path: Path) -> str | None:
-    """The name of the blob that a link of a hub's cache leads to; None: it is no such link."""
+    """Name of the blob that a link of the hub cache points to; None if it is not such a link."""
     *above, name = target.split("/")
     own = path.parent.resolve().parent.name == "snapshots"
     plain = name not in ("", ".", "..")
@@ -180,7 +187,8 @@ def _hub_blob_name(target: str, path: Path) -> str | None:
 
 
 def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
-    """A plain file in a folder; to open another kind could already have an effect."""
+    """Open a plain file in a directory, checked before and after opening it."""
+    # Checked before as well: opening a device or a pipe can already have an effect.
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
         raise _unsafe_error(path, _describe_kind(found))
@@ -196,7 +204,7 @@ def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.Buffe
 
 
 def _describe_kind(found: os.stat_result) -> str:
-    """What a file is that is no plain one."""
+    """What a file is that is not a plain one."""
     kinds = {
         stat.S_IFREG: "a hard link to a file that has other names, too",
         stat.S_IFLNK: "a symbolic link",

@@ -1,11 +1,11 @@
-"""Terminal: what is printed does nothing to the terminal that shows it, and commands can be pasted.
+"""Terminal output without side effects on the terminal, and commands that can be pasted.
 
-Texts from outside (what a model says, corpora, names of files, settings, tokenizers, errors that
-quote any of these) may hold control characters, with which they could set the title and the
-clipboard of a terminal, hide or overwrite other lines, or show text in another order than it has.
-`print` is the one door to standard output and standard error: it shows such characters as \\x1b or
-\\u202e, whether a terminal, a pipe or a log reads them, because logs are shown on terminals later.
-Newlines and tabs stay. Exact texts are what functions return, and what files hold.
+Untrusted text (output of a model, corpora, file names, settings, tokenizers, errors that quote any
+of these) may contain control characters, which could set the title and the clipboard of a terminal,
+hide or overwrite other lines, or reorder text. `print` is the only way to standard output and
+standard error: it shows such characters as \\x1b or \\u202e, on a terminal, in a pipe or in a log
+alike, because logs are shown on terminals later. Newlines and tabs are kept. Exact text is
+available from return values and in files.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CONTROL_CHARACTERS = re.compile(
     "\u2028\u2029\ufff9-\ufffb\ud800-\udfff"  # other ends of lines; halves of characters
     "\U000e0000-\U000e007f]"  # tags, which nothing shows
 )
-"""Characters that are obeyed rather than shown."""
+"""Characters that a terminal interprets rather than shows."""
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters as Python writes them, except newlines and tabs."""
+    """The text with control characters as Python escapes, except newlines and tabs."""
     return CONTROL_CHARACTERS.sub(_escape_match, text)
 
 
@@ -53,24 +53,25 @@ def print(
 
 
 def write_raw(text: str, file: TextIO | None = None) -> None:
-    """Write control sequences of our own; text from outside goes through `escape_controls`."""
+    """Write our own control sequences; untrusted text must go through `escape_controls`."""
     builtins.print(text, end="", file=file or sys.stdout, flush=True)
 
 
 def command_line(*words: object) -> str:
-    """A command that a shell reads as these words; paths that look like options are made plain."""
+    """A shell command of these words; paths that look like options are prefixed with ./."""
     return " ".join(quote_word(word) for word in words)
 
 
 def quote_word(word: object) -> str:
-    """A word, quoted if a shell would read it otherwise; with control characters as $'\\x1b'."""
+    """A word, quoted for a shell if needed; with control characters as $'\\x1b'."""
     text = str(word)
     if isinstance(word, Path) and text.startswith("-"):
         text = f"./{text}"
     if not CONTROL_CHARACTERS.search(text) and "\n" not in text and "\t" not in text:
         return shlex.quote(text)
+    # ANSI-C quoting ($'...') is the only form that can express control characters.
     text = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
-    # bytes of a name that are no UTF-8 are kept by Python as U+DC80 to U+DCFF
+    # Bytes of a file name that are not UTF-8 are surrogates U+DC80 to U+DCFF (surrogateescape).
     text = re.sub("[\udc80-\udcff]", lambda found: f"\\x{ord(found[0]) - 0xDC00:02x}", text)
     text = re.sub("[\x80-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)
     return f"$'{escape_controls(text)}'"

@@ -1,9 +1,9 @@
-"""Auto: the layout of a run that leaves it open, as the planner chooses, and what came of it.
+"""Choose the layout of a run that leaves it open, with the planner.
 
-Open are the degrees of a plan that names none, on several ranks, and with them all of micro-batch,
-order, recomputation and so on that has its default value; what was given stays. The machine is what
-`ranvier measure` has found here, else that of the device's data sheet, else (on a CPU) what a
-moment's measurement tells. After a few steps the prediction is held against them.
+Open are the degrees of a plan that sets none, on several ranks, and with them every other setting
+(micro-batch, order, recomputation, ...) that has its default value; given settings stay. The
+machine is described by the file of `ranvier measure`, else by the data sheet of its device, else
+(on a CPU) by a quick measurement. After a few steps the prediction is compared with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ranvier.train.health.determinism import compiles_deterministically
 from ranvier.train.prediction import StepPrediction
 
 SIMILAR_TIME_RATIO = 1.05
-"""Predicted times up to so many times the best count as equal."""
+"""Predicted times up to this multiple of the best count as equal."""
 
 
 def needs_planning(run: RunConfig, world: int) -> bool:
@@ -43,14 +43,17 @@ def needs_planning(run: RunConfig, world: int) -> bool:
 
 
 def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPrediction]:
-    """The run with the layout that the planner finds best, and what it says of it."""
+    """The run with the layout that the planner finds best, and the prediction for it."""
     known = train.resolve_device_and_dtype(run, train.resolve_device(run, ProcessInfo()))
     plan = run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
+    # A setting that differs from its default was given: the search must keep it.
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "batch", "layout"}
-    fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
-    fixed |= {"policy"} if run.memory.limit else set()  # which bounds what stages hold
+    # Memory is measured on a whole model, so a measured run has no pipeline to search.
+    fixed |= {"pipe", "recompute"} if measured else set()
+    # The memory limit bounds what stages may hold, which the policy decides.
+    fixed |= {"policy"} if run.memory.limit else set()
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
     given = _states_location(run)
     wish = SearchRequest(
@@ -65,8 +68,10 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
     )
     result = prefer_simplest(search_layouts(wish))
     best = result.best
+    # Marked as given, so that restarts and resumed runs keep this layout.
     found = replace(best.candidate.plan, layout="given")
     if measured:
+        # These two are measured later; the search only used stand-ins.
         found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
     memory = run.memory
     if best.candidate.states == "host" and memory.states == "device":
@@ -76,16 +81,16 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
 
 
 def _states_location(run: RunConfig) -> DeviceOrHost:
-    """Where states rest, as the planner knows it."""
+    """Where optimizer states are stored, as the planner distinguishes it."""
     if run.memory.states == "device":
         return "device"
     return "host"
 
 
 def prefer_simplest(result: SearchResult) -> SearchResult:
-    """The result with the simplest of the layouts first that are as good as the best.
+    """The result with the simplest layout first among those about as fast as the best.
 
-    Predictions are not so exact that a few percent were worth a pipeline or another axis.
+    Predictions are not exact enough to justify a pipeline or another axis for a few percent.
     """
     limit = SIMILAR_TIME_RATIO * result.best.prediction.step_seconds
     near = [one for one in result.feasible_candidates if one.prediction.step_seconds <= limit]
@@ -102,13 +107,13 @@ def prefer_simplest(result: SearchResult) -> SearchResult:
 
 
 def _plan_complexity(plan: Plan) -> tuple[int, ...]:
-    """What makes a layout harder to understand, the worst first."""
+    """Sort key of what makes a layout harder to understand, most important first."""
     axes = sum(size > 1 for size in plan.degrees.values())
     return plan.pipe > 1, axes, plan.chunks, len(plan.order), plan.recompute != "none", -plan.data
 
 
 def to_record(prediction: Prediction, machine: str, why: str) -> StepPrediction:
-    """A prediction in numbers that JSON holds."""
+    """A prediction as a record of JSON types."""
     low, high = prediction.interval
     parts = {name: float(x) for name, x in prediction.seconds_by_part.items() if x}
     return StepPrediction(
@@ -119,8 +124,9 @@ def to_record(prediction: Prediction, machine: str, why: str) -> StepPrediction:
 def plan_run(
     run: RunConfig, world: int, *, nodes: int = 1
 ) -> tuple[RunConfig, StepPrediction | None]:
-    """The run with the planner's layout; as it is, where nothing is known of the machine."""
-    if _has_problems(run):  # that is told with all else that is wrong
+    """The run with the planner's layout; unchanged where nothing is known about the machine."""
+    # Problems of the settings are reported later, together with all others.
+    if _has_problems(run):
         return freeze_plan(run), None
     try:
         machine = detect_cluster(train.resolve_device(run, ProcessInfo()), world)
@@ -132,7 +138,7 @@ def plan_run(
 
 
 def _has_problems(run: RunConfig) -> bool:
-    """Whether values of a run are wrong on any number of ranks."""
+    """Whether settings of a run are wrong on any number of ranks."""
     if any(run.find_problems()):
         return True
     try:
@@ -143,30 +149,30 @@ def _has_problems(run: RunConfig) -> bool:
 
 
 def freeze_plan(run: RunConfig) -> RunConfig:
-    """The run whose layout nobody changes any more."""
+    """The run with its layout marked as given, so that it does not change any more."""
     return replace(run, plan=replace(run.plan, layout="given"))
 
 
 def broadcast_plan(
     run: RunConfig, said: StepPrediction, me: ProcessInfo
 ) -> tuple[RunConfig, StepPrediction]:
-    """What rank 0 has chosen, on all ranks: machines may have been measured apart.
+    """The choice of rank 0 on all ranks: machines may have been measured separately.
 
     Communicates: a text over all ranks.
     """
     grid = Grid({"data": me.world_size}, rank=me.rank, connected=me.world_size > 1)
     text = json.dumps([asdict(run.plan), run.memory.states, asdict(said)])
-    words = broadcast_text(
-        text, grid, "cpu", channel=HOST_CHANNEL
-    )  # the grid of the run makes its own groups
+    # Over a host channel of a temporary grid: the grid of the run creates its own groups later.
+    words = broadcast_text(text, grid, "cpu", channel=HOST_CHANNEL)
     plan, states, facts = json.loads(words)
+    # JSON has no tuples, and Plan compares its fields as tuples.
     lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
     memory = replace(run.memory, states=states)
     return replace(run, plan=Plan(**{**plan, **lists}), memory=memory), StepPrediction(**facts)
 
 
 def build_workload(run: RunConfig) -> Workload:
-    """What a settled run asks of a machine."""
+    """The workload of a resolved run."""
     return Workload(
         resolve_model_spec(run),
         run.data.seq,
@@ -178,7 +184,7 @@ def build_workload(run: RunConfig) -> Workload:
 
 
 def detect_cluster(device: torch.device, ranks: int) -> Cluster:
-    """What is known of this machine."""
+    """The best description of this machine: measured, from a data sheet, or estimated."""
     if device.type == "cuda":
         name = train.device_name(device)
     else:
@@ -194,7 +200,7 @@ def detect_cluster(device: torch.device, ranks: int) -> Cluster:
 
 
 def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
-    """The machine with so many ranks on so many nodes; on a CPU they share its memory."""
+    """The machine with `world` ranks on `nodes` nodes; on a CPU they share its memory."""
     count = world // nodes
     device = machine.device
     if machine.cores:
@@ -203,7 +209,7 @@ def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
 
 
 def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
-    """What the planner says of a settled run on a machine, whatever its layout."""
+    """Predict a resolved run on a machine, whatever its layout."""
     plan = run.plan.without_measuring
     states = _states_location(run)
     layout = Candidate(

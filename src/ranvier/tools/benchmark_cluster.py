@@ -1,6 +1,6 @@
-"""Measure: fill in the cluster file of this machine: its devices, memory and links.
+"""Measure this machine and write its cluster file: devices, memory and links.
 
-On processors ranks share cores: what a rank does is measured with 1, 2, 4, ... ranks at once. Each
+On CPUs ranks share cores, so the speed of a rank is measured with 1, 2, 4, ... ranks at once. Each
 collective is measured in groups of each size, all groups at once, which is how axes of a grid work.
 """
 
@@ -47,26 +47,26 @@ from ranvier.tools import benchmark_host_update
 R = TypeVar("R", bound=MeasuredRow)
 M = TypeVar("M", MatmulRate, AttentionRate, MeasuredRate, MeasuredCollective)
 DEFAULT_CPU_RANKS = 8
-"""Ranks on a CPU."""
+"""Number of ranks on a CPU."""
 LARGE_TENSOR_BYTES = {"cpu": 2**20, "cuda": 2**26}
-"""Bytes of a tensor whose way takes longer than its start."""
+"""Bytes of a tensor whose transfer takes longer than its latency."""
 TIMED_CALLS = {"cpu": 8, "cuda": 20}
 ROUNDS = {"cpu": 2, "cuda": 1}
-"""Times that all is measured, one after the other: how fast processors are varies from minute to
-minute with what else a machine does."""
+"""How often everything is measured, one round after the other: the speed of CPUs varies from minute
+to minute with the other load of a machine."""
 ETHERNET = Link(bandwidth=25e9, latency=1e-5)
-"""Between nodes where nothing was measured and no data sheet is known: 200 Gbit/s."""
+"""Link between nodes if nothing was measured and no data sheet is known: 200 Gbit/s."""
 
 
 def count_local_ranks(nproc: int) -> int:
-    """Ranks that measure: one for each CUDA device, or as many as a CPU may be asked for."""
+    """Number of measuring ranks: one per CUDA device, or `DEFAULT_CPU_RANKS` on a CPU."""
     if nproc < 0:
         raise PlanError(f"nproc={nproc}. At least one rank measures. Use nproc=1 or more.")
     return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else DEFAULT_CPU_RANKS)
 
 
 def measure_as_rank(to: str, me: ProcessInfo) -> int:
-    """Measure as one rank; the first writes the file. Communicates: all collectives."""
+    """Measure as one rank; the first one writes the file. Communicates: all collectives."""
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", me.local_rank)
@@ -90,7 +90,7 @@ def measure_as_rank(to: str, me: ProcessInfo) -> int:
 
 @dataclass
 class ClusterBenchmark:
-    """A rank that measures with others."""
+    """A rank that measures together with the others."""
 
     me: ProcessInfo
     device: torch.device
@@ -100,19 +100,21 @@ class ClusterBenchmark:
         self.grid = Grid({"data": world}, rank=self.me.rank, connected=world > 1)
         sizes = divisors(world)
         self.axes = {n: self.grid.axis(share={"data": n}) for n in sizes}
-        """Groups of neighbours; all ranks make all of them, in one order."""
+        """Groups of neighbouring ranks by size; all ranks create all groups, in the same order."""
 
     def measure_cluster(self) -> Cluster:
         """The cluster of this machine. Communicates: all collectives."""
         rounds = [self.measure_round() for _ in range(ROUNDS[self.device.type])]
+        # Transpose: from rounds of rows to rows of rounds, which are then averaged.
         rows, links = ([*zip(*parts, strict=True)] for parts in zip(*rounds, strict=True))
         return build_cluster(
             self.device, self.me, [*map(_average_rounds, rows)], [*map(_average_rounds, links)]
         )
 
     def measure_round(self) -> tuple[list[MeasuredRow], list[MeasuredCollective]]:
-        """All rows, once. Communicates: all collectives."""
-        alone = self.device.type == "cuda"  # ranks do not share devices
+        """Measure all rows once. Communicates: all collectives."""
+        # GPUs are not shared between ranks, so one rank is enough to measure compute.
+        alone = self.device.type == "cuda"
         rows: list[MeasuredRow] = []
         links: list[MeasuredCollective] = []
         for ranks, axis in self.axes.items():
@@ -120,13 +122,15 @@ class ClusterBenchmark:
                 rows += self.measure_compute(ranks, axis)
             if self.me.rank < ranks:
                 links += self.measure_collectives(ranks)
+            # Ranks that did not take part wait here: they must not disturb the others.
             self.barrier(self.axes[self.me.world_size])
         return rows, links
 
     def measure_compute(self, ranks: int, axis: Axis) -> list[MeasuredRow]:
-        """What a rank does while `ranks` work at once."""
+        """Measure the compute rates of a rank while `ranks` work at once."""
         before = torch.get_num_threads()
         if self.device.type == "cpu":
+            # Ranks share the cores as they do in a run.
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
         plural = "rank" if ranks == 1 else "ranks"
         gauge = Microbenchmark.for_device(
@@ -136,7 +140,9 @@ class ClusterBenchmark:
             on_progress=lambda what: self.print_once(f"  {ranks} {plural}: {what}"),
         )
         rows = gauge.run_all()
-        if self.device.type == "cuda":  # on processors starts and work take turns: see crowd
+        # Only for GPUs: on a CPU launches and work take turns on the same cores (see
+        # `shared_cores`).
+        if self.device.type == "cuda":
             gauge.on_progress("blocks that are not compiled")
             rows += benchmark_host_update.measure_block_rates(
                 self.device, fp8="fp8" in gauge.dtypes
@@ -145,7 +151,7 @@ class ClusterBenchmark:
         return [_average_ranks(row, axis) for row in rows]
 
     def measure_collectives(self, ranks: int) -> list[MeasuredCollective]:
-        """Collectives in groups of each size, while `ranks` work at once."""
+        """Measure collectives in groups of each size, while `ranks` work at once."""
         found = []
         kind = self.device.type
         if kind == "cpu":
@@ -155,6 +161,7 @@ class ClusterBenchmark:
         for size, axis in self.axes.items():
             if 1 < size <= ranks and ranks % size == 0:
                 self.print_once(f"  {ranks} ranks: collectives of groups of {size}")
+                # The last operation, send, is point to point: a pair of ranks is enough.
                 for op in wires.MEASURED_OPS if size == 2 else wires.MEASURED_OPS[:-1]:
                     self.barrier(self.axes[ranks])
                     one = wires.measure_collective(
@@ -165,6 +172,7 @@ class ClusterBenchmark:
                         calls=TIMED_CALLS[kind],
                         crowd=many,
                     )
+                    # Nodes that a group spans, and groups that share the links of a node.
                     nodes = max(size // self.me.local_world_size, 1)
                     groups = min(ranks, self.me.local_world_size) // min(
                         size, self.me.local_world_size
@@ -175,13 +183,13 @@ class ClusterBenchmark:
         return found
 
     def barrier(self, axis: Axis) -> None:
-        """Wait for the others of an axis. Communicates: one number."""
+        """Wait for the other ranks of an axis. Communicates: one number."""
         collectives.all_reduce(torch.zeros(1, device=self.device), axis).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def print_once(self, text: str) -> None:
-        """Tell people, once."""
+        """Print on rank 0 only."""
         if self.me.rank == 0:
             print(text, flush=True)
 
@@ -190,7 +198,7 @@ AVERAGED_FIELDS = ("rate", "value", "forward", "backward", "latency", "bandwidth
 
 
 def _average_rounds(same: Sequence[M]) -> M:
-    """The row of several rounds: geometric means."""
+    """The row averaged over rounds: geometric means."""
     if len(same) == 1:
         return same[0]
     names = [name for name in AVERAGED_FIELDS if hasattr(same[0], name)]
@@ -201,7 +209,7 @@ def _average_rounds(same: Sequence[M]) -> M:
 
 
 def _average_ranks(row: MeasuredRow, axis: Axis) -> MeasuredRow:
-    """The row of the mean rank. Communicates: its numbers over the axis."""
+    """The row averaged over ranks. Communicates: its numbers over the axis."""
     names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
     if axis.size > 1 and torch.cuda.is_available():
@@ -212,7 +220,7 @@ def _average_ranks(row: MeasuredRow, axis: Axis) -> MeasuredRow:
     return replace(row, **dict(zip(names, total.tolist(), strict=True)))
 
 
-# ---- a moment's measurement -------------------------------------------------------------
+# ---- quick estimate ----------------------------------------------------------------------
 
 QUICK_SHAPES = BenchmarkShapes(
     matmuls=((384, 192, 192), (384, 768, 192)),
@@ -222,11 +230,11 @@ QUICK_SHAPES = BenchmarkShapes(
     min_seconds=0.005,
 )
 LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
-"""What two ranks of one host see of each other through Gloo, each with a core of its own."""
+"""Link between two ranks of one host through Gloo, each with a core of its own."""
 
 
 def estimate_cluster(ranks: int) -> Cluster:
-    """This host as one rank sees it in a moment; the others are thought to be like it.
+    """A quick estimate of this host by one rank; the other ranks are assumed to be like it.
 
     Ranks that share cores are slower in proportion.
     """
@@ -243,6 +251,8 @@ def estimate_cluster(ranks: int) -> Cluster:
         MeasuredCollective(
             op,
             size,
+            # Guessed, not measured: latency grows as in a tree, and shared cores slow down both
+            # terms.
             LOOPBACK.latency * many * math.log2(size),
             LOOPBACK.bandwidth / many,
             ranks // size,
@@ -256,7 +266,7 @@ def estimate_cluster(ranks: int) -> Cluster:
     return replace(made, source=f"{made.source} in a moment; links are a guess")
 
 
-# ---- a cluster of rows ------------------------------------------------------------------
+# ---- from rows to a cluster -------------------------------------------------------------
 
 
 def build_cluster(
@@ -265,7 +275,7 @@ def build_cluster(
     rows: Sequence[MeasuredRow],
     links: Sequence[MeasuredCollective],
 ) -> Cluster:
-    """The cluster that rows describe; what was not measured comes from a data sheet."""
+    """Build the cluster from measured rows; what was not measured comes from a data sheet."""
     own = build_device(device, rows)
     like = next((one for one in _built_in_clusters() if one.device.name == own.name), None)
     if device.type == "cuda":
@@ -273,6 +283,7 @@ def build_cluster(
     else:
         narrow = torch.float32
     side = device_rates.measure_rates(device, narrow)
+    # Host memory is divided among the ranks of the node below.
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     inside = _link_from_rows([one for one in links if one.nodes == 1])
     between = _link_from_rows([one for one in links if one.nodes > 1])
@@ -290,12 +301,13 @@ def build_cluster(
 
 
 def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
-    """The device with all that was measured of it."""
+    """Build the device with all its measured rates."""
     products = tuple(row for row in rows if isinstance(row, MatmulRate))
     best: dict[str, float] = {}
     for row in products:
         best[row.dtype] = max(best.get(row.dtype, 0.0), row.rate)
     numbers = tuple(row for row in rows if isinstance(row, MeasuredRate))
+    # Reversed: the first row of a kind, measured with the fewest ranks at once, wins.
     alone = {row.kind: row.value for row in reversed(numbers)}
     more: dict[str, Any] = {
         "measured": best,
@@ -310,7 +322,8 @@ def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
     facts = torch.cuda.get_device_properties(device)
     try:
         return replace(cluster.find_device(facts.name), memory=float(facts.total_memory), **more)
-    except PlanError:  # without a data sheet
+    # Without a data sheet, the best measured rates stand in for the peaks.
+    except PlanError:
         peak = best
         count = facts.multi_processor_count
         return Device(
@@ -334,7 +347,7 @@ def scale_cluster(made: Cluster, factor: float) -> Cluster:
 
 
 def _scale_row(row: R, factor: float) -> R:
-    """A row at another pace: seconds grow, rates fall."""
+    """A row scaled by a slowdown factor: seconds grow, rates fall."""
     seconds = isinstance(row, MeasuredRate) and row.kind in ("launch", "pair", "block", "block8")
     names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     times = factor if seconds else 1.0 / factor
@@ -346,16 +359,17 @@ def _built_in_clusters() -> list[Cluster]:
 
 
 def _link_from_rows(rows: Sequence[MeasuredCollective]) -> Link | None:
-    """The link that the largest group sees which talks alone."""
+    """The link as seen by the largest group, with the fewest other groups active."""
     alone = [row for row in rows if row.op == "all_gather"]
     if not alone:
         return None
     row = max(alone, key=lambda row: (row.size, -row.groups))
+    # An all-gather over a ring has size - 1 steps, each with the latency of the link.
     return Link(row.bandwidth, row.latency / max(row.size - 1, 1))
 
 
 def describe_cluster(made: Cluster) -> list[str]:
-    """A few lines for people."""
+    """A few lines of text about the cluster."""
     device = made.device
     lines = [f"{made.name}: {made.per_node} x {device.name}"]
     lines += [

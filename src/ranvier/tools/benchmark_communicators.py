@@ -1,8 +1,8 @@
-"""Communicators: how long it takes to make them, and what they take of a device, measured.
+"""Measure how long it takes to create communicators, and how much device memory they use.
 
-Two ranks, each in a process of its own, make a few over the same line; on one GPU they share it,
-and talk through sockets. Drivers do not tell what a process holds: what a device has less
-afterwards is shared among the ranks on it, so nothing else should start or end there meanwhile.
+Two ranks, each in its own process, create a few over the same axis; on one GPU they share it and
+communicate through sockets. Drivers do not report the memory of a process: the decrease of free
+memory is divided among the ranks of a device, so nothing else should start or end there meanwhile.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ LIMIT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class CommunicatorSample:
-    """What one rank has seen."""
+    """Measurements of one rank."""
 
     device: str
-    """Ranks with the same name share it."""
+    """Ranks with the same name share the device."""
     host_seconds: float
-    """To make a group over Gloo."""
+    """Time to create a group over Gloo."""
     seconds: tuple[float, ...]
-    """To make each communicator, and for its first collective."""
+    """Time to create each communicator, including its first collective."""
     free_bytes: tuple[int, ...]
-    """Free bytes of the device, before the first and after each."""
+    """Free bytes of the device, before the first communicator and after each."""
 
 
 @dataclass(frozen=True)
 class CommunicatorCost:
-    """What communicators take on each rank."""
+    """Cost of communicators on each rank."""
 
     host_seconds: float
     first_seconds: float
     further_seconds: float
     first_bytes: int
-    """Of the first one, and of the kernels that its first collective loads."""
+    """Bytes of the first one, including the kernels that its first collective loads."""
     further_bytes: int
 
     def total_seconds(self, count: int, on_host: int) -> float:
-        """Seconds to make so many, and so many over Gloo."""
+        """Seconds to create `count` communicators, and `on_host` groups over Gloo."""
         if count:
             made = self.first_seconds + (count - 1) * self.further_seconds
         else:
@@ -71,7 +71,8 @@ class CommunicatorCost:
 
 
 def summarize_samples(samples: Sequence[CommunicatorSample]) -> CommunicatorCost:
-    """The cost on each rank: of seconds those of the slowest, of bytes the mean."""
+    """The cost on each rank: seconds of the slowest, mean of the bytes."""
+    # One entry per device: ranks that share it see the same free memory.
     devices = {one.device: one.free_bytes for one in samples}.values()
     taken = [
         max(sum(free[i] - free[i + 1] for free in devices), 0) // len(samples)
@@ -92,7 +93,8 @@ def measure_communicator_cost(
 ) -> CommunicatorCost:
     """Start two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
     start_forkserver([__name__])
-    context = multiprocessing.get_context("forkserver")  # a fork of this process has no CUDA
+    # CUDA does not work in a fork of a process that has initialized it.
+    context = multiprocessing.get_context("forkserver")
     deadline = time.monotonic() + limit_seconds
     processes = []
     pipes = list[Connection]()
@@ -100,6 +102,7 @@ def measure_communicator_cost(
         here, there = context.Pipe(duplex=False)
         task = context.Process(target=_run_rank, args=(me, gpus, limit_seconds, there), daemon=True)
         task.start()
+        # Our copy of the child's end must be closed, or its exit would never read as end of file.
         there.close()
         processes.append(task)
         pipes.append(here)
@@ -110,12 +113,13 @@ def measure_communicator_cost(
         return summarize_samples(samples)
     finally:
         for process in processes:
+            # Also after an error: a rank that hangs in NCCL would otherwise keep the device.
             process.kill()
             process.join()
 
 
 def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> CommunicatorSample:
-    """What a rank has sent, or why it has not."""
+    """Receive the sample of a rank, or raise why there is none."""
     late = not pipe.poll(max(deadline - time.monotonic(), 0.0))
     try:
         found = "" if late else pipe.recv()
@@ -135,8 +139,9 @@ def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> 
 
 
 def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection) -> None:
-    """The life of a rank: send a sample, or an error as text."""
+    """Main function of a rank: send a sample, or an error as text."""
     die_with_parent()
+    # Warnings of NCCL would mix with the table of the doctor, unless the user asked for them.
     if not read_environment("NCCL_DEBUG"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     if gpus:
@@ -154,10 +159,11 @@ def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection
 
 
 def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
-    """Make communicators as one rank. Communicates: the making of groups, a number over each."""
+    """Create communicators as one rank. Communicates: creation of groups, a number over each."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    value = torch.ones(1, device=device)  # what CUDA and torch take first is there before
+    # Allocated first, so that the context of CUDA and torch's first block do not count.
+    value = torch.ones(1, device=device)
     begun = time.perf_counter()
     host = grid.axis("data", channel=HOST_CHANNEL)
     host_seconds = time.perf_counter() - begun
@@ -166,6 +172,7 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
     for number in range(1 + EXTRA_COMMUNICATORS):
         begun = time.perf_counter()
         axis = grid.axis("data", channel=f"{number}" if number else "")
+        # NCCL creates a communicator at its first collective.
         collectives.all_reduce(value, axis).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -175,7 +182,8 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
 
 
 def _free_bytes(device: torch.device, host: Axis) -> int:
-    """Free bytes of a device while no rank makes anything. Communicates: one number, twice."""
+    """Free bytes of a device while no rank allocates anything. Communicates: one number, twice."""
+    # Two barriers: all ranks have finished what came before, and none starts what follows.
     collectives.all_reduce(torch.ones(1), host).wait()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

@@ -1,7 +1,7 @@
-"""Hosted: seconds of the host for a block of a model that nobody has compiled.
+"""Measure the host time of one block of a model that is not compiled.
 
-A model so small that its device does nothing is run forward and backward with few blocks and with
-more; what the difference takes is Python, autograd and the starts of kernels, as in any size:
+A model so small that its device is idle runs forward and backward with few blocks and with more;
+the difference is Python, autograd and kernel launches, which do not depend on the size:
 
     block = (seconds of MORE blocks - seconds of FEW blocks) / (MORE - FEW) / 3
 
@@ -28,14 +28,14 @@ from ranvier.train.train import resolve_device_and_dtype
 
 FEW_BLOCKS = 2
 MORE_BLOCKS = 8
-"""Blocks."""
+"""Numbers of blocks of the two models."""
 BLOCK_SEQ = 32
 BLOCK_WIDTH = 64
 BLOCK_REPEATS = 10
 
 
 def measure_block_rates(device: torch.device, *, fp8: bool) -> list[MeasuredRate]:
-    """Seconds of the host for the forward pass of a block: `block`, and with 8 bits `block8`."""
+    """Host seconds of the forward pass of a block: `block`, and in 8 bits `block8`."""
     found = [MeasuredRate("block", _block_seconds(device, "off"))]
     if fp8:
         return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))]
@@ -48,7 +48,7 @@ def _block_seconds(device: torch.device, fp8: str) -> float:
 
 
 def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
-    """Seconds of both passes of a model of so many blocks."""
+    """Seconds of both passes of a model with `blocks` blocks."""
     sizes = {
         "layers": blocks,
         "embed": BLOCK_WIDTH,
@@ -78,8 +78,11 @@ def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
         _synchronize_device(device)
         taken.append(time.perf_counter() - begun)
         get_parallel_model(model).bucket_scheduler.begin_step("")
+        # No step collects these events here, so they would pile up.
         grid.trace.waited_events = []
-    return statistics.median(taken[1:])  # a step waits for a host that is now and then busy
+    # The first pass warms up; the median ignores passes in which the host was busy with something
+    # else.
+    return statistics.median(taken[1:])
 
 
 def _synchronize_device(device: torch.device) -> None:

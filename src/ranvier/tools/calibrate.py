@@ -1,12 +1,12 @@
-"""Calibrate: what a run has taken, folded back into the cluster file that the planner reads.
+"""Calibrate: fold the measurements of a run back into the cluster file that the planner reads.
 
-    compute     (seconds - exposed communication of a step) / what was predicted for it
-    collective  time of each operation and group of its trace / what the cluster's rows say, else
-                exposed communication / what was predicted to be exposed
+    compute     (seconds - exposed communication of a step) / its prediction
+    collective  time of each operation and group of its trace / the time by the cluster's rows, else
+                exposed communication / exposed communication as predicted
 
 Rates are divided by these factors and latencies multiplied: shapes keep their proportions, the
-level is that of the run. Of the ranks of a group the one that came last has waited for nobody: its
-times count.
+level is that of the run. Of the ranks of a group, the one that arrived last has waited for no other
+rank: its times count.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from ranvier.train.prediction import WARMUP_STEPS
 COMM_PARTS = ("row", "col", "depth", "data", "pipe")
 """Parts of a prediction that are communication."""
 MAX_TRACE_BYTES = 4 << 30
-"""Bytes of a trace at most."""
+"""Maximum size of a trace in bytes."""
 MIN_STEPS = 4
-"""Steps that a run must have taken."""
+"""Minimum number of steps of the run."""
 MAX_FACTOR = 50.0
-"""A factor beyond this says that the run was another one."""
+"""A factor beyond this means that the run was not on this cluster."""
 
 
 @dataclass(frozen=True)
 class RunTiming:
-    """What a run has taken in a step."""
+    """Measured times of a run, per step."""
 
     seconds: float
     exposed_seconds: float
-    """Of them, in which rank 0 stood still for communication."""
+    """Part of `seconds` in which rank 0 waited for communication."""
     calls: Mapping[tuple[str, int], list[tuple[int, float]]] = field(default_factory=dict)
-    """Bytes and seconds of each call, by operation and size of the group."""
+    """Bytes and seconds of each call, by operation and group size."""
 
 
 def calibrate_cluster(folder: Path, name: str = "") -> int:
-    """Fold a run into a cluster file, and print how far off predictions were and are.
+    """Fold a run into a cluster file, and print the error of the prediction before and after.
 
-    name: a cluster file; empty: what was measured here, or the device's data sheet, kept as if it
-    had been measured here.
+    name: a cluster file; empty: the measurement of this machine, or the data sheet of its device,
+    stored as if it had been measured here.
     """
     run = runs.load_run_config(folder / "config.toml", in_run=True)
     seen = read_run_timing(folder, run)
@@ -99,6 +99,8 @@ def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluste
         for name, x in predict_run(run, made).seconds_by_part.items()
         if name not in COMM_PARTS
     }
+    # At least 5 % of the step counts as compute, so that noise in the exposed time cannot make the
+    # factor zero or negative.
     factor = max(seen.seconds - seen.exposed_seconds, 0.05 * seen.seconds) / max(
         sum(own.values()), 1e-9
     )
@@ -107,6 +109,9 @@ def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluste
 
 def _fit_collectives(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
     """The cluster with the collectives of a run."""
+    # Without a trace, one factor for all collectives follows from the exposed time; with one, each
+    # operation and group size has its own, and the median applies to those that the run did not
+    # use.
     usual = 1.0
     said = predict_run(run, made)
     parts = sum(_comm_seconds(said).values())
@@ -131,7 +136,7 @@ def _comm_seconds(said: Prediction) -> dict[str, float]:
 
 
 def _slowdown_factor(key: tuple[str, int], calls: list[tuple[int, float]], made: Cluster) -> float:
-    """Seconds of calls over what the nearest row of the cluster says of them."""
+    """Seconds of calls, relative to the time by the matching row of the cluster."""
     op, size = key
     rows = [row for row in made.collectives if row.op == op and row.size == size]
     if not rows:
@@ -186,7 +191,7 @@ def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
 def read_collective_calls(
     folder: Path, run: RunConfig
 ) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Calls of a trace by operation and size of the group; of several ranks the shortest each."""
+    """Calls of a trace by operation and group size, with the shortest time over ranks."""
     ranks: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
     for path in sorted(folder.glob("trace-rank*.json")):
         table = json.loads(safe_files.read_text(path, limit=MAX_TRACE_BYTES))
@@ -195,14 +200,16 @@ def read_collective_calls(
     for axis, op in {key for one in ranks for key in one}:
         size = math.prod(getattr(run.plan, name) for name in axis.split("·") if name in AXES)
         several = [one[axis, op] for one in ranks if (axis, op) in one]
-        for together in zip(*several, strict=False):  # the same call as each rank saw it
+        # The same call as seen by each rank; traces may end at different calls.
+        for together in zip(*several, strict=False):
             found[op, size].append((together[0][0], min(seconds for _, seconds in together)))
     return {key: calls for key, calls in found.items() if key[1] > 1}
 
 
 def _parse_calls(table: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Bytes and seconds of the calls of one rank, by axis and operation, in their order."""
+    """Bytes and seconds of the calls of one rank, by axis and operation, in order."""
     entries = table.get("traceEvents", [])
+    # Each axis is a thread of the Chrome trace, whose name is in a metadata event.
     lanes = {e["tid"]: e["args"]["name"] for e in entries if e.get("name") == "thread_name"}
     found: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for entry in entries:

@@ -1,12 +1,12 @@
-"""Dry run: the real code of one rank of any number, without data, devices or other ranks.
+"""Dry run: the real code of one rank of any world size, without data, devices or other ranks.
 
 Model, step and optimizer are those of a run. Tensors are on the meta device, where they have shapes
 and no values, and the process group is torch's fake one, whose collectives return at once. So what
-a rank would hold and say is counted, not predicted: shards, calls of the process group (below
-`comm`, by axis), and the bytes of all tensors that live at once, as on a device that runs layers
-one by one, with an attention kernel that keeps no scores.
+a rank would hold and communicate is counted, not predicted: shards, calls of the process group
+(below `comm`, by axis), and the bytes of all tensors alive at once, as on a device that runs layers
+one by one, with an attention kernel that stores no scores.
 
-Not handled: compiled blocks, documents inside of samples, what lies on the host.
+Not handled: compiled blocks, documents inside of samples, what is offloaded to the host.
 """
 
 from __future__ import annotations
@@ -49,39 +49,40 @@ DRY_RUN_RULE = "A dry run counts what lies on the device of one rank that runs l
 
 @dataclass(frozen=True)
 class CollectiveCalls:
-    """Calls of a process group in a step: equal in operation and axis."""
+    """Calls of a process group in a step, grouped by operation and axis."""
 
     op: str
     axis: tuple[str, ...]
     calls: int
     bytes: int
-    """Of whole (gathered or reduced) tensors."""
+    """Bytes of the whole (gathered or reduced) tensors."""
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a rank holds and says in a step."""
+    """What a rank holds and communicates in a step."""
 
     rank: int
     world: int
     index: dict[str, int]
-    """Its coordinates."""
+    """Its coordinates on the grid."""
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Shape of the part, padding included, and of the whole, of each weight."""
+    """Shape of the shard, padding included, and of the whole tensor, for each weight."""
     collectives: tuple[CollectiveCalls, ...]
     memory: MemoryBreakdown
-    """Most bytes at once."""
+    """Peak memory."""
     expert_load: float | None
-    """Assumed: rows of its experts, in means of all ranks of expert; None: there is one."""
+    """Assumed rows of its experts, relative to the mean over the ranks of expert; None if the model
+    has no data-dependent layers."""
     seconds: float
-    """That the dry run took."""
+    """Duration of the dry run."""
 
     def comm_bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes by operation and axis."""
         return {(row.op, row.axis): row.bytes for row in self.collectives}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """The result as JSON types."""
         return {
             "rank": self.rank,
             "world": self.world,
@@ -95,7 +96,7 @@ class DryRunResult:
 
 
 def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> RunConfig:
-    """The run as one rank of `world` can be played, or all that is wrong with it."""
+    """Resolve the run for one rank of `world`, or raise everything that is wrong with it."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
             f"rank={rank} of world={world}. Ranks count from 0 to world - 1, and there is one at "
@@ -122,13 +123,15 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
     if problems:
         raise PlanError(problems)
     dtype = "bf16" if run.train.dtype == "auto" else run.train.dtype
+    # Compiled code and CUDA graphs do not run on the meta device; packing would need real
+    # documents.
     plan = replace(run.plan.without_measuring, compile="off", graph=False)
     packed = replace(run.data, packed=False)
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 
 
 def _load_problem(run: RunConfig, load: float) -> str:
-    """Why a load cannot be."""
+    """Why the assumed load of experts is out of range."""
     most = run.plan.expert
     return (
         f"load={load:g} with plan.expert={most}. The busiest rank of expert has at least the mean "
@@ -139,10 +142,10 @@ def _load_problem(run: RunConfig, load: float) -> str:
 def dry_run(
     run: RunConfig, *, world: int, rank: int, load: float = 1.0, watched: bool = True
 ) -> DryRunResult:
-    """Play one rank: two steps, of which the second, when all orders are known, is counted.
+    """Execute one rank for two steps and count the second, for which all orders are known.
 
-    load: rows of its experts, in means of all ranks of expert. watched: bytes of tensors as well,
-    which takes longer than the steps themselves.
+    load: rows of its experts, relative to the mean over the ranks of expert. watched: count the
+    bytes of tensors as well, which takes longer than the steps themselves.
     """
     begun = time.perf_counter()
     run = resolve_dry_run(run, world=world, rank=rank, load=load)
@@ -156,6 +159,7 @@ def dry_run(
             blank_batch(run, run.plan.micro_batch, META) for _ in range(run.plan.num_micro_batches)
         ]
         watch = StepLimits.for_device(META)
+        # The first step records the order of weight gathers and creates the optimizer states.
         train_step(model, optimizer, batches, run.peak_lr, watch)
         tensors = tensors_by_category(optimizer)
         seen = _PeakMemoryCounter(
@@ -164,6 +168,7 @@ def dry_run(
         with launch.count_comm_calls() as calls, seen if watched else nullcontext():
             train_step(model, optimizer, batches, run.peak_lr, watch)
         rows = _count_collectives(calls, grid)
+    # Only what appears during the step is counted above: weights and states were there before.
     held = {name: sum(x.nbytes for x in some) for name, some in tensors.items()}
     held["gradients"] = seen.gradient_bytes
     device = {**held, "activations": max(seen.max_bytes - seen.gradient_bytes, 0)}
@@ -183,13 +188,15 @@ def dry_run(
 
 
 def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
-    """What a fake world cannot find out: the form of messages, orders; and the attention kernel."""
+    """Set what a fake world cannot find out: message shapes, job order, the attention kernel."""
     parallel = get_parallel_model(model)
     plan = run.plan
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):
+            # The flash kernel stores no scores, as on a device. A kernel with a sliding window
+            # stores as much, so the window is dropped.
             leaf.serial.attend = flash_attention  # type: ignore[assignment]
-            leaf.serial.window = 0  # type: ignore[assignment]  # its kernel keeps as much, no scores
+            leaf.serial.window = 0  # type: ignore[assignment]
         if isinstance(leaf, MoELayer):
             leaf.assumed_load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
@@ -197,16 +204,19 @@ def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
     pipeline = parallel.pipeline
     runtime = parallel.pipeline.executor
     micros = plan.num_micro_batches
+    # No other stage sends messages, so jobs cannot be driven by their arrival: the order is fixed
+    # as if gradients came late, when a stage holds the most activations.
     if plan.pipe > 1:
         policy = pipeline.policy_for_step(micros)
         jobs = replace(pipeline.step_shape(micros), split_backward=policy.split_backward)
         pipeline.policies[micros] = late_gradient_schedule(policy, jobs, runtime.stage.index)
     runtime.message_form = form
-    runtime.is_leader = True  # nobody else would
+    # There is no other rank that would decide the order of jobs.
+    runtime.is_leader = True
 
 
 class _PeakMemoryCounter(HostMemoryCounter):
-    """Bytes of all tensors, and those of gradients when there are most."""
+    """Counts the bytes of all tensors, and those of gradients at the peak."""
 
     counts_communication = True
 
@@ -218,24 +228,25 @@ class _PeakMemoryCounter(HostMemoryCounter):
 
     @property
     def peak_place(self) -> str:
-        """When there are most: in a layer, or (an activation, a norm's end) between two."""
+        """Where the peak is: in a layer, or (activation function, end of a norm) between two."""
         if self.peak_layer:
             return f"in {self.peak_layer}"
         return "between layers"
 
     def on_new_peak(self) -> None:
-        """Look at the gradients there are, and at what runs."""
+        """Record the gradients alive now, and the layer that runs."""
         found = dict[int, int]()
         self.peak_layer = self.queue.grid.trace.where
         for bucket in self.queue.buckets:
             for some in (bucket.grad, bucket.final_grads):
                 for x in [] if some is None else some.parts.values():
+                    # By storage: several gradients may be views of one buffer.
                     found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         self.gradient_bytes = sum(found.values())
 
 
 def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[CollectiveCalls, ...]:
-    """Calls by operation and axis."""
+    """Sum calls by operation and axis."""
     counts = Counter[tuple[str, tuple[str, ...]]]()
     sizes = Counter[tuple[str, tuple[str, ...]]]()
     axes: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -248,7 +259,9 @@ def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[Co
 
 
 def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
-    """The axes along which ranks differ."""
+    """The axes along which the coordinates of ranks differ."""
+    # The flat index of a rank in AXES order is a mixed-radix number; its digits are the
+    # coordinates.
     flat = grid.ranks.reshape(-1).tolist()
     place = {rank: i for i, rank in enumerate(flat)}
     steps = dict[str, int]()
@@ -263,11 +276,11 @@ def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
     )
 
 
-# ---- words ------------------------------------------------------------------------------
+# ---- text output -----------------------------------------------------------------------
 
 
 def show_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0, out: str = "") -> int:
-    """Print what a rank holds and says, beside what the planner predicts; write JSON if asked."""
+    """Print what a rank holds and communicates; write it as JSON to `out` if given."""
     found = dry_run(run, world=world, rank=rank, load=load)
     if out:
         Path(out).write_text(json.dumps(found.to_dict(), indent=1))
@@ -277,7 +290,7 @@ def show_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0, ou
 
 
 def dry_run_lines(found: DryRunResult) -> list[str]:
-    """A dry run as text."""
+    """A dry run as lines of text."""
     place = " ".join(f"{axis}={i}" for axis, i in found.index.items() if i) or "all 0"
     out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s"]
     if found.expert_load is not None:
@@ -299,14 +312,14 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
 
 
 def describe_expert_load(load: float) -> str:
-    """What is assumed of experts, in words."""
+    """The assumption about experts as text."""
     if load == 1.0:
         return "assumed: balanced experts (load 1: every rank of expert gets as many rows)"
     return f"assumed: load {load:g} (this rank's experts get {load:g} times the mean of their rows)"
 
 
 def _group_shards(found: DryRunResult) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Shards by name, equal ones of blocks together."""
+    """Shards by name, equal names of different blocks merged."""
     kinds: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
     for name, (part, whole) in found.shards.items():
         general = ".".join("*" if word.isdigit() else word for word in name.split("."))

@@ -1,8 +1,8 @@
-"""Simulate: the step of a run's pipeline, played without processes.
+"""Simulate a step of a run's pipeline without processes.
 
-The grid and the number of micro-batches are those of the plan. Times are those of a table or of a
-real run; else they are in proportion to the work of the layers, and 1 is the mean forward of a
-virtual stage. All policies are played under the same luck.
+The grid and the number of micro-batches are those of the plan. Times come from a table or from a
+real run; otherwise they are proportional to the work of the layers, and 1 is the mean forward of a
+virtual stage. All policies are simulated with the same random seed.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from ranvier.train.report import pipeline
 from ranvier.train.resume.run_directory import write_text_atomically
 
 TIME_KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
-"""What a table of times may hold."""
+"""Keys that a table of times may have."""
 RELATIVE_UNIT = "mean forwards"
 
 
 @dataclass(frozen=True)
 class TimingSource:
-    """Times of a step and where they are from."""
+    """Times of a step and their origin."""
 
     times: JobTimes
     words: list[str]
-    """Lines that say so."""
+    """Lines of text that describe the origin."""
     unit: str = "s"
     recorded_step: TimelineChart | None = None
-    """The step of a run that they were measured in."""
+    """The step of a run in which they were measured, if any."""
 
 
 def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
-    """Play the step of a run with each policy; print tables, write drawings."""
+    """Simulate the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
     run = run.check_and_resolve(known)
     plan = run.plan.without_measuring
@@ -65,6 +65,8 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     folder = _make_output_dir(run, wanted.out)
     counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
     print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
+    # A policy is chosen for the jitter that is expected, which plan.jitter gives unless the times
+    # or the options do; the simulated step itself uses the jitter of the times alone.
     told = wanted.jitter is not None or times.jitter > 0.0
     if told:
         expected = times
@@ -80,6 +82,8 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
             )
             step = play(shape, policy, times, wanted.seed)
         except PlanError as error:
+            # The run itself could not use this policy: that is an error. Any other policy is only
+            # listed as not fitting.
             if name == plan.policy:
                 raise
             refused[name] = str(error)
@@ -101,7 +105,7 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
 
 
 def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
-    """Policies to play, that of the plan first."""
+    """Policies to simulate, that of the plan first."""
     for name in given:
         if name not in policy_search.POLICY_NAMES:
             raise PlanError(
@@ -116,7 +120,7 @@ def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
 
 
 def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
-    """Times from a table or a run, from the run itself if it has some that fit, or from work."""
+    """Times from a table or a run, from the run itself if it has fitting ones, or from work."""
     if path and not Path(path).is_dir():
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
     folder = Path(path or run.train.out or ".")
@@ -124,6 +128,7 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
     if path or (run.train.out and (folder / pipeline.TIMELINE_FILE).exists()):
         source = times_from_run(folder)
         size = len(source.times.forward)
+        # A timeline that was asked for is used as it is; one found by chance must fit the plan.
         if path or size == shape.stages * shape.chunks:
             return source
         note = [f"{folder / pipeline.TIMELINE_FILE} is of {size} virtual stages and is left out"]
@@ -132,7 +137,7 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
 
 
 def times_from_run(folder: Path) -> TimingSource:
-    """The mean times of a run's timeline."""
+    """Mean times of a run's timeline."""
     picture = pipeline.recorded_chart(pipeline.read_timeline(folder))
     times = pipeline.mean_times(picture, halves=True)
     return TimingSource(
@@ -141,12 +146,15 @@ def times_from_run(folder: Path) -> TimingSource:
 
 
 def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
-    """Times in proportion to the work of the layers; those of backward are twice as long."""
+    """Times proportional to the work of the layers; both halves of backward take as long as
+    forward.
+    """
     if shape.stages == 1:
         ones = (1.0,) * shape.chunks
         return TimingSource(
             JobTimes(ones, ones, ones), ["times: one stage has all the work"], RELATIVE_UNIT
         )
+    # Only the costs of the stages are needed, so no weight gets memory.
     with counter_rng.init_empty_weights():
         model = build_decoder(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
@@ -164,7 +172,7 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
 
 
 def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
-    """The times of a TOML table; one number for a list is the same for all."""
+    """Times from a TOML table; a single number applies to all virtual stages."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -198,6 +206,7 @@ def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
     (jitter,) = _parse_numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")
     return JobTimes(
         forward=forward,
+        # Backward computes two matrix products for each one of forward.
         backward=backward or tuple(2 * time for time in forward),
         weight=weight,
         link=_parse_numbers(link, size - 1, f"{path}: link") if size > 1 else 0.0,
@@ -207,20 +216,21 @@ def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
 
 
 def _parse_numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
-    """A list of numbers, or one for all."""
+    """A list of numbers; a single number is repeated `count` times."""
     if value is None:
         return ()
     if isinstance(value, list):
         values = value
     else:
         values = [value] * count
+    # A bool is an int in Python.
     if any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
         raise PlanError(f"{what}={value!r} is no list of numbers. Times are. Write [0.01, 0.02].")
     return tuple(map(float, values))
 
 
 def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, float]:
-    """Factors on the times of stages, from STAGE=FACTOR."""
+    """Slowdown factors of stages, from STAGE=FACTOR."""
     factors = {}
     for word in words:
         stage, _, factor = word.partition("=")
@@ -261,7 +271,7 @@ def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape
 
 
 def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str, str]) -> str:
-    """A line for each policy: time, bubble, most activations kept, ratio to the fastest."""
+    """A line for each policy: time, bubble, most activations alive, ratio to the fastest."""
     best = min((one.seconds for one in pictures.values()), default=0.0)
     lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
     for name, one in pictures.items():
@@ -274,7 +284,7 @@ def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str
 
 
 def _make_output_dir(run: RunConfig, out: str) -> Path:
-    """Where drawings go: as asked for, to the run, or here."""
+    """Directory for drawings: as asked for, else that of the run, else the current one."""
     own = Path(run.train.out)
     if out:
         folder = Path(out)
@@ -295,7 +305,7 @@ def _make_output_dir(run: RunConfig, out: str) -> Path:
 def _save_drawings(
     folder: Path, pictures: Sequence[TimelineChart], tables: Sequence[TimelineChart]
 ) -> None:
-    """Write the drawing as SVG and HTML, and the trace."""
+    """Write the drawing as SVG and HTML, and the Chrome trace."""
     drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
     body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
     for one in tables:

@@ -1,15 +1,15 @@
-"""Upcycle: a dense model becomes a mixture of experts that computes the same, until it is trained.
+"""Upcycle: turn a dense model into a mixture of experts that computes the same until it is trained.
 
 Every expert of a layer is a copy of its MLP, the router is new. The weights of the chosen experts
 sum to 1 (router_norm), so that
 
     y = Σ_k w_k · mlp(x) = mlp(x)
 
-whatever the router says. An MLP is a sum over its hidden units; so a shared expert gets the first
-of them, the experts copies of the rest, and both together are the MLP again. Without router_norm
-the weights sum to less than 1, by another amount for each token, which no one scale makes up for:
-such mixtures are not made. Experts of a fraction of the width (fine-grained) would need all the
-pieces of an MLP among the chosen, and are not made either.
+whatever the router outputs. An MLP is a sum over its hidden units; so a shared expert gets the
+first of them, the experts copies of the rest, and both together equal the MLP. Without router_norm
+the weights sum to less than 1, by another amount for each token, which no constant scale
+compensates: such mixtures are not supported. Experts of a fraction of the width (fine-grained)
+would need all the pieces of an MLP among the chosen, and are not supported either.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from ranvier.system import safe_files
 from ranvier.train import import_export
 
 AUX_LOSS_COEFF = 0.01
-"""Factor of the balancing loss that the new run begins with."""
+"""Coefficient of the load-balancing loss in the new run."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     "chat_template.jinja",
 )
-"""Files of a run that go along."""
+"""Files of the origin that are copied to the new run."""
 
 
 @dataclass(frozen=True)
 class DenseModel:
-    """A dense model whose weights are read when they are asked for."""
+    """A dense model whose weights are read on demand."""
 
     config: DecoderConfig
     read_tensor: Callable[[str], Tensor]
@@ -66,17 +66,18 @@ class UpcycledWeights:
         return shapes_of(self.config)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type of a tensor: that of what it is made from."""
+        """The dtype of a tensor: that of the tensor it is made from."""
         return self.dense.dtype_of(self._origin_name(name) or "embed.weight")
 
     def num_bytes(self, name: str) -> int:
-        """The size of a tensor."""
+        """The size of a tensor in bytes."""
         return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     def row_parts(self, name: str) -> Iterator[RowPart]:
-        """The rows of a tensor: of one with experts the same rows for each of them."""
+        """Yield the rows of a tensor: one with experts has the same rows for each of them."""
         origin = self._origin_name(name)
         shape = self.shapes[name]
+        # A router has no counterpart in the dense model: it is initialized.
         if not origin:
             place = Shard(shape, (0,) * len(shape), shape, shape)
             std = self.config.init_std
@@ -84,10 +85,11 @@ class UpcycledWeights:
             yield 0, counter_rng.init_shard(place, seed=self.seed, name=name, std=std, dtype=dtype)
             return
         whole = self.dense.read_tensor(origin)
+        # Neither experts nor hidden units: copied unchanged.
         if (len(shape) == 2 and ".mlp." not in name) or len(shape) == 1:
             yield 0, whole
             return
-        # the dim of hidden units
+        # The dim of hidden units: inputs of `down`, outputs of all others.
         if origin.endswith("down.weight"):
             hidden = 1
         else:
@@ -97,15 +99,17 @@ class UpcycledWeights:
             width = whole.shape[hidden] - shared
             one = whole.narrow(hidden, shared, width).contiguous().unsqueeze(0)
             yield from ((e, one) for e in range(shape[0]))
-        else:  # of the shared expert, or of a dense layer
+        # A shared expert takes the first hidden units, a dense layer all of them.
+        else:
             yield 0, whole.narrow(hidden, 0, shape[hidden]).contiguous()
 
     def _origin_name(self, name: str) -> str:
-        """The tensor of the dense model that one is made from; empty: it is new."""
+        """Name of the dense tensor that a tensor is made from; empty if it is new."""
         if ".mlp.router." in name:
             return ""
         if len(self.shapes[name]) == 3:
             block, _, layer = name.rpartition(".mlp.")
+            # A gated MLP has its up and gate projections below `enter`, a plain one does not.
             gated = f"{block}.mlp.enter.gate.weight" in self._dense_shapes
             if gated and layer != "down":
                 enter = "enter."
@@ -122,9 +126,10 @@ class UpcycledWeights:
 def mixture_config(
     config: DecoderConfig, experts: int, *, top: int = 2, shared: int = 0, every: int = 1
 ) -> DecoderConfig:
-    """The config of the mixture; what cannot be is refused.
+    """The config of the mixture; raises if it is not possible.
 
-    shared: hidden units of the MLP that become a shared expert. every: of so many layers the last.
+    shared: hidden units of the MLP that become a shared expert. every: the last of so many layers
+    is an MoE layer.
     """
     problems = []
     if experts < 2:
@@ -172,8 +177,9 @@ def upcycle_model(
     seed: int = 0,
     step: int = -1,
 ) -> list[str]:
-    """Make a run of a mixture from a dense run or published model; lines on it."""
+    """Make a run of a mixture from a dense run or published model; returns lines about it."""
     path = import_export.find_model(source)
+    # A directory with config.toml is a run; anything else must be a published model.
     if (path / "config.toml").exists():
         run = load_config_from_dir(path)
         there = open_checkpoint(find_checkpoint(path, None if step < 0 else step))
@@ -195,6 +201,7 @@ def _write_run(
 ) -> list[str]:
     mixture = UpcycledWeights(config, dense, seed)
     run = RunConfig(model=import_export.to_model_config(config), data=run.data)
+    # The run directory appears only once it is complete.
     with import_export.write_atomically(out) as here:
         for name in TOKENIZER_FILES:
             if safe_files.path_exists(origin / name):

@@ -1,11 +1,13 @@
-"""Verify: the same architecture, shrunk, on one process and on the configured grid.
+"""Verify: compare a shrunk model of the same architecture on one process and on the configured
+grid.
 
-On one process it is plain PyTorch. Every rank runs the plain model as well and compares its own
-part of it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
-communication it recorded with what its leaves predicted. Then it trains, saves, reloads and trains
-on as a run does (`verify_run`), with the run's pruning and its memory on the host. What decides
-about parallel correctness is kept: heads : kv heads : ranks that split them, the remainder of the
-vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
+On one process it is plain PyTorch. Every rank also runs the plain model and compares its own shards
+with it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
+communication it recorded with what its layers predicted. Then it trains, saves, reloads and
+continues as a run does (`verify_run`), with the run's pruning and its offloading to the host.
+Shrinking keeps what decides about parallel correctness: heads : kv heads : ranks that split them,
+the remainder of the vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what
+col splits inside of blocks.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ from ranvier.train.step import forward_backward
 
 ONE_PASS_LIMIT = 1e-12
 AFTER_STEPS_LIMIT = 1e-9
-"""Largest difference, relative to the largest magnitude of a tensor."""
+"""Maximum difference, relative to the largest magnitude of a tensor."""
 ON_OTHER_STAGE = -1.0
-"""Difference of what lies on another stage; if no rank has it, something is wrong."""
+"""Difference reported for a tensor of another stage; if no rank holds it, that is an error."""
 COMPARED_STEPS = 3
 MAX_RANKS = 64
 EXPECTED_EXIT_CODES = (
@@ -53,11 +55,11 @@ EXPECTED_EXIT_CODES = (
     STOPPED_EXIT_CODE,
     *(kind.exit_code for kind in (PlanError, WriteError, UnsafeInputError)),
 )
-"""Exit codes of a verification that came to its end, or of a mistake of the user's."""
+"""Exit codes of a verification that completed, or that failed because of a user error."""
 
 
 def required_ranks(plan: Plan) -> int:
-    """Ranks that the plan needs; an inferred degree counts as 1."""
+    """Number of ranks that the plan needs; an inferred degree counts as 1."""
     return math.prod(max(size, 1) for size in plan.degrees.values())
 
 
@@ -67,17 +69,20 @@ def shrink_run(run: RunConfig) -> RunConfig:
     model = run.model
     inside = plan.row * (plan.col if plan.inner == "features" else 1)
     heads, kv_heads = _shrink_heads(model.heads, model.kv_heads, plan.row, inside)
+    # Padding of the vocabulary depends on its remainder modulo the ranks that split it: keep that.
     period = plan.row * plan.col * plan.depth
     vocab = model.vocab % period
     while vocab < 24:
         vocab += period
+    # At least 8 tokens, at least 2 of them on each rank of row.
     seq = plan.row * max(-(-8 // plan.row), 2)
     if plan.inner == "samples":
         micro = 2 * plan.col
     else:
         micro = 2
+    # Two micro-batches per stage are enough for a pipeline to reach its steady state.
     micro_batches = min(plan.num_micro_batches, 2 * plan.pipe)
-    # of a pruning pattern N:M rows on a rank are whole groups
+    # An N:M pruning pattern needs whole groups of M in the rows of each rank.
     if run.prune.pattern_n_m:
         group = run.prune.pattern_n_m[1]
     else:
@@ -87,6 +92,9 @@ def shrink_run(run: RunConfig) -> RunConfig:
     head_dim = math.lcm(4, group)
     small = replace(
         model,
+        # Every virtual stage gets at least one block. Sizes below are rounded up to a multiple of
+        # the ranks that split them. Dropout is off: its random numbers differ between the two
+        # models.
         layers=min(model.layers, max(2, plan.pipe * plan.chunks)),
         embed=narrow * -(-16 // narrow),
         heads=heads,
@@ -106,7 +114,14 @@ def shrink_run(run: RunConfig) -> RunConfig:
         run,
         model=small,
         plan=replace(
-            plan, batch=batch, micro_batch=micro, stages=(), stage_times="", credits=0, jitter=0.0
+            # A stage assignment and profile of the full model do not fit the shrunk one.
+            plan,
+            batch=batch,
+            micro_batch=micro,
+            stages=(),
+            stage_times="",
+            credits=0,
+            jitter=0.0,
         ),
         data=replace(run.data, seq=seq),
         lora=replace(run.lora, dropout=0.0, layers=(), start=""),
@@ -114,9 +129,11 @@ def shrink_run(run: RunConfig) -> RunConfig:
 
 
 def _shrink_positions(model: DecoderConfig, layers: int, seq: int, head_dim: int) -> dict[str, Any]:
-    """Windows and rotary positions that a text of `seq` tokens meets, of small heads."""
+    """Sliding windows and RoPE settings that a text of `seq` tokens exercises, for small heads."""
+    # Shorter than the text, else the window would mask nothing.
     window = min(model.window, max(seq // 3, 1))
     slide = tuple(i for i in range(layers) if model.window_of_layer(i * model.layers // layers))
+    # RoPE rotates pairs of features: an even number of them, at least one pair.
     turned = max(int(head_dim * model.rope_share) // 2 * 2, 2)
     return {
         "window": window if slide else 0,
@@ -129,7 +146,7 @@ def _shrink_positions(model: DecoderConfig, layers: int, seq: int, head_dim: int
 
 
 def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, Any]:
-    """Few experts, at least one for each rank; rows of layers as they were."""
+    """Few experts, at least one on each rank of expert; the pattern of MoE layers is kept."""
     if model.experts == 0:
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
@@ -142,6 +159,7 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, A
         "shared_mlp": ranks * -(-16 // ranks) if model.shared_mlp else 0,
         "moe_every": min(model.moe_every, layers),
         "moe_first": min(model.moe_first, layers - 1),
+        # Jitter is random noise that the serial model would not reproduce.
         "router_jitter": 0.0,
     }
 
@@ -149,6 +167,7 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, A
 def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:
     """The fewest heads with the same ratio and the same number of ranks that share a kv head."""
     common = math.gcd(heads, kv_heads)
+    # Multiples of the reduced ratio, from the smallest on; the full counts always qualify.
     for times in range(1, common + 1):
         h = heads // common * times
         kv = kv_heads // common * times
@@ -167,7 +186,7 @@ def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
 
 
 def random_batch(run: RunConfig) -> Batch:
-    """A batch of random tokens, the same on every rank; some tokens have no target."""
+    """A batch of random tokens, equal on every rank; some tokens have no target."""
     drawn = torch.Generator().manual_seed(run.train.seed + 1)
     shape = (run.plan.batch, run.data.seq)
     tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
@@ -178,17 +197,18 @@ def random_batch(run: RunConfig) -> Batch:
     starts = torch.rand(shape, generator=drawn) < 0.25
     starts[:, 0] = True
     index = torch.arange(shape[1]).expand(shape)
+    # Position within the document: distance to the latest document start.
     positions = index - torch.where(starts, index, 0).cummax(1).values
     return Batch(tokens, targets, positions, starts.long().cumsum(1))
 
 
 @dataclass
 class SerialSteps:
-    """What plain PyTorch computes in one process."""
+    """Results of a few steps of plain PyTorch in one process."""
 
     losses: list[float]
     aux_losses: list[float]
-    """Of these what mixtures of experts add to the loss."""
+    """Auxiliary losses of MoE layers, which `losses` do not include."""
     grad_norms: list[float]
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -197,9 +217,10 @@ class SerialSteps:
     def run_serially(
         cls, model: nn.Module, batch: Batch, run: RunConfig, decays: Mapping[str, bool]
     ) -> SerialSteps:
-        """A few steps of torch's AdamW."""
+        """Take a few steps with torch's AdamW."""
         optim = run.optim
         named = list(model.named_parameters())
+        # One group per parameter, as weight decay applies to matrices only.
         optimizer = torch.optim.AdamW(
             [{"params": [p], "weight_decay": optim.decay * decays[name]} for name, p in named],
             lr=run.peak_lr,
@@ -214,6 +235,7 @@ class SerialSteps:
             loss.backward()
             extra = getattr(model, "aux_loss", None)
             found.aux_losses.append(0.0 if extra is None else extra.item() / count.item())
+            # The grid reports the two losses separately; the serial model returns their sum.
             found.losses.append(loss.item() - found.aux_losses[-1])
             if step == 0:
                 found.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
@@ -223,6 +245,8 @@ class SerialSteps:
                 limit = math.inf
             found.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
+            # Load balancing by bias is not a gradient step: it is updated after the optimizer, as
+            # in training.
             for mixture in getattr(model, "moe_layers", ()):
                 mixture.update_expert_bias()
         found.weights = {name: p.detach().clone() for name, p in named}
@@ -231,7 +255,7 @@ class SerialSteps:
 
 @dataclass
 class Comparison:
-    """One row of the table: a quantity, its largest relative difference and what is allowed."""
+    """One row of the table: a quantity, its largest relative difference and its limit."""
 
     quantity: str
     difference: float
@@ -239,12 +263,13 @@ class Comparison:
 
     @property
     def is_within_limit(self) -> bool:
-        """Whether it agrees (not a number does not)."""
+        """Whether it agrees (NaN does not)."""
         return self.difference <= self.limit
 
 
 def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
-    """Compare as one rank; rank 0 prints the table. 0 if all agree, else 1."""
+    """Compare as one rank; rank 0 prints the table. Returns 0 if all agree, else 1."""
+    # Ranks usually share the cores of one machine, and the model is tiny.
     torch.set_num_threads(1)
     run, device = shrink_run(run), comparison_device(run, me)
     if device.type == "cuda":
@@ -255,6 +280,7 @@ def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
     torch.manual_seed(run.train.seed)
     serial = build_decoder(run.model, run.lora).double()
     findings, lines, events = compare_with_serial(run, grid, serial, device)
+    # A rank with unpredicted communication must fail the verification on all ranks.
     unlike = torch.tensor([float(len(lines))], dtype=torch.float64, device=device)
     others = int(collectives.all_reduce(unlike, grid.axis(*grid.degrees), "max").wait().item())
     worst = _worst_of_ranks(findings, grid, device)
@@ -275,8 +301,9 @@ def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
 
 
 def _verify_short_run(run: RunConfig, me: ProcessInfo, grid: Grid, device: torch.device) -> bool:
-    """Train, save, reload and train on; whether something was wrong, on all ranks."""
-    if me.rank == 0:  # the last line that is seen if a rank crashes
+    """Train, save, reload and continue; returns whether something was wrong, equal on all ranks."""
+    # Flushed, because it is the last line a user sees if a rank crashes below.
+    if me.rank == 0:
         print(
             f"a run of {SAVED_STEPS} steps, saved, reloaded, and a step "
             f"more:{_describe_features(run)}",
@@ -296,7 +323,7 @@ def _verify_short_run(run: RunConfig, me: ProcessInfo, grid: Grid, device: torch
 
 
 def _describe_features(run: RunConfig) -> str:
-    """What the run does besides, in words."""
+    """The pruning and offloading of the run as text; empty if there is none."""
     memory = run.memory
     pruned = run.prune
     if pruned.is_enabled:
@@ -312,7 +339,7 @@ def _describe_features(run: RunConfig) -> str:
 
 
 def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
-    """Where the comparison runs: on the CPU, unless it is asked for over NCCL."""
+    """Device of the comparison: the CPU, unless the backend is NCCL."""
     if run.train.backend != "nccl":
         return torch.device("cpu")
     return train.resolve_device(run, me)
@@ -321,9 +348,10 @@ def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
 def compare_with_serial(
     run: RunConfig, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Comparison], list[str], list[Event]]:
-    """Findings of this rank, lines on communication that was not predicted, and the events."""
+    """Comparisons of this rank, lines about unpredicted communication, and the recorded events."""
     batch = random_batch(run).to(device)
     serial = serial.to(device)
+    # The same seed as in `verify_grid` gives both models the same initial weights.
     torch.manual_seed(run.train.seed)
     model = parallelize(
         build_decoder(run.model, run.lora).double(),
@@ -332,7 +360,8 @@ def compare_with_serial(
         overlap=run.plan.overlap,
         recompute=run.plan.recompute,
         collectives=run.memory.collectives,
-        # a graph keeps what eager backward gathers again: its events are others
+        # A compiled block saves what eager backward would gather again, so its events differ:
+        # compile only where blocks do not communicate.
         compiled="inductor" if run.plan.compile == "on" and _has_local_blocks(run) else "",
         how=pipeline_config(run),
         keep=run.plan.gathered == "keep",
@@ -351,6 +380,7 @@ def compare_with_serial(
         decay=optim.decay,
         clip=optim.clip,
     )
+    # Only the first step is traced, up to and including its update.
     with grid.trace.record_events() as events:
         losses = [forward_backward(model, micros).item()]
         norms = []
@@ -372,14 +402,14 @@ def compare_with_serial(
 
 
 def _mean_aux_loss(parallel: ParallelModel, batch: Batch) -> float:
-    """What mixtures of experts have added to the mean loss of the last step."""
+    """The auxiliary loss that MoE layers added to the mean loss of the last step."""
     if parallel.load_balancer is None or parallel.load_balancer.last_stats is None:
         return 0.0
     return float(parallel.load_balancer.aux_loss_sum) / int((batch.targets != IGNORE_INDEX).sum())
 
 
 def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Comparison]:
-    """How far numbers of each step are off."""
+    """Relative difference of a number of each step; steps after the first may differ more."""
     pairs = enumerate(zip(have, want, strict=True))
     return [
         Comparison(
@@ -390,14 +420,14 @@ def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Co
 
 
 def _has_local_blocks(run: RunConfig) -> bool:
-    """Whether blocks communicate nothing."""
+    """Whether blocks do not communicate."""
     return run.plan.depth * run.plan.row * run.plan.col == 1
 
 
 def predict_events(
     parallel: ParallelModel, flow: ActivationShape, micro_batches: int
 ) -> list[Event]:
-    """Communication of one step: passes, update, and the two numbers the step itself sums."""
+    """Communication of one step: passes, update, and the two numbers that the step reduces."""
     axis = parallel.token_axis
     itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
@@ -408,7 +438,7 @@ def predict_events(
 
 
 def _local_gradients(parallel: ParallelModel) -> dict[str, tuple[Tensor, Shard]]:
-    """My range of every gradient; the queue keeps them for the update."""
+    """My shard of every gradient; the scheduler keeps the originals for the update."""
     return {
         weight.name: (part.clone(), bucket.state_shard(weight))
         for bucket, pieces in parallel.bucket_scheduler.finish_gradients()
@@ -419,19 +449,22 @@ def _local_gradients(parallel: ParallelModel) -> dict[str, tuple[Tensor, Shard]]
 def _compare_tensors(
     parallel: ParallelModel, reference: SerialSteps, grads: Mapping[str, Any]
 ) -> list[Comparison]:
-    """Gradients and weights of this rank against its part of the whole ones."""
+    """Compare gradients and weights of this rank with its shards of the serial ones."""
     floor = max(grad.abs().max().item() for grad in reference.grads.values())
     findings = list[Comparison]()
     state = parallel.sharded_state()
     for name in (name for name, (_, trained, _) in parallel.weight_summaries.items() if trained):
         want = reference.grads[name]
         size = want.abs().max().item()
+        # A gradient that is zero in exact arithmetic has no magnitude of its own to compare with.
         zero = size < NOISE_RATIO * floor
         scale = floor if zero else size
         findings.append(
             _compare_local_part(f"gradient of {name}", grads.get(name), want, scale, ONE_PASS_LIMIT)
         )
-        if not zero:  # Adam makes full steps of rounding noise
+        # Adam normalizes by the magnitude, and turns rounding noise into full steps: such weights
+        # differ.
+        if not zero:
             after = f"weight {name} after {COMPARED_STEPS} steps"
             want = reference.weights[name]
             size = want.abs().max().item()
@@ -444,7 +477,7 @@ def _compare_tensors(
 def _compare_local_part(
     what: str, mine: tuple[Tensor, Shard] | None, whole: Tensor, scale: float, limit: float
 ) -> Comparison:
-    """How far my part is off; what lies on another stage is not mine to judge."""
+    """Difference of my shard; a tensor of another stage is marked as such."""
     if mine is None:
         return Comparison(what, ON_OTHER_STAGE, limit)
     part, place = mine
@@ -455,15 +488,17 @@ def _compare_local_part(
 def _worst_of_ranks(
     findings: list[Comparison], grid: Grid, device: torch.device
 ) -> list[Comparison]:
-    """Each finding with its largest difference on any rank.
+    """Each comparison with its largest difference on any rank.
 
     Communicates: all-reduce over all axes.
     """
     here = torch.tensor([f.difference for f in findings], dtype=torch.float64, device=device)
+    # A maximum over ranks may drop NaN; inf is never within a limit.
     here = here.nan_to_num(nan=math.inf)
     most = collectives.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
     found = [max(m, h) for m, h in zip(most.tolist(), here.tolist(), strict=True)]
     return [
+        # If every rank reports another stage, no rank holds the tensor: that must fail.
         replace(f, difference=math.inf if worst == ON_OTHER_STAGE else worst)
         for f, worst in zip(findings, found, strict=True)
     ]

@@ -1,14 +1,14 @@
-"""Verify a run: the shrunk model trained, saved, reloaded and trained on, as `ranvier train` does.
+"""Verify a run: train the shrunk model, save, reload and continue it, as `ranvier train` does.
 
-Where `verify` compares passes and updates, this goes through the whole life of a run on the
-configured grid: initial weights or those of another model (`train.start`), masks of pruned
-matrices, states and weights on the host, two steps, the final checkpoint, a second run that goes on
+Where `verify` compares passes and updates, this covers the whole life of a run on the configured
+grid: initial weights or those of another model (`train.start`), masks of pruned matrices, optimizer
+states and weights offloaded to the host, two steps, the final checkpoint, a second run that resumes
 from it, and its final checkpoint. Everything is judged from outside, by the files that the run
 leaves: the losses and gradient norms in `metrics.jsonl`, the weights in the checkpoint and the
-status in `run.json` against plain PyTorch in one process, in float64. A run that is pruned begins
-with the weights of another model, so that masks that are not taken from these are seen.
+status in `run.json` are compared with plain PyTorch in one process, in float64. A pruned run starts
+from the weights of another model, so that masks computed from the wrong weights are noticed.
 
-Left out: adapters, the sample of text, types other than float64.
+Left out: adapters, the sample of text, dtypes other than float64.
 """
 
 from __future__ import annotations
@@ -49,38 +49,42 @@ from ranvier.train.resume import run_directory as folders
 
 SAVED_STEPS = 2
 TOTAL_STEPS = 3
-"""Steps of the first run, and of both together."""
+"""Steps of the first run, and of both runs together."""
 NOISE_RATIO = 1e-10
-"""A gradient this much smaller than the model's largest is rounding noise of a true zero."""
+"""A gradient smaller than the model's largest by this ratio is rounding noise of a true zero."""
 DOCUMENT_TOKENS = 40
-"""Mean length of the documents that are trained on, in tokens."""
+"""Mean length of the training documents, in tokens."""
 
 
 @dataclass(frozen=True)
 class RunVerification:
-    """What one rank knows of the run: rank 0 has the differences, others nothing."""
+    """Result of one rank: rank 0 has the differences, the others have nothing."""
 
     differences: dict[str, tuple[float, bool]] = field(default_factory=dict)
-    """Largest relative difference by quantity, and whether it is of one pass only."""
+    """Largest relative difference by quantity, and whether it results from a single pass."""
     complaints: list[str] = field(default_factory=list)
-    """What the files of the run say that is not true."""
+    """False statements in the files of the run."""
 
 
 def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
-    """A shrunk run that trains in a directory for so many steps, in float64."""
+    """The shrunk run, set up to train in a directory for `steps` steps, in float64."""
     memory = run.memory
     pruned = run.prune
     if memory.states == "file":
         memory = replace(memory, path=str(folder))
-    if pruned.masks:  # they fit the whole model only
+    # A mask file fits the full model only: prune by magnitude instead.
+    if pruned.masks:
         pruned = replace(pruned, masks="", sparsity=pruned.sparsity or 0.5)
+    # Let every step up to the checkpoint update the masks.
     if pruned.every:
         pruned = replace(pruned, every=1, until=SAVED_STEPS)
+    # See the module docstring: a pruned run always starts from other weights.
     starts = run.train.start or pruned.is_enabled
     return replace(
         run,
         lora=replace(run.lora, rank=0, start=""),
         data=replace(run.data, corpus=(str(folder / "tokens"),), weights=(), held_out=0.0),
+        # Everything that would round, measure or depend on chance is switched off.
         optim=replace(run.optim, moments="master"),
         memory=replace(memory, fit="off", limit=0.0, host=0.0),
         prune=pruned,
@@ -104,7 +108,7 @@ def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
 def train_and_judge(
     run: RunConfig, me: ProcessInfo, grid: Grid, device: torch.device
 ) -> RunVerification:
-    """Train the shrunk run, save it, go on, save it again; what rank 0 found.
+    """Train the shrunk run, save it, resume it, save it again; returns the findings of rank 0.
 
     Communicates: all that two runs do; a path over all axes.
     """
@@ -114,13 +118,15 @@ def train_and_judge(
             first = short_run(run, folder, steps=SAVED_STEPS)
             if first.train.start:
                 _write_start(folder, first)
-        broadcast_text("", grid, device)  # all is written
+        # Barrier: rank 0 has written all files.
+        broadcast_text("", grid, device)
         for steps in (SAVED_STEPS, TOTAL_STEPS):
             now = short_run(run, folder, steps=steps)
             with _redirect_output(folder / f"rank{grid.rank}-{steps}.log"):
                 code = train.train(now, me, [_read_index_path(folder)])
             assert code == 0, f"a run of {steps} steps ended with {code}"
-        broadcast_text("", grid, device)  # all is saved
+        # Barrier: all ranks have saved their part.
+        broadcast_text("", grid, device)
         if grid.rank == 0:
             return judge_run(run, folder)
         return RunVerification()
@@ -128,7 +134,7 @@ def train_and_judge(
 
 @contextlib.contextmanager
 def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Iterator[Path]:
-    """A new directory that all ranks see, beside the run's if it has one; removed in the end."""
+    """A temporary directory seen by all ranks, beside the run's if it has one; removed at exit."""
     made = ""
     if grid.rank == 0:
         if run.train.out:
@@ -146,16 +152,16 @@ def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Itera
 
 @contextlib.contextmanager
 def _redirect_output(path: Path) -> Iterator[None]:
-    """What a run prints goes to a file."""
+    """Redirect stdout to a file."""
     with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         yield
 
 
-# ---- what it begins with ------------------------------------------------------------------------
+# ---- inputs of the run ------------------------------------------------------------------------
 
 
 def _write_tokens(folder: Path, run: RunConfig) -> None:
-    """Documents of random tokens, enough for all steps, and their index."""
+    """Write documents of random tokens, enough for all steps, and their index."""
     drawn = np.random.default_rng(run.train.seed + 1)
     writer = IndexedDatasetBuilder(folder / "tokens", "<i4")
     while writer.num_tokens < (TOTAL_STEPS + 1) * run.plan.batch * (run.data.seq + 1):
@@ -166,7 +172,7 @@ def _write_tokens(folder: Path, run: RunConfig) -> None:
 
 
 def _read_index_path(folder: Path) -> str:
-    """Where the index of the documents is."""
+    """Path of the index of the documents."""
     return (folder / "stored").read_text()
 
 
@@ -180,7 +186,7 @@ def _single_rank_model(run: RunConfig, seed: int) -> ParallelModel:
 
 
 def _write_start(folder: Path, run: RunConfig) -> None:
-    """A checkpoint of the same model with other weights."""
+    """Write a checkpoint of the same model with other weights."""
     state = _single_rank_model(run, run.train.seed + 1).sharded_state()
     named = {f"{name}.master": x for name, x in state.items()}
     facts = {"samples": 0, "fingerprint": "", "weights": True}
@@ -192,7 +198,7 @@ def _write_start(folder: Path, run: RunConfig) -> None:
 
 @dataclass
 class SerialRun:
-    """The same run in one process."""
+    """The same run in one process of plain PyTorch."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -205,6 +211,7 @@ class SerialRun:
     def train_serially(cls, folder: Path, run: RunConfig) -> SerialRun:
         """Take all steps with torch's AdamW; matrices are pruned as documented."""
         seed = run.train.seed + (1 if run.train.start else 0)
+        # Initial values come from the counter-based RNG, which gives the same on any grid.
         parallel = _single_rank_model(run, seed)
         model = build_decoder(run.model, run.lora).double()
         named = dict(model.named_parameters())
@@ -213,7 +220,8 @@ class SerialRun:
             for name, param in named.items():
                 param.copy_(values[name][0].view(param.shape))
         found = cls()
-        # Of experts each has a matrix of its own.
+        # Experts are stacked in one tensor and are pruned one by one; other matrices get a leading
+        # dim of 1.
         pruned = {
             name: named[name] if weight.dims[0] == "expert" else named[name].unsqueeze(0)
             for name, weight in parallel.weights.items()
@@ -233,7 +241,7 @@ class SerialRun:
 
     @torch.no_grad()
     def prune_weights(self, run: RunConfig, weights: Mapping[str, Tensor], *, step: int) -> None:
-        """Keep the largest magnitudes of each matrix, of those that are there still.
+        """Keep the largest magnitudes of each matrix, among the elements that are not pruned yet.
 
         weights: `[matrices, n, m]`, views of the parameters.
         """
@@ -241,6 +249,8 @@ class SerialRun:
         for name, weight in weights.items() if config.is_enabled else ():
             size = weight.abs().to(torch.float32)
             if name in self.masks:
+                # Magnitudes are never negative: -1 sorts pruned elements last, so that they never
+                # come back.
                 size = size.masked_fill(~self.masks[name].view(size.shape), -1.0)
             if config.pattern_n_m is not None:
                 stay, of = config.pattern_n_m
@@ -249,6 +259,7 @@ class SerialRun:
                 rows = size.flatten(1)
                 sparsity = pruning.sparsity_at(step, config.sparsity, config.until)
                 stay = pruning.num_kept_elements(rows.shape[1], sparsity)
+            # A stable sort breaks ties as the sharded implementation does.
             order = rows.sort(dim=1, descending=True, stable=True).indices[:, :stay]
             mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, True)
             self.masks[name] = mask.view(weight.shape)
@@ -264,6 +275,7 @@ class SerialRun:
     ) -> None:
         """One step with the learning rate of its run."""
         optim = run.optim
+        # The schedule of the first run ends at its own last step, that of the second at the total.
         if step < SAVED_STEPS:
             steps = SAVED_STEPS
         else:
@@ -285,6 +297,7 @@ class SerialRun:
         extra = getattr(model, "aux_loss", None)
         self.losses.append(loss.item() - (0.0 if extra is None else extra.item() / count.item()))
         for name, param in model.named_parameters():
+            # Pruned elements must not count in the gradient norm.
             if name in self.masks and param.grad is not None:
                 param.grad.mul_(self.masks[name].view(param.shape))
             if step == 0 and param.grad is not None:
@@ -295,7 +308,8 @@ class SerialRun:
             limit = math.inf
         self.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
-        with torch.no_grad():  # what is pruned later has moments still
+        # An element that was pruned later still has Adam moments that would move it away from zero.
+        with torch.no_grad():
             for name, param in model.named_parameters():
                 if name in self.masks:
                     param.mul_(self.masks[name].view(param.shape))
@@ -306,7 +320,7 @@ class SerialRun:
 def _build_adamw(
     run: RunConfig, parallel: ParallelModel, named: Mapping[str, nn.Parameter]
 ) -> torch.optim.AdamW:
-    """Torch's AdamW with a group for each weight."""
+    """Torch's AdamW with a parameter group for each weight."""
     optim = run.optim
     groups = [
         {
@@ -320,16 +334,17 @@ def _build_adamw(
     return torch.optim.AdamW(groups, lr=run.peak_lr, betas=betas, eps=optim.eps)
 
 
-# ---- what it left -------------------------------------------------------------------------------
+# ---- files of the run -------------------------------------------------------------------------
 
 
 def judge_run(run: RunConfig, folder: Path) -> RunVerification:
-    """The files of a run against plain PyTorch."""
+    """Compare the files of a run with plain PyTorch."""
     run = short_run(run, folder, steps=TOTAL_STEPS)
     want = SerialRun.train_serially(folder, run)
     where = folder / "run"
     rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, tuple[float, bool]] = {}
+    # metrics.jsonl counts steps from 0, the report from 1.
     by_step = {int(row["step"]) + 1: row for row in rows}
     for step in range(1, TOTAL_STEPS + 1):
         for key, name, numbers in (
@@ -347,7 +362,8 @@ def judge_run(run: RunConfig, folder: Path) -> RunVerification:
             for name, mask in want.masks.items()
         ]
         found["masks of pruned matrices: share that differs"] = (max(differ), True)
-    floor = NOISE_RATIO * max(want.max_grads.values())  # Adam makes full steps of rounding noise
+    # Adam turns rounding noise into full steps: weights whose gradient is a true zero are left out.
+    floor = NOISE_RATIO * max(want.max_grads.values())
     errors = {
         name: _max_relative_error(weights.get(name), x)
         for name, x in want.weights.items()
@@ -365,21 +381,21 @@ def _reload_note(step: int) -> str:
 
 
 def _relative_difference(have: Any, want: float) -> float:
-    """How far a number is off; one that is not there is off for ever."""
+    """Relative difference of a number; inf if it is missing."""
     if isinstance(have, float):
         return abs(have - want) / abs(want)
     return math.inf
 
 
 def _max_relative_error(have: Tensor | None, want: Tensor) -> float:
-    """How far a tensor is off, relative to its largest magnitude."""
+    """Largest difference of a tensor, relative to its largest magnitude."""
     if have is None:
         return math.inf
     return float((have.view(want.shape) - want).abs().max() / want.abs().max())
 
 
 def _find_complaints(where: Path, rows: Mapping[int, Any]) -> Iterator[str]:
-    """What the run says of itself that is not true."""
+    """Yield the false statements in the files of the run."""
     facts = folders.read_run_json(where)
     if facts.get("status") != "finished":
         yield f"run.json says {facts.get('status')!r} of a run that has finished"

@@ -1,4 +1,4 @@
-"""Built: the parallel model of a run, as a trainer and a dry run have it."""
+"""Builds the parallel model of a run, for the trainer and for dry runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ DTYPES = {
 
 
 def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
-    """The model of a run on its grid. Communicates: the making of groups."""
+    """Build the model of a run on its grid. Communicates: creation of process groups."""
+    # No rank ever holds the whole model: `parallelize` fills only the local shards.
     with counter_rng.init_empty_weights():
         model = build_decoder(run.model, run.lora)
     return parallelize(

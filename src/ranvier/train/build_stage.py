@@ -1,4 +1,4 @@
-"""Stages: how a run cuts its model, and what the timeline of a step says of its pipeline."""
+"""Pipeline stages of a run: how the model is partitioned, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMELINE_FILE = "timeline.json"
 
 
 def pipeline_config(run: RunConfig) -> PipelineConfig:
-    """How the plan wants the model to be cut."""
+    """The pipeline configuration of a plan."""
     plan = run.plan
     return PipelineConfig(
         chunks=plan.chunks,
@@ -39,7 +39,7 @@ def pipeline_config(run: RunConfig) -> PipelineConfig:
 
 
 def load_stage_times(path: Path) -> tuple[float, ...]:
-    """Seconds of each part of a model: of a run's timeline, or of a TOML table."""
+    """Seconds per part of a model, from the timeline of a run or from a TOML table."""
     remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():
@@ -47,6 +47,7 @@ def load_stage_times(path: Path) -> tuple[float, ...]:
             seconds = tuple(float(one) for one in found)
         else:
             table = tomllib.loads(path.read_text())
+            # Per part, the sum of all kinds of jobs that the file has.
             sums = zip(*(table[kind] for kind in JOB_KINDS if kind in table), strict=True)
             seconds = tuple(float(sum(one)) for one in sums)
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -68,12 +69,13 @@ JOB_KINDS = ("forward", "backward", "weight")
 def gather_timeline(
     parallel: ParallelModel, step: int, micro_batches: int, device: torch.device
 ) -> dict[str, Any]:
-    """What all stages did in the step that was timed last, on all ranks.
+    """The jobs of all stages in the last timed step, on all ranks.
 
-    Communicates: a text of each stage over all axes.
+    Communicates: broadcast of a text from each stage over all axes.
     """
     grid = parallel.grid
     runtime = parallel.pipeline.executor
+    # A job is [kind, micro, chunk, start, stop], in seconds since the stage began its step.
     mine = [
         [
             done.kind,
@@ -89,6 +91,7 @@ def gather_timeline(
         json.loads(broadcast_text(words, grid, device, rank=rank)) for rank in stage_leaders(grid)
     ]
     _align_clocks(stages)
+    # Each stage knows only its own parts.
     parts: dict[str, float] = {}
     for one in stages:
         parts.update(one["parts"])
@@ -107,8 +110,9 @@ def gather_timeline(
 
 
 def _align_clocks(stages: list[dict[str, Any]]) -> None:
-    """Count times from when the first stage began, if all have the same clock: on one machine."""
+    """Shift times to the start of the first stage, if all stages share a clock (one machine)."""
     begun = [one["begun"] for one in stages]
+    # Stages of one step begin almost together: a larger gap means clocks of different machines.
     if max(begun) - min(begun) > 1.0:
         return
     for one in stages:
@@ -124,11 +128,15 @@ def stage_leaders(grid: Grid) -> list[int]:
 
 
 def _part_seconds(runtime: PipelineExecutor) -> dict[str, float]:
-    """Seconds of a micro-batch of my parts: of a chunk, shared out by the work of its parts."""
+    """Seconds per micro-batch of the parts of this stage.
+
+    Only chunks are timed; the time of a chunk is divided among its parts by their cost.
+    """
     stage = runtime.stage
     found = dict[str, float]()
     for chunk, parts in enumerate(stage.chunks):
         jobs = [d for d in runtime.job_records if d.chunk == chunk and d.kind in ("F", "B", "W")]
+        # Every micro-batch has one forward job, so their number is the number of micro-batches.
         count = max(sum(d.kind == "F" for d in jobs), 1)
         seconds = sum(d.stop - d.start for d in jobs) / count
         work = stage.part_costs[parts]

@@ -1,8 +1,8 @@
-"""Graph: a whole step as one CUDA graph, for models whose kernels end before the next is launched.
+"""A whole training step as one CUDA graph, for models that are bound by kernel launches.
 
-Forward, backward and update are recorded once and then replayed: the host only copies the batch and
-the learning rate to where the graph reads them. A step must always be the same work: one rank, no
-documents inside samples.
+Forward, backward and update are captured once and then replayed: the host only copies the batch and
+the learning rate into the static inputs of the graph. Every step must do the same work: one rank,
+no document masks inside samples.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.train.step import StepLimits, StepResult, train_step
 
 WARMUP_STEPS = 3
-"""Steps taken one kernel at a time before one is recorded: compilers and libraries settle."""
+"""Eager steps before the capture, in which compilers and libraries set themselves up."""
 
 
 class CudaGraphStep:
-    """`train_step`, recorded after a few steps and replayed from then on."""
+    """`train_step`, captured after a few eager steps and replayed from then on."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
@@ -31,12 +31,13 @@ class CudaGraphStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, batches: Sequence[Batch], lr: float, watch: StepLimits) -> StepResult:
-        """One update, as `train_step`."""
+        """Run one step, as `train_step` does."""
         self.steps_taken += 1
         if self.steps_taken <= WARMUP_STEPS:
             return train_step(self.model, self.optimizer, batches, lr, watch)
         if self.graph is None:
             self._capture_step(batches, watch)
+        # The copies are ordered before the replay, which runs on the same stream.
         for mine, batch in zip(self.static_batches, batches, strict=True):
             for one in fields(batch):
                 value = getattr(batch, one.name)
@@ -48,13 +49,15 @@ class CudaGraphStep:
         return self.static_result
 
     def _capture_step(self, batches: Sequence[Batch], watch: StepLimits) -> None:
-        """Record a step; recording it does not take it. What it watches is read where it lies."""
+        """Capture a step without executing it. The tensors of `watch` are read in place."""
         self.static_batches = [batch._map_tensors(lambda x: x.clone()) for batch in batches]
         self.static_lr = torch.zeros((), dtype=torch.float64, device=watch.nonfinite_steps.device)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the graph has memory of its own
+        # The graph has a memory pool of its own and cannot use blocks that are cached outside of
+        # it.
+        torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()
-        # other threads, which pin the next batch, may go on meanwhile
+        # The loader's thread pins the next batch meanwhile, which the default mode would forbid.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.static_result = train_step(
                 self.model, self.optimizer, self.static_batches, self.static_lr, watch

@@ -1,9 +1,9 @@
-"""Exchange: published models become runs, and runs become models that others read.
+"""Import of Hugging Face models as runs, and export of runs as Hugging Face models.
 
-A run that was imported has what any run has: settings, a checkpoint (of weights only, after step 0)
-and a tokenizer; so it is trained, generated from, evaluated and exported as any other. What came
-with the model and is not ours (its config.json, tokenizer files, generation settings) is kept in
-`published/` and goes out again as it came in.
+An imported run has what any run has: a config, a checkpoint (of weights only, at step 0) and a
+tokenizer; so it is trained, generated from, evaluated and exported like any other. Files of the
+model that Ranvier does not use itself (config.json, tokenizer files, generation settings) are kept
+in `published/` and exported unchanged.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ from ranvier.train.progress import show_progress
 from ranvier.train.resume.checkpointing import run_to_dict
 
 ORIGIN_DIR = "published"
-"""Directory of a run with the files that came with its model."""
+"""Directory in a run with the original files of the imported model."""
 ORIGIN_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"),
     *("LICENSE", "NOTICE"),
 )
-"""Files beside weights that are kept; code is not."""
+"""Files of a model that are kept besides weights; code is not."""
 ORIGIN_PATH_FILE = "origin.txt"
-"""Where they came from."""
+"""File in that directory with the path of the imported model."""
 DEFAULT_SEQ_LIMIT = 512
-"""Tokens of a sample that the settings of an imported run begin with, at most."""
+"""Upper bound of the default `data.seq` of an imported run, in tokens."""
 PROGRESS_MIN_BYTES = 1 << 30
-"""Bytes of a model above which it is said how far it is."""
+"""Minimum size of a model, in bytes, for a progress display."""
 MAX_SHARD_BYTES = 5 * 10**9
-"""Bytes of a file of weights at most."""
+"""Maximum bytes of a safetensors file."""
 
 
 def import_model(source: str, out: Path) -> list[str]:
-    """Make a run of a published model; lines on it. The directory appears whole or not at all."""
+    """Import a published model as a run; returns lines to print. `out` is created atomically."""
     with PublishedModel.open(find_model(source)) as model:
         with write_atomically(out) as here:
             lines = [
@@ -84,7 +84,7 @@ def import_model(source: str, out: Path) -> list[str]:
 def write_initial_run(
     here: Path, run: RunConfig, weights: published.TensorProvider, source: str
 ) -> None:
-    """Write the settings of a run and its checkpoint after step 0, which holds weights only."""
+    """Write the config of a run and its checkpoint of step 0, which holds weights only."""
     (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
     inside = here / "checkpoints" / "step-00000000"
     inside.mkdir(parents=True)
@@ -98,13 +98,14 @@ def write_initial_run(
     with transfer_progress("importing") as progress:
         count = published.write_weights(weights, inside, progress)
     directory.write_manifest(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
+    # Their content is part of the manifest by now.
     for told in inside.glob("rank-*.json"):
         told.unlink()
     directory.write_latest_pointer(here / "checkpoints", inside.name)
 
 
 def find_model(source: str) -> Path:
-    """The path of a model: a directory, a file, or what a hub's name leads to."""
+    """The path of a model: a directory, a file, or the snapshot of a Hugging Face Hub name."""
     path = Path(source)
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         raise PlanError(
@@ -113,6 +114,7 @@ def find_model(source: str) -> Path:
         )
     if path.exists():
         return path
+    # A name on the hub is `name` or `owner/name`; anything else is a path that does not exist.
     if source.count("/") > 1 or source.startswith((".", "/", "~")) or not source:
         raise PlanError(
             f"{source!r} is not there. A model is a directory with config.json and *.safetensors, "
@@ -126,9 +128,11 @@ def find_model(source: str) -> Path:
             "installed. Give a directory, or install the extra: pip install 'ranvier[hf]'."
         ) from None
     try:
+        # No pickles and no code.
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE", "NOTICE"]
         return Path(snapshot_download(source, allow_patterns=patterns))
-    except Exception as error:  # whatever the network or the hub says
+    # The hub client raises many kinds of errors, also those of the network.
+    except Exception as error:
         raise PlanError(
             f"{source!r} is no directory here and cannot be fetched: "
             f"{str(error).splitlines()[0]:.200}. Give the path of a directory with config.json "
@@ -137,7 +141,7 @@ def find_model(source: str) -> Path:
 
 
 def _dropout_notes(model: PublishedModel) -> list[str]:
-    """What of a model's config is a matter of training, and not taken over."""
+    """Lines on training settings in a model's config that are not imported."""
     names = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
     drops = [f"{name}={model.hf_config[name]}" for name in names if model.hf_config.get(name)]
     if not drops:
@@ -146,7 +150,7 @@ def _dropout_notes(model: PublishedModel) -> list[str]:
 
 
 def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> RunConfig:
-    """The settings that an imported run begins with."""
+    """The config of an imported run."""
     data = DataConfig(seq=min(DEFAULT_SEQ_LIMIT, model.config.max_seq))
     if tokenizer:
         data = replace(data, tokenizer=str(out.absolute() / "tokenizer.json"))
@@ -154,12 +158,12 @@ def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> 
 
 
 def to_model_config(config: DecoderConfig) -> ModelConfig:
-    """The section `model` of a run."""
+    """The `model` section of a run config."""
     return ModelConfig(**{**asdict(config), "size": IMPORTED_SIZE})
 
 
 def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
-    """Refuse tokenizer files that are damaged; lines on what they lack."""
+    """Raise on damaged tokenizer files; returns lines on what they lack."""
     for name in ORIGIN_FILES:
         path = here / ORIGIN_DIR / name
         if path.suffix == ".json" and name != "tokenizer.json" and path.exists():
@@ -173,12 +177,13 @@ def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
 
 
 def _copy_model_files(source: Path, here: Path) -> list[str]:
-    """Copy what comes with a model; lines on what is missing."""
+    """Copy the files of a model besides weights; returns lines on what is missing."""
     (here / ORIGIN_DIR).mkdir()
     (here / ORIGIN_DIR / ORIGIN_PATH_FILE).write_text(f"{source.absolute()}\n", encoding="utf-8")
     for name in ORIGIN_FILES:
         _copy_if_present(source / name, here / ORIGIN_DIR / name, source)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        # A second copy where a run keeps its tokenizer.
         _copy_if_present(here / ORIGIN_DIR / name, here / name, here)
     _copy_if_present(here / ORIGIN_DIR / "chat_template.jinja", here / "chat_template.jinja", here)
     if (here / "tokenizer.json").exists():
@@ -190,22 +195,25 @@ def _copy_model_files(source: Path, here: Path) -> list[str]:
 
 
 def _copy_if_present(source: Path, target: Path, root: Path) -> None:
-    """Copy a file if it is there. root: the directory of the model or run that it belongs to."""
+    """Copy a file if it exists. root: the directory of the model or run that it belongs to."""
     if safe_files.path_exists(source):
         safe_files.copy_file(source, target, root=root)
 
 
 @contextmanager
 def write_atomically(out: Path) -> Iterator[Path]:
-    """A hidden directory that becomes `out` at the end, and is gone if there is none."""
+    """Yield a hidden directory that is renamed to `out` on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --to.")
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.writing")
     try:
         hidden.mkdir(parents=True)
         yield hidden
+        # Contents must be on disk before the rename makes them visible, and the rename itself after
+        # it.
         for path in sorted(hidden.rglob("*")):
             checksummed_file.fsync_path(path)
+        # Only an empty directory gets here; `os.replace` needs it gone.
         if out.is_dir():
             out.rmdir()
         os.replace(hidden, out)
@@ -220,7 +228,7 @@ def write_atomically(out: Path) -> Iterator[Path]:
 
 
 def copy_origin_files(start: str, into: Path) -> None:
-    """Keep what came with the model that a new run takes its weights from, for its export."""
+    """Copy the original files of the model that a new run starts from, for its later export."""
     source = Path(start)
     if directory.CHECKPOINT_NAME.fullmatch(source.name):
         origin = source.parent.parent
@@ -235,7 +243,7 @@ def copy_origin_files(start: str, into: Path) -> None:
 
 
 def init_from(run: RunConfig) -> RunConfig:
-    """A new run with the model of what it takes its weights from, and the words it knows."""
+    """The config of a new run with the model and tokenizer of what it starts from."""
     source = find_model(run.train.start)
     if directory.CHECKPOINT_NAME.fullmatch(source.name):
         origin = source.parent.parent
@@ -249,6 +257,7 @@ def init_from(run: RunConfig) -> RunConfig:
             model = to_model_config(there.config)
             words = there.folder / "tokenizer.json"
     data = run.data
+    # A tokenizer that the user has chosen is not replaced.
     if words.exists() and data.tokenizer == DataConfig().tokenizer:
         data = replace(data, tokenizer=str(words.absolute()))
     return replace(run, model=model, data=data, train=replace(run.train, start=str(source)))
@@ -266,7 +275,7 @@ def export_model(
     family: str = "",
     shard: int = MAX_SHARD_BYTES,
 ) -> list[str]:
-    """Write the weights of a run as others read them; lines on it.
+    """Export the weights of a run as a Hugging Face model; returns lines to print.
 
     dtype: of the weights; empty: that of the published model, or of the checkpoint.
     """
@@ -292,11 +301,14 @@ def export_model(
     wanted = DTYPES_BY_NAME.get(dtype) or _config_dtype(theirs) or torch.float32
     types = dict.fromkeys(stored, wanted)
     if source.facts.get("weights") and not dtype:
-        types = stored  # as it came
+        # An imported model that was not trained is exported in its original types.
+        types = stored
+    # config.json has one dtype for all weights: the most frequent one.
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
     with write_atomically(out) as here:
         config = {**theirs, **token_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
-        for key in ("torch_dtype", "auto_map"):  # an older word; code that does not come along
+        # `torch_dtype` is the former name of `dtype`; `auto_map` refers to code that is not copied.
+        for key in ("torch_dtype", "auto_map"):
             config.pop(key, None)
         _write_json(here / "config.json", config)
         copy_tokenizer_files(origin, here, config)
@@ -314,7 +326,7 @@ def export_model(
 
 
 def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") -> list[str]:
-    """Write the adapters of a run in PEFT's format; lines on it."""
+    """Export the adapters of a run in PEFT's format; returns lines to print."""
     if dtype and dtype not in DTYPES_BY_NAME:
         raise PlanError(
             f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
@@ -334,7 +346,7 @@ def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") 
 
 
 def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Family, dict[str, Any]]:
-    """The family of a run's model, and its config.json: the one it came with if it still fits."""
+    """The family of a run's model and its config.json: the original one if it still fits."""
     kept = origin / ORIGIN_DIR / "config.json"
     if safe_files.path_exists(kept):
         before = published.read_json_table(kept, root=origin)
@@ -356,13 +368,13 @@ def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Fami
 
 
 def _is_same_model(one: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether two models are the same but for how they are trained."""
+    """Whether two model configs are equal except for training settings."""
     names = [f.name for f in fields(DecoderConfig) if f.name not in TRAINING_SETTINGS]
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def weight_reader(source: CheckpointSource, run: RunConfig) -> Callable[[str], Tensor]:
-    """Reads the whole of a weight by its name, with its adapter merged into it."""
+    """Return a function that reads a full weight by name, with its adapter merged."""
     there = run.lora.rank > 0 and any(".adapters." in name for name in source.tensor_specs)
     if there:
         known = adapted_weights(run.model, run.lora)
@@ -377,24 +389,27 @@ def weight_reader(source: CheckpointSource, run: RunConfig) -> Callable[[str], T
 
 
 def _config_dtype(theirs: Mapping[str, Any]) -> torch.dtype | None:
-    """The type that a config.json names."""
+    """The dtype given in a config.json; None if there is none."""
     word = str(theirs.get("dtype") or theirs.get("torch_dtype") or "")
     return next((x for x in DTYPES_BY_NAME.values() if str(x) == f"torch.{word}"), None)
 
 
 def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens that begin, end and fill a text, for a config.json of ours that names none.
+    """The bos, eos and pad token ids for a generated config.json that has none.
 
-    Those of the model that a run came from, whatever its family, as ids are those of its tokenizer;
-    of a run of our own the end of the tokenizer. None is named, too: else a family has its own.
+    Those of the imported model, of any family, as ids belong to its tokenizer; for other runs the
+    eos token of the tokenizer. A missing one is written as null: otherwise the default of the
+    family would apply.
     """
     if (origin / "config.toml").exists():
         kept = origin / ORIGIN_DIR
     else:
         kept = origin
+    # `kept` is the directory of the original files: inside a run, or the published model itself.
     if (kept / "config.json").exists():
         before = published.read_json_table(kept / "config.json")
-        if before == theirs:  # it goes out as it came
+        # The original config.json is exported unchanged.
+        if before == theirs:
             return {}
         family = FAMILIES.get(str(before.get("model_type")))
         if family is not None:
@@ -402,6 +417,7 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             meant = {}
         known = range(int(theirs["vocab_size"]))
+        # The default ids of the family, where they are inside the vocabulary.
         default = {key: number for key, number in meant.items() if number in known}
         return {
             key: before.get(key, default.get(key))
@@ -419,7 +435,7 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer_files(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
-    """Tokenizer and generation settings: as they came, else made from the run's."""
+    """Write tokenizer and generation settings: the original files, else made from the run's."""
     if (origin / "config.toml").exists():
         kept = origin / ORIGIN_DIR
     else:
@@ -449,17 +465,17 @@ def _write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 @contextmanager
 def transfer_progress(what: str) -> Iterator[published.ByteProgress]:
-    """Shows how far large models are."""
+    """Show progress in GiB for large models."""
     with show_progress(what, least=PROGRESS_MIN_BYTES) as show:
         yield lambda done, total: show(
             done, total, f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
         )
 
 
-# ---- the verbs --------------------------------------------------------------------------
+# ---- commands ---------------------------------------------------------------------------
 
 
 def print_lines(lines: Sequence[str]) -> int:
-    """Print lines."""
+    """Print lines; returns the exit code 0."""
     print("\n".join(lines))
     return 0

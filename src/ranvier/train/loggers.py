@@ -1,4 +1,4 @@
-"""Show: where the metrics of a run go. A file, a progress display, TensorBoard, Weights & Biases.
+"""Loggers of a run: metrics.jsonl, a progress display, TensorBoard, Weights & Biases.
 
 Each is a sink: called with the metrics of a step, closed at the end. rich, tensorboard and wandb
 are imported only where they are used; without rich, or without a terminal, lines are printed.
@@ -22,11 +22,11 @@ from ranvier.system.terminal import print
 MetricsRow = dict[str, Any]
 MetricsSink = Callable[[MetricsRow], None]
 PRINTED_LINES = 20
-"""Lines that a run without a terminal prints, about."""
+"""Approximate number of lines that a run without a terminal prints."""
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Refuse a log whose package is missing, before any work."""
+    """Raise if the package of a logger is missing, before any work is done."""
     missing = [name for name in run.train.log if importlib.util.find_spec(name) is None]
     if missing:
         raise PlanError(
@@ -36,7 +36,7 @@ def check_loggers(run: RunConfig) -> None:
 
 
 def format_metrics(row: MetricsRow, steps: int) -> str:
-    """The metrics of a step in words."""
+    """The metrics of a step as one line."""
     parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_format_number(row['loss'], '.4f')}"]
     if row["held_out_loss"] is not None:
         parts.append(f"held-out {row['held_out_loss']:.4f}")
@@ -58,8 +58,9 @@ def _format_number(value: float | None, form: str) -> str:
 
 @contextmanager
 def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
-    """All sinks of a run as one."""
+    """Open all loggers of a run as one sink."""
     with ExitStack() as stack:
+        # The file comes first, so that a failing display cannot lose a row.
         every: list[MetricsSink] = [stack.enter_context(metrics_file(folder / "metrics.jsonl"))]
         every.append(stack.enter_context(progress_display(run.train.steps)))
         for name in run.train.log:
@@ -74,7 +75,8 @@ def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
 
 @contextmanager
 def tolerate_failures(name: str, log: AbstractContextManager[MetricsSink]) -> Iterator[MetricsSink]:
-    """A log that may fail once it has begun: the run goes on without it, and says so once."""
+    """Wrap a logger so that a failure after its start is only a warning, printed once."""
+    # An error at the start is raised, as it can still be fixed.
     sink = log.__enter__()
     failed = False
 
@@ -98,13 +100,14 @@ def tolerate_failures(name: str, log: AbstractContextManager[MetricsSink]) -> It
         try:
             log.__exit__(*before)
         except Exception as error:
+            # An exception of the run itself passes through unchanged.
             if error is not before[1]:
                 warn(error)
 
 
 @contextmanager
 def metrics_file(path: Path) -> Iterator[MetricsSink]:
-    """One line a step in a file; where that fails the run goes on without it, and says so once."""
+    """Append one JSON line per step to a file; a failure is only a warning, printed once."""
     warned = False
 
     def warn(error: OSError) -> None:
@@ -115,7 +118,8 @@ def metrics_file(path: Path) -> Iterator[MetricsSink]:
         warned = True
 
     with ExitStack() as stack:
-        try:  # nothing is kept back, which could fail once more at the end
+        # Unbuffered: nothing is left to flush, and to fail, when the file is closed.
+        try:
             file = stack.enter_context(path.open("ab", buffering=0))
         except OSError as error:
             warn(error)
@@ -133,7 +137,7 @@ def metrics_file(path: Path) -> Iterator[MetricsSink]:
 
 @contextmanager
 def progress_display(steps: int) -> Iterator[MetricsSink]:
-    """A progress bar on a terminal, else about twenty lines."""
+    """A progress bar on a terminal, otherwise about twenty lines."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _line_printer(steps)
         return
@@ -146,7 +150,8 @@ def progress_display(steps: int) -> Iterator[MetricsSink]:
         last: MetricsRow = {}
 
         def show(row: MetricsRow) -> None:
-            if row["held_out_loss"] is None:  # the newest one stays in sight
+            # Keep the latest validation loss visible between evaluations.
+            if row["held_out_loss"] is None:
                 row = {**row, "held_out_loss": last.get("held_out_loss")}
             last.update(row)
             bar.update(task, completed=row["step"] + 1, description=format_metrics(row, steps))
@@ -159,6 +164,7 @@ def _line_printer(steps: int) -> MetricsSink:
 
     def show(row: MetricsRow) -> None:
         step = row["step"]
+        # Besides the regular lines: the last step, every evaluation, and every skipped step.
         shown = step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None
         if shown or row["skipped"]:
             print(format_metrics(row, steps), flush=True)
@@ -167,17 +173,18 @@ def _line_printer(steps: int) -> MetricsSink:
 
 
 def scalar_metrics(row: MetricsRow) -> MetricsRow:
-    """The metrics that have a value, without the number of the step."""
+    """The scalar metrics that have a value, without the step number."""
     return {
         key: value
         for key, value in row.items()
+        # Lists (such as the loads of experts) have no scalar plot.
         if value is not None and key != "step" and not isinstance(value, list)
     }
 
 
 @contextmanager
 def tensorboard_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
-    """Event files in the run's own folder."""
+    """TensorBoard event files in the run directory."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard")) as writer:
@@ -192,7 +199,7 @@ def tensorboard_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
 
 @contextmanager
 def wandb_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
-    """A run of Weights & Biases; its own environment says where and whether online."""
+    """A Weights & Biases run; its WANDB_* environment selects the account and the mode."""
     import tomllib
 
     import wandb

@@ -1,4 +1,4 @@
-"""Adapters of a run: their settings and values before the first step."""
+"""LoRA adapters of a run: their settings and their initial values."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
 FIXED_LORA_SETTINGS = ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")
-"""Settings that the weights of adapters mean something with."""
+"""Settings that must not change, as the weights of adapters depend on them."""
 ADAPTER_INFIX = ".adapters."
-"""What the names of adapters' weights have, and no others."""
+"""Part of the names of all adapter weights, and of no others."""
 
 
 def resolve_lora(run: RunConfig) -> RunConfig:
-    """The run with the settings of the adapter that it starts from."""
+    """The run config with the settings of the adapter that it starts from."""
     if not run.lora.start:
         return run
     stored = read_adapter(Path(run.lora.start), run.model)
@@ -42,16 +42,17 @@ def resolve_lora(run: RunConfig) -> RunConfig:
 
 
 def is_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> bool:
-    """Whether a checkpoint has weights beside which a run trains adapters, but none of these."""
+    """Whether a run with adapters reads a checkpoint that has only base weights."""
     return run.lora.rank > 0 and not any(ADAPTER_INFIX in name for name in manifest.tensors)
 
 
 def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
-    """Refuse to start from a run with adapters without them, or with others."""
+    """Raise if a run starts from one with adapters, but has none or other ones."""
     if not any(ADAPTER_INFIX in name for name in manifest.tensors):
         return
     start = run.train.start
     theirs = dict(manifest.facts.get("config", {}).get("lora", {}))
+    # A JSON round trip, as in the manifest: tuples become lists.
     mine = json.loads(json.dumps(asdict(run.lora)))
     other = [key for key in FIXED_LORA_SETTINGS if key in theirs and theirs[key] != mine[key]]
     if not other and run.lora.rank > 0:
@@ -72,18 +73,20 @@ def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
 
 @torch.no_grad()
 def init_adapters(trainer: Trainer) -> None:
-    """Give adapters their first values beside weights that have theirs.
+    """Initialise adapters after the base weights are loaded.
 
-    Communicates: with DoRA, weights over depth and the lengths of their rows.
+    Communicates: with DoRA, weights over depth and the norms of their rows.
     """
     run = trainer.run
     parallel = get_parallel_model(trainer.model)
     if run.lora.rank == 0:
         return
     for _, adapter, layer in named_adapters(trainer.model):
+        # DoRA starts with the row norms of the base weight, so this needs its final values.
         adapter.init_magnitudes(layer)
     if run.lora.start:
         mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
         read_adapter(Path(run.lora.start), run.model).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
+    # The working weights were changed: refresh the master copies.
     trainer.optimizer.reload_master_weights()

@@ -1,4 +1,4 @@
-"""Metrics of a step: read from the device one step later, so that nothing waits for them."""
+"""Metrics of a step, read from the device one step later so that the host never waits for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ PEAK_TFLOPS = {
     "MI300A": 980.6,
     "MI300X": 1307.0,
 }
-"""Dense 16-bit matrix products of a device (of an AMD MI250X: of one of its two halves)."""
+"""Peak TFLOP/s of dense 16-bit matmuls per device (AMD MI250X: of one of its two dies).
+
+The first name that occurs in the device's name counts, so longer names come first.
+"""
 
 PEAK_BANDWIDTH = {
     "GH200": 4000.0,
@@ -51,11 +54,11 @@ PEAK_BANDWIDTH = {
     "MI250": 1638.0,
     "MI300": 5300.0,
 }
-"""GB/s of a device's memory, by its data sheet; the first name that fits counts."""
+"""Memory bandwidth in GB/s by data sheet; the first name that occurs in the device's counts."""
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
-    """Bytes the device's memory can move in a second; None where that is not known."""
+    """Peak memory bandwidth of the device in bytes per second; None if unknown."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -65,7 +68,7 @@ def peak_bandwidth(device: torch.device) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What the device can do in a second in this type; None where that is not known."""
+    """Peak FLOP/s of the device in this dtype; None if unknown."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     name = torch.cuda.get_device_name(device)
@@ -76,18 +79,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def step_flops(
     parallel: ParallelModel, flow: ActivationShape, micro_batches: int
 ) -> tuple[int, int]:
-    """Work of a step on this rank, attention counted causally, and counted fully.
+    """FLOPs of a step on this rank, with causal attention and with full attention.
 
-    Three forward passes' worth: backward costs two, one if the weight is frozen. What is computed
-    again does not count.
+    3 x forward: backward costs two forward passes, or one if the weight is frozen. Recomputation
+    does not count (MFU, not HFU).
+    Communicates: all-reduce of two numbers over pipe.
     """
     causal = full = 0
     for leaf in parallel.layers.values():
         frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
         flops = leaf.flops(flow) * (2 if frozen else 3)
         causal += flops
+        # `flops` of attention counts the causal half of the scores.
         full += flops * (2 if isinstance(leaf, AttentionCore) else 1)
-    axis = parallel.grid.axis("pipe")  # stages differ: of all their mean
+    # Stages have different work; MFU is that of the mean stage.
+    axis = parallel.grid.axis("pipe")
     here = torch.tensor([causal, full], dtype=torch.float64, device=_model_device(parallel))
     causal, full = map(int, (collectives.all_reduce(here, axis).wait() / axis.size).tolist())
     return causal * micro_batches, full * micro_batches
@@ -98,10 +104,12 @@ def _model_device(parallel: ParallelModel) -> torch.device:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes this rank has held so far: of the device, or of the process."""
+    """Peak bytes of this rank so far: of the device, or of the process on a CPU."""
     if device.type == "cuda":
-        held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat one is slow
+        # `memory_stats` flattens and sorts this dict, which is too slow for every step.
+        held = torch.cuda.memory.memory_stats_as_nested_dict(device)
         return int(held["allocated_bytes"]["all"]["peak"])
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     if sys.platform == "darwin":
         unit = 1
     else:
@@ -110,33 +118,36 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class DeviceEvent:
-    """A moment in the work of a device; on the host it is now."""
+    """A point in the work queue of a device; on a CPU the current time."""
 
     def __init__(self, device: torch.device) -> None:
         self.event: Any = None
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
+            # The time of the GPU, not of the launch.
             self.event.record()
         self.host_time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Until the device is there."""
+        """Wait until the device has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
     def seconds_since(self, before: DeviceEvent) -> float:
-        """Seconds on the device's clock."""
+        """Seconds since an earlier event, on the device's clock."""
         if self.event is None:
             return self.host_time - before.host_time
         return float(before.event.elapsed_time(self.event)) / 1e3
 
 
 class DeferredRead:
-    """Numbers on their way from the device to the host."""
+    """Scalars that are being copied from the device to the host."""
 
     def __init__(self, values: Sequence[Tensor], device: torch.device) -> None:
+        # One copy for all scalars; float64 holds byte counts exactly.
         numbers = torch.stack([value.detach().to(torch.float64) for value in values])
         if device.type == "cuda":
+            # Only a copy into pinned memory is asynchronous.
             self.host_values = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
             self.host_values.copy_(numbers, non_blocking=True)
         else:
@@ -144,13 +155,13 @@ class DeferredRead:
         self.ready_event = DeviceEvent(device)
 
     def read(self) -> list[float]:
-        """The numbers; waits until they are there."""
+        """Wait for the copy and return the numbers."""
         self.ready_event.synchronize()
         return [float(value) for value in self.host_values.tolist()]
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """A number as JSON can hold it: None for what is not finite."""
+    """A number as JSON can represent it: None if it is not finite."""
     if value is not None and math.isfinite(value):
         return value
     return None
@@ -158,60 +169,62 @@ def finite_or_none(value: float | None) -> float | None:
 
 @dataclass
 class PendingStep:
-    """A step under way: what the host will read of it."""
+    """An issued step whose results the host will read later."""
 
     step: int
     tokens: int
-    """Of the run, this step included."""
+    """Tokens of the run so far, this step included."""
     lr: float
     numbers: DeferredRead
-    """Loss, gradient norm, whether it is bad, whether it is a spike, signal, memory, loss scale,
-    what routers did, and how far a checkpoint is."""
+    """Loss, gradient norm, is_nonfinite, is_spike, stop signal, peak memory, loss scale, router
+    statistics, and the two numbers of the save status."""
     start_event: DeviceEvent
     data_wait_seconds: float
-    """Seconds the host waited for its batch."""
+    """Seconds that the host waited for the batch."""
     comm_events: list[trace.Event]
     val_loss: float | None = None
     is_skipped: bool = False
-    """Whether its update was left out."""
+    """Whether the update was skipped."""
     skipped_total: int = 0
-    """Of the run, this step included."""
+    """Skipped updates of the run so far, this step included."""
 
 
 @dataclass
 class Meter:
-    """Makes the metrics of steps and adds up where the time went."""
+    """Computes the metrics of steps and accumulates the time by phase."""
 
     tokens: int
-    """Of a step."""
+    """Tokens per step."""
     flops: tuple[int, int]
-    """Of a step on this rank, attention counted causally and fully."""
+    """FLOPs per step on this rank, with causal and with full attention."""
     peak_flops: float | None
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds by what they went to."""
+    """Seconds by phase."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """Tells who watches from outside what this rank is at."""
+    """Reports to the watchdog what this rank is doing."""
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to a phase."""
+        """Add seconds to a phase."""
         self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     @contextmanager
     def time_phase(self, name: str) -> Iterator[None]:
-        """The time inside goes to a phase."""
+        """Add the time inside to a phase."""
         start = time.perf_counter()
         with self.heartbeat.inside_section(name):
             yield
         self.add_seconds(name, time.perf_counter() - start)
 
     def step_metrics(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
-        """The metrics of a step that the device has taken.
+        """The metrics of a completed step.
 
-        ended: when the step before was done, if nothing else lay between.
+        ended: end of the previous step, if nothing ran between the two; None: use the own start.
         """
         loss, norm, _, spike, _, held, scale, *experts, _, _ = under.numbers.read()
+        # From the end of the previous step if nothing ran between, as steps overlap on the host.
         seconds = under.numbers.ready_event.seconds_since(ended or under.start_event)
         exposed = trace.exposed_seconds(under.comm_events)
+        # Waits may overlap with device work, so the difference may be slightly negative.
         self.add_seconds("compute", max(seconds - exposed - under.data_wait_seconds, 0.0))
         self.add_seconds("exposed communication", exposed)
         self.add_seconds("waiting for data", under.data_wait_seconds)

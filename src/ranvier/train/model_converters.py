@@ -1,8 +1,8 @@
-"""Arithmetic: how the layers of a run compute, where there are several ways to the same.
+"""Chooses kernels for the layers of a run: attention backend, fp8 matmuls, fused linear layers.
 
-Attention takes the fastest kernel of the device, linear layers multiply in fp8 where the run asks
-for it, siblings that multiply alike as one matrix. What is measured is measured by rank 0, which
-tells the others, so that all ranks compute alike.
+Attention uses the fastest kernel of the device, linear layers multiply in fp8 if the run asks for
+it, and fused layers with the same matmul are packed into one matrix. Rank 0 measures and broadcasts
+the choice, so that all ranks compute alike.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ from ranvier.train.memory.probe import candidate_micro_batches
 
 DEFAULT_FLOAT8_LAYERS = TrainConfig().fp8_layers
 MAX_PACKED_FEATURES = 4096
-"""Output features up to which siblings are packed in fp8."""
+"""Output features up to which fused layers are packed in fp8."""
 
 
 def choose_arithmetic(
     run: RunConfig, model: nn.Module, grid: Grid, device: torch.device, flow: ActivationShape
 ) -> list[str]:
-    """Settle how attention and linear layers compute; lines that say what was chosen.
+    """Choose how attention and linear layers compute; returns notes on the choice.
 
-    Communicates: what rank 0 has measured, as texts over all axes.
+    Communicates: broadcast of rank 0's measurements as texts over all axes.
     """
     parallel = get_parallel_model(model)
     dtype = next(iter(model.parameters())).dtype
     notes = _choose_attention(run, parallel, grid, device, dtype, flow)
     if run.train.fp8 != "off":
+        # The micro-batch may still be open: the smallest candidate must satisfy the fp8 size rules,
+        # too.
         least = replace(flow, samples=candidate_micro_batches(run.plan, flow.seq)[-1])
         notes += _enable_float8(run, parallel, least)
+    # Packing comes last, as it depends on which layers use fp8.
     _pack_siblings(parallel)
     return notes
 
 
 def _pack_siblings(parallel: ParallelModel) -> None:
-    """Pack siblings that multiply alike; in fp8 wider ones, too: there are fewer casts."""
+    """Pack fused layers with the same matmul; in fp8 also wider ones, as this saves casts."""
     for leaf in parallel.layers.values():
         if isinstance(leaf, FusedLinear):
             if all(isinstance(layer.matmul_backend, float8.Float8Linear) for layer in leaf.layers):
@@ -70,7 +73,8 @@ def _choose_attention(
 ) -> list[str]:
     if device.type != "cuda":
         return []
-    model, some = run.model, next(iter(parallel.layers.values()))  # a stage may have no attention
+    # Any layer will do for the layout: a pipeline stage may have no attention of its own.
+    model, some = run.model, next(iter(parallel.layers.values()))
     ranks = grid.axis_without_group(*parallel.table.feature_axes("heads")).size
     samples = max(some.site.layout_context.local_tokens(flow, "heads") // flow.seq, 1)
     heads = model.heads // ranks
@@ -89,14 +93,15 @@ def _choose_attention(
 
 
 def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShape) -> list[str]:
-    """Have the named layers multiply in fp8 where their sizes allow it."""
+    """Use fp8 matmuls in the layers of `train.fp8_layers` whose sizes allow it."""
     products, layers = float8.Float8Linear(run.train.fp8), _linear_layers(parallel)  # type: ignore[arg-type]
     named = [
         name
         for name in layers
         if set(name.split(".")) & set(run.train.fp8_layers) and ".adapters." not in name
     ]
-    if not named and parallel.grid.degrees["pipe"] == 1:  # else another stage may have them
+    # With a pipeline another stage may have the named layers.
+    if not named and parallel.grid.degrees["pipe"] == 1:
         raise PlanError(
             f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
             f"name means a layer. Words are {', '.join(_name_parts(layers))}."
@@ -130,7 +135,7 @@ def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShap
 
 
 def _name_parts(layers: Iterable[str]) -> list[str]:
-    """The words in the names of layers, without numbers."""
+    """The parts of layer names, without numbers."""
     return sorted({word for name in layers for word in name.split(".") if not word.isdigit()})
 
 
@@ -143,7 +148,7 @@ def _linear_layers(parallel: ParallelModel) -> dict[str, Linear]:
 
 
 def _matrix_shape(layer: Linear) -> tuple[int, int]:
-    """Out and in features of the product on this rank."""
+    """Output and input features of the matmul on this rank."""
     *out, into = layer.handles["weight"].sharding.unsharded_shape
     size = 1
     for extent in out:
@@ -154,6 +159,6 @@ def _matrix_shape(layer: Linear) -> tuple[int, int]:
 
 
 def _input_tokens(layer: Linear, flow: ActivationShape) -> int:
-    """Tokens of the product on this rank: those of the gathered input."""
+    """Tokens of the matmul on this rank, after the all-gather of its input."""
     (axis, _), _ = layer.comm_axes
     return layer.site.layout_context.local_tokens(flow, layer.in_dim) * axis.size

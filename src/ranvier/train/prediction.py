@@ -1,4 +1,4 @@
-"""Foretold: what the planner has said of a run, held against its steps, in words and pages."""
+"""Predicted vs. measured step time and memory of a run, as a printed line and a report section."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ from ranvier.planner.memory.breakdown import GIB
 from ranvier.system.terminal import print
 
 CHECK_AFTER_STEPS = 8
-"""Steps after which a run is held against its prediction; the first two warm up."""
+"""Steps after which a run is compared with its prediction; the first two are warm-up."""
 WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What the planner has said of a run, as run.json holds it."""
+    """The planner's prediction for a run, as stored in run.json."""
 
     why: str
     machine: str
     seconds: float
     low: float
-    """With `high`: where four of five such runs lie."""
+    """Lower end of the 80% interval of the step time; `high` is its upper end."""
     high: float
     memory: int
-    """Most bytes of tensors on a device."""
+    """Peak bytes of tensors on a device."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by what they are spent on."""
+    """Seconds per step by what they are spent on."""
 
 
 @dataclass
 class PredictionCheck:
-    """A prediction, and the steps of a run."""
+    """A prediction and the measured steps of the run."""
 
     prediction: StepPrediction
     step_seconds: list[float] = field(default_factory=list)
     memory: int = 0
-    """Most bytes of tensors on the device; 0: nobody counts them."""
+    """Peak bytes of tensors on the device; 0 if they are not counted."""
 
     def report_step(self, row: Mapping[str, Any], *, counted: bool) -> None:
-        """Hold a step against what was foretold, and print the line, once."""
+        """Add a step; print the comparison once, after the first few steps."""
         line = self.add_step(row, counted=counted)
         if line:
             print(f"  {line}", flush=True)
 
     def add_step(self, row: Mapping[str, Any], *, counted: bool) -> str:
-        """Note a step; a line for people after the first few. counted: its tensors are."""
+        """Add a step; returns the comparison as a line after `CHECK_AFTER_STEPS`, else "".
+
+        counted: whether the device counts the bytes of its tensors.
+        """
         self.step_seconds.append(float(row["seconds"]))
+        # On a CPU the row has the memory of the whole process, which was not predicted.
         if counted:
             self.memory = int(row["memory"])
         else:
@@ -61,13 +65,13 @@ class PredictionCheck:
 
     @property
     def median_seconds(self) -> float:
-        """The median time of a step; 0 before the first that counts."""
+        """The median step time without warm-up; 0 before the first step that counts."""
         if len(self.step_seconds) > WARMUP_STEPS:
             return median(self.step_seconds[WARMUP_STEPS:])
         return 0.0
 
     def summary_line(self) -> str:
-        """Predicted and measured, in a sentence."""
+        """Predicted vs. measured, as a sentence."""
         said = self.prediction
         words = (
             f"a step was foretold to take {_format_time(said.seconds)}, and takes "
@@ -81,7 +85,7 @@ class PredictionCheck:
         return words
 
     def to_dict(self) -> dict[str, Any]:
-        """As run.json holds it."""
+        """The comparison as stored in run.json."""
         return {
             "predicted": asdict(self.prediction),
             "measured": {"seconds": self.median_seconds, "memory": self.memory},
@@ -95,12 +99,13 @@ def _format_time(seconds: float) -> str:
 
 
 def prediction_section(facts: Any) -> str:
-    """The section of a report on a prediction and what came of it; nothing if there is none."""
+    """The report section on predicted vs. measured; empty if there was no prediction."""
     try:
         said = StepPrediction(**facts["predicted"])
         measured = facts["measured"]
         taken = float(measured["seconds"])
         held = float(measured["memory"])
+    # run.json may come from another version, or have no prediction.
     except (TypeError, KeyError, ValueError):
         return ""
     rows = [_table_row("seconds of a step", said.seconds, taken, 1.0)]

@@ -1,4 +1,4 @@
-"""Corpora of a run or of `ranvier data`: tokenized with a progress display, shown in words."""
+"""Tokenization of corpora for a run or for `ranvier data`, with a progress display."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ranvier.train.progress import show_progress
 
 
 def tokenize_corpora(run: RunConfig) -> list[str]:
-    """The folders of a run's tokenized corpora, made where they are not there yet."""
+    """The directories of a run's tokenized corpora; missing ones are created in the cache."""
     data = run.data
     with tokenization_progress() as progress:
         folders = cache_corpora(
@@ -57,12 +57,13 @@ def prepare_corpus(
     template: str,
     learn: Learn,
 ) -> int:
-    """Tokenize files into a directory and print what it holds; the exit code."""
+    """Tokenize files into a directory and print a summary; returns the exit code."""
     if not inputs:
         raise PlanError(
             "data prepare was given no file. It tokenizes one or more. "
             "Write: ranvier data prepare FILE ... --out DIR."
         )
+    # Inputs in Megatron's indexed format are tokenized already.
     tokens = [path for path in inputs if pair_prefixes(Path(path))]
     if tokens:
         raise PlanError(
@@ -70,6 +71,7 @@ def prepare_corpus(
             f"{command_line('ranvier', 'train', '--data.corpus', Path(tokens[0]))}"
         )
     folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
+    # Checked before the tokenizer is trained, which may take long.
     preparing.refuse_other_content(folder)
     chats = _has_chats(inputs, field, format)
     words = _load_or_train_tokenizer(inputs, tokenizer, vocab, field, chats=chats)
@@ -87,7 +89,7 @@ def prepare_corpus(
 
 
 def _has_chats(inputs: Sequence[str], field: str, form: DataFormat) -> bool:
-    """Whether the inputs hold conversations, or all of them texts."""
+    """Whether all inputs hold conversations (or all plain text); raises on a mixture."""
     found = {path: holds_chats(DocumentReader(path, field=field), form) for path in inputs}
     if len(set(found.values())) > 1:
         kinds = ", ".join(f"{path}: {'chat' if it else 'text'}" for path, it in found.items())
@@ -101,7 +103,7 @@ def _has_chats(inputs: Sequence[str], field: str, form: DataFormat) -> bool:
 def _load_or_train_tokenizer(
     inputs: Sequence[str], name: str, vocab: int, field: str, *, chats: bool
 ) -> Tokenizer:
-    """The tokenizer of a name; train: learnt from the inputs."""
+    """Load the tokenizer `name`; "train" trains one on the inputs."""
     if name != "train":
         return load_tokenizer(name, launch.cache_dir())
     if chats:
@@ -114,7 +116,7 @@ def _load_or_train_tokenizer(
 
 
 def show_corpus(folder: Path) -> int:
-    """Print what a prepared corpus holds; the exit code."""
+    """Print a summary of a prepared corpus; returns the exit code."""
     corpus = CorpusManifest.read_from(folder)
     print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.vocab:,}")
     print(f"  from {corpus.source}, in {len(corpus.shards)} shard(s)")
@@ -129,12 +131,13 @@ def show_corpus(folder: Path) -> int:
 
 
 def mark_learned_tokens(corpus: Corpus, document: int = 0) -> str:
-    """The text of a conversation with « and » around the tokens that are learnt."""
+    """The text of a conversation with « and » around the tokens that the loss includes."""
     assert corpus.tokenizer is not None, corpus.folder
     start = int(corpus.document_starts[document])
     tokens, mask = corpus.read_with_mask(
         np.arange(start, start + int(corpus.document_lengths[document]))
     )
+    # Split where the mask changes.
     cuts = np.flatnonzero(np.diff(mask)) + 1
     parts = []
     for some, learned in zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True):
@@ -145,7 +148,7 @@ def mark_learned_tokens(corpus: Corpus, document: int = 0) -> str:
 
 @contextmanager
 def tokenization_progress() -> Iterator[PrepareProgress]:
-    """Shows how far the tokenizing is."""
+    """Show the progress of tokenization."""
     with show_progress("tokenizing") as show:
 
         def told(done: int, total: int, documents: int, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, else a few lines."""
+"""Progress display of long operations: a bar on a terminal, otherwise a few lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from ranvier.system.terminal import escape_controls, print
 
 ProgressCallback = Callable[[int, int, str], None]
-"""Called with how much is done, how much there is, and words on it."""
+"""Called with the amount done, the total, and a text."""
 
 
 @contextmanager
 def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
-    """A progress bar on a terminal, else a line at the start, in the middle and at the end.
+    """A progress bar on a terminal, otherwise a line at the start, in the middle and at the end.
 
-    least: of less work than this nothing is said.
+    least: totals below this are not shown.
     """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _line_printer(what, least)
@@ -25,7 +25,8 @@ def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
     from rich import progress as rich
 
     _, *others = rich.Progress.get_default_columns()
-    plain = rich.TextColumn("{task.description}", markup=False)  # a name may look like markup
+    # A file name may look like rich markup.
+    plain = rich.TextColumn("{task.description}", markup=False)
     with rich.Progress(plain, *others, rich.TimeElapsedColumn()) as bar:
         task = bar.add_task(what, total=None, visible=False)
 
@@ -39,7 +40,7 @@ def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
 
 
 def _line_printer(what: str, least: int) -> ProgressCallback:
-    """A line for each half."""
+    """Print a line at 0, 50 and 100 %."""
     told = -1
 
     def show_line(done: int, total: int, words: str) -> None:

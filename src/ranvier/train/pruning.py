@@ -1,7 +1,7 @@
-"""Pruning of a run: where its masks come from, when they are renewed, and how they come back.
+"""Pruning of a run: where its masks come from, when they are updated, and how they are restored.
 
-Masks are made once, from the weights that a run begins with (or read from a file), and again at the
-steps of a schedule. A run that goes on has those of its checkpoint, whatever its grid.
+Masks are computed once, from the initial weights (or read from a file), and updated at the steps of
+a schedule. A resumed run has the masks of its checkpoint, on any grid.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def keep_all(weight: ShardedParameter) -> Tensor | None:
-    """Nothing is pruned."""
+    """Mask function that prunes nothing."""
     return None
 
 
 def choose_masks(run: RunConfig, parallel: ParallelModel, step: int) -> MaskFunction:
-    """What stays after so many steps, from the weights as they are. Communicates: counts."""
+    """The mask function after `step` steps, from the current weights. Communicates: counts."""
     config = run.prune
     queue = parallel.bucket_scheduler
     if config.masks:
@@ -54,9 +54,9 @@ def choose_masks(run: RunConfig, parallel: ParallelModel, step: int) -> MaskFunc
 
 
 def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
-    """Prune the weights of a run before it has states. Communicates: counts, bits over depth.
+    """Prune the weights before optimizer states exist. Communicates: counts, bits over depth.
 
-    A run that goes on gets its masks from a checkpoint later and needs no file of masks any more.
+    A resumed run gets its masks from a checkpoint later and no longer needs the mask file.
     """
     config = run.prune
     if not config.is_enabled:
@@ -66,6 +66,7 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
     else:
         own = []
     goes_on = bool(own) or run.checkpoint.resume not in ("auto", "never")
+    # The file may be gone by the time a run is resumed.
     if config.masks and goes_on and not Path(config.masks).exists():
         return
     pruning.prune_buckets(parallel.bucket_scheduler, choose_masks(run, parallel, 0))
@@ -75,14 +76,14 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
 
 
 def is_update_due(run: RunConfig, step: int) -> bool:
-    """Whether masks are renewed before the step after so many."""
+    """Whether masks are updated after `step` steps."""
     every = run.prune.every
     until = run.prune.until
     return 0 < step <= until and (step % every == 0 or step == until)
 
 
 def update_masks(trainer: Trainer) -> None:
-    """Prune further if it is time. Communicates: counts, bits over depth, states over data."""
+    """Prune further if due. Communicates: counts, bits over depth, states over data."""
     if not is_update_due(trainer.run, trainer.step):
         return
     with trainer.meter.time_phase("pruning"):
@@ -91,7 +92,7 @@ def update_masks(trainer: Trainer) -> None:
 
 
 def sparsity_lines(trainer: Trainer) -> list[str]:
-    """A line on how much is pruned. Communicates: two numbers over all axes."""
+    """A line on the sparsity. Communicates: two numbers over all axes."""
     config = trainer.run.prune
     parallel = get_parallel_model(trainer.model)
     if not config.is_enabled:
@@ -99,6 +100,8 @@ def sparsity_lines(trainer: Trainer) -> list[str]:
     counts = torch.zeros(2, dtype=torch.int64, device=trainer.device)
     for weight in parallel.weights.values():
         bucket = weight.bucket
+        # Count every element once: skip replicas over data and over axes that do not split a
+        # weight.
         if (
             pruning.is_prunable(weight)
             and bucket.is_owner_of(weight)
@@ -128,19 +131,18 @@ def sparsity_lines(trainer: Trainer) -> list[str]:
 
 @dataclass
 class MaskLoader:
-    """The masks of a run that is about to be filled: states are as many as stay.
+    """Restores the masks of a run before its states, which have only the elements that are kept.
 
-    What it is filled from has them, or its weights are read first, as a run's masks follow them.
+    The source has masks, or its weights are loaded first and the masks computed from them.
     """
 
     trainer: Trainer
     mask_function: MaskFunction | None = None
 
     def weights_to_fill(self) -> ShardedStateDict:
-        """Where the weights rest, to be filled, by their names in checkpoints.
+        """The storage of all weights, to be loaded, by their names in checkpoints.
 
-        Masks follow what they are filled with: those of the values before are let go, as the new
-        ones would lie inside of them. Who calls this calls `adopt` next.
+        Current masks are dropped, as new ones could only prune further. Call `apply_masks` next.
         """
         parallel = get_parallel_model(self.trainer.model)
         parallel.bucket_scheduler.wait_for_updates()
@@ -149,7 +151,7 @@ class MaskLoader:
         return {f"{n}.master": (w.storage, w.shard) for n, w in parallel.weights.items()}
 
     def read_masks(self, checkpoint: Path) -> None:
-        """Read the masks of a checkpoint, or its weights where it has no masks."""
+        """Read the masks of a checkpoint, or its weights if it has no masks."""
         run = self.trainer.run
         manifest = manifests.read_manifest(checkpoint)
         if not manifest.facts.get("weights"):
@@ -157,12 +159,13 @@ class MaskLoader:
                 checkpoint, manifest, get_parallel_model(self.trainer.model)
             )
         if self.mask_function is None and run.prune.every:
-            self.mask_function = keep_all  # until the first step that prunes
+            # With a schedule nothing is pruned before its first update.
+            self.mask_function = keep_all
         if self.mask_function is None:
             fill_weights(run, checkpoint, manifest, self.weights_to_fill())
 
     def apply_masks(self) -> None:
-        """Prune the weights; states begin anew. Communicates: as `Optimizer.prune`."""
+        """Prune the weights and reset the states. Communicates: as `Optimizer.prune_weights`."""
         trainer = self.trainer
         choice = self.mask_function or choose_masks(
             trainer.run, get_parallel_model(trainer.model), 0
@@ -173,9 +176,10 @@ class MaskLoader:
 def fill_weights(
     run: RunConfig, checkpoint: Path, manifest: CheckpointManifest, state: ShardedStateDict
 ) -> None:
-    """Fill the weights among these tensors from a checkpoint."""
+    """Load the weights among these tensors from a checkpoint."""
     weights = {name: x for name, x in state.items() if name.endswith(".master")}
     if lora.is_base_checkpoint(manifest, run):
+        # A base checkpoint has no adapters; they are initialised afterwards.
         weights = {name: x for name, x in weights.items() if lora.ADAPTER_INFIX not in name}
     load.load_checkpoint(checkpoint, weights, partial=run.checkpoint.partial, cast=True)
 
@@ -186,7 +190,7 @@ def fill_weights(
 def load_checkpoint_masks(
     checkpoint: Path, manifest: CheckpointManifest, parallel: ParallelModel
 ) -> MaskFunction | None:
-    """The masks of a checkpoint, any grid's; None: it has none."""
+    """The masks of a checkpoint of any grid; None if it has none."""
     if not any(name.endswith(f".{MASK}") for name in manifest.tensors):
         return None
     bits: dict[str, Tensor] = {}
@@ -195,6 +199,7 @@ def load_checkpoint_masks(
         if name in manifest.tensors:
             mask = torch.zeros(weight.shard.local_shape, dtype=torch.uint8)
             load.load_checkpoint(checkpoint, {name: (mask, weight.shard)})
+            # One bit per element until the masks are applied.
             bits[weight.name] = pack_bits(mask.view(-1) > 0)
 
     def choice(weight: ShardedParameter) -> Tensor | None:
@@ -207,7 +212,7 @@ def load_checkpoint_masks(
 
 
 def load_mask_file(path: Path, parallel: ParallelModel) -> MaskFunction:
-    """The masks of a user's file; only my elements of them are read."""
+    """The masks of a user's safetensors file, reduced to the shards of this rank."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -224,6 +229,7 @@ def load_mask_file(path: Path, parallel: ParallelModel) -> MaskFunction:
     def choice(weight: ShardedParameter) -> Tensor | None:
         if weight.name not in names:
             return None
+        # One full mask in memory at a time.
         whole = file.get_tensor(weight.name).reshape(weight.shard.global_shape)
         mine = torch.zeros(weight.shard.local_shape, dtype=whole.dtype)
         copy_rows(whole, mine, weight.shard)
@@ -235,7 +241,7 @@ def load_mask_file(path: Path, parallel: ParallelModel) -> MaskFunction:
 def _check_mask_shapes(
     path: Path, shapes: Mapping[str, tuple[int, ...]], parallel: ParallelModel
 ) -> None:
-    """Refuse masks of what the model has not or what is not pruned, and of other shapes."""
+    """Raise on masks of unknown or unprunable weights, or of other shapes."""
     odd = []
     for name, shape in shapes.items():
         weight = parallel.weights.get(name)
@@ -261,7 +267,7 @@ def _check_mask_shapes(
 
 
 def _full_shape(weight: ShardedParameter) -> tuple[int, ...]:
-    """The shape of a whole weight, packed dims as one."""
+    """The global shape of a weight, with packed dims as one."""
     sizes = iter(weight.sharding.shape)
     return tuple(
         next(sizes) if isinstance(dim, str) else next(sizes) * next(sizes) for dim in weight.dims

@@ -1,4 +1,4 @@
-"""One optimizer step: the micro-batches of this rank forward and backward, then the update."""
+"""One optimizer step: forward and backward of this rank's micro-batches, then the update."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from ranvier.pipeline.executor import MicroBatch
 def forward_backward(
     model: nn.Module, batches: Sequence[Batch], *, scale: Tensor | None = None
 ) -> Tensor:
-    """Mean loss over the valid tokens of the whole step; gradients are left in the queue.
+    """Run all micro-batches; returns the mean loss over the valid tokens of the whole step.
 
-    scale: what gradients are multiplied by, so that small ones survive in fp16.
+    Gradients are left in the bucket scheduler. scale: the loss scale, so that small gradients do
+    not underflow in fp16.
     Communicates: all-reduce of the number of tokens and of the loss, and all that the model does.
     """
     parallel = get_parallel_model(model)
@@ -37,9 +38,8 @@ def forward_backward(
             f"{type(model).__name__} has forward hooks, but stages never call the whole model. "
             "They would be left out. Hook into its layers, or use pipe=1."
         )
-    if (
-        trace.check_collectives and parallel.grid.degrees["pipe"] > 1
-    ):  # the model itself is never called
+    # With a pipeline the model itself is never called, which is where inputs are checked otherwise.
+    if trace.check_collectives and parallel.grid.degrees["pipe"] > 1:
         for batch in batches:
             check_input_parts(parallel, batch.model_inputs(), {})
     queue.begin_step(f"train {len(batches)}")
@@ -48,6 +48,8 @@ def forward_backward(
         count = collectives.all_reduce(
             sum_in_order([(x != IGNORE_INDEX).sum() for x in samples]), axis
         ).wait()
+    # The loss is a mean over the valid tokens of all ranks and micro-batches, so every token has
+    # the same weight, however many targets a micro-batch masks. A step without any has loss 0.
     share = 1.0 / count.clamp(min=1).to(queue.reduce_dtype)
     losses = list[Tensor]()
     parallel.pipeline.executor.forward_backward(
@@ -59,7 +61,9 @@ def forward_backward(
     )
     with trace.named_scope("step.loss"):
         loss = collectives.all_reduce(
-            sum_in_order(losses or [torch.zeros_like(share)]), axis
+            # Only the last stage has losses; the others take part in the collective with a zero.
+            sum_in_order(losses or [torch.zeros_like(share)]),
+            axis,
         ).wait()
     return _broadcast_loss(loss, parallel)
 
@@ -69,7 +73,7 @@ def _micro_inputs(batches: Sequence[Batch]) -> list[MicroBatch]:
 
 
 def _broadcast_loss(loss: Tensor, parallel: ParallelModel) -> Tensor:
-    """What the last stage knows, on all. Communicates: broadcast of one number over pipe."""
+    """The loss of the last stage on all stages. Communicates: broadcast of a scalar over pipe."""
     with parallel.grid.trace.named_scope("pipeline.loss"):
         axis = parallel.grid.axis("pipe")
         return collectives.broadcast(loss, axis, index=axis.size - 1).wait()
@@ -97,6 +101,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     )
     samples = [local_slice(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     count = sum_in_order([(x != IGNORE_INDEX).sum() for x in samples])
+    # Loss and token count are reduced in one message.
     both = collectives.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
     parallel.bucket_scheduler.begin_step("")
     return _broadcast_loss(both[0] / both[1], parallel)
@@ -108,22 +113,23 @@ def _model_device(parallel: ParallelModel) -> torch.device:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What steps are judged by; it lives on the device, so that no host waits for a verdict."""
+    """Limits that decide about an update; kept on the device, so that the host need not wait."""
 
     nonfinite_steps: Tensor
-    """Steps so far whose loss or gradient was no number."""
+    """Number of steps so far with a non-finite loss or gradient."""
     loss_limit: Tensor
-    """A loss above it is a spike (float64)."""
+    """A loss above this limit is a spike (float64)."""
     max_nonfinite: int = 0
-    """Bad steps that are left out; after one more no update is made, so that it can be repeated."""
+    """Number of non-finite steps to skip. After one more, no update is made any longer, so that
+    the failing step can be rerun for the diagnosis."""
     skips_spikes: bool = False
-    """The update of a spike is left out, too."""
+    """Whether the update of a spike is skipped, too."""
 
     @classmethod
     def for_device(
         cls, device: torch.device | str, *, budget: int = 0, strict: bool = False
     ) -> StepLimits:
-        """At the start of a run: nothing was bad, nothing is a spike."""
+        """The limits at the start of a run: no bad steps, and nothing is a spike."""
         bad = torch.zeros((), dtype=torch.int64, device=device)
         limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
         return cls(bad, limit, budget, strict)
@@ -131,14 +137,14 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step left on the device, the same on all ranks; the host reads it later."""
+    """Results of a step on the device, the same on all ranks; the host reads them later."""
 
     loss: Tensor
     grad_norm: Tensor
     is_nonfinite: Tensor
-    """Whether its loss or gradient was no number."""
+    """Whether the loss or the gradient was not finite."""
     is_spike: Tensor
-    """Whether its loss was above the limit."""
+    """Whether the loss was above the limit."""
 
 
 def train_step(
@@ -149,15 +155,16 @@ def train_step(
     watch: StepLimits,
     twice: Callable[[Callable[[], Tensor]], Tensor] | None = None,
 ) -> StepResult:
-    """One update; it is left out on all ranks if a loss or a gradient is no number on any.
+    """Run one step; all ranks skip the update if a loss or gradient is not finite on any rank.
 
-    An overflow that a smaller loss scale can mend is left out as well, but is not bad.
-    twice: does the passes in its own way (see `replay`).
+    An overflow that a smaller loss scale can fix is skipped as well, but does not count as bad.
+    twice: wraps forward and backward (see `health.replay`).
     """
     scale = optimizer.grad_scaler
     if scale is None:
         mendable = None
     else:
+        # Read before `optimizer.step`, which updates the loss scale.
         mendable = ~scale.is_at_minimum()
 
     def work() -> Tensor:
@@ -167,6 +174,9 @@ def train_step(
         loss = work()
     else:
         loss = twice(work)
+    # Votes travel with the gradient norm. The first two are vetoes: a non-finite loss, and a run
+    # that has used up its budget of bad steps. The third, a spike, is a veto only if spikes are
+    # skipped.
     votes = torch.stack(
         [~loss.isfinite(), watch.nonfinite_steps > watch.max_nonfinite, loss > watch.loss_limit]
     )
@@ -176,26 +186,28 @@ def train_step(
     else:
         finite = optimizer.is_norm_finite | mendable
     bad = optimizer.vote_results[0] | ~finite
+    # In place and on the device: the next step compares with it before the host has read it.
     watch.nonfinite_steps.add_(bad)
     return StepResult(loss, norm, bad, optimizer.vote_results[2])
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
-    """Whether what the head returns is what is multiplied by the factor, and blocks follow blocks.
+    """Whether the model is a plain `Decoder`: it returns the loss of its head, and its blocks run
+    in sequence.
 
-    Of another model, or one that is hooked into, nobody knows.
+    Neither is known of another model, or of one with forward hooks.
     """
     return type(model).forward is Decoder.forward and not model._forward_hooks
 
 
 def _batch_axis(parallel: ParallelModel) -> Any:
-    """Ranks among which the loss divides the samples of a micro-batch."""
+    """The axis over which the loss splits the samples of a micro-batch."""
     batch = parallel.table.activation_rule("vocab")["batch"]
     return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
 
 
 def sum_in_order(terms: Sequence[Tensor]) -> Tensor:
-    """Sum in order."""
+    """Sum from left to right, so that the result does not depend on an algorithm's order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term

@@ -1,4 +1,4 @@
-"""Train: a run from the first line it prints to the last."""
+"""`ranvier train` on one rank: set-up, resume, training loop, and the records of how it ended."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
 
 MAX_SAMPLED_PARAMETERS = 300_000_000
-"""Parameters up to which a run ends with a sample of text."""
+"""Largest model, in parameters, for which a finished run prints a sample of text."""
 
 
 def resolve_device(run: RunConfig, me: ProcessInfo) -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     kind = run.train.device
     if kind == "cuda" and not torch.cuda.is_available():
         raise PlanError("train.device='cuda', but torch sees no CUDA device. Use 'cpu' or 'auto'.")
@@ -74,14 +74,15 @@ def resolve_device(run: RunConfig, me: ProcessInfo) -> torch.device:
 
 
 def resolve_backend(run: RunConfig, me: ProcessInfo, device: torch.device) -> str:
-    """The backend of the process groups: nccl needs a device for each rank, or leave to share."""
+    """Return the process group backend: nccl needs one GPU per rank, or `launch.share_gpu`."""
     backend = run.train.backend
     if backend == "nccl" and device.type != "cuda":
         raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
     if backend == "gloo" or device.type != "cuda":
         return "gloo"
-    # A launcher may show each rank a device of its own and no other.
+    # A launcher may make only its own device visible to each rank.
     count = torch.cuda.device_count()
+    # NCCL refuses two ranks of one host on the same GPU.
     own = me.local_world_size <= count or (me.launcher not in ("", "torchrun") and count == 1)
     if own or run.launch.share_gpu:
         return "nccl"
@@ -99,8 +100,9 @@ def resolve_backend(run: RunConfig, me: ProcessInfo, device: torch.device) -> st
 def resolve_device_and_dtype(
     run: RunConfig, device: torch.device, backend: str = "auto"
 ) -> RunConfig:
-    """The run with the device, the backend and the type that `auto` means here, and the settings
-    of the adapter that it starts from."""
+    """Resolve `auto` for device, backend, dtype and compile, and the settings of a LoRA adapter
+    that the run starts from."""
+    # torch reports emulated bf16 as supported by default, which would be slow.
     has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = run.train.dtype
     if dtype == "auto":
@@ -130,6 +132,7 @@ def resolve_device_and_dtype(
     compiled = run.plan.compile
     if compiled == "auto":
         able = device.type == "cuda" and has_triton()
+        # `auto` compiles only layers that are not split.
         whole = run.plan.depth * run.plan.row * run.plan.col == 1
         repeats = not run.train.deterministic or compiles_deterministically()
         if able and whole and repeats:
@@ -149,12 +152,12 @@ def resolve_device_and_dtype(
 
 
 def _has_cpp_compiler() -> bool:
-    """Whether there is a C++ compiler, which torch uses on a CPU."""
+    """Whether there is a C++ compiler, which torch.compile needs on a CPU."""
     return any(shutil.which(name) for name in (*read_environment("CXX").values(), "g++", "clang++"))
 
 
 def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
-    """The tokenized corpora of a run as samples, if the model can name all their tokens."""
+    """Open the tokenized corpora of a run; raises if a token is outside the model's vocabulary."""
     data = open_data(
         stored,
         weights=run.data.weights,
@@ -165,6 +168,7 @@ def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
         truncate=run.data.truncate,
         learn=run.data.learn,
     )
+    # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token id.
     words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
     if words > run.model.vocab:
         raise DataError(
@@ -176,10 +180,11 @@ def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
 
 
 def default_local_ranks(run: RunConfig) -> int:
-    """Local ranks where nobody has said how many: what the plan needs, in all devices there are."""
+    """Number of local ranks if none is given: what the plan needs, up to the available devices."""
+    # An axis of size -1 is inferred from the number of ranks.
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     cuda = run.train.device != "cpu" and torch.cuda.is_available()
-    # one process with all cores is the fastest
+    # On a CPU one process with all cores is the fastest.
     if cuda:
         there = torch.cuda.device_count()
     else:
@@ -191,7 +196,7 @@ def default_local_ranks(run: RunConfig) -> int:
 
 
 def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
-    """Refuse a model whose weights and states alone cannot fit: a bound from below."""
+    """Refuse a model that cannot fit, by a lower bound of its memory, before it is built."""
     plan = run.plan
     memory = run.memory
     width = DTYPES[run.train.dtype].itemsize
@@ -201,12 +206,16 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
     free = memory.fit == "auto"
     trained = run.trainable_parameters * run.prune.initial_density
     moment = {"bf16": 2, "int8": 1}.get(run.optim.moments, wide)
+    # Offloaded or automatically placed tensors count as 0: this is only a lower bound.
     state = 0.0
-    if memory.weights == "device" and not free:  # weights and gradients
+    # Weights and gradients, split over pipe and the tensor axes.
+    if memory.weights == "device" and not free:
         state += (run.model.num_parameters + trained) * width / split
     if memory.states == "device" and not free:
+        # Two Adam moments, and an fp32 master copy if weights are 16-bit; sharded over all ranks.
         state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world_size
     layers = run.model.layers / plan.pipe
+    # At least the input of each layer is saved for backward, even with full recomputation.
     kept = tokens * run.model.embed * layers * width / (plan.row * plan.col)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -225,7 +234,7 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
 
 
 def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> None:
-    """Refuse ranks with different settings. Communicates: a digest over all axes."""
+    """Raise if ranks have different settings. Communicates: a digest over all axes."""
     mine = {
         f"{section.name}.{key}": repr(value)
         for section in fields(run)
@@ -243,10 +252,10 @@ def train(
     stored: list[str] | None = None,
     said: StepPrediction | None = None,
 ) -> int:
-    """Train as one rank; the exit code. Communicates: all of it.
+    """Train as one rank and return the exit code. Communicates: all of a run.
 
-    stored: tokenized corpora; None: the first rank of each machine sees to them. said: what the
-    planner says of the run.
+    stored: tokenized corpora; None: the first rank of each machine tokenizes them.
+    said: the planner's prediction for the run.
     """
     began = time.perf_counter()
     device = resolve_device(run, me)
@@ -256,7 +265,8 @@ def train(
     else:
         keep_freed_memory()
     run = resolve_device_and_dtype(run, device, resolve_backend(run, me, device))
-    torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
+    # Layers may draw from torch's generators: seed them so that every run starts alike.
+    torch.manual_seed(run.train.seed)
     if run.plan.compile == "on":
         cache_compiled_kernels()
     grid = Grid.from_plan(
@@ -272,10 +282,12 @@ def train(
     assert stored is not None
     data = open_dataset(run, stored)
     restarted = me.attempt > 0
+    # The launcher restarts all ranks when one of them is lost, even at the very end.
     if restarted and _is_already_finished(run, grid, device):
-        return 0  # a rank was lost when all was done
+        return 0
     folder, candidates, lines, handle = _acquire_dir(run, grid, device, restarted=restarted)
     pulse = Heartbeat(me.heartbeat_file)
+    # With a heartbeat file the launcher watches this rank; otherwise it watches itself.
     alone = me.world_size > 1 and not me.heartbeat_file
     grid.trace.on_issue = pulse.record_collective
     watching = watch_for_hangs(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
@@ -283,6 +295,7 @@ def train(
         placed = folders.with_dir(run, folder)
         local = me.local_world_size
         trainer = Trainer.from_run(placed, grid, device, data, local_ranks=local)
+        # `memory.fit=auto` has made a prediction already.
         if device.type == "cuda" and trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
                 trainer.run, trainer.model, trainer.optimizer, device, local
@@ -294,7 +307,8 @@ def train(
             trainer.prediction_check = PredictionCheck(said)
         held = [folder]
         if run.checkpoint.every >= 0:
-            held += [trainer.saver.folder]  # where it cannot write it need not begin
+            # Creating the saver now also fails early if its directory cannot be written.
+            held += [trainer.saver.folder]
         if run.train.start and not candidates:
             checkpointing.load_initial_weights(trainer, Path(run.train.start))
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
@@ -305,22 +319,24 @@ def train(
             trainer.notes += [line]
         if candidates:
             trainer.notes += trainer.resume_from(*candidates)
+            # Continue the sums of the earlier launches of this run.
             trainer.meter.phases = dict(folders.read_run_json(folder).get("phases", {}))
         trainer.notes += pruning.sparsity_lines(trainer)
         trainer.meter.heartbeat = pulse
         if me.rank == 0:
             folders.record_launch(folder, me)
         trainer.meter.add_seconds("start-up", time.perf_counter() - began)
+        # All groups exist by now; creating one during a step would block its ranks and is reported.
         grid.seal_groups()
         with (
             hold_open(*held if me.rank == 0 else ()) as directory,
-            GracefulStop(
-                quiet=me.rank > 0, patient=bool(me.heartbeat_file)
-            ) as stop,  # from here on it is saved
+            # From here on a signal to stop leads to a checkpoint, not to an immediate exit.
+            GracefulStop(quiet=me.rank > 0, patient=bool(me.heartbeat_file)) as stop,
         ):
             trainer.watch_directory(directory)
             _train_and_record(trainer, folder, stop, origin=candidates[0] if candidates else None)
-            max_over_ranks(0, grid, device)  # a launcher may end all ranks once one has ended
+            # A barrier: a launcher may kill all ranks once one of them has exited.
+            max_over_ranks(0, grid, device)
     if trainer.stop_signal and trainer.step < run.train.steps:
         return STOPPED_EXIT_CODE
     return 0
@@ -329,7 +345,7 @@ def train(
 def _train_and_record(
     trainer: Trainer, folder: Path, stop: GracefulStop, *, origin: Path | None
 ) -> None:
-    """From the announcement to the farewell; how it ended is written down in any case."""
+    """Announce and run the training; how it ended is recorded in run.json in any case."""
     first = trainer.grid.rank == 0
     try:
         run_and_raise_together(
@@ -339,7 +355,8 @@ def _train_and_record(
             _training_loop(trainer, folder, stop)
         trainer.meter.heartbeat.begin_section("end")
     except BaseException as error:
-        if first and trainer.directory.find_missing() != folder:  # else it is no place of ours
+        # If the directory was replaced meanwhile, it is not ours to write to.
+        if first and trainer.directory.find_missing() != folder:
             _record_end(trainer, folder, f"failed: {_error_line(error)}")
         raise
     if first:
@@ -347,7 +364,7 @@ def _train_and_record(
 
 
 def _is_already_finished(run: RunConfig, grid: Grid, device: torch.device) -> bool:
-    """Whether the run has ended well before. Communicates: what rank 0 sees, to all."""
+    """Whether the run has finished before. Communicates: rank 0's answer, to all."""
     here = grid.rank == 0 and bool(run.train.out) and folders.is_finished(Path(run.train.out))
     return max_over_ranks(int(here), grid, device) > 0
 
@@ -355,13 +372,14 @@ def _is_already_finished(run: RunConfig, grid: Grid, device: torch.device) -> bo
 def _acquire_dir(
     run: RunConfig, grid: Grid, device: torch.device, *, restarted: bool
 ) -> tuple[Path, list[Path], list[str], IO[str] | None]:
-    """What rank 0 has claimed and its lock. Communicates: a text over all axes."""
+    """Claim and lock the run directory on rank 0; returns it, the checkpoints to resume from,
+    lines to print, and the lock. Communicates: a text over all axes."""
 
     def claim() -> tuple[Any, IO[str] | None]:
         if grid.rank > 0:
             return None, None
         there = run.train.out and Path(run.train.out).is_dir()
-        # before anything is renamed
+        # An existing directory is locked before anything in it is renamed.
         if there:
             held = folders.lock_dir(Path(run.train.out))
         else:
@@ -380,8 +398,9 @@ def _acquire_dir(
 
 
 def _training_loop(trainer: Trainer, folder: Path, stop: GracefulStop) -> None:
-    """Take all steps, write their metrics, save at the end."""
+    """Run all steps, write their metrics, and save a checkpoint at the end."""
     if trainer.grid.rank > 0:
+        # Every rank has to consume the generator: it drives the steps.
         for _ in trainer.run_steps(stop):
             pass
     else:
@@ -390,6 +409,7 @@ def _training_loop(trainer: Trainer, folder: Path, stop: GracefulStop) -> None:
                 sink(row)
                 if trainer.prediction_check is not None:
                     trainer.prediction_check.report_step(row, counted=trainer.device.type == "cuda")
+                # Both steps include work that is done once, such as compilation.
                 if count == 2:
                     _report_startup(trainer, folder)
     trainer.save_checkpoint()
@@ -397,7 +417,7 @@ def _training_loop(trainer: Trainer, folder: Path, stop: GracefulStop) -> None:
 
 
 def _report_startup(trainer: Trainer, folder: Path) -> None:
-    """Say how long it took to get going: the first two steps are done."""
+    """Print the time from launch to the end of the second step, and the memory usage."""
     seconds = process_age_seconds()
     compiled = ""
     if trainer.run.plan.compile == "on":
@@ -417,7 +437,8 @@ def _report_startup(trainer: Trainer, folder: Path) -> None:
             sep="\n",
             flush=True,
         )
-    with suppress(OSError, WriteError):  # no reason to end a run
+    # Not worth ending a run for.
+    with suppress(OSError, WriteError):
         trainer.directory.check_present()
         folders.update_run_json(folder, seconds_to_step_2=seconds, compiled=compiled)
 
@@ -427,9 +448,9 @@ def _memory_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
-    """On rank 0, print and write down what is about to be trained.
+    """On rank 0, print what is about to be trained and record it in run.json.
 
-    origin: a checkpoint it goes on from.
+    origin: the checkpoint it resumes from.
     """
     if trainer.grid.rank > 0:
         return
@@ -456,6 +477,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         print(f"{verb} of {run.train.steps} in {folder}")
     sys.stdout.flush()
     if resumed:
+        # A resumed run keeps the time of its first start and its list of restarts.
         before = folders.read_run_json(folder)
     else:
         before = {}
@@ -480,7 +502,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
 
 
 def _other_run_dir(origin: Path | None, folder: Path) -> Path | None:
-    """The run of a checkpoint, if it is another than this."""
+    """The run directory of a checkpoint, if it is not this run's."""
     if origin is not None:
         run = origin.absolute().parent.parent
     else:
@@ -497,7 +519,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _error_line(error: BaseException) -> str:
-    """An error in one line."""
+    """An error as one line."""
     lines = str(error).strip().splitlines()
     if isinstance(error, RanvierError | OSError) and lines:
         return lines[0]
@@ -507,18 +529,19 @@ def _error_line(error: BaseException) -> str:
 
 
 def _try_optional(what: str, work: Callable[[], object]) -> str:
-    """Do something that a run can do without; if it fails, why, as a line."""
+    """Do something optional; if it fails, return the reason as a line."""
     try:
         work()
-    except Exception as error:  # whatever it is: all steps are taken, and what was saved is saved
+    # Any error: all steps are done and saved by now, so none of them may fail the run.
+    except Exception as error:
         return f"No {what}: {_error_line(error)}"
     return ""
 
 
 def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
-    """Write down how the run ended, then what else is known of it, and its report, as lines.
+    """Record how the run ended, then its statistics and its report; returns lines to print.
 
-    The status comes first and alone: nothing that may go wrong behind it makes it untrue.
+    The status is written first and on its own, so that a later failure cannot prevent it.
     """
 
     def record_status() -> None:
@@ -542,7 +565,7 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
 
 
 def _print_farewell(trainer: Trainer, folder: Path) -> None:
-    """How the run ended, a sample of text, the report, and what to do next."""
+    """Print how the run ended, a sample of text, the report, and what to do next."""
     run = trainer.run
     saved = list[Path]()
     with suppress(RanvierError, OSError):
@@ -552,7 +575,8 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         status = f"stopped by signal {trainer.stop_signal}"
     else:
         status = "finished"
-    lines = _record_end(trainer, folder, status)  # before the sample: that may even end the process
+    # Recorded before the sample, as generating one may even end the process.
+    lines = _record_end(trainer, folder, status)
     small = count_parameters(get_parallel_model(trainer.model)) <= MAX_SAMPLED_PARAMETERS
     words = run.train.prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stop_signal:
@@ -572,6 +596,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     if saved:
         prompt = f"{run.train.prompt.strip()} "
         if prompt[0] == "-":
+            # A prompt that starts with a dash would be parsed as an option.
             asks = [f"--prompt={prompt}"]
         else:
             asks = ["--prompt", prompt]
@@ -585,7 +610,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
 
 
 def _show_sample(trainer: Trainer, folder: Path) -> None:
-    """Print what the newest checkpoint says, and have it in run.json and the report."""
+    """Print a sample of the latest checkpoint and add it to run.json and the report."""
     prompt = trainer.run.train.prompt
     text = sample_text(folder, trainer)
     print("\nA sample of text:\n")
@@ -595,7 +620,7 @@ def _show_sample(trainer: Trainer, folder: Path) -> None:
 
 
 def sample_text(folder: Path, trainer: Trainer) -> str:
-    """What the run's newest checkpoint says after the prompt."""
+    """Generate a continuation of the prompt with the run's latest checkpoint."""
     speaker = TextGenerator.from_run(folder, trainer.device)
     pieces = speaker.complete_prompt(
         trainer.run.train.prompt, tokens=80, temperature=0.7, top_k=40, seed=trainer.run.train.seed
@@ -604,17 +629,17 @@ def sample_text(folder: Path, trainer: Trainer) -> str:
 
 
 def count_parameters(parallel: ParallelModel) -> int:
-    """Parameters of the whole model."""
+    """Number of parameters of the whole model."""
     return sum(elements for _, _, elements in parallel.weight_summaries.values())
 
 
 def count_trainable(parallel: ParallelModel) -> int:
-    """Parameters of the whole model that are trained."""
+    """Number of trainable parameters of the whole model."""
     return sum(elements for _, trained, elements in parallel.weight_summaries.values() if trained)
 
 
 def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
-    """One line for each group of weights: how many, learning rate, decay."""
+    """One line per parameter group: number of weights, learning rate, weight decay."""
     lines = []
     count = count_trainable(parallel)
     every = count_parameters(parallel)
@@ -641,19 +666,19 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
 
 
 def describe_grid(run: RunConfig) -> str:
-    """The axes that have several ranks."""
+    """The axes with more than one rank, as text."""
     return " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
 
 
 def device_name(device: torch.device) -> str:
-    """A device as people call it."""
+    """Human-readable name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "CPU"
 
 
 def describe_run(trainer: Trainer) -> str:
-    """One line on what is about to be trained."""
+    """One line that describes the model, device, grid and batch."""
     run = trainer.run
     parallel = get_parallel_model(trainer.model)
     return (
@@ -666,5 +691,5 @@ def describe_run(trainer: Trainer) -> str:
 
 
 def current_time() -> str:
-    """The time, for people."""
+    """The local time in ISO format, to the second."""
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,8 +1,8 @@
-"""Trainer: put a run together and take its steps.
+"""Trainer: builds model and optimizer of a run and runs its training steps.
 
-The same code runs on one process and on any grid; the batch of a step depends on the run only. The
-host never waits for the step it has just issued: numbers, health and the wish to stop of step k are
-read while step k + 1 runs.
+The same code runs on one process and on any grid; the batch of a step depends only on the run
+config. The host never waits for the step it has just issued: metrics, health checks and the stop
+signal of step k are read while step k + 1 runs.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ from ranvier.train.resume.open_directory import OpenDirectory
 from ranvier.train.step import StepResult, evaluate, train_step
 
 SAVE_WAIT_SECONDS = 5.0
-"""Seconds that a run waits for the checkpoint before when the next is due, then does without."""
+"""Seconds to wait for the previous checkpoint when the next is due; then that save is skipped."""
 
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """What is there now is no garbage: the collector does not look at it again in each round.
+    """Freeze all live objects so that the garbage collector does not scan them on every pass.
 
-    A program that has frozen what it holds before is left as it is: thawing would undo that.
+    Does nothing if the program has frozen objects already: `gc.unfreeze` would undo its freeze too.
     """
     if gc.get_freeze_count():
         yield
@@ -92,7 +92,7 @@ def freeze_gc() -> Iterator[None]:
 
 @dataclass
 class Trainer:
-    """A run that is ready to take steps."""
+    """A run with model, optimizer and data, ready to train."""
 
     run: RunConfig
     grid: Grid
@@ -103,31 +103,31 @@ class Trainer:
     meter: Meter
     guard: LossGuard
     step: int = 0
-    """Steps taken."""
+    """Number of steps issued."""
     samples: int = 0
-    """Samples used."""
+    """Number of samples consumed."""
     stop_signal: int = 0
-    """The signal that ends the run, once all ranks know of it."""
+    """The signal that ends the run, once all ranks know of it; 0 if none."""
     notes: list[str] = field(default_factory=list)
-    """Lines on what was settled by measuring."""
+    """Lines on what was decided by measuring, printed when the run starts."""
     prediction_check: PredictionCheck | None = None
-    """What was foretold, and the steps since."""
+    """The predicted step time and memory, compared with the measured steps."""
     val_loss: float | None = None
-    """The last held-out loss."""
+    """The latest validation loss."""
     skipped_saves: int = 0
-    """Checkpoints that were due while the one before was still being written."""
+    """Checkpoints that were due while the previous one was still being written."""
     memory_tracker: MemoryTracker = field(default_factory=MemoryTracker)
-    """What is known of its memory."""
+    """Predicted and measured memory usage."""
     directory: OpenDirectory = field(default_factory=OpenDirectory)
-    """Where it saves, on rank 0; without it the run ends."""
+    """The output directories, held open on rank 0; the run ends if they disappear."""
     take_step: Callable[..., StepResult] = field(init=False)
-    """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
+    """Runs one step: `train_step`, or its CUDA graph."""
 
     def __post_init__(self) -> None:
         self.take_step = partial(train_step, self.model, self.optimizer)
         self._saver: AsyncSaver | None = None
         self._steps_read = self.step
-        """Steps that the host has read."""
+        """Steps whose metrics the host has read."""
 
     @classmethod
     def from_run(
@@ -139,18 +139,22 @@ class Trainer:
         *,
         local_ranks: int = 0,
     ) -> Trainer:
-        """Model and optimizer of a checked run. Communicates: the making of groups; see `fit`.
+        """Build model and optimizer of a validated run.
 
-        local_ranks: those that share the memory of this machine; 0: all.
+        local_ranks: ranks that share the memory of this machine; 0: all ranks.
+        Communicates: creation of process groups; see `train.memory.resolve` and `probe`.
         """
         run = lora.resolve_lora(run)
         dtype = DTYPES[run.train.dtype]
         model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
+        # Masks come first: memory and optimizer are sized by the elements that remain.
         pruning.init_masks(run, get_parallel_model(model))
         micro = candidate_micro_batches(run.plan, run.data.seq)[0]
         local_ranks = local_ranks or grid.world_size
         flow = ActivationShape(micro, run.data.seq, dtype.itemsize, statistics_itemsize=4)
         notes = choose_arithmetic(run, model, grid, device, flow)
+        # The order matters: what a later step measures depends on the kernels, the placement and
+        # the optimizer that the earlier ones have chosen.
         found = resolve_memory(run, model, device, local_ranks=local_ranks)
         run = found.run
         optimizer = found.optimizer
@@ -160,6 +164,7 @@ class Trainer:
         notes += resolve_in_flight_limit(run, model, device, local_ranks)
         plan = run.plan
         grid.trace.time_waits = True
+        # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
@@ -175,9 +180,9 @@ class Trainer:
     # ---- steps --------------------------------------------------------------------------
 
     def run_steps(self, stop: Any = None) -> Iterator[dict[str, Any]]:
-        """Take the steps that are left; metrics of each, one step behind the device.
+        """Run the remaining steps; yield the metrics of each, one step behind the device.
 
-        stop: its `signal` is looked at before each step; all ranks end after the same one.
+        stop: its `signal` is read before each step; all ranks end after the same step.
         """
         if self.run.train.evaluate and self.step == 0:
             first = self.compute_val_loss()
@@ -191,7 +196,7 @@ class Trainer:
             self._saver.finish_saving()
 
     def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
-        """Take steps to the end, or until the run has to go back."""
+        """Run steps until the last one, a stop signal, or a spike that requires a rewind."""
         every = self.run.train.evaluate
         last = self.run.train.steps
         guard = self.guard
@@ -201,11 +206,15 @@ class Trainer:
         patience = self.run.train.timeout
         with freeze_gc(), Loader(self._batch_maker(), self.step, patience=patience) as loader:
             while self.step < last and not self.stop_signal:
+                # Stage timing synchronises the device, so it is enabled only for the steps that
+                # report it.
                 runtime.record_times = runtime.stage.num_stages > 1 and self._is_timed()
                 try:
                     under = self._issue_traced_step(loader, getattr(stop, "signal", 0))
                 except BaseException:
-                    if before is not None:  # that step was taken all the same
+                    # The previous step was completed even though this one failed: report it before
+                    # raising.
+                    if before is not None:
                         yield self.read_step(before, ended)
                     raise
                 under.val_loss = first
@@ -213,12 +222,17 @@ class Trainer:
                 if before is not None:
                     yield self.read_step(before, ended)
                     ended = before.numbers.ready_event
-                if guard.needs_rewind():  # what was just issued is thrown away, too
+                # Returning discards the step that was just issued as well; the rewind reloads all
+                # state.
+                if guard.needs_rewind():
                     return
                 before = under
                 saved = self.is_due(self.run.checkpoint.every)
                 if self.is_due(every):
                     under.val_loss = self.compute_val_loss()
+                # Evaluation and the replica comparison run between two steps, so this step is read
+                # now, not one step later, and the next one is timed from its own start (`ended` is
+                # None). A save may need the verdict on the step.
                 if (
                     self.is_due(every)
                     or self._is_comparison_due()
@@ -236,12 +250,13 @@ class Trainer:
             yield self.read_step(before, ended)
 
     def _reads_before_save(self) -> bool:
-        """Whether a step is read before it is saved; else the device need not even pause."""
+        """Whether a step is read before it is saved; otherwise the device does not even pause."""
+        # With spike='rewind' a checkpoint must not contain a step that turns out to be a spike.
         waits = self.device.type == "cpu" or not self.run.checkpoint.background
         return waits or self.run.guard.spike == "rewind"
 
     def _is_comparison_due(self) -> bool:
-        """Whether the copies of weights are compared after this step."""
+        """Whether the replicas of weights are compared after this step."""
         if self.grid.world_size > 1:
             every = self.run.guard.replicas
         else:
@@ -249,17 +264,17 @@ class Trainer:
         return every > 0 and self.step % every == 0
 
     def compare_replicas(self) -> None:
-        """Compare all copies of weights. Communicates: see `compare`."""
+        """Compare all replicas of weights. Communicates: see `replica_check.compare_replicas`."""
         if self.grid.world_size > 1:
             with self.meter.time_phase("comparison of copies"):
                 compare_replicas(self.optimizer, self.grid, self.device, self._describe_latest)
 
     def _is_timed(self) -> bool:
-        """Whether the next step shows what its stages do: on a device it takes longer then."""
+        """Whether the next step records a pipeline timeline; on a GPU this slows the step down."""
         return self.device.type == "cpu" or self.step == self.run.train.steps - 1
 
     def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
-        """Issue a step; the last one is traced if the run asks for it."""
+        """Issue a step; the last one is traced if `train.trace` is set."""
         if not self.run.train.trace or self.step < self.run.train.steps - 1:
             return self.issue_step(loader, signal=signal)
         with self.grid.trace.record_events() as events:
@@ -268,12 +283,13 @@ class Trainer:
         return under
 
     def is_due(self, every: int) -> bool:
-        """Whether something is to be done after this step: each `every`, and at the end."""
+        """Whether a periodic action is due after this step: every `every` steps and at the end."""
         return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
 
     def _batch_maker(self) -> Callable[[int], list[Batch]]:
-        """The micro-batches of this rank by the number of the step."""
+        """Return a function from step number to the micro-batches of this rank."""
         run = self.run
+        # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.samples - self.step * self.run.plan.batch
 
         def make(step: int) -> list[Batch]:
@@ -289,28 +305,33 @@ class Trainer:
         return make
 
     def issue_step(self, loader: Loader[list[Batch]], *, signal: int = 0) -> PendingStep:
-        """Start the next step.
+        """Issue the next step without waiting for it.
 
-        Communicates: all of a step; the largest signal and memory of all ranks.
+        Communicates: all of a step; max-all-reduce of stop signal, memory and save status.
         """
         run = self.run
         scale = self.optimizer.grad_scaler
         self.meter.heartbeat.begin_section("step", self.step)
         pruning.update_masks(self)
-        self.grid.trace.waited_events = []  # what lay between is no part of a step
+        # Communication between two steps (evaluation, checkpoints) does not count for this step.
+        self.grid.trace.waited_events = []
         begun = DeviceEvent(self.device)
         batches = next(loader)
         lr = self.next_lr()
-        pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
+        # A copy from pageable memory would make the host wait for the device.
+        pinned = self.device.type == "cuda"
         status = torch.tensor(
             [signal, peak_memory_bytes(self.device), *self._save_status()],
             dtype=torch.float64,
             pin_memory=pinned,
         ).to(self.device, non_blocking=True)
         with self.grid.trace.named_scope("step.status"):
+            # One all-reduce for everything that ranks have to agree on. It is issued before the
+            # step and waited for after it, so that it overlaps with the compute.
             largest = collectives.all_reduce(status, world_axis(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
-        if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
+        # A graph replay does not call `before_update`, so wait here until the weights are copied.
+        if run.plan.graph and self._saver is not None:
             self._saver.wait_for_copies()
         self.guard.update_limit(self.step)
         taken = self.take_step(on_device, lr, self.guard.step_limits, *self._pass_wrapper())
@@ -319,8 +340,11 @@ class Trainer:
         else:
             factor = scale.scale
         signals, held, *heard = largest.wait()
-        if self.device.type == "cpu":  # here nothing is gained by reading it later
+        # On a CPU the value is available already, so the run can stop one step earlier.
+        if self.device.type == "cpu":
             self.stop_signal = int(signals)
+        # The order of these numbers is relied on by `read_step`, `LossGuard.judge_step` and
+        # `Meter`.
         fate = [taken.loss, taken.grad_norm, taken.is_nonfinite, taken.is_spike]
         experts = moe.router_statistics(get_parallel_model(self.model).load_balancer)
         numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
@@ -334,22 +358,24 @@ class Trainer:
         )
 
     def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
-        """A way of its own to do the passes of this step, if there is one."""
+        """The wrapper around forward and backward of this step, as optional last argument."""
         again = self.run.guard.replay
         if again and self.step % again == 0:
             return (StepReplay(self.model, self.step).run_twice,)
         if self.memory_tracker.gradient_bytes or self.run.plan.graph:
             return ()
+        # Gradient memory is measured once, in the first step that is neither replayed nor a graph.
         return (partial(self.memory_tracker.track_gradients, self.model),)
 
     def _save_status(self) -> tuple[int, int]:
-        """How far this rank's part of a checkpoint is, and what failed."""
+        """Progress of this rank's part of a checkpoint, and the exit code of a failure."""
         left, failed = (0, 0) if self._saver is None else self._saver.report_progress()
         return left, failed or self.directory.exit_code()
 
     def _handle_status(self, left: int, failed: int) -> None:
-        """Take note of what all ranks have reported; what failed on one ends all of them."""
+        """Process the maximum of all ranks' reports; a failure on one rank ends all of them."""
         if failed:
+            # The rank that saw the failure raises its own error; the others an OtherRankError.
             self.directory.check_present()
         if self._saver is not None:
             self._saver.handle_reports(left, failed)
@@ -370,14 +396,15 @@ class Trainer:
         )
 
     def read_step(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
-        """The metrics of a step; waits for it. Too many that are wrong end the run here.
+        """Wait for a step and return its metrics. Raises after too many non-finite steps.
 
-        Communicates: after a spike from which the run goes back, the name of a checkpoint.
+        Communicates: after a spike that leads to a rewind, the name of a checkpoint.
         """
         loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
         self._handle_status(int(left), int(failed))
         words = self.guard.judge_step(under)
         self._steps_read = under.step + 1
+        # The save of this step began before its loss was known; add the guard state now.
         if self._saver is not None and self._saver.step == self._steps_read:
             self._saver.add_facts(guard=self.guard.state_dict())
         if self.guard.is_exhausted():
@@ -399,7 +426,8 @@ class Trainer:
             print(words.strip(), file=sys.stderr, flush=True)
 
     def raise_nonfinite(self, step: int, loss: float) -> None:
-        """Name the first tensor of a step that is no number. Communicates: as that step."""
+        """Raise with the name of the first non-finite tensor. Communicates: as that step."""
+        # The update was masked out, so the weights are still those of the failing step: rerun it.
         batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
         scale = self.optimizer.grad_scaler
         name = find_first_nonfinite(self.model, batches, None if scale is None else scale.scale)
@@ -415,18 +443,18 @@ class Trainer:
         )
 
     def _describe_latest(self) -> str:
-        """The checkpoint to go on from, in words. Communicates: see `Saver.finish`."""
+        """The checkpoint to resume from, as text. Communicates: see `AsyncSaver.finish_saving`."""
         if self._saver is not None:
             self._saver.finish_saving()
         return next((str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]), "none yet")
 
     def sample_range(self, step: int) -> str:
-        """Numbers of the samples of a step that has been issued."""
+        """The range of sample numbers of a step that has been issued."""
         first = self.samples - (self.step - step) * self.run.plan.batch
         return f"{first} to {first + self.run.plan.batch - 1}"
 
     def compute_val_loss(self) -> float | None:
-        """Mean loss of the held-out samples; None if there are none. Communicates: as forward."""
+        """Mean loss of the validation samples; None without any. Communicates: as forward."""
         held_out = self.data.validation
         run = self.run
         if held_out is None:
@@ -447,48 +475,49 @@ class Trainer:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where they lie."""
+        """The directory that holds the checkpoints."""
         return Path(self.run.train.out) / "checkpoints"
 
     @property
     def saver(self) -> AsyncSaver:
-        """What saves this run. Communicates: a word over all axes, when first asked for."""
+        """The checkpoint saver. Communicates: a text over all axes, on first access."""
         if self._saver is None:
             self._saver = checkpointing.build_saver(self)
         return self._saver
 
     def state_tensors(self) -> ShardedStateDict:
-        """All tensors that the run goes on from."""
+        """All tensors that the run resumes from."""
         return checkpointing.state_tensors(self)
 
     def watch_directory(self, directory: OpenDirectory) -> None:
-        """End the run, and save nothing, once these directories are gone (on rank 0)."""
+        """End the run without saving once these directories are gone (on rank 0)."""
         self.directory = directory
         if self._saver is not None:
             self._saver.check_directory = directory.check_present
 
     def save_checkpoint(self, *, wait: bool = True) -> Path | None:
-        """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
+        """Save a checkpoint, possibly in the background; return the latest one, on rank 0.
 
-        Communicates: what `Saver` does.
+        Communicates: see `AsyncSaver`.
         """
         if self.run.checkpoint.every < 0:
             return None
-        if (
-            self.run.guard.replicas and not self._is_comparison_due()
-        ):  # else it has been done just now
+        # Never save replicas that differ; a comparison that was due has just been done.
+        if self.run.guard.replicas and not self._is_comparison_due():
             self.compare_replicas()
         saver = self.saver
         wait = wait or not self.run.checkpoint.background
         with self.meter.time_phase("checkpoint"):
             if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
                 self._skip_save(saver.step)
+            # The final save may find that the last step has been saved already.
             elif saver.step != self.step:
                 mine, sparse = checkpointing.tensors_to_write(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
                 saver.save(
                     self.step, mine, checkpointing.checkpoint_facts(self), also=also, sparse=sparse
                 )
+                # Otherwise `read_step` adds the guard state once the step has been read.
                 if self._steps_read == self.step:
                     saver.add_facts(guard=self.guard.state_dict())
             if wait:
@@ -503,21 +532,22 @@ class Trainer:
         )
 
     def latest_checkpoints(self) -> list[Path]:
-        """The checkpoints, newest first. Communicates: what rank 0 sees, to all."""
+        """The checkpoints, newest first. Communicates: broadcast of rank 0's list."""
         if self._saver is not None:
             self._saver.finish_saving()
         mine = [str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]]
         return [*map(Path, json.loads(broadcast_text(json.dumps(mine), self.grid, self.device)))]
 
     def rewind(self) -> None:
-        """Go back to the newest good checkpoint, and on behind the samples that led to a spike.
+        """Reload the latest good checkpoint and continue after the samples that led to a spike.
 
-        Communicates: as `resume`.
+        Communicates: as `resume_from`.
         """
         guard = self.guard
         after = self.step
         assert guard.rewind_tokens is not None, after
         samples = guard.rewind_tokens // self.run.data.seq
+        # Loading restores the counts of the checkpoint, which does not know of this spike.
         counts = guard.counts
         for line in self.resume_from(*self.latest_checkpoints()):
             self.warn_on_first_rank(line)
@@ -528,15 +558,15 @@ class Trainer:
         )
 
     def resume_from(self, *candidates: Path) -> list[str]:
-        """Go on from the first of these checkpoints that is good. Communicates: see `saves`."""
+        """Resume from the first undamaged checkpoint. Communicates: see `checkpointing`."""
         lines = checkpointing.resume_run(self, candidates)
         self._steps_read = self.step
         return lines
 
     def write_timeline(self) -> None:
-        """Write what the stages did in the last step; a run can do without.
+        """Write the pipeline timeline of the last step; a write error is only a warning.
 
-        Communicates: a text of each stage.
+        Communicates: broadcast of a text from each stage.
         """
         parallel = get_parallel_model(self.model)
         if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
@@ -553,12 +583,13 @@ class Trainer:
                 )
 
     def write_trace(self, events: list[trace.Event]) -> None:
-        """Write this rank's part of the last step; rank 0 prints its table."""
+        """Write this rank's trace of the last step; rank 0 also prints it as a table."""
         folder = Path(self.run.train.out)
         path = folder / f"trace-rank{self.grid.rank}.json"
         try:
             trace.write_chrome_trace(path, {self.grid.rank: events})
-        except OSError as error:  # the step is taken, and is to be saved
+        # The step is done and has yet to be saved: a trace is not worth failing for.
+        except OSError as error:
             print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         if self.grid.rank == 0:
             print(trace.format_table(events))

@@ -1,8 +1,8 @@
-"""Published: models as others store them, in safetensors with an index and a config.json.
+"""Published models in Hugging Face format: safetensors with an index and a config.json.
 
-Files are mapped, never read whole: a tensor is a view of its file until elements of it are copied,
-so that each rank touches its own slices and nothing else. What a config says that no model of ours
-can be is refused before any weight is looked at.
+Files are memory-mapped, never read as a whole: a tensor is a view of its file until elements of it
+are copied, so that each rank touches its own slices only. A config that cannot be represented is
+refused before any weight is looked at.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system import safe_files
 
 MAX_FILE_BYTES = 1 << 30
-"""Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
+"""Maximum bytes of a file of an imported checkpoint, unless one tensor is larger."""
 ByteProgress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with the bytes done and the total bytes."""
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of the names of tensors that are no weights: masks and tables of older versions."""
+"""Suffixes of tensors that are not weights: masks and tables of older versions."""
 
 
 def read_json_table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
-    """A JSON file that holds a table. root: as for `safe_files.open_untrusted`."""
+    """Read a JSON file that holds an object. root: as for `safe_files.open_untrusted`."""
     try:
         found = json.loads(safe_files.read_text(path, root=root))
     except OSError as error:
@@ -57,20 +57,22 @@ def read_json_table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder, and of nothing elsewhere or impossible."""
+    """Whether a string is a plain file name: no path separator, no NUL, valid UTF-8."""
     try:
         plain = os.fsencode(name) == os.path.basename(os.fsencode(name)) and "\0" not in name
-    except UnicodeEncodeError:  # half a surrogate pair
+    # An unpaired surrogate cannot be encoded.
+    except UnicodeEncodeError:
         return False
     return plain and "\\" not in name and name not in ("", ".", "..")
 
 
 def open_weights(path: Path) -> Any:
-    """A file of safetensors, mapped; its tensors are read when they are asked for."""
+    """Memory-map a safetensors file; its tensors are read on demand."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_files.open_untrusted(path) as file:
+            # Opened through the checked handle, so that the path cannot be swapped in between.
             return safe_open(safe_files.handle_path(file), framework="pt")
     except OSError as error:
         raise DamageError(f"{path} cannot be read: {error.strerror}. It must be there.") from None
@@ -79,25 +81,27 @@ def open_weights(path: Path) -> Any:
 
 
 RowPart = tuple[int, Tensor]
-"""A part of one of our tensors, and which of its rows is the first."""
+"""First row of a part of one of our tensors, and the part itself."""
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows of one of our tensors, and where one of theirs has them."""
+    """Rows of one of our tensors, and their location in one of the published tensors."""
 
     entry: TensorMapping
     first_row: int
-    """The first of our rows."""
+    """First row in our tensor."""
     num_rows: int
     start: int = 0
-    """Where they begin in theirs, along the entry's dim."""
+    """Offset in the published tensor, along the entry's `concat_dim`."""
 
     def take_rows(self, theirs: Tensor, shape: Sequence[int]) -> Tensor:
-        """Our rows `[rows, ...]`, a view. shape: of our tensor."""
+        """Our rows `[rows, ...]` as a view. shape: shape of our tensor."""
         entry = self.entry
+        # One published tensor per expert: ours stacks experts along dim 0.
         if entry.expert_index >= 0:
             return theirs.unsqueeze(0)
+        # All experts in one published tensor: the expert is selected along dim 0 first.
         if entry.concat_dim == 1:
             theirs = theirs.narrow(0, self.first_row, self.num_rows)
         if entry.is_transposed:
@@ -107,21 +111,21 @@ class RowSlice:
 
 @dataclass
 class PublishedModel:
-    """A published model whose config is one of ours."""
+    """A published model whose config maps to a `DecoderConfig`."""
 
     folder: Path
     hf_config: dict[str, Any]
-    """Its config.json."""
+    """Contents of its config.json."""
     family: Family
     config: DecoderConfig
     entries: list[TensorMapping]
     file_by_tensor: Mapping[str, Path]
-    """The file of each tensor."""
+    """File of each tensor."""
     _open_files: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> PublishedModel:
-        """A directory, or a safetensors file with config.json beside it."""
+        """Open a directory, or a safetensors file with config.json next to it."""
         if path.is_file() and path.suffix != ".safetensors":
             raise PlanError(
                 f"{path} is no safetensors file. A model is a directory with config.json and "
@@ -137,10 +141,13 @@ class PublishedModel:
             config = family.config_from_hf(theirs)
             made = cls(folder, theirs, family, config, [], {})
             made.file_by_tensor = dict(made._tensor_files(path))
+            # Checked before the entries are listed: a huge layer count in config.json would exhaust
+            # memory.
             made._check_layers()
             entries = made.entries = entries_of(family, config)
         except UnsupportedModelError as error:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
+        # Experts are published one by one or fused per layer; use the layout that the files have.
         if any(
             entry.expert_index >= 0 and entry.name not in made.file_by_tensor for entry in entries
         ):
@@ -151,13 +158,14 @@ class PublishedModel:
         return made
 
     def _tensor_files(self, path: Path) -> Iterator[tuple[str, Path]]:
-        """Names of tensors and their files."""
+        """Yield the names of tensors and their files."""
         if path.is_file():
             files = {path}
         elif safe_files.path_exists(path / INDEX_FILE):
             listed = read_json_table(path / INDEX_FILE).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
                 raise DamageError(f"{path / INDEX_FILE} has no weight_map of names. Restore it.")
+            # The index is untrusted: a name with a path could read any file of the machine.
             odd = [x for x in listed.values() if not is_file_name(x)]
             if odd:
                 raise UnsafeInputError(
@@ -177,6 +185,7 @@ class PublishedModel:
         elif safe_files.path_exists(path / SINGLE_FILE):
             files = {path / SINGLE_FILE}
         else:
+            # A PEFT adapter may lie in the same directory; it is not part of the model.
             files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
         if not files:
             pickled = ", ".join(sorted(f.name for f in path.glob("*.bin"))[:3])
@@ -197,21 +206,22 @@ class PublishedModel:
                 yield name, file
 
     def _mapped_file(self, path: Path) -> Any:
-        """A mapped file of the folder."""
+        """The memory-mapped file, opened once."""
         if path not in self._open_files:
             self._open_files[path] = open_weights(path)
         return self._open_files[path]
 
     @cached_property
     def _stored_names(self) -> dict[str, str]:
-        """Their names by what the family calls them: some publish the body alone."""
+        """Stored names by the names of the family: some models are published without a head."""
         body = self.family.body_prefix
+        # Such files omit the prefix of the body, for example `model.`.
         bare = {f"{body}{name}": name for name in self.file_by_tensor if not name.startswith(body)}
         return {entry.name: bare.get(entry.name, entry.name) for entry in self.entries}
 
     @cached_property
     def _slices_by_name(self) -> dict[str, list[RowSlice]]:
-        """Where each of our tensors is: which rows of it are in which of theirs."""
+        """Location of each of our tensors: which of its rows are in which published tensor."""
         found: dict[str, list[RowSlice]] = {}
         for entry in self.entries:
             start = 0
@@ -220,12 +230,13 @@ class PublishedModel:
                 pieces = found.setdefault(name, [])
                 if entry.expert_index >= 0:
                     pieces.append(RowSlice(entry, entry.expert_index, 1))
-                elif (
-                    entry.concat_dim == 1
-                ):  # one expert after the other, each of which lies in one piece
+                elif entry.concat_dim == 1:
+                    # Fused experts are stored one after the other; only a single expert's rows are
+                    # contiguous.
                     pieces += [RowSlice(entry, row, 1, start) for row in range(rows)]
                 else:
                     pieces.append(RowSlice(entry, 0, rows, start))
+                # Packed tensors (q, k, v) follow each other along the concatenated dim.
                 start += self.shapes[name][entry.concat_dim]
         return found
 
@@ -235,7 +246,7 @@ class PublishedModel:
         return shapes_of(self.config)
 
     def _check_layers(self) -> None:
-        """Refuse more layers than tensors before any list of them is made."""
+        """Refuse a config with more layers than tensors, before any list of layers is made."""
         if self.config.layers > len(self.file_by_tensor):
             raise CheckpointError(
                 f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but there are "
@@ -245,7 +256,7 @@ class PublishedModel:
             )
 
     def _check_tensors(self) -> None:
-        """Refuse weights that are missing, of another shape or type, or have no place here."""
+        """Refuse weights that are missing, unexpected, or of another shape or dtype."""
         problems = []
         expected = {*self._stored_names.values()}
         for entry in self.entries:
@@ -260,6 +271,7 @@ class PublishedModel:
             elif have.get_dtype() not in ("F64", "F32", "BF16", "F16"):
                 problems.append(f"{name} has numbers of the type {have.get_dtype()}")
         for name in sorted(self.file_by_tensor.keys() - expected):
+            # Some publishers store the tied head as well; `_check_tied` compares it.
             head = name == "lm_head.weight" and self.config.tied
             if not head and not name.endswith(IGNORED_SUFFIXES):
                 problems.append(f"{name} has no place in {self.family.model_type}")
@@ -275,7 +287,7 @@ class PublishedModel:
         self._check_tied()
 
     def _check_tied(self) -> None:
-        """Refuse a head beside a tied embedding unless it is the same."""
+        """Refuse a head next to a tied embedding unless both are equal."""
         if self.config.tied and "lm_head.weight" in self.file_by_tensor:
             head = self.mapped_tensor("lm_head.weight")
             if not torch.equal(head, self.load_tensor("embed.weight")):
@@ -286,14 +298,14 @@ class PublishedModel:
                 )
 
     def mapped_tensor(self, name: str) -> Tensor:
-        """One of their tensors, a view of its file."""
+        """One of the published tensors, as a view of its file."""
         found: Tensor = self._mapped_file(self.file_by_tensor[name]).get_tensor(name)
         return found
 
     def row_parts(self, name: str, low: int = 0, high: int | None = None) -> Iterator[RowPart]:
-        """The first row and the view of each part of one of our tensors that has rows in a range.
+        """Yield first row and view of each part of one of our tensors with rows in a range.
 
-        One after the other along dim 0 they are the tensor; most tensors are one part.
+        Concatenated along dim 0 they are the tensor; most tensors have a single part.
         """
         if high is None:
             high = self.shapes[name][0]
@@ -303,22 +315,22 @@ class PublishedModel:
                 yield piece.first_row, piece.take_rows(theirs, self.shapes[name])
 
     def load_tensor(self, name: str) -> Tensor:
-        """One of our tensors: a view of the file that holds it, or one made of its experts."""
+        """One of our tensors: a view of its file, or a concatenation of its experts."""
         parts = [part for _, part in self.row_parts(name)]
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type that one of our tensors is stored in."""
+        """Dtype in which one of our tensors is stored."""
         return next(self.row_parts(name))[1].dtype
 
     def num_bytes(self, name: str) -> int:
-        """The size of one of our tensors, in the type it is stored in."""
+        """Size of one of our tensors in bytes, in its stored dtype."""
         return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     def fill_state(self, state: ShardedStateDict) -> None:
-        """Fill my parts of our tensors; only their elements are read."""
+        """Fill the local shards of our tensors; only their elements are read."""
         with torch.no_grad():
             for name, (tensor, place) in state.items():
                 low = place.global_offset[0]
@@ -327,7 +339,7 @@ class PublishedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of most of its numbers."""
+        """The dtype of most elements."""
         counts = dict.fromkeys(FLOAT_DTYPES, 0)
         for name, shape in self.shapes.items():
             counts[self.dtype_of(name)] += math.prod(shape)
@@ -343,23 +355,24 @@ class PublishedModel:
 def entries_of(
     family: Family, config: DecoderConfig, *, fused: bool = False
 ) -> list[TensorMapping]:
-    """The tensors that a family stores of a model. fused: all experts of a layer are in one."""
+    """The tensors that a family stores of a model. fused: all experts of a layer in one tensor."""
     with counter_rng.init_empty_weights():
         return family.tensor_mappings(config, fused=fused)
 
 
 def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a model; nothing is drawn, which would import a compiler."""
+    """Shapes of the tensors of a model; no values are drawn, which would import a compiler."""
     with counter_rng.init_empty_weights():
         return parameter_shapes(config)
 
 
 def copy_rows(rows: Tensor, into: Tensor, place: Shard, first: int = 0) -> None:
-    """Copy what of my part lies in some rows, which may be mapped, element by element of it.
+    """Copy the elements of a local shard that are within some rows, which may be memory-mapped.
 
-    first: which row of the whole tensor is the first of them.
+    first: index of the first of these rows in the global tensor.
     """
     flat = into.view(-1)
+    # Clip each box to the given rows; the offset skips the rows of the box above them.
     for box in place.to_boxes():
         low = max(box.start[0], first)
         count = min(box.start[0] + box.size[0], first + len(rows)) - low
@@ -371,11 +384,11 @@ def copy_rows(rows: Tensor, into: Tensor, place: Shard, first: int = 0) -> None:
             flat.as_strided(size, box.strides, offset).copy_(source)
 
 
-# ---- as a checkpoint --------------------------------------------------------------------
+# ---- writing a checkpoint ---------------------------------------------------------------
 
 
 class TensorBytes:
-    """The bytes of a tensor as it would lie in a file; made when they are asked for."""
+    """The bytes of a tensor in row-major order, produced when they are sliced."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -391,6 +404,7 @@ class TensorBytes:
         low, high, _ = part.indices(len(self))
         if self.tensor.is_contiguous():
             return memoryview(self.tensor.view(-1).view(torch.uint8).numpy()[low:high].data)
+        # Only the rows that the slice touches are made contiguous.
         first = low // self.row_bytes
         last = -(-high // self.row_bytes)
         some = self.tensor[first:last].contiguous().view(-1).view(torch.uint8).numpy()
@@ -398,28 +412,28 @@ class TensorBytes:
 
 
 class TensorProvider(Protocol):
-    """Whole tensors of a model, whose rows are made when they are asked for."""
+    """Full tensors of a model whose rows are produced on demand."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By name."""
+        """Shapes by name."""
         ...
 
     def dtype_of(self, name: str, /) -> torch.dtype:
-        """The type of a tensor."""
+        """Dtype of a tensor."""
         ...
 
     def num_bytes(self, name: str, /) -> int:
-        """The size of a tensor."""
+        """Size of a tensor in bytes."""
         ...
 
     def row_parts(self, name: str, /) -> Iterator[RowPart]:
-        """Its rows."""
+        """Parts of a tensor, with their first rows."""
         ...
 
 
 def write_weights(source: TensorProvider, here: Path, progress: ByteProgress) -> int:
-    """Write the weights of a model as parts of a checkpoint; how many there are."""
+    """Write the weights of a model as rank files of a checkpoint; return their number."""
     groups: list[list[str]] = [[]]
     held = 0
     for name in source.shapes:
@@ -437,6 +451,8 @@ def write_weights(source: TensorProvider, here: Path, progress: ByteProgress) ->
         state: ShardedStateDict = {}
         for name in group:
             shape = source.shapes[name]
+            # A meta tensor: the layout needs shape and dtype only, and the bytes come from
+            # `TensorBytes`.
             outline = torch.empty(shape, dtype=source.dtype_of(name), device="meta")
             state[f"{name}.master"] = outline, Shard(shape, (0,) * len(shape), shape, shape)
         layout = FileLayout.from_state(state)

@@ -1,10 +1,10 @@
-"""PEFT: adapters in the format of the library of that name, read and written without it.
+"""Reads LoRA adapters in PEFT's format, without PEFT itself.
 
 A directory holds adapter_config.json and adapter_model.safetensors. Names of layers come from the
-table of the model's family. Where a family packs several of our layers into one (q, k, v), its
-adapter has one A for all (`lora.shared`); layers of ours that have an A each are written as one of
-n times the rank, its B zero outside of blocks on the diagonal, which is the same product.
-Every rank reads only its slices. What cannot be represented is refused with key and value.
+mapping table of the model's family. Where a family packs several of our layers into one (q, k, v),
+its adapter has one A for all (`lora.shared`); layers of ours with an A each are stored as one
+adapter of n times the rank, whose B is block-diagonal, which is the same product. Every rank reads
+only its slices. What cannot be represented is refused with key and value.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from ranvier.system import safe_files
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 1 << 20
-"""Largest rank and factor of an adapter."""
+"""Upper limit of rank and scaling factors of an adapter."""
 NAME_PREFIX = "base_model.model."
-"""How the names of tensors begin."""
+"""Prefix of the names of tensors."""
 NAME_SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight", "m": ".lora_magnitude_vector"}
 LAYER_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
 ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
+    # Other initializations change the base weights.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
-"""Keys with the values that can be ours."""
+"""Keys with the values that can be represented."""
 KNOWN_KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_dora"),
     *("use_rslora", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
     *("peft_version", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config"),
 )
-"""Keys that are read, or change nothing."""
+"""Keys that are read, or that have no effect on the weights."""
 
 
 @dataclass(frozen=True)
 class AdapterSlice:
-    """Where a tensor of ours lies in one of theirs."""
+    """Location of one of our tensors within a PEFT tensor."""
 
     name: str
     start: tuple[int, ...]
@@ -63,7 +64,7 @@ class AdapterSlice:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter in a directory."""
+    """A PEFT adapter in a directory."""
 
     path: Path
     lora: AdapterConfig
@@ -71,23 +72,25 @@ class StoredAdapter:
     """By the names of our parameters."""
 
     def fill_state(self, state: ShardedStateDict) -> None:
-        """Fill my parts of the adapter's parameters, reading no more than these."""
+        """Fill the local shards of the adapter's parameters, reading only these."""
         with open_weights(self.path / WEIGHTS_FILE) as file, torch.no_grad():
             for name, (tensor, place) in state.items():
                 piece = self.slices[name]
                 assert place.global_shape == piece.shape and place.flat_range is None, (name, place)
                 begins = [a + b for a, b in zip(piece.start, place.global_offset, strict=True)]
                 box = tuple(slice(a, a + n) for a, n in zip(begins, place.valid_shape, strict=True))
+                # Ranks whose shard is all padding read nothing.
                 if all(n > 0 for n in place.valid_shape):
                     part = file.get_slice(piece.name)[box]
                     tensor[tuple(slice(n) for n in place.valid_shape)].copy_(part)
 
 
 def read_adapter(path: Path, config: DecoderConfig) -> StoredAdapter:
-    """An adapter of PEFT for a model with this config, of any family that can have it."""
+    """Read a PEFT adapter for a model with this config, of any family that fits it."""
     table = _read_config(path)
     shapes = _tensor_shapes(path)
     _refuse_unknown_keys(path, table)
+    # The tensors in the file, not target_modules, define which layers are adapted.
     modules = {
         name[len(NAME_PREFIX) :].removesuffix(NAME_SUFFIXES["a"])
         for name in shapes
@@ -121,7 +124,7 @@ def read_adapter(path: Path, config: DecoderConfig) -> StoredAdapter:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """What adapter_config.json says."""
+    """Contents of adapter_config.json."""
     try:
         table = json.loads(safe_files.read_text(path / CONFIG_FILE))
     except OSError as error:
@@ -140,7 +143,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter."""
+    """Shapes of the tensors of an adapter."""
     if not safe_files.path_exists(path / WEIGHTS_FILE) and (path / "adapter_model.bin").exists():
         raise UnsafeInputError(
             f"{path} has an adapter_model.bin, which is a pickle: to read it runs what it says. "
@@ -155,7 +158,7 @@ def _config_problem(path: Path, key: str, value: object, rule: str) -> str:
 
 
 def _refuse_unknown_keys(path: Path, table: Mapping[str, Any]) -> None:
-    """Refuse what would change the model in a way that is not known here."""
+    """Refuse keys that would change the model in an unknown way."""
     problems = [
         _config_problem(path, key, table[key], " or ".join(map(repr, values)))
         for key, values in ALLOWED_VALUES.items()
@@ -165,11 +168,13 @@ def _refuse_unknown_keys(path: Path, table: Mapping[str, Any]) -> None:
         if (
             key not in KNOWN_KEYS
             and key not in ALLOWED_VALUES
+            # New versions of PEFT add keys whose default is off.
             and value not in (None, False, [], {}, "")
         ):
             problems.append(_config_problem(path, key, value, "left out"))
     for key in ("r", "lora_alpha", "lora_dropout"):
         value = table.get(key, 1)
+        # A bool is an int in Python, and JSON may hold NaN: both are refused.
         kind = int if key == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
             problems.append(_config_problem(path, key, value, "a number"))
@@ -199,7 +204,7 @@ def _parse_number(path: Path, table: Mapping[str, Any], key: str, default: float
 
 
 def _find_family(path: Path, config: DecoderConfig, modules: set[str]) -> Family:
-    """The first family that has the layers of the config, and among them all adapted ones."""
+    """The first family that represents the config and has all adapted layers."""
     for family in FAMILIES.values():
         try:
             names = {entry.name.removesuffix(".weight") for entry in family.tensor_mappings(config)}
@@ -218,7 +223,7 @@ def _find_family(path: Path, config: DecoderConfig, modules: set[str]) -> Family
 def _refuse_missing_layers(
     path: Path, table: Mapping[str, Any], entries: Sequence[TensorMapping], modules: set[str]
 ) -> None:
-    """Refuse layers that the config names but the file has not: something was lost."""
+    """Refuse layers that the config targets but the file lacks: tensors were lost."""
     names = [e.name.removesuffix(".weight") for e in entries if e.name.endswith(".weight")]
     try:
         lost = sorted(name for name in names if _is_targeted(table, name) and name not in modules)
@@ -238,17 +243,20 @@ def _refuse_missing_layers(
 
 
 def _is_targeted(table: Mapping[str, Any], name: str) -> bool:
-    """Whether the config of an adapter names a layer, by PEFT's own rules."""
+    """Whether the config of an adapter targets a layer, by PEFT's rules."""
 
     def named(what: Any) -> bool:
+        # A string is a regular expression; a list holds names or suffixes.
         if isinstance(what, str):
             return re.fullmatch(what, name) is not None
         return any(name == one or name.endswith(f".{one}") for one in what or ())
 
     targets = table.get("target_modules")
     blocks = table.get("layers_to_transform")
+    # all-linear names no layers, so that nothing can be found missing.
     if targets == "all-linear" or named(table.get("exclude_modules")) or not named(targets):
         return False
+    # layers_to_transform only applies to suffixes in a list.
     if blocks is None or blocks == [] or not isinstance(targets, list) or name in targets:
         return True
     number = re.search(r"\.(\d+)\.", name)
@@ -263,12 +271,13 @@ def _find_stacked(
     entries: Mapping[str, TensorMapping],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> set[str]:
-    """Packed layers with an A for each of ours; refuse ranks and scales that differ otherwise."""
+    """Packed layers with one A per layer of ours; refuse other differing ranks and scales."""
     rank = table.get("r", 8)
     root = bool(table.get("use_rslora"))
     stacked = set[str]()
     plain = set[str]()
     for module, entry in entries.items():
+        # Stacked: n layers of rank r are stored as one adapter of rank n * r.
         have = shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0]
         said = _match_pattern(table, "rank_pattern", module, rank)
         alpha = _match_pattern(table, "alpha_pattern", module, table.get("lora_alpha", 8))
@@ -278,6 +287,8 @@ def _find_stacked(
                 _config_problem(path, "rank_pattern", table.get("rank_pattern"), "left out")
                 + f" {module} has rank {have}, r={rank}: all layers have the same rank here."
             )
+        # PEFT scales by alpha / rank (rsLoRA: alpha / sqrt(rank)); alpha must grow with the stacked
+        # rank to keep the scale.
         times = have // rank
         if not math.isclose(alpha, table.get("lora_alpha", 8) * (times**0.5 if root else times)):
             raise CheckpointError(
@@ -286,6 +297,7 @@ def _find_stacked(
             )
         if count > 1:
             (stacked if times > 1 else plain).add(module)
+    # `lora.shared` is one setting for the whole model.
     if stacked and plain:
         raise CheckpointError(
             _config_problem(
@@ -296,7 +308,7 @@ def _find_stacked(
 
 
 def _match_pattern(table: Mapping[str, Any], key: str, module: str, value: Any) -> Any:
-    """What a table of patterns says of a layer, by PEFT's own rule."""
+    """The value of a pattern table for a layer, by PEFT's rule; `value` if none matches."""
     for pattern, own in (table.get(key) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return own
@@ -306,7 +318,7 @@ def _match_pattern(table: Mapping[str, Any], key: str, module: str, value: Any) 
 def _adapted_layers(
     path: Path, config: DecoderConfig, entries: Sequence[TensorMapping] | Any
 ) -> dict[str, Any]:
-    """Which layers of which blocks are adapted; the same in each."""
+    """Which layers of which blocks are adapted; must be equal in all adapted blocks."""
     found: dict[int, set[str]] = {}
     for entry in entries:
         for ours in entry.our_names:
@@ -325,6 +337,7 @@ def _adapted_layers(
             "the same in all that have adapters. Train another."
         )
     (names,) = kinds
+    # An empty tuple means all blocks.
     layers = () if len(found) == config.layers else tuple(sorted(found))
     return {"on": tuple(name for name in LAYER_ORDER if name in names), "layers": layers}
 
@@ -336,12 +349,13 @@ def _locate_slices(
     lora: AdapterConfig,
     stacked: bool,
 ) -> Iterator[tuple[str, AdapterSlice]]:
-    """Where our tensors lie in those of one of their layers."""
+    """Yield our tensors of one PEFT layer, with their slices of its tensors."""
     row = 0
     rank = lora.rank
     for i, ours in enumerate(entry.our_names):
         own = weights[ours]
         out, into = own.shape
+        # Offset along the rank dim: layer i has its own rank columns if stacked.
         at = i * rank if stacked else 0
         yield (
             own.a,
@@ -364,7 +378,7 @@ def _check_tensors(
     weights: Mapping[str, AdaptedWeight],
     lora: AdapterConfig,
 ) -> None:
-    """Refuse tensors that are missing, too many, of another shape, or not on the diagonal."""
+    """Refuse tensors that are missing, unexpected, of another shape, or not block-diagonal."""
     expected: dict[str, tuple[int, ...]] = {}
     for module, entry in entries.items():
         owns = [weights[ours] for ours in entry.our_names]
@@ -392,12 +406,13 @@ def _check_tensors(
 def _refuse_mixed(
     path: Path, name: str, entry: TensorMapping, weights: Mapping[str, AdaptedWeight], rank: int
 ) -> None:
-    """Refuse a B of packed layers that is not zero outside of the blocks on its diagonal."""
+    """Refuse a B of packed layers with nonzero values outside of its diagonal blocks."""
     with open_weights(path / WEIGHTS_FILE) as file:
         b = file.get_tensor(name)
         row = 0
     for i, ours in enumerate(entry.our_names):
         out = weights[ours].shape[0]
+        # Zero the diagonal blocks; whatever remains is outside of them.
         b[row : row + out, i * rank : (i + 1) * rank] = 0.0
         row += out
     if bool(b.any()):

@@ -1,6 +1,6 @@
-"""Adapters out: written in PEFT's format, or merged into the weights they belong to.
+"""Writes LoRA adapters in PEFT's format, or merges them into their base weights.
 
-See `peft` for the format. One matrix is held at a time when merging.
+See `peft_read` for the format. Merging holds one matrix at a time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ranvier.models.hf.family import Family, TensorMapping
 from ranvier.models.lora import AdaptedWeight, adapted_weights
 
 ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Whole tensors by name."""
+"""Returns full tensors by name."""
 
 
 def weight_reader(checkpoint: Path) -> ReadTensors:
-    """Whole weights of a checkpoint by the names of their parameters, read when asked for."""
+    """A reader of full weights of a checkpoint by parameter name, on demand."""
     source = open_checkpoint(checkpoint)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -52,9 +52,9 @@ def write_adapter(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Write the adapter of a checkpoint as PEFT would; the names of its files.
+    """Write the adapter of a checkpoint in PEFT's format; return the names of its files.
 
-    base_name: where the model that it was trained on is to be found.
+    base_name: name or path of the model that it was trained on.
     """
     from safetensors.torch import save_file
 
@@ -90,7 +90,9 @@ def _pack_adapter(
     read: ReadTensors,
     entry: TensorMapping,
 ) -> dict[str, Tensor]:
-    """A, B and m of one of their layers from those of ours that it packs."""
+    """A, B and m of one PEFT layer from those of our layers that it packs."""
+    # A zero block can stand for a layer without adapter, but not a zero DoRA magnitude or a part of
+    # a shared A.
     if None in owns and (lora.dora or lora.shared):
         raise CheckpointError(
             f"lora.on={list(lora.on)} adapts only a part of {entry.name}, which packs "
@@ -109,6 +111,7 @@ def _pack_adapter(
             "a": values[there[0].a],
             "b": torch.cat([values[own.b] for own in there]),
         }
+    # Stacked: A is concatenated along the rank, B is block-diagonal.
     blank = torch.zeros_like(values[there[0].a])
     a = [blank if own is None else values[own.a] for own in owns]
     rows = [
@@ -120,7 +123,7 @@ def _pack_adapter(
 def _diagonal_block(
     ours: str, owns: Sequence[AdaptedWeight | None], i: int, read: ReadTensors, rank: int
 ) -> Tensor:
-    """The block of a layer on the diagonal of a packed B; zero where it is not adapted."""
+    """The diagonal block of a layer in a packed B; zero if the layer is not adapted."""
     own = owns[i]
     if own is not None:
         return read([own.b])[own.b]
@@ -135,10 +138,11 @@ def _adapter_config(
     family: Family,
     base_name: str | None,
 ) -> dict[str, Any]:
-    """The adapter_config.json."""
+    """Contents of adapter_config.json."""
     ends = {
         _shortest_suffix(module, [m for m, _ in adapted], names): count for module, count in adapted
     }
+    # Stacked layers have n times the rank; alpha grows with it, so that the scale stays the same.
     packed = {end: n for end, n in ends.items() if n > 1 and not lora.shared}
     root = lora.rslora
     return {
@@ -171,8 +175,9 @@ def _shorten_number(value: float) -> float | int:
 
 
 def _shortest_suffix(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
-    """The shortest end of a name that means adapted layers only, in whichever block."""
+    """The shortest suffix of a name that matches adapted layers only, in any block."""
     parts = module.split(".")
+    # Names without the block number.
     kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in adapted}
     for count in (1, 2, 3):
         end = ".".join(parts[-count:])
@@ -188,15 +193,16 @@ def _shortest_suffix(module: str, adapted: Sequence[str], names: Sequence[str]) 
 def merge_adapter(
     name: str, read: ReadTensors, lora: AdapterConfig, known: Mapping[str, AdaptedWeight]
 ) -> Tensor:
-    """A weight of the base with its adapter in it, in the type of the base.
+    """A base weight with its adapter merged, in the dtype of the base.
 
-    W + s · B A, with DoRA times m / its norm by rows. known: of `adapted_weights`; a weight that it
-    has not is as it was.
+    W + s · B A, with DoRA times m / its norm by rows. known: from `adapted_weights`; a weight that
+    is not in it is returned unchanged.
     """
     own = known.get(name)
     weight = read([name])[name]
     if own is None:
         return weight
+    # Merge in at least fp32 and round once: a bf16 sum would lose small updates.
     wide = torch.promote_types(weight.dtype, torch.float32)
     parts = read([own.a, own.b, *([own.m] if lora.dora else [])])
     delta = parts[own.b].to(wide) @ parts[own.a].to(wide)

@@ -1,6 +1,6 @@
-"""Shards: the weights of a model as others store them, in safetensors with an index.
+"""Writes the weights of a model in Hugging Face format: safetensors shards with an index.
 
-One tensor is made at a time: no more than one whole tensor of ours is ever held.
+One tensor is produced at a time: at most one full tensor of ours is in memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ranvier.models.hf.family import TensorMapping
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor to write: its name, type and shape, and whence its values come."""
+    """A tensor to write: name, dtype, shape and the mapping that produces it."""
 
     name: str
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class HFTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -44,7 +44,7 @@ def list_hf_tensors(
     sizes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> list[HFTensor]:
-    """What a family stores, from the shapes and types of ours."""
+    """The tensors that a family stores, from the shapes and dtypes of ours."""
     found = []
     for entry in entries:
         dtype = dtypes[entry.our_names[0]]
@@ -60,9 +60,9 @@ def write_safetensors(
     most: int,
     progress: ByteProgress | None = None,
 ) -> list[str]:
-    """Write safetensors of at most `most` bytes with an index; their names.
+    """Write safetensors files of at most `most` bytes with an index; return their names.
 
-    read: the whole of one of our tensors by its name.
+    read: returns one of our full tensors by its name.
     """
     groups: list[list[HFTensor]] = [[]]
     for one in tensors:
@@ -82,6 +82,7 @@ def write_safetensors(
 
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        # Hugging Face's name for a model in a single file, which has no index.
         if len(groups) == 1:
             file = "model.safetensors"
         _write_file(here / file, group, functools.partial(_source_parts, read, held), wrote)
@@ -96,8 +97,9 @@ def write_safetensors(
 def _write_file(
     path: Path, group: Sequence[HFTensor], read: Any, wrote: Callable[[int], None]
 ) -> None:
-    """One file: its header, then one tensor after the other, each made when its turn comes."""
-    group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
+    """Write one file: the header, then each tensor, produced when it is written."""
+    # Wide dtypes first, so that each tensor is aligned to its item size.
+    group = sorted(group, key=lambda one: -one.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in group:
@@ -106,6 +108,7 @@ def _write_file(
         header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Padding aligns the data to 8 bytes.
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -117,6 +120,7 @@ def _write_file(
                 whole = torch.cat(parts, one.entry.concat_dim)
             whole = (whole.T if one.entry.is_transposed else whole).contiguous()
             file.write(whole.view(-1).view(torch.uint8).numpy().data)
+            # Freed before the next tensor is read, so that only one is in memory.
             del parts, whole
             wrote(one.num_bytes)
         file.flush()
@@ -124,7 +128,8 @@ def _write_file(
 
 
 def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> list[Tensor]:
-    """What of our tensors is in one of theirs; one with experts is held until its last is out."""
+    """Our tensors that make up one of theirs; stacked experts are cached until the last one."""
+    # Experts of one tensor are consecutive entries, so that a cache of one tensor is enough.
     if entry.expert_index < 0:
         held.clear()
         return [read(name) for name in entry.our_names]
@@ -136,7 +141,7 @@ def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> l
 
 
 def _cast_checked(x: Tensor, one: HFTensor) -> Tensor:
-    """In the type to write; numbers that it cannot hold are refused."""
+    """Cast to the dtype to write; values that overflow fp16 are refused."""
     y = x.to(one.dtype)
     if one.dtype == torch.float16 and not bool(y.isfinite().all()):
         raise PlanError(

@@ -1,9 +1,9 @@
-"""Conversation: messages of a record, whichever of the usual forms it has.
+"""Parses conversations from records in any of the common formats.
 
-`messages` of role and content; `conversations` of from and value (ShareGPT); or a question and its
-answer in two fields, of which a list holds messages itself. `tools` go to the template. A message
-of the assistant with `weight` 0 is not learnt from, as in OpenAI's files; neither are those in a
-`prompt` of messages.
+`messages` with role and content; `conversations` with from and value (ShareGPT); or a question and
+its answer in two fields, either of which may be a list of messages. `tools` are passed to the
+template. Assistant messages with `weight` 0 are not learned, as in OpenAI's files; neither are
+those in a `prompt` given as messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
     "system": "system",
 }
-"""Roles of ShareGPT's `from`."""
+"""Roles by ShareGPT's `from`."""
 QUESTION_FIELDS = ("prompt", "instruction", "question")
 ANSWER_FIELDS = ("completion", "response", "output", "answer")
 ASSISTANT = "assistant"
@@ -30,28 +30,28 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and those of them that are learnt."""
+    """Messages, and which of them are learned."""
 
     messages: list[dict[str, Any]]
     is_learned: list[bool]
-    """Of each message; only those of the assistant count."""
+    """Per message; only those of the assistant count."""
     tools: list[Any] | None = None
     location: str = ""
-    """File and line, for messages."""
+    """File and line, for error messages."""
 
     @property
     def assistant_turns(self) -> list[int]:
-        """Numbers of the assistant's messages."""
+        """Indices of the assistant's messages."""
         return [i for i, one in enumerate(self.messages) if one["role"] == ASSISTANT]
 
     @property
     def message_texts(self) -> list[str]:
-        """What is said."""
+        """Contents of the messages that are plain strings."""
         return [one["content"] for one in self.messages if isinstance(one["content"], str)]
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Whether a record has one of the known forms."""
+    """Whether a record has one of the known formats."""
     if isinstance(record.get("messages", record.get("conversations")), list):
         return True
     return (
@@ -65,6 +65,7 @@ def parse_conversation(record: Any, at: str) -> Conversation:
     if not isinstance(record, dict):
         raise _record_error(at, f"a {type(record).__name__}, not an object")
     tools = record.get("tools")
+    # Some datasets store the list of tools as a JSON string.
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -83,10 +84,12 @@ def parse_conversation(record: Any, at: str) -> Conversation:
         found, asked = _question_and_answer(record, at)
     if isinstance(head, str) and head and not (found and found[0].get("role") == "system"):
         found = [{"role": "system", "content": head}, *found]
+        # The system message in front shifts the first answer.
         asked = asked + 1
     if not found:
         raise _record_error(at, "no message")
     messages = [_parse_message(one, number, at) for number, one in enumerate(found)]
+    # Messages before `asked` are the prompt.
     learned = [i >= asked and one.get("weight", 1) != 0 for i, one in enumerate(found)]
     return Conversation(messages, learned, _repair_texts(tools) if tools else None, at)
 
@@ -115,6 +118,7 @@ def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[
     answer = _first_field(record, ANSWER_FIELDS)
     if question is None or answer is None:
         raise _record_error(at, f"the fields {', '.join(map(repr, record)) or 'none'}")
+    # Alpaca's optional context for the instruction.
     more = record.get("input")
     asked = record[question]
     if isinstance(asked, list):
@@ -134,7 +138,7 @@ def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[
 
 
 def _parse_sharegpt(one: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A message of ShareGPT, or of those who write role and content in its place."""
+    """A ShareGPT message; variants with role and content are accepted."""
     name = one.get("from", one.get("role"))
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
         raise _record_error(at, f"from is {name!r:.60}, none of {', '.join(SHAREGPT_ROLES)}")
@@ -154,13 +158,14 @@ def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, An
     if not good:
         raise _record_error(at, f"message {number} has the content {content!r:.60}")
     plain: dict[str, Any] = _repair_texts({k: v for k, v in one.items() if k != "weight"})
+    # Only a message with tool calls may have no content.
     if content is None and not plain.get("tool_calls"):
         plain["content"] = ""
     return plain
 
 
 def _repair_texts(value: Any) -> Any:
-    """A value of JSON whose texts have an UTF-8."""
+    """A JSON value whose strings can be encoded as UTF-8."""
     if isinstance(value, str):
         return repair_surrogates(value)
     if isinstance(value, dict):

@@ -1,11 +1,10 @@
-"""Sandbox: Jinja templates of strangers, rendered in a worker process with limits.
+"""Renders untrusted Jinja templates in a worker process with resource limits.
 
-A template runs in `template_worker`, which has little memory, little time of the processor, and no
-way to open a file or to start a process; so whatever a template asks Python for, it costs no more
-than that, and this process only reads a reply of bounded size. The worker is kept for all templates
-of a process, so that a rendering takes a message there and one back; where a template has used up
-its memory or time, a new process takes its place. Jinja's own sandbox inside it is the second line
-of defence.
+A template runs in `template_worker`, which has limited memory and CPU time and cannot open a file
+or start a process; whatever a template does, it costs no more than that, and this process only
+reads a reply of bounded size. The worker is shared by all templates of a process, so that rendering
+takes one message each way; when a template has used up its memory or time, a new process replaces
+it. Jinja's own sandbox inside of it is the second line of defence.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from ranvier.errors import DataError, UnsafeInputError
 from ranvier.launch import minimal_environment
 
 RENDER_SECONDS = 5.0
-"""Time of the processor that a rendering may take."""
+"""CPU seconds that one rendering may take."""
 REPLY_SECONDS = 60
-"""Seconds that this process waits for it."""
+"""Seconds that this process waits for a reply."""
 MEMORY_BYTES = 512 << 20
-"""Bytes of addresses that the worker may use."""
+"""Bytes of address space that the worker may use."""
 MAX_CHARACTERS = 20_000_000
-"""Characters of a rendered text, and bytes of a conversation, at most."""
+"""Maximum characters of a rendered text, and bytes of a request."""
 MAX_TEMPLATES = 64
-"""Templates that a worker holds before another one is started."""
+"""Templates that a worker caches before it is replaced."""
 BEGIN_MARK = "\udff0"
 END_MARK = "\udff1"
-"""Around what a generation block says, if it is asked for: no text has halves of pairs."""
+"""Around the text of a generation block, on request: lone surrogates, which no text has."""
 WORKER_PROGRAM = Path(__file__).with_name("template_worker.py")
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""What ends a worker for reasons that are none of its template."""
+"""Signals that end a worker for reasons unrelated to its template."""
 TIMER_SIGNALS = (signal.SIGPROF, signal.SIGXCPU)
-"""What its timers end it with."""
+"""Signals of the worker's CPU timers."""
 
 
 class WorkerEndedError(Exception):
-    """A worker that ended without an answer, or the child of it that was to give one."""
+    """A worker, or its child process, ended without a reply."""
 
     def __init__(self, code: int | None = None) -> None:
         super().__init__(code)
@@ -58,7 +57,7 @@ class WorkerEndedError(Exception):
 
 
 class TemplateWorker:
-    """A process that renders templates; it starts when it is first asked."""
+    """A process that renders templates; it is started by the first request."""
 
     def __init__(self, *, seconds: float = RENDER_SECONDS, memory: int = MEMORY_BYTES) -> None:
         self.seconds = seconds
@@ -73,10 +72,12 @@ class TemplateWorker:
     def send_request(
         self, text: str, values: Mapping[str, Any] | None, *, marks: bool
     ) -> dict[str, Any]:
-        """What the worker replies: `text` or, without values, `generates`; else why not."""
+        """The worker's reply: `text` or, without values, `generates`; else the reason."""
         if self._owner != os.getpid():
-            self._lock = threading.Lock()  # another thread may have held it at the fork
+            # Another thread may have held the lock at the fork and will never release it here.
+            self._lock = threading.Lock()
         with self._lock:
+            # One retry, if the worker was killed from outside, for example with its process group.
             for _ in range(2):
                 try:
                     return self._request_once(text, values, marks)
@@ -85,6 +86,7 @@ class TemplateWorker:
                         code = self._wait_for_exit()
                     else:
                         code = error.code
+                    # A process killed by signal n has the exit code -n.
                     if -code in TIMER_SIGNALS:
                         return {"refused": f"{self.seconds:g} s of the processor were not enough"}
                     if -code not in OUTSIDE_SIGNALS:
@@ -99,6 +101,7 @@ class TemplateWorker:
         self._request_count += 1
         request = {
             "key": key,
+            # The worker caches compiled templates; the text is sent only once.
             "text": None if key in self._known_templates else text,
             "values": values,
             "marks": [BEGIN_MARK, END_MARK] if marks else ["", ""],
@@ -115,9 +118,11 @@ class TemplateWorker:
         try:
             channel.settimeout(REPLY_SECONDS)
             channel.sendall(len(raw).to_bytes(8) + self._request_count.to_bytes(8) + raw)
+            # Short timeouts, counted in `_receive_bytes`.
             channel.settimeout(1.0)
             number, reply = self._read_reply(channel)
-            while number not in (0, self._request_count):  # to a question that was given up
+            # Skip replies to requests that were abandoned earlier.
+            while number not in (0, self._request_count):
                 number, reply = self._read_reply(channel)
         except TimeoutError:
             self.stop()
@@ -127,18 +132,20 @@ class TemplateWorker:
         if reply.keys() & {"text", "generates"}:
             self._known_templates.add(key)
         if reply.keys() & {"spent", "ended"}:
-            self._known_templates.clear()  # another child answers from now on
+            # A new child with an empty cache handles the next request.
+            self._known_templates.clear()
         if isinstance(reply.get("ended"), int):
             raise WorkerEndedError(reply["ended"])
         return reply
 
     def _read_reply(self, channel: socket.socket) -> tuple[int, dict[str, Any]]:
-        """The next reply, which is believed to be nothing but a table of bounded size.
+        """The next reply: untrusted, so that only its size and type are relied upon.
 
-        Before it the number of what it is the reply to; 0: a child has ended, or what came is none.
+        Preceded by the number of its request; 0: a child has ended, or the reply is invalid.
         """
         size = int.from_bytes(self._receive_bytes(channel, 8))
         number = int.from_bytes(self._receive_bytes(channel, 8))
+        # UTF-8 takes up to 4 bytes per character.
         if size > 4 * MAX_CHARACTERS:
             self.stop()
             return 0, {"refused": f"a reply of {size:,} bytes"}
@@ -152,12 +159,14 @@ class TemplateWorker:
         return 0, {"refused": "a reply that is none"}
 
     def _receive_bytes(self, channel: socket.socket, size: int) -> bytearray:
-        """So many bytes. Seconds in which this process was stopped itself do not count."""
+        """Receive `size` bytes. Time during which this process was suspended does not count."""
         whole = bytearray()
         waited = 0
         while len(whole) < size:
             try:
                 piece = channel.recv(min(size - len(whole), 1 << 20))
+            # Counting one-second timeouts instead of reading a clock leaves out the time in which
+            # this process was stopped.
             except TimeoutError:
                 waited += 1
                 if waited >= REPLY_SECONDS:
@@ -169,7 +178,7 @@ class TemplateWorker:
         return whole
 
     def _open_channel(self) -> socket.socket:
-        """The way to the worker of this process; a process that was forked has its own."""
+        """The socket to the worker of this process; a forked process gets its own worker."""
         if self._owner != os.getpid():
             self._forget_worker()
         if self._process is not None and self._process.poll() is not None:
@@ -187,6 +196,8 @@ class TemplateWorker:
         words = [str(self.memory), str(os.getpid()), folders]
         try:
             self._process = subprocess.Popen(
+                # Isolated: neither the user's site-packages nor environment variables influence the
+                # worker.
                 [sys.executable, "-I", "-S", str(WORKER_PROGRAM), *words],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -198,11 +209,12 @@ class TemplateWorker:
             ours.close()
             raise
         finally:
+            # The child has its own copy: without this, its end would not be seen as end of file.
             theirs.close()
         self._channel = ours
 
     def _wait_for_exit(self) -> int:
-        """The code of a worker that has ended or is ending."""
+        """Exit code of a worker that has ended or is about to."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
@@ -213,7 +225,7 @@ class TemplateWorker:
         return code
 
     def stop(self) -> None:
-        """End the worker."""
+        """Kill the worker."""
         if self._owner != os.getpid():
             self._forget_worker()
             return
@@ -228,11 +240,12 @@ class TemplateWorker:
             process.wait()
 
     def _forget_worker(self) -> None:
-        """Leave the worker to the process that this one was forked from."""
+        """Leave the worker to the process from which this one was forked."""
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
-            self._process.returncode = 0  # no child of this process
+            # Not a child of this process: Popen must neither wait for it nor warn about it.
+            self._process.returncode = 0
         self._owner = os.getpid()
         self._process = None
         self._channel = None
@@ -247,21 +260,22 @@ class TemplateWorker:
 
 @functools.cache
 def shared_worker() -> TemplateWorker:
-    """The worker of this process."""
+    """The worker shared by all templates of this process."""
     worker = TemplateWorker()
     atexit.register(worker.stop)
     return worker
 
 
 class SandboxedTemplate:
-    """A template, and what it makes of values."""
+    """A chat template that is rendered in the sandbox."""
 
     def __init__(self, text: str, origin: str, worker: TemplateWorker | None = None) -> None:
         self.origin = origin
         self._text = text
         self._worker = worker or shared_worker()
         reply = self._worker.send_request(text, None, marks=False)
-        if "failed" in reply:  # a constant that cannot be: said again where it is rendered
+        # A constant expression raises: reported where the template is rendered.
+        if "failed" in reply:
             reply = {"generates": False}
         if "syntax" in reply:
             raise DataError(
@@ -271,10 +285,10 @@ class SandboxedTemplate:
         if "generates" not in reply:
             raise self._refused_error(reply)
         self.has_generation_blocks = bool(reply["generates"])
-        """Whether it has generation blocks."""
+        """Whether the template has generation blocks."""
 
     def __call__(self, values: Mapping[str, Any], *, at: str = "", marks: bool = False) -> str:
-        """The text; at: where the values come from; marks: around generation blocks."""
+        """Render; at: origin of the values; marks: put marks around generation blocks."""
         reply = self._worker.send_request(self._text, values, marks=marks)
         text = reply.get("text")
         if isinstance(text, str) and len(text) <= MAX_CHARACTERS:

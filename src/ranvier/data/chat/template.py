@@ -1,8 +1,9 @@
-"""Template: how a tokenizer writes conversations, from the files beside its `tokenizer.json`.
+"""Chat templates, from the files next to a `tokenizer.json`.
 
-`chat_template.jinja` comes first, then the `chat_template` of `tokenizer_config.json` (a text, or
-several with names; `tool_use` is for conversations with tools). Tokens such as `eos_token` are
-those of `beside.tokens_of`. Nothing else in these files is read, and no code they name is run.
+`chat_template.jinja` comes first, then the `chat_template` of `tokenizer_config.json` (a string, or
+several with names; `tool_use` is for conversations with tools). Tokens such as `eos_token` come
+from `tokenizer_config.read_special_tokens`. Nothing else in these files is read, and no code that
+they name is executed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ranvier.errors import DataError
 
 TEMPLATE_FILE = "chat_template.jinja"
 BUILT_IN = "(built in)"
-"""The origin of `DEFAULT`."""
+"""Origin of `DEFAULT_TEMPLATE`."""
 DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role + '\\n' -}}
@@ -42,35 +43,35 @@ DEFAULT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ 'assistant\\n' }}{%- endif -%}
 """
-"""For tokenizers without one: `role`, a line break, the content, the end, a line break."""
+"""For tokenizers without a template: `role`, newline, content, EOS, newline."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Texts in Jinja by name, and the tokens they may speak of."""
+    """Jinja templates by name, and the special tokens they may use."""
 
     texts: Mapping[str, str]
-    """`default`, perhaps `tool_use`."""
+    """`default`, and possibly `tool_use`."""
     tokens: Mapping[str, str]
-    """Special tokens by the names templates have for them, such as eos_token."""
+    """Special tokens by their names in templates, such as eos_token."""
     origin: str
-    """Where it comes from, for messages."""
+    """Where the template comes from, for error messages."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The rest of tokenizer_config.json, for other tools."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """The digest of texts and tokens."""
+        """Digest of templates and tokens."""
         content = json.dumps([dict(self.texts), dict(self.tokens)], sort_keys=True)
         return digest_of(content)
 
     @cached_property
     def compiled_templates(self) -> dict[str, SandboxedTemplate]:
-        """The templates, compiled."""
+        """The compiled templates by name."""
         return {name: SandboxedTemplate(text, self.origin) for name, text in self.texts.items()}
 
     def select_template(self, tools: Any = None) -> SandboxedTemplate:
-        """The template of a conversation, with tools or without."""
+        """The template for a conversation with or without tools."""
         if tools and "tool_use" in self.compiled_templates:
             named = "tool_use"
         else:
@@ -78,21 +79,22 @@ class ChatTemplate:
         return self.compiled_templates[named]
 
     def save(self, folder: Path) -> None:
-        """Write it as a tokenizer_config.json, at once or not at all."""
+        """Atomically write the template into a tokenizer_config.json."""
         texts: Any = [{"name": n, "template": t} for n, t in self.texts.items()]
         named = {"chat_template": self.texts["default"] if len(self.texts) == 1 else texts}
         save_tokenizer_config(folder, {**self.config, **self.tokens, **named})
 
 
 def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -> ChatTemplate:
-    """The template in a file, else that of a tokenizer of this name, else `DEFAULT`.
+    """The template in `file`, else that of the named tokenizer, else `DEFAULT_TEMPLATE`.
 
-    name: as for `tokenizer_of`; its files lie in the folder of the tokenizer.json.
+    name: as for `load_tokenizer`; its files are in the directory of the tokenizer.json.
     """
     folder = _tokenizer_folder(name)
     config = read_tokenizer_config(folder)
     tokens = read_special_tokens(folder)
     end = {"eos_token": tokenizer.token_names[tokenizer.eos_token_id]}
+    # Without any named special tokens, templates still get the end of the tokenizer.
     tokens = tokens or end
     texts = _parse_templates(
         config.pop("chat_template", None), folder / TOKENIZER_CONFIG if folder else Path()
@@ -101,7 +103,8 @@ def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -
         origin = str(folder / TOKENIZER_CONFIG)
     else:
         origin = ""
-    config.pop("auto_map", None)  # code of strangers
+    # auto_map names untrusted code; it must not reach the files that we save.
+    config.pop("auto_map", None)
     if folder:
         beside = folder / TEMPLATE_FILE
     else:
@@ -110,11 +113,13 @@ def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -
         texts = {"default": read_tokenizer_file(Path(file))}
         origin = file
     elif folder is not None and os.path.lexists(beside):
+        # The file replaces the default only; a tool_use template of the config stays.
         texts = {**texts, "default": read_tokenizer_file(beside)}
         origin = str(beside)
     if "default" not in texts:
         texts = {"default": DEFAULT_TEMPLATE}
         origin = BUILT_IN
+        # The default template needs eos_token.
         tokens = end | tokens
     return ChatTemplate(texts, tokens, origin, config)
 
@@ -131,7 +136,7 @@ def _tokenizer_folder(name: str | Path) -> Path | None:
 
 
 def _parse_templates(value: Any, path: Path) -> dict[str, str]:
-    """Templates by name, from a text or a list of named ones."""
+    """Templates by name, from a string or a list of named ones."""
     if value is None:
         return {}
     if isinstance(value, str):

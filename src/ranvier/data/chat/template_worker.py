@@ -1,11 +1,11 @@
-"""Template worker: renders chat templates of strangers. A program of its own, started by `sandbox`.
+"""Renders untrusted chat templates; a stand-alone program started by `sandbox`.
 
-It imports the standard library and jinja2 only and forks a child, which gives up what a template
-never needs: memory beyond a limit, new files and sockets, new processes. A timer of the processor's
-time runs during each request; where it ends, the kernel ends the child, and another one takes its
-place. Requests and replies are JSON in UTF-8 (halves of surrogate pairs included), each behind its
-length and its number, in 8 bytes each, over the socket that is standard input. Inside, Jinja's
-sandbox keeps a template from Python's own objects.
+It imports only the standard library and jinja2 and forks a child, which gives up what no template
+needs: memory beyond a limit, new files and sockets, new processes. A CPU timer runs during each
+request; when it expires, the kernel kills the child, and a new one replaces it. Requests and
+replies are JSON in UTF-8 (lone surrogates included), each preceded by its length and its number, 8
+bytes each, over the socket that is standard input. Inside, Jinja's sandbox keeps a template away
+from Python's objects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-if not TYPE_CHECKING and __name__ == "__main__":  # the folders that the parent finds packages in
+# Started with -S: use the directories in which the parent finds packages.
+if not TYPE_CHECKING and __name__ == "__main__":
     sys.path[:] = json.loads(sys.argv[3])
 
 import jinja2
@@ -37,9 +38,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+# PR_SET_PDEATHSIG of prctl(2).
 PDEATHSIG = 1
 SPENT_EXIT_CODE = 3
-"""Exit code of a child that has answered and is not to be used again."""
+"""Exit code of a child that has replied but must not be reused."""
 
 
 WARM_UP_TEMPLATES = (
@@ -48,58 +50,61 @@ WARM_UP_TEMPLATES = (
     "{{ raise_exception('x') }}",
     "{% if %}",
 )
-"""Templates that use what is loaded late; the last ones fail."""
+"""Templates that use lazily loaded modules; the last ones fail."""
 
 
 class GenerationExtension(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: what the model is to say."""
+    """`{% generation %}` ... `{% endgeneration %}`: what the model is to generate."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """A block whose text passes through `mark`."""
+        """Parse a block whose text is passed through `mark`."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
     def mark(self, caller: Callable[[], str]) -> str:
-        """The text of a block, between the marks that are asked for."""
+        """The text of a block, between marks if they are requested."""
         begin, close = getattr(self.environment, "marks", ("", ""))
         return f"{begin}{caller()}{close}"
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The environment that chat templates are written for."""
+    """The Jinja environment that chat templates are written for."""
 
     def __init__(self) -> None:
         extensions = [GenerationExtension, "jinja2.ext.loopcontrols"]
+        # The same options as in Hugging Face's apply_chat_template.
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.marks = ("", "")
         self.filters["tojson"] = to_json
-        del self.globals["lipsum"]  # words by chance
+        # lipsum generates random text.
+        del self.globals["lipsum"]
         self.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
         self.globals |= {"dict": DictMaker(), "namespace": PublicNamespace}
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Refuse an attribute at once, not when it is used."""
+        """Refuse an unsafe attribute on access, not only when it is used."""
         raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
 
 
 class DictMaker:
-    """What templates call as `dict`: no class, whose attributes lead further."""
+    """`dict` for templates: not the class itself, whose attributes lead further."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
-        """A dict."""
+        """Make a dict."""
         return dict(*arguments, **values)
 
     def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        """A dict with one value for all keys."""
+        """Make a dict with the same value for all keys."""
         return dict.fromkeys(*arguments)
 
 
 class PublicNamespace(Namespace):
-    """A namespace without names that begin with an underscore."""
+    """A namespace that refuses names starting with an underscore."""
 
+    # Without a named `self`, so that a template may use that name as a key.
     def __init__(*args: Any, **values: Any) -> None:
         self = args[0]
         rest = args[1:]
@@ -114,18 +119,18 @@ class PublicNamespace(Namespace):
 
 
 def refuse_private(name: Any) -> None:
-    """Refuse a name that begins with an underscore."""
+    """Refuse a name that starts with an underscore."""
     if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"the name {name!r} in a namespace")
 
 
 def raise_exception(message: Any) -> NoReturn:
-    """What templates call where they do not take a conversation."""
+    """Called by templates to reject a conversation."""
     raise jinja2.TemplateError(str(message))
 
 
 def strftime_now(form: str) -> str:
-    """The time as templates want it."""
+    """The current time, formatted for templates."""
     return datetime.datetime.now().strftime(form)
 
 
@@ -136,14 +141,14 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates want it: nothing is escaped for HTML."""
+    """JSON as chat templates expect it: nothing is escaped for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 class CompiledTemplate:
-    """A template, compiled."""
+    """A compiled template."""
 
     def __init__(self, text: str) -> None:
         self.environment = ChatEnvironment()
@@ -154,10 +159,10 @@ class CompiledTemplate:
             and isinstance(call.call.node, nodes.ExtensionAttribute)
             for call in tree.find_all(nodes.CallBlock)
         )
-        """Whether it has generation blocks."""
+        """Whether the template has generation blocks."""
 
     def render(self, values: dict[str, Any], marks: tuple[str, str], largest: int) -> str:
-        """The text of values. marks: around generation blocks; largest: most characters."""
+        """Render values. marks: around generation blocks; largest: maximum characters."""
         self.environment.marks = marks
         text = self.template.render(**values)
         if len(text) > largest:
@@ -166,7 +171,7 @@ class CompiledTemplate:
 
 
 def answer_request(request: dict[str, Any], known: dict[str, CompiledTemplate]) -> dict[str, Any]:
-    """What becomes of a request: a text, or why there is none."""
+    """Reply to a request: a text, or the reason why there is none."""
     key = request["key"]
     try:
         if request["text"] is not None:
@@ -179,14 +184,16 @@ def answer_request(request: dict[str, Any], known: dict[str, CompiledTemplate]) 
         return {"syntax": str(error.message), "line": error.lineno}
     except SecurityError as error:
         return {"refused": str(error)[:200]}
+    # The process may be left in a bad state: it is replaced after the reply.
     except (MemoryError, RecursionError, OverflowError, SyntaxError) as error:
         return {"refused": str(error)[:200] or type(error).__name__, "spent": True}
-    except Exception as error:  # a template raises whatever Python does with what it is given
+    # A template can raise any exception of the operations it performs.
+    except Exception as error:
         return {"failed": str(error)[:300] or type(error).__name__}
 
 
 def warm_up() -> None:
-    """Have jinja2 and Python load what they would look for when it is first used."""
+    """Load lazily imported modules and codecs before the limits forbid opening files."""
     for text in WARM_UP_TEMPLATES:
         answer_request(
             {"key": text, "text": text, "values": {}, "marks": ["", ""], "largest": 9}, {}
@@ -197,18 +204,21 @@ def warm_up() -> None:
 
 
 def apply_limits(memory: int) -> None:
-    """Give up what no template needs. memory: bytes of addresses."""
+    """Drop what no template needs. memory: bytes of address space."""
     warnings.simplefilter("ignore")
     most = {"AS": memory, "NOFILE": 0, "NPROC": 0, "FSIZE": 0, "CORE": 0}
     for name, value in most.items():
-        with contextlib.suppress(ValueError, OSError):  # a stricter limit holds already
+        # A stricter limit is already in force.
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def set_timer(seconds: float) -> None:
-    """Have the kernel end this process after so much time of the processor; 0: no more."""
+    """Have the kernel kill this process after `seconds` of CPU time; 0 disarms the timer."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    if seconds:  # the same in whole seconds, which no code in this process can put off for long
+    # RLIMIT_CPU is a second line, in whole seconds, which no code in this process can postpone for
+    # long.
+    if seconds:
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         most = resource.getrlimit(resource.RLIMIT_CPU)[1]
         soft = math.ceil(used + seconds) + 1
@@ -218,7 +228,7 @@ def set_timer(seconds: float) -> None:
 
 
 def receive_request(channel: socket.socket) -> tuple[int, bytes] | None:
-    """The number and the body of the next request; None: there are no more."""
+    """Number and body of the next request; None at the end of the input."""
     head = _receive_bytes(channel, 16)
     if head is None:
         body = None
@@ -246,7 +256,7 @@ def send_reply(channel: socket.socket, number: int, reply: dict[str, Any]) -> No
 
 
 def serve_requests(channel: socket.socket) -> int:
-    """Answer requests until there are no more, or one has filled the memory; the exit code."""
+    """Answer requests until the input ends or the process is spent; return the exit code."""
     known: dict[str, CompiledTemplate] = {}
     while (received := receive_request(channel)) is not None:
         number, raw = received
@@ -260,27 +270,32 @@ def serve_requests(channel: socket.socket) -> int:
         reply = answer_request(request, known)
         set_timer(0.0)
         send_reply(channel, number, reply)
-        if "spent" in reply:  # what it has left in memory goes with this process
+        # The memory it has used is released with this process.
+        if "spent" in reply:
             return SPENT_EXIT_CODE
     return 0
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent does, or end it if that has happened."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
+    """Have the kernel kill this process when its parent exits; exit if that has happened."""
+    # Linux only.
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+    # The parent may have exited before prctl took effect.
     if os.getppid() != parent:
         os._exit(0)
 
 
 def main() -> None:
-    """Have children answer requests, one after the other, until the parent has no more."""
+    """Fork children that answer requests, one at a time, until the parent closes the socket."""
     memory = int(sys.argv[1])
     parent = int(sys.argv[2])
     end_with_parent(parent)
     channel = socket.socket(fileno=0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # its parent decides when it ends
+        # The parent decides when the worker ends.
+        signal.signal(number, signal.SIG_IGN)
+    # Before the fork, so that each new child starts with everything loaded.
     warm_up()
     code = SPENT_EXIT_CODE
     own = os.getpid()
@@ -293,8 +308,10 @@ def main() -> None:
                 apply_limits(memory)
                 code = serve_requests(channel)
             finally:
+                # The child must neither return into the parent's loop nor run its exit handlers.
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # The child ended without a reply: report its exit code instead.
         if code not in (0, SPENT_EXIT_CODE):
             send_reply(channel, 0, {"ended": code})
             code = SPENT_EXIT_CODE

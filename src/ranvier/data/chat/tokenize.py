@@ -1,14 +1,15 @@
-"""Chat: conversations to tokens, and which of them are the answers.
+"""Tokenizes conversations and finds the tokens of the assistant's answers.
 
-A template with generation blocks says itself what the model is to say. With any other the answers
-are found by marks: the assistant's texts are rendered once more between characters that no text
-has, and what is left without them must be the same text. An answer begins where the prompt for it
-ends (what `add_generation_prompt` adds), else where its first text does or the spaces before it;
-it ends with the token that the template puts behind it. Where marks change what a template does,
-the conversation up to the answer is rendered, which must be how the whole begins.
+A template with generation blocks marks what the model is to generate. With any other template the
+answers are found by marks: the assistant's texts are rendered once more between characters that
+cannot occur in text, and without the marks the result must be the same text. An answer starts where
+its generation prompt ends (what `add_generation_prompt` adds), else at its first text or the spaces
+before it; it ends with the token that the template writes after it. Where marks change the
+behaviour of a template, the conversation up to the answer is rendered instead, which must be a
+prefix of the full text.
 
-Special tokens are those that the template writes. In a message they are text, so no message can
-end its own turn.
+Only special tokens written by the template count as special. In a message they are plain text, so
+that no message can end its own turn.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from ranvier.data.chat.template import ChatTemplate
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, UnsafeInputError
 
+# Lone surrogates are not valid Unicode text, so that no message can contain a mark.
 FIRST_MARK = 0xD800
 LAST_MARK = 0xDC00
-"""Marks before and behind the texts of message i: halves of surrogate pairs, at these and i."""
+"""Marks before and after the texts of message i: surrogates at these code points plus i."""
+# LAST_MARK + MOST_MESSAGES is BEGIN_MARK (0xDFF0): marks of messages never collide with those of
+# generation blocks or with GUARD.
 MOST_MESSAGES = 0x3F0
 GUARD = "\udfff"
-"""Before a special token in a message: it is text."""
+"""Marks a special token inside a message as plain text."""
 MARK_PATTERN = re.compile("[\ud800-\udfff]")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Names for what an assistant thinks; the first is for all templates."""
+"""Keys for the reasoning of an assistant; the first one is used for all templates."""
 CharSpan = tuple[int, int]
 MarkPlace = tuple[int | None, int | None]
-"""Where a text begins and ends, as far as it is known."""
+"""Begin and end of a text, as far as they are known."""
 Learn = Literal["answers", "all"]
 
 
 @dataclass(frozen=True, eq=False)
 class ChatEncoder:
-    """A template with the tokenizer that it is for."""
+    """A chat template with its tokenizer."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -54,13 +58,15 @@ class ChatEncoder:
     def encode(
         self, talk: Conversation, learn: Learn = "answers"
     ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
-        """The tokens of a conversation, and which of them are to be learnt."""
+        """The tokens of a conversation, and a mask of the tokens to learn."""
         text, kept = self._render_plain(talk)
         if learn == "all":
             spans = [(0, len(text))]
             if self._ends_with_special(text):
                 cut = None
             else:
+                # The template writes no end token: trailing whitespace is replaced by the
+                # tokenizer's.
                 cut = len(text.rstrip())
         else:
             spans, cut = self.find_answers(talk, text)
@@ -68,16 +74,21 @@ class ChatEncoder:
         mask = np.zeros(len(ids), bool)
         starts, ends = np.array(places, np.int64).reshape(-1, 2).T
         for begin, end in spans:
-            if end > begin:  # a token that reaches into the answer is a part of it
+            # A token that overlaps the start of an answer belongs to it.
+            if end > begin:
                 said = text[begin:end]
-                # Without a prompt the spaces before it are, but not the end of another token.
+                # Without a generation prompt the leading spaces belong to the answer too, but a
+                # token that merely ends in them does not.
                 if self._generation_prompt:
                     spaces = 0
                 else:
                     spaces = len(said) - len(said.lstrip(" "))
                 reached = (starts >= begin) & (ends > begin) | (ends > begin + spaces)
+                # The mask of an answer is contiguous, whatever the offsets of the tokens in
+                # between.
                 inside = np.flatnonzero(reached & (starts < end))
                 mask[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
+        # The end token is appended by us and is learned as well.
         if cut is not None:
             ids = [*ids, self.tokenizer.eos_token_id]
             mask = np.append(mask, True)
@@ -86,28 +97,30 @@ class ChatEncoder:
     def encode_prompt(
         self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
     ) -> list[int]:
-        """The tokens that an answer to these messages follows."""
+        """The tokens of the prompt that asks for an answer to these messages."""
         talk = Conversation(list(messages), [True] * len(messages), tools)
         text, kept = self._render_plain(talk, prompt=True)
         stop = len(text)
         if text == self._render_messages(talk, talk.messages):
-            # The template adds nothing: all that it writes before an answer does.
+            # The template has no generation prompt: use everything that it writes before an answer.
             mark = chr(FIRST_MARK)
             asked = [*talk.messages, {"role": "assistant", "content": f"{mark}x"}]
             text = MARK_PATTERN.sub("", self._render_messages(talk, asked).partition(mark)[0])
             stop = len(_strip_trailing_spaces(text))
         ids, places = self._encode_with_offsets(text, kept)
+        # Tokens that start in the stripped spaces are dropped: such a space belongs to the answer.
         return [token for token, (start, _) in zip(ids, places, strict=True) if start < stop]
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end an answer: that of the template, and that of all documents."""
+        """Tokens that end an answer: the template's end token and the tokenizer's EOS."""
         mark = chr(FIRST_MARK)
         talk = Conversation([{"role": "user", "content": "x"}], [True])
         asked = [*talk.messages, {"role": "assistant", "content": f"x{mark}"}]
         try:
             tail = self._render_messages(talk, asked).partition(mark)[2]
-        except DataError:  # it may want more than a question and an answer
+        # Some templates require more than one question and one answer.
+        except DataError:
             tail = ""
         found = self._special_pattern.search(tail)
         if found is None:
@@ -126,7 +139,7 @@ class ChatEncoder:
         prompt: bool = False,
         marks: bool = False,
     ) -> str:
-        """The template's text of some messages of a conversation."""
+        """The template's rendering of some messages of a conversation."""
         values = {"messages": [_with_reasoning(one) for one in messages], "tools": talk.tools}
         more = {"documents": None, "add_generation_prompt": prompt}
         rendering = self.template.select_template(talk.tools)
@@ -135,12 +148,14 @@ class ChatEncoder:
     def _render_plain(
         self, talk: Conversation, *, prompt: bool = False
     ) -> tuple[str, list[CharSpan]]:
-        """The text of a conversation, and where special tokens in it are text."""
+        """The text of a conversation, and spans where special tokens are plain text."""
         text = self._render_messages(talk, talk.messages, prompt=prompt)
         if not self.tokenizer.special_token_ids or not any(
             _has_match(self._special_pattern, x) for x in talk.messages
         ):
             return text, []
+        # Render a second time with a guard before each special token, to learn where the messages'
+        # own ones end up.
         guarded = [
             _map_texts(one, lambda x: self._special_pattern.sub(f"{GUARD}\\g<0>", x))
             for one in talk.messages
@@ -154,6 +169,7 @@ class ChatEncoder:
                 "Remove it from the record."
             )
         kept = []
+        # Each guard before this one shifts the position by one character.
         for count, found in enumerate(re.finditer(GUARD, marked)):
             there = self._special_pattern.match(marked, found.end())
             if there is not None:
@@ -162,8 +178,9 @@ class ChatEncoder:
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Any special token, the longest first."""
+        """Matches any special token, the longest first."""
         names = sorted(self.tokenizer.special_token_ids, key=len, reverse=True)
+        # `(?!)` never matches: a tokenizer may have no special tokens.
         return re.compile("|".join(map(re.escape, filter(None, names))) or "(?!)")
 
     def _special_names(self, talk: Conversation) -> list[str]:
@@ -172,22 +189,23 @@ class ChatEncoder:
         )
 
     def _end_offset(self, tail: str) -> int:
-        """Where the token ends that ends an answer, in what follows its text; 0: nowhere."""
+        """End of the token that ends an answer, in the text after it; 0 if there is none."""
         found = list(self._special_pattern.finditer(tail))
         known = [
             one for one in found if self.tokenizer.special_token_ids[one[0]] in self.end_token_ids
         ]
+        # A known end token first, else the first special token.
         return next((one.end() for one in (*known, *found)), 0)
 
     def _ends_with_special(self, text: str) -> bool:
-        """Whether a text ends with a special token."""
+        """Whether a text ends with a special token, ignoring whitespace."""
         found = list(self._special_pattern.finditer(text))
         return bool(found) and not text[found[-1].end() :].strip()
 
     # ---- answers ---------------------------------------------------------------------------
 
     def find_answers(self, talk: Conversation, text: str) -> tuple[list[CharSpan], int | None]:
-        """Characters of the answers to learn, and where the text needs an end of ours, if so."""
+        """Character spans of the answers to learn, and where to append an EOS, if needed."""
         if self.template.select_template(talk.tools).has_generation_blocks:
             return self._generation_spans(talk, text), None
         if not talk.assistant_turns:
@@ -206,15 +224,17 @@ class ChatEncoder:
             begin, stop = self._answer_borders(talk, text, number, place, past)
             tail = self._text_after_message(talk, text, number, stop, marks)
             end = self._end_offset(tail)
+            # `past` is the end of the answer; the next one cannot start before it.
             past = stop + (end or len(tail.rstrip()))
             ended = end > 0
             if talk.is_learned[number]:
                 spans.append((begin, past))
+        # An EOS is appended only after a learned answer that closes the conversation without one.
         last = talk.assistant_turns[-1] == len(talk.messages) - 1 and talk.is_learned[-1]
         return spans, None if ended or not last or text[past:].strip() else past
 
     def _generation_spans(self, talk: Conversation, text: str) -> list[CharSpan]:
-        """What generation blocks say."""
+        """Character spans of the generation blocks."""
         marked = self._render_messages(talk, talk.messages, marks=True)
         if MARK_PATTERN.sub("", marked) != text:
             raise self._answers_lost_error(
@@ -230,6 +250,7 @@ class ChatEncoder:
                 spans.append((opened, place))
             else:
                 place += len(piece)
+        # Unlearned answers can only be skipped if blocks and assistant messages correspond.
         if len(spans) == len(talk.assistant_turns):
             spans = [
                 x for x, i in zip(spans, talk.assistant_turns, strict=True) if talk.is_learned[i]
@@ -237,19 +258,23 @@ class ChatEncoder:
         return spans
 
     def _marked_places(self, talk: Conversation, text: str) -> dict[int, tuple[MarkPlace, str]]:
-        """Where the assistant's texts begin and end, as far as marks show it, and which marks."""
+        """Begin and end of the assistant's texts, as far as marks show them, and which marks."""
         starts = ("outer", "inner", "none")
         ends = ("outer", "inner")
         places: dict[int, tuple[MarkPlace, str]] = {}
+        # Templates strip or test texts in different ways: try marks outside and inside of their
+        # whitespace until one variant leaves the text unchanged.
         for marks, start, end in product(("empty", "texts", "names"), starts, ends):
             messages = list(talk.messages)
             for number in talk.assistant_turns:
                 messages[number] = _mark_texts(messages[number], number, start, end, marks)
             try:
                 marked = self._render_messages(talk, messages)
+            # The template refuses this variant.
             except DataError:
                 continue
             if MARK_PATTERN.sub("", marked) == text:
+                # Places found by an earlier variant take precedence.
                 places = {n: (x, marks) for n, x in _parse_marks(marked).items()} | places
             if len(places) == len(talk.assistant_turns):
                 break
@@ -263,41 +288,44 @@ class ChatEncoder:
         mark: MarkPlace,
         past: int,
     ) -> CharSpan:
-        """Where an answer begins, and where its own text ends; past: where the one before did."""
+        """Begin of an answer and end of its own text; past: end of the answer before it."""
         begin, stop = mark
         limit = stop if begin is None else begin
         if limit is not None and stop is not None and not past <= limit <= stop:
             raise self._answers_lost_error(talk, f"message {number} is out of order in it")
         if begin is None:
+            # No mark before the text: render the conversation up to the answer instead.
             begin = self._prompt_end(talk, text, number, past)
             if begin is not None:
                 return begin, self._message_end(talk, text, number, begin) if stop is None else stop
         if limit is not None and stop is not None and self._generation_prompt:
+            # The generation prompt is not learned; the answer starts after it.
             header = text.rfind(self._generation_prompt, past, limit)
             if header >= 0:
                 return header + len(self._generation_prompt), stop
-            if begin is None:  # perhaps only a part of it: templates may add what they drop later
+            # Perhaps only a part of it is there: templates may add what they drop later.
+            if begin is None:
                 begin = self._partial_prompt_end(text, past, limit)
         if begin is None or stop is None:
             raise self._answers_lost_error(talk, f"message {number} cannot be found in it")
-        if not self._generation_prompt and self._adds_no_prompt(
-            talk, number
-        ):  # begin where `prompt` ends
+        if not self._generation_prompt and self._adds_no_prompt(talk, number):
+            # Same start as in `encode_prompt`, so that training and generation see the same prompt.
             begin = past + len(_strip_trailing_spaces(text[past:begin]))
         return begin, stop
 
     def _adds_no_prompt(self, talk: Conversation, number: int) -> bool:
-        """Whether the template adds nothing as the prompt for an answer."""
+        """Whether the template adds no generation prompt for an answer."""
         try:
             asked = [
                 self._render_messages(talk, talk.messages[:number], prompt=x) for x in (True, False)
             ]
-        except DataError:  # it takes no conversation that ends there, so nobody asks
+        # The template refuses a conversation that ends there, so that no prompt can end there.
+        except DataError:
             return False
         return asked[0] == asked[1]
 
     def _prompt_end(self, talk: Conversation, text: str, number: int, past: int) -> int | None:
-        """Where the prompt for an answer ends, if the text begins with it."""
+        """End of the prompt for an answer, if the text starts with it."""
         before = self._render_messages(talk, talk.messages[:number], prompt=True)
         added = before != self._render_messages(talk, talk.messages[:number])
         good = added and text.startswith(before) and len(before) >= past
@@ -306,7 +334,7 @@ class ChatEncoder:
         return None
 
     def _message_end(self, talk: Conversation, text: str, number: int, begin: int) -> int:
-        """Where the text of a message ends that no mark shows: before its last special token."""
+        """End of a message's text without marks: before its last special token."""
         whole = self._render_messages(talk, talk.messages[: number + 1])
         if not text.startswith(whole):
             raise self._answers_lost_error(
@@ -319,21 +347,23 @@ class ChatEncoder:
 
     @cached_property
     def _generation_prompt(self) -> str:
-        """What the template adds as the prompt for an answer; empty if it adds nothing."""
+        """The template's generation prompt; empty if it has none."""
         talk = Conversation([{"role": "user", "content": "x"}], [True])
         try:
             bare = self._render_messages(talk, talk.messages)
             full = self._render_messages(talk, talk.messages, prompt=True)
         except UnsafeInputError:
             raise
-        except DataError:  # it may want more than a question
+        # Some templates require more than one question.
+        except DataError:
             return ""
         if full.startswith(bare):
             return full[len(bare) :]
         return ""
 
     def _partial_prompt_end(self, text: str, past: int, limit: int) -> int | None:
-        """Behind the longest beginning of the prompt for an answer in a part of the text."""
+        """End of the longest prefix of the generation prompt within a range of the text."""
+        # Prefixes of three or fewer characters would match by chance.
         for size in range(len(self._generation_prompt) - 1, 3, -1):
             place = text.rfind(self._generation_prompt[:size], past, limit)
             if place >= 0:
@@ -343,10 +373,11 @@ class ChatEncoder:
     def _text_after_message(
         self, talk: Conversation, text: str, number: int, stop: int, marks: str
     ) -> str:
-        """What the template writes behind the text of a message for its own sake.
+        """The text that the template writes after a message's own text.
 
-        marks: those that have shown where the text ends.
+        marks: the kind of marks that showed where the text ends.
         """
+        # Nothing follows the last message.
         if number == len(talk.messages) - 1:
             return text[stop:]
         mark = chr(LAST_MARK + number)
@@ -362,7 +393,8 @@ class ChatEncoder:
                     tail = whole[stop:]
                 else:
                     tail = ""
-        except DataError:  # it takes no conversation that ends here
+        # The template refuses a conversation that ends here.
+        except DataError:
             found = self._special_pattern.search(text, stop)
             own = (
                 found is not None
@@ -371,6 +403,7 @@ class ChatEncoder:
             if found is not None and own:
                 return text[stop : found.end()]
             return ""
+        # What the template writes at the end of a conversation only is not part of the full text.
         return _common_prefix(tail, text[stop:])
 
     def _answers_lost_error(self, talk: Conversation, what: str) -> DataError:
@@ -385,7 +418,7 @@ class ChatEncoder:
     def _encode_with_offsets(
         self, text: str, kept: Sequence[CharSpan]
     ) -> tuple[list[int], list[CharSpan]]:
-        """Ids of a text and the characters of each; kept: special tokens that are text."""
+        """Ids of a text and their character spans; kept: special tokens that are plain text."""
         ids: list[int] = []
         places: list[CharSpan] = []
         for begin, end, special in _split_pieces(text, kept):
@@ -397,11 +430,13 @@ class ChatEncoder:
     def _encode_piece(
         self, text: str, *, special: bool, first: bool
     ) -> tuple[list[int], list[CharSpan]]:
-        """A piece of a text, which may not begin it: some tokenizers put a space there."""
+        """Encode a piece of a text; some tokenizers prepend a space to whatever starts a text."""
         if first:
             return self.tokenizer.encode_with_offsets(text, special=special)
+        # Encode after a newline, which absorbs the added space, and drop its tokens again.
         newline, _ = self.tokenizer.encode_with_offsets("\n", special=special)
         ids, at = self.tokenizer.encode_with_offsets("\n" + text, special=special)
+        # The newline was merged with the text: there is no clean border.
         if ids[: len(newline)] != newline:
             return self.tokenizer.encode_with_offsets(text, special=special)
         count = len(newline)
@@ -409,18 +444,18 @@ class ChatEncoder:
 
 
 def _strip_trailing_spaces(text: str) -> str:
-    """What a model is to go on from: a space at its end is a part of the word behind it."""
+    """Strip spaces at the end of a prompt: they belong to the token of the next word."""
     return text.rstrip(" ")
 
 
 def _common_prefix(a: str, b: str) -> str:
-    """What both begin with."""
+    """The longest common prefix."""
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return a[: next(differ, min(len(a), len(b)))]
 
 
 def _split_pieces(text: str, kept: Sequence[CharSpan]) -> Iterator[tuple[int, int, bool]]:
-    """Begin and end of each piece of a text, and whether special tokens in it are such."""
+    """Begin and end of each piece of a text, and whether its special tokens are special."""
     place = 0
     for begin, end in kept:
         if begin > place:
@@ -432,7 +467,7 @@ def _split_pieces(text: str, kept: Sequence[CharSpan]) -> Iterator[tuple[int, in
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose reasoning has the names that templates look for."""
+    """A message whose reasoning has the keys that templates look for."""
     found = next((message[x] for x in REASONING_KEYS if message.get(x) is not None), None)
     if found is None:
         return message
@@ -440,7 +475,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _map_texts(value: Any, change: Any, *, skip: Sequence[str] = ("role",)) -> Any:
-    """A value of JSON with its texts changed; skip: keys whose values stay."""
+    """A JSON value with its strings mapped; skip: keys whose values stay unchanged."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -468,10 +503,10 @@ def _has_match(pattern: re.Pattern[str], value: Any) -> bool:
 def _mark_texts(
     message: dict[str, Any], number: int, start: str, end: str, marks: str
 ) -> dict[str, Any]:
-    """A message with marks around its texts: at their ends, or inside the space at their ends.
+    """A message with marks around its texts: at their borders, or inside of their whitespace.
 
-    marks: texts; empty: also in empty ones, which makes them true to a template that asks; names:
-    also of tools that are called, for calls without any text.
+    marks: `texts`: non-empty texts; `empty`: empty ones too, which makes them truthy for a
+    template; `names`: also names of called tools, for calls without any text.
     """
     first = chr(FIRST_MARK + number)
     last = chr(LAST_MARK + number)
@@ -491,12 +526,13 @@ def _mark_texts(
         head = "" if start == "none" else first
         return f"{text[:left]}{head}{text[left:right]}{last}{text[right:]}"
 
+    # Templates compare these values; a mark would change their behaviour.
     skip = ("role", "type", "id", *(() if marks == "names" else ("name",)))
     return {**message, **_map_texts(message, around, skip=skip)}
 
 
 def _parse_marks(marked: str) -> dict[int, MarkPlace]:
-    """The first mark before and the last behind the texts of each message, without marks."""
+    """First mark before and last mark after the texts of each message, as offsets without marks."""
     found: dict[int, MarkPlace] = {}
     place = 0
     for piece in re.split("([\ud800-\udfff])", marked):

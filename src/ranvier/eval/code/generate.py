@@ -1,8 +1,8 @@
-"""Code: programs that a model writes, built and run against their tests.
+"""Code generation: programs written by a model, built and run against their tests.
 
 A task is a line of JSON: task (its name), language, prompt (the beginning of the program), tests
-(what follows it; in C a main that returns 0), and may have baseline (what a good model would say,
-to be compared with) and stop (texts that end what the model says).
+(what follows it; in C a main that returns 0), and optionally baseline (a good completion, for
+comparison) and stop (strings that end the completion).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ STOP_STRINGS: dict[str, tuple[str, ...]] = {
     "python": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nimport ", "\nfrom "),
     "c": ("\n}",),
 }
-"""What ends the function that a prompt has begun."""
+"""Strings that end the function that a prompt begins, by language."""
 CLOSING_TEXT = {"python": "\n", "c": "\n}\n"}
-"""What closes it."""
+"""Text that closes that function."""
 BASELINE_RUNS = 3
 """Runs of a baseline, of which the fastest counts."""
 
@@ -44,11 +44,12 @@ class CodeTask:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """What ends the model's part."""
+        """Strings that end the completion."""
         return self.stop or STOP_STRINGS[self.language]
 
     def build_program(self, said: str) -> str:
-        """The whole program."""
+        """The whole program: prompt, completion and tests."""
+        # A task with its own stop strings is expected to leave the function closed.
         if self.stop:
             closes = "\n"
         else:
@@ -58,7 +59,7 @@ class CodeTask:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A program that a model wrote, and what became of it."""
+    """A program that a model wrote, and its outcome."""
 
     sample: CodeSample
     completion: str
@@ -95,6 +96,7 @@ def _parse_tasks(path: Path) -> Iterator[CodeTask]:
                 "has the texts task, language, prompt and tests, and may have baseline and a list "
                 "stop. Mend the line."
             )
+        # JSON can escape lone surrogates, which would later fail to encode as UTF-8.
         if any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
             raise DataError(
                 f"{path}:{number}: {line[:80]!r} has a lone surrogate (\\ud800 to \\udfff), which "
@@ -119,11 +121,12 @@ def attempt_tasks(
     limits: SandboxLimits | None = None,
     run: Callable[..., SandboxResult] = sandbox.run_program,
 ) -> tuple[list[Attempt], tuple[str, ...]]:
-    """`count` programs of each task, and the protection that was lacking.
+    """Generate and run `count` programs for each task; also returns the missing protection.
 
-    length: most tokens that the model looks at. Communicates: as `Served.generate`.
+    length: maximum context of the model. Communicates: as `ModelServer.generate`.
     """
     found = list[Attempt]()
+    # A dict as an ordered set: each missing guard is reported once.
     lacks = dict[str, None]()
     for number, task in enumerate(tasks):
         prompt = served.tokenizer.encode(task.prompt) or [served.tokenizer.prefix_token_id]
@@ -137,6 +140,8 @@ def attempt_tasks(
             base = _time_baseline(task, limits, run)
         else:
             base = None
+        # Samples are numbered from 0 in each task: with one seed all tasks would use the same
+        # random numbers.
         mine = GenerationConfig(
             **{**asdict(wish), "stops": task.stop_strings, "seed": wish.seed + number}
         )

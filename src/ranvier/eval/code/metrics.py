@@ -1,13 +1,13 @@
-"""Metrics of programs: of N samples of a task, what the best of k is expected to be.
+"""Metrics of programs: the expected best of k out of N samples of a task.
 
-With values in rising order v₁ ≤ … ≤ v_N the best of k drawn without replacement is expected to be
+With values in rising order v₁ ≤ … ≤ v_N the expected best of k drawn without replacement is
 
     best@k = Σ_j C(j-1, k-1) / C(N, k) · v_j
 
 since v_j is the best of C(j-1, k-1) of the C(N, k) choices. pass@k and build@k have values 0 and 1;
 speedup_n@k has the time of the best sequential program divided by that of the sample on n processes
 (0 for a sample that failed: it saves no time), speedup_max@k the best over n, efficiency_n@k is
-speedup_n@k / n. Of several tasks the mean. (ParEval, Nichols et al. 2024. Its published code sorts
+speedup_n@k / n. Several tasks are averaged. (ParEval, Nichols et al. 2024. Its published code sorts
 the other way round, which is right for k = 1 only.)
 """
 
@@ -32,14 +32,14 @@ class CodeSample:
     passed: bool
     seconds: float = 0.0
     baseline: float | None = None
-    """Seconds of the best sequential program; None: unknown."""
+    """Seconds of the best sequential program; None if unknown."""
     processes: int = 1
     sample: int = -1
-    """Which of the programs of the task it is; -1: the next."""
+    """Index among the programs of the task; -1: the next one."""
 
     @property
     def speedup(self) -> float | None:
-        """Baseline over seconds, 0 if it failed; None without baseline."""
+        """Baseline divided by seconds, 0 if it failed; None without baseline."""
         if self.baseline is None:
             return None
         if self.passed:
@@ -48,10 +48,11 @@ class CodeSample:
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected largest of k of the values: their mean for k = 1, the largest for k = N."""
+    """Expected maximum of k of the values: their mean for k = 1, the maximum for k = N."""
     count = len(values)
     assert 1 <= k <= count, (k, count)
-    # weights relative to that of the largest, k / N: each is the one above it times a share
+    # Binomials would overflow. Weights are computed relative to that of the largest value, k / N:
+    # the next one down follows by C(j-2, k-1) / C(j-1, k-1) = (j - k) / (j - 1).
     terms = []
     weight = 1.0
     for rank, value in zip(range(count, k - 1, -1), sorted(values, reverse=True), strict=False):
@@ -61,25 +62,28 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def pass_at_k(count: int, good: int, k: int) -> float:
-    """Chance that one of k of `count` samples is among the `good`: 1 - C(n - c, k) / C(n, k)."""
+    """Probability that k of `count` samples contain a good one: 1 - C(n - c, k) / C(n, k)."""
     assert 0 <= good <= count and 1 <= k <= count, (count, good, k)
     if count - good < k:
         return 1.0
     if k == 1:
         return good / count
+    # The ratio of binomials is Π (1 - k / i); summed as logarithms it neither overflows nor
+    # cancels.
     return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(count - good + 1, count + 1)))
 
 
 def compute_metrics(
     samples: Iterable[CodeSample], ks: Sequence[int]
 ) -> dict[str, dict[str, float]]:
-    """Each metric by name and k, the mean over tasks; speedups only of tasks with a baseline."""
+    """Each metric by name and k, averaged over tasks; speedups only of tasks with a baseline."""
     tasks = _group_samples(samples)
     found: dict[str, dict[str, float]] = {}
     counts = sorted({n for runs in tasks.values() for n in runs})
     for n in counts:
         here = {task: list(runs[n].values()) for task, runs in tasks.items() if n in runs}
         _check_k(here, ks)
+        # The number of processes is part of the name only if there are parallel samples.
         label = "" if counts == [1] else f"_{n}"
         for k in ks:
             key = str(k)
@@ -106,7 +110,7 @@ def _add_means(
 
 
 def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[int, CodeSample]]]:
-    """Samples by task, processes and number."""
+    """Samples by task, processes and index."""
     found: dict[str, dict[int, dict[int, CodeSample]]] = {}
     for one in samples:
         runs = found.setdefault(one.task, {}).setdefault(one.processes, {})
@@ -124,7 +128,7 @@ def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[in
 
 
 def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
-    """Of all samples of a task; none if one has no baseline."""
+    """Speedups of all samples of a task; empty if one has no baseline."""
     found = [one.speedup for one in samples]
     if None not in found:
         return [value for value in found if value is not None]
@@ -132,7 +136,7 @@ def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
 
 
 def _best_speedups(runs: Mapping[int, Mapping[int, CodeSample]]) -> list[float]:
-    """The best speedup of each program over numbers of processes."""
+    """The best speedup of each program over the numbers of processes."""
     numbers = sorted({number for some in runs.values() for number in some})
     found = []
     for number in numbers:
@@ -174,7 +178,7 @@ def _parse_samples(path: Path) -> Iterator[CodeSample]:
 
 
 def _parse_sample(row: Any) -> CodeSample | str:
-    """The sample of a line, or why it is none."""
+    """The sample of a line, or why it is invalid."""
     kinds = {"task": str, "built": bool, "passed": bool}
     if not isinstance(row, dict):
         return "it is no object of JSON"

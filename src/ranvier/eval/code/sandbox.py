@@ -1,14 +1,14 @@
-"""Sandbox: build and run a program that nobody has looked at, on this machine.
+"""Sandbox: build and run an untrusted program on this machine.
 
-A program is one file of Python or C: a candidate, then its tests. It has passed if the tests came
-to their end: a program that exits before has not. What keeps it in is the kernel (see `cell` and
-`seccomp`), with bubblewrap's help where that is installed: no network, no sockets, no other
-processes, no files but its own and those of the system, bounded memory, time, processes, disk and
-output, no environment, no input.
+A program is one file of Python or C: a candidate, then its tests. It has passed if the tests ran to
+their end: a program that exits before has not. It is isolated by the kernel (see `sandbox_worker`
+and `seccomp`), with the help of bubblewrap where that is installed: no network, no sockets, no
+other processes, no files but its own and those of the system, bounded memory, time, processes, disk
+and output, no environment, no input.
 
-It is meant for mistakes and mischief of programs that a model has written. It is no guard against
-an attacker who brings a hole in the kernel, nor one between programs and clock: times are those of
-a machine that does other things as well.
+It is meant for mistakes and mischief of programs that a model has written. It does not protect
+against an attacker with a kernel exploit, and does not isolate timing: times are those of a machine
+that does other things as well.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from ranvier.eval.code.seccomp import build_filter
 
 Language = Literal["python", "c"]
 GRACE_SECONDS = 5.0
-"""Seconds that a cell has for itself."""
+"""Seconds that a worker has for itself."""
 KILL_SECONDS = 5.0
-"""Seconds that processes have to end once they are told to."""
+"""Seconds that processes have to end after they are killed."""
 BUBBLEWRAP = "bwrap"
-"""The program that is used where it is installed."""
+"""Name of the program that is used where it is installed."""
 WORKER_PATH = Path(__file__).with_name("sandbox_worker.py")
 PYTHON = os.path.realpath(sys.executable)
-"""Python itself: links to it, as environments have them, may lead through places kept from it."""
+"""The real path of Python: links to it, as in virtual environments, may pass through directories
+that the sandbox hides."""
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 SYNTAX_CHECK = (
     "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
@@ -55,25 +56,25 @@ int main(int count, char **words) {{
     return code;
 }}
 """
-"""What runs the tests of a C program, whose main bears another name."""
+"""The main function that calls the tests of a C program, whose own main is renamed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """What a program may use."""
+    """Limits of a program."""
 
     seconds: float = 10.0
-    """Time of the clock, of the build and of the run."""
+    """Wall-clock time, of the build and of the run."""
     cpu_seconds: int = 10
-    """Time of the processor, of each process."""
+    """CPU time of each process."""
     memory_bytes: int = 1 << 30
-    """Bytes of addresses of each process."""
+    """Bytes of address space of each process."""
     total_memory_bytes: int = 2 << 30
-    """Bytes of memory of all processes."""
+    """Bytes of memory of all processes together."""
     file_bytes: int = 16 << 20
-    """Bytes of a file."""
+    """Maximum bytes of a file."""
     disk_bytes: int = 64 << 20
-    """Bytes of all files."""
+    """Bytes of all files together."""
     processes: int = 32
     """Processes and threads at once."""
     output_bytes: int = 1 << 16
@@ -82,19 +83,19 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What became of a program."""
+    """Outcome of a program."""
 
     built: bool
     passed: bool
     seconds: float
-    """Of the run; of one that did not run 0."""
+    """Duration of the run; 0 if it did not run."""
     failure: str
-    """What it failed for; empty: it passed."""
+    """Why it failed; empty if it passed."""
     output: str
     missing_guards: tuple[str, ...]
-    """Protection that this machine did not grant, and what that means."""
+    """Protection that this machine did not grant, and the consequence."""
     guards: tuple[str, ...] = ()
-    """Mechanisms that kept it in."""
+    """Mechanisms that isolated it."""
 
 
 def run_program(language: str, program: str, limits: SandboxLimits | None = None) -> SandboxResult:
@@ -105,12 +106,15 @@ def run_program(language: str, program: str, limits: SandboxLimits | None = None
     except UnicodeEncodeError as error:
         why = f"not built: character {error.start} is a lone surrogate, which no text in UTF-8 has"
         return SandboxResult(False, False, 0.0, why, "", ())
+    # Printed after the tests. It is random, so that no program prints it by accident or by
+    # guessing.
     word = f"passed-{secrets.token_hex(8)}"
     folder = Path(tempfile.mkdtemp(prefix="ranvier-cell-"))
     try:
         work = folder / "work"
         work.mkdir()
-        folder.chmod(0o711)  # nobody must get through
+        # The worker may become the user nobody, who must be able to pass through to `work`.
+        folder.chmod(0o711)
         files, commands = _build_commands(language, program, word, work)
         job = {
             "work": str(work),
@@ -153,6 +157,7 @@ def _build_commands(
     if language == "python":
         name = str(work / "main.py")
         source = f"{program}\nprint({word!r})\n"
+        # -I and -S: no environment, no user or site packages.
         build = [PYTHON, "-I", "-S", "-c", SYNTAX_CHECK, name]
         start = [PYTHON, "-I", "-S", name]
         return {"main.py": source}, [("build", build), ("run", start)]
@@ -176,7 +181,7 @@ def _build_commands(
 
 
 def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str, Any]], str]:
-    """Output and report of a cell, and why it had to be ended."""
+    """Output and report of a worker, and why it had to be killed, if it was."""
     told, report = os.pipe()
     try:
         process = subprocess.Popen(
@@ -190,8 +195,10 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
             start_new_session=True,
         )
     finally:
+        # Only the worker keeps the write end, so the report reads as ended when it exits.
         os.close(report)
     assert process.stdout is not None
+    # At most three commands (two of the C build, and the run), each with the full time limit.
     stages = 3
     limit = time.monotonic() + stages * limits.seconds + GRACE_SECONDS
     why = ""
@@ -199,6 +206,7 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
     open_ = set(parts)
     try:
         while open_ and not why:
+            # Output and report are read together: a full pipe would block the worker.
             ready, _, _ = select.select(open_, [], [], max(limit - time.monotonic(), 0.0))
             if ready:
                 why = ""
@@ -221,13 +229,15 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
 
 
 def _kill_worker(process: subprocess.Popen[bytes]) -> None:
-    """End a cell: with its first process all others end, and then nobody can write any more."""
+    """Kill a worker; all its processes end with the first one, and then none can write any more."""
     try:
+        # A worker that has just closed its pipes may be about to exit by itself.
         process.wait(0.2)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.stdout is not None
+    # End of file on the output means that every process that held it has ended.
     limit = time.monotonic() + KILL_SECONDS
     while (left := limit - time.monotonic()) > 0.0:
         ready, _, _ = select.select([process.stdout], [], [], left)
@@ -236,18 +246,19 @@ def _kill_worker(process: subprocess.Popen[bytes]) -> None:
 
 
 def _parse_report(text: bytes) -> list[dict[str, Any]]:
-    """Whole lines of a report."""
+    """Complete lines of a report; a last line that was cut off is dropped."""
     return [json.loads(line) for line in text.split(b"\n")[:-1]]
 
 
 def _judge_report(
     output: bytes, lines: Sequence[dict[str, Any]], cut: str, word: str, limits: SandboxLimits
 ) -> SandboxResult:
-    """What output and report say."""
+    """The result according to output and report."""
     text = output[: limits.output_bytes].decode(errors="replace")
     lacks = tuple(lack for line in lines for lack in line.get("lacks", ()))
     guards = tuple(guard for line in lines for guard in line.get("guards", ()))
     stages = [line for line in lines if "stage" in line]
+    # The worker writes this line before the first command: without it nothing ran.
     if not any("lacks" in line for line in lines):
         return SandboxResult(
             False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks, guards
@@ -268,6 +279,7 @@ def _judge_report(
         return SandboxResult(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
     why = cut or _failure_of_command(runs[0], limits)
     seconds = float(runs[0]["seconds"])
+    # Exit code 0 is not enough: the program may have exited before its tests.
     if not why and word not in text:
         why = "ended before its tests did"
     text = text.replace(f"{word}\n", "")
@@ -275,12 +287,13 @@ def _judge_report(
 
 
 def _failure_of_command(line: dict[str, Any], limits: SandboxLimits) -> str:
-    """Why a command did not end well."""
+    """Why a command failed; empty if it did not."""
     code = int(line["code"])
     if line["late"]:
         return f"ran longer than {limits.seconds:g} s"
     if line["large"]:
         return f"used more than {limits.total_memory_bytes} bytes of memory in all its processes"
+    # At its hard CPU limit a process gets SIGKILL, which a wall time beyond the limit tells apart.
     if code == -signal.SIGXCPU or (
         code == -signal.SIGKILL and line["seconds"] >= limits.cpu_seconds
     ):

@@ -1,11 +1,10 @@
-"""Cell: runs the commands of one job where they can do little harm. A program of its own.
+"""Sandbox worker: runs the commands of one job in isolation. A program of its own.
 
-`sandbox` starts it with the path of a job (JSON); it imports the standard library only. It gives up
-what it can before the first command starts: root, the network, other processes, all files but its
-own directory and those of the system, most system calls that a program has no use for, memory,
-time. Where bubblewrap is installed it starts itself once more inside of that, and makes namespaces
-of its own elsewhere. What the kernel does not grant is told in the report, never passed over. Linux
-only.
+`sandbox` starts it with the path of a job (JSON); it imports the standard library only. Before the
+first command starts it drops what it can: root, the network, other processes, all files but its own
+directory and those of the system, most system calls that a program does not need, memory, time.
+Where bubblewrap is installed it runs itself again inside of that, elsewhere it creates its own
+namespaces. What the kernel does not grant is listed in the report, never ignored. Linux only.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+# Constants of the kernel that Python does not have: flags of clone(2), options of prctl(2), numbers
+# of the Landlock system calls.
 NEWNS = 0x20000
 NEWUSER = 0x10000000
 NEWPID = 0x20000000
@@ -41,21 +42,21 @@ RESTRICT_SELF = 446
 NOBODY_UID = 65534
 READ_RIGHTS = 0b1101
 WRITE_RIGHTS = 0b111_1111_1111_0010
-"""Rights of Landlock on files: to execute, read and list; to write, remove, make, move and cut."""
+"""Landlock rights on files: execute, read and list; write, remove, create, move and truncate."""
 SYSTEM_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
-"""Directories of the system, which may be read."""
+"""Directories of the system, which are readable."""
 DEVICES = {"null": True, "zero": True, "full": True, "random": False, "urandom": False}
-"""Devices that may be read, and whether they may be written: no terminals, no shared memory."""
+"""Readable devices, and whether they are writable: no terminals, no shared memory."""
 ENTERED_MESSAGE = b"entered\n"
-"""What the cell inside of bubblewrap says first."""
+"""First output of the worker inside of bubblewrap."""
 WATCH_SECONDS = 0.05
-"""Seconds between two looks at the memory of all processes."""
+"""Seconds between two checks of the memory of all processes."""
 PAGE_BYTES = resource.getpagesize()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_syscall(result: int) -> int:
-    """A system call's result, or its error."""
+    """The result of a system call; raises its error."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -63,29 +64,29 @@ def check_syscall(result: int) -> int:
 
 
 class SandboxWorker:
-    """A job, what keeps it in, and what was not granted."""
+    """A job, the guards around it, and those that were not granted."""
 
     def __init__(self, job: dict[str, Any], report: int, *, inside: bool = False) -> None:
         self.job = job
         self.report_fd = report
         self.in_bubblewrap = inside
-        """Whether bubblewrap is around this process."""
+        """Whether this process runs inside of bubblewrap."""
         self.missing_guards: list[str] = job.get("lacks", [])
         self.own_source = ""
-        """This program, for the cell inside of bubblewrap."""
+        """Source of this program, for the worker inside of bubblewrap."""
         self.guards = list[str]()
-        """Mechanisms that are in force."""
+        """Mechanisms that are active."""
         self.is_isolated = False
-        """Whether other processes than those of the job are out of reach."""
+        """Whether processes outside of the job are unreachable."""
         self.has_syscall_filter = False
-        """Whether the filter of system calls works here."""
+        """Whether the seccomp filter works here."""
         self.has_private_proc = False
         """Whether /proc shows the processes of the job and no others."""
         self.other_threads = 0
-        """Processes of the same user that count as if they were the job's."""
+        """Threads of the same user that count towards the job's process limit."""
 
     def try_guard(self, lack: str, step: Callable[[], Any], guard: str = "") -> bool:
-        """Put a guard in force; `lack` says what it means if that is not granted."""
+        """Activate a guard; `lack` describes the consequence if it is not granted."""
         try:
             step()
         except (OSError, ValueError) as error:
@@ -97,24 +98,32 @@ class SandboxWorker:
         return True
 
     def report_facts(self, **facts: Any) -> None:
-        """Add a line to the report."""
+        """Append a line of JSON to the report."""
         os.write(self.report_fd, json.dumps(facts).encode() + b"\n")
 
     def run(self) -> None:
-        """Enter the cell, then do the commands in its first process."""
+        """Enter the sandbox, then run the commands in its first process."""
+        # A program must not be able to write its own report.
         os.set_inheritable(self.report_fd, False)
+        # The worker dies with `sandbox`, and everything in its process namespace with it.
         check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
         if self.in_bubblewrap:
-            if os.getpid() != 1:  # then it must not end all processes that it can see
+            # `kill_leftovers` kills all visible processes, so it must not run in the namespace of
+            # the host.
+            if os.getpid() != 1:
                 sys.exit("it gave the cell no process namespace")
+            # stderr still is the pipe of `enter_bubblewrap`, which waits for this; from here on it
+            # is the output.
             os.write(2, ENTERED_MESSAGE)
             os.dup2(1, 2)
             self.is_isolated = True
             self.guards += ["bubblewrap", "namespaces"]
             self.confine_and_run_job()
             return
+        # Orphans of the job become children of this process, where `kill_leftovers` finds them.
         check_syscall(libc.prctl(SUBREAPER, 1))
-        with open(__file__, encoding="utf-8") as file:  # nobody may not be able to read it
+        # Read before root is dropped: the user nobody may not have access to this file.
+        with open(__file__, encoding="utf-8") as file:
             self.own_source = file.read()
         if os.getuid() == 0:
             self.try_guard("programs run as root", self.drop_root)
@@ -130,6 +139,7 @@ class SandboxWorker:
             lambda: self.probe_in_child(self.unshare_namespaces),
             "namespaces",
         )
+        # A new process namespace applies to children only: the first child is its PID 1.
         if self.is_isolated:
             self.unshare_namespaces()
             first = os.fork()
@@ -142,19 +152,23 @@ class SandboxWorker:
             os._exit(0)
 
     def confine_and_run_job(self) -> None:
-        """Lay out the directory of the job, give up the rest, do the commands."""
+        """Write the files of the job, drop everything else, run the commands."""
         if self.is_isolated:
             self.mount_private_filesystems()
         os.chdir(self.work_dir)
         for name, text in self.job["files"].items():
             with open(name, "w", encoding="utf-8") as file:
                 file.write(text)
+        # Needed by unprivileged seccomp and Landlock; it also disables setuid programs.
         check_syscall(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0))
-        check_syscall(libc.prctl(DUMPABLE, 0))  # no command can look into this process
+        # No command can inspect this process through /proc or ptrace.
+        check_syscall(libc.prctl(DUMPABLE, 0))
         self.try_guard(
             "the kernel has no Landlock: files are kept from programs by bubblewrap alone"
             if self.in_bubblewrap
             else "the kernel has no Landlock: files can be written and read elsewhere",
+            # Landlock and seccomp are only probed here. They cannot be undone, and this process
+            # still needs its rights: each command applies them to itself in `exec_command`.
             lambda: self.probe_in_child(self.apply_landlock),
             "Landlock",
         )
@@ -168,6 +182,7 @@ class SandboxWorker:
             self.other_threads = 0
         else:
             self.other_threads = self.count_user_threads()
+        # Written before any command: `sandbox` takes its absence as a failure to enter.
         self.report_facts(lacks=self.missing_guards, guards=self.guards)
         for stage, command in self.job["commands"]:
             if not self.run_command(stage, command):
@@ -175,7 +190,7 @@ class SandboxWorker:
         self.kill_leftovers()
 
     def mount_private_filesystems(self) -> None:
-        """File systems of the job's own, then no more power to mount any."""
+        """Mount file systems of the job's own, then drop the capability to mount."""
         if not self.in_bubblewrap:
             self.has_private_proc = self.try_guard(
                 "other processes can be seen",
@@ -189,19 +204,24 @@ class SandboxWorker:
             lambda: self.mount_filesystem("tmpfs", self.work_dir, "tmpfs", size),
         )
         if self.in_bubblewrap:
-            check_syscall(libc.prctl(AMBIENT, 4, 0, 0, 0))  # PR_CAP_AMBIENT_CLEAR_ALL
+            # 4 is PR_CAP_AMBIENT_CLEAR_ALL.
+            check_syscall(libc.prctl(AMBIENT, 4, 0, 0, 0))
+            # Version 3 of the capability ABI, and this process.
             header = (ctypes.c_uint32 * 2)(0x20080522, 0)
             none = (ctypes.c_uint32 * 6)()
-            check_syscall(libc.capset(header, none))  # neither this process nor commands have any
+            # Neither this process nor its commands keep any capability.
+            check_syscall(libc.capset(header, none))
 
     def forbid_namespaces(self) -> None:
-        """No user namespace can be made in that of the cell."""
+        """Forbid new user namespaces inside that of the sandbox."""
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
 
     def enter_bubblewrap(self) -> None:
-        """Do the job inside of bubblewrap; an error says why that could not be."""
+        """Run the job inside of bubblewrap; raises the reason if that is not possible."""
         told, errors = os.pipe()
+        # In memory rather than a file: inside, only the empty work directory and the system are
+        # visible.
         job = os.memfd_create("job")
         os.write(job, json.dumps({**self.job, "lacks": self.missing_guards}).encode())
         os.lseek(job, 0, os.SEEK_SET)
@@ -216,12 +236,15 @@ class SandboxWorker:
                 os.set_inheritable(handle, True)
             os.dup2(errors, 2)
             try:
+                # An empty environment, so that nothing of the caller leaks in.
                 os.execve(command[0], command, {})
             except OSError as error:
                 os.write(2, str(error).encode())
             os._exit(127)
         for handle in (job, errors):
             os.close(handle)
+        # Reads until the worker inside redirects its stderr, or bubblewrap ends. At most 4 KiB are
+        # kept.
         said = b""
         while piece := os.read(told, 1 << 12):
             said = (said + piece)[: 1 << 12]
@@ -237,10 +260,11 @@ class SandboxWorker:
         return str(self.job["work"])
 
     def drop_root(self) -> None:
-        """Become nobody, if nobody can reach the programs."""
+        """Become the user nobody, if nobody can execute the programs."""
         os.chown(self.work_dir, NOBODY_UID, NOBODY_UID)
         os.setgroups([])
         os.setresgid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
+        # The saved user id stays root, to return if nobody cannot reach the programs.
         os.setresuid(NOBODY_UID, NOBODY_UID, 0)
         python = self.job["python"]
         there = next((p for p in (python, *self.job["same"]) if os.access(p, os.X_OK)), python)
@@ -249,19 +273,23 @@ class SandboxWorker:
                 command[0] = there
         self.job["python"] = there
         tools = {command[0] for _, command in self.job["commands"]}
-        for path in sorted({there, *tools} - {f"{self.work_dir}/main"}):  # main is yet to be built
+        # The compiled program `main` does not exist yet.
+        for path in sorted({there, *tools} - {f"{self.work_dir}/main"}):
             if not os.access(path, os.X_OK):
                 os.setresuid(0, 0, 0)
                 raise ValueError(f"nobody else can reach {path}")
         os.setresuid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
+        # A change of user clears both of these. Without DUMPABLE, /proc/self would belong to root,
+        # and the id maps of the user namespace could not be written.
         check_syscall(libc.prctl(DUMPABLE, 1))
-        check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))  # a change of user clears it
+        check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
 
     def unshare_namespaces(self) -> None:
-        """Namespaces of its own: users, mounts, processes, network, messages."""
+        """Create new namespaces: users, mounts, processes, network, IPC."""
         user = os.getuid()
         group = os.getgid()
         check_syscall(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC))
+        # The kernel demands that setgroups is denied before an unprivileged process writes gid_map.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -269,17 +297,19 @@ class SandboxWorker:
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-        private = (1 << 18) | (1 << 14)  # MS_PRIVATE, MS_REC: nothing is seen outside
+        # MS_PRIVATE and MS_REC: mounts made here do not propagate to the host.
+        private = (1 << 18) | (1 << 14)
         check_syscall(libc.mount(None, b"/", None, private, None))
 
     def mount_filesystem(self, source: str, target: str, kind: str, options: str = "") -> None:
-        """A file system of its own."""
-        flags = 2 | 4  # MS_NOSUID, MS_NODEV
+        """Mount a file system."""
+        # MS_NOSUID and MS_NODEV.
+        flags = 2 | 4
         words = (source.encode(), target.encode(), kind.encode())
         check_syscall(libc.mount(*words, flags, options.encode() or None))
 
     def probe_in_child(self, step: Callable[[], None]) -> None:
-        """See whether a step is granted, in a process that ends right after it."""
+        """Try a step in a child that exits right after it; raises its error."""
         child = os.fork()
         if child == 0:
             try:
@@ -292,8 +322,11 @@ class SandboxWorker:
             raise OSError(code, os.strerror(code) if code > 0 else f"signal {-code}")
 
     def apply_landlock(self) -> None:
-        """Landlock: write in the directory of the job only, read there and from the system."""
+        """Landlock: write only in the directory of the job, read only there and from the system."""
         abi = check_syscall(libc.syscall(CREATE_RULESET, None, 0, 1))
+        # Older kernels reject unknown rights: moving between directories came with ABI 2,
+        # truncation with ABI 3, the network (bind and connect) with 4, and scopes (abstract
+        # sockets, signals) with 6. The size of the struct grows with them.
         write = WRITE_RIGHTS & ~((1 << 13) * (abi < 2)) & ~((1 << 14) * (abi < 3))
         handled = (ctypes.c_uint64 * 3)(READ_RIGHTS | write, 3 * (abi >= 4), 3 * (abi >= 6))
         if abi >= 6:
@@ -313,21 +346,24 @@ class SandboxWorker:
         os.close(rules)
 
     def apply_seccomp(self) -> None:
-        """The filter of system calls that the job brings (see `seccomp`), from here on."""
+        """Install the seccomp filter of the job (see `seccomp`)."""
         lines = bytes.fromhex(self.job["filter"])
         if not lines:
             raise OSError(errno.ENOSYS, "no filter is known for this kind of processor")
         text = ctypes.create_string_buffer(lines, len(lines))
-        # struct sock_fprog: the number of instructions, then a pointer to them
+        # struct sock_fprog: the number of instructions, then a pointer to them; `text` must outlive
+        # the call.
         program = struct.pack("@HP", len(lines) // 8, ctypes.addressof(text))
+        # 2 is SECCOMP_MODE_FILTER.
         check_syscall(libc.prctl(SECCOMP, 2, ctypes.c_char_p(program), 0, 0))
 
     def allow_path(self, rules: int, path: str, rights: int) -> None:
-        """Let a path be used."""
+        """Add a rule that allows access to a path."""
         if not os.path.exists(path):
             return
         if not os.path.isdir(path):
-            rights &= 0b101 | 0b10 | 1 << 14  # of a file: execute, read, write, cut
+            # Rights that apply to a file: execute, read, write, truncate. Others would be an error.
+            rights &= 0b101 | 0b10 | 1 << 14
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = rights.to_bytes(8, sys.byteorder) + handle.to_bytes(4, sys.byteorder)
         try:
@@ -336,11 +372,13 @@ class SandboxWorker:
             os.close(handle)
 
     def run_command(self, stage: str, command: list[str]) -> bool:
-        """Run a command within its limits; whether it ended well."""
+        """Run a command within its limits; returns whether it succeeded."""
         start = time.perf_counter()
         child = os.fork()
         if child == 0:
             self.exec_command(command)
+        # Polling a pidfd waits for the exit without reaping the child, so its pid cannot be reused
+        # meanwhile.
         handle = os.pidfd_open(child)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
@@ -351,13 +389,16 @@ class SandboxWorker:
             late = time.perf_counter() - start > self.job["seconds"]
             over = self.has_private_proc and self.memory_bytes() > self.job["total_memory"]
             looks = looks + 1 if over else 0
-            large = looks > 1  # one look may see pages twice, where processes come and go
+            # One check may count pages twice while processes start and end: two in a row are
+            # needed.
+            large = looks > 1
             if late or large:
                 os.kill(child, signal.SIGKILL)
                 break
         seconds = time.perf_counter() - start
         _, status, used = os.wait4(child, 0)
         os.close(handle)
+        # Background processes must not survive into the next command.
         self.kill_leftovers()
         code = os.waitstatus_to_exitcode(status)
         memory = used.ru_maxrss * 1024
@@ -367,15 +408,15 @@ class SandboxWorker:
         return code == 0 and not late and not large
 
     def memory_bytes(self) -> int:
-        """Bytes that all processes of the job have in memory; what they share counts once."""
+        """Resident memory of all processes of the job; shared pages count once."""
         processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         resident = (
             sum(read_proc_number(f"/proc/{name}/statm", 1) for name in processes) * PAGE_BYTES
         )
         if resident <= self.job["total_memory"]:
             return resident
-        # dearer to find out, and seldom needed: a share of each page for all that have it; a
-        # process can forbid to look, and then counts in full
+        # The proportional set size (each page divided by its users) is more expensive to read and
+        # rarely needed. A process can forbid it, and then counts in full.
         return sum(
             read_proc_number(f"/proc/{name}/smaps_rollup", "Pss:") * 1024
             or read_proc_number(f"/proc/{name}/statm", 1) * PAGE_BYTES
@@ -383,11 +424,12 @@ class SandboxWorker:
         )
 
     def exec_command(self, command: list[str]) -> None:
-        """Turn into a command: limits, a session of its own, no environment."""
+        """Become a command: limits, a session of its own, a minimal environment."""
         try:
             os.setsid()
             check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
-            with contextlib.suppress(OSError):  # told before
+            # Already in the report, by the probe.
+            with contextlib.suppress(OSError):
                 self.apply_landlock()
             for name, limit in self.job["limits"].items():
                 kind = getattr(resource, f"RLIMIT_{name}")
@@ -397,15 +439,17 @@ class SandboxWorker:
                     limit = min(limit, hard)
                 resource.setrlimit(kind, (limit, limit))
             names = {"PATH": "/usr/bin:/bin", "HOME": self.work_dir, "TMPDIR": self.work_dir}
+            # Last, because the filter refuses calls that the steps above need.
             if self.has_syscall_filter:
                 self.apply_seccomp()
             os.execve(command[0], command, names)
+        # This is a forked child: no exception may return into the code of the worker.
         except BaseException as error:
             os.write(2, f"{command[0]} cannot be run: {error}\n".encode())
         os._exit(127)
 
     def count_user_threads(self) -> int:
-        """Threads that my user has already: they count, where users are not of the cell alone."""
+        """Threads that my user already has: they count towards NPROC without a user namespace."""
         count = 0
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -416,8 +460,10 @@ class SandboxWorker:
         return count
 
     def kill_leftovers(self) -> None:
-        """End all that commands have left behind: it becomes a child of this process."""
+        """Kill everything that commands left behind: orphans become children of this process."""
         while True:
+            # In a namespace of its own, PID -1 means all other processes of the job. The loop ends
+            # when there is nothing left to kill or to reap.
             if self.is_isolated:
                 try:
                     os.kill(-1, signal.SIGKILL)
@@ -438,6 +484,8 @@ def child_processes(process: int) -> list[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
+                # The name in parentheses may contain spaces and parentheses: split after the last
+                # one.
                 parent = int(file.read().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue
@@ -446,7 +494,7 @@ def child_processes(process: int) -> list[int]:
 
 
 def read_proc_number(path: str, place: int | str) -> int:
-    """A number of a file of /proc: by its place, or by the word before it; 0 if it is gone."""
+    """A number in a file of /proc, by index or by the word before it; 0 if the file is gone."""
     try:
         with open(path) as file:
             words = file.read().split()
@@ -461,8 +509,8 @@ def bubblewrap_command(
     """The command line that runs a command inside of bubblewrap.
 
     It sees a new root with the directories of the system, read only, and an empty directory `work`;
-    the one power that it is left is to mount a bounded file system there. `--dev` is of no use: it
-    takes that power away.
+    the only capability left allows it to mount a bounded file system there. `--dev` cannot be used:
+    it takes that capability away.
     """
     words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--unshare-user", "--unshare-pid"]
     words += ["--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
@@ -473,12 +521,15 @@ def bubblewrap_command(
     for name in DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     words += ["--proc", "/proc", "--dir", work]
-    words += ["--remount-ro", "/"]  # it lies in memory that nothing bounds
+    # The new root is a tmpfs without a size limit.
+    words += ["--remount-ro", "/"]
     return [*words, "--chdir", "/", "--", *command]
 
 
 if __name__ == "__main__":
     where, handle, *words = sys.argv[1:]
+    # Inside of bubblewrap (a third argument) the job is an open file descriptor, outside it is a
+    # path.
     with open(int(where) if words else where, encoding="utf-8") as text:
         given = json.load(text)
     SandboxWorker(given, int(handle), inside=bool(words)).run()

@@ -1,16 +1,15 @@
 """Seccomp: the filter of system calls under which programs of `ranvier eval --code` run.
 
 The kernel runs a filter (classic BPF) before each system call of a process and of all that it
-starts; it can be tightened and never be taken off. Refused are the calls by which a program could
-reach beyond its cell or use what no other limit counts: sockets, System V and POSIX messages,
+starts; a filter can be tightened but never removed. Refused are the calls by which a program could
+reach beyond its sandbox or use what no other limit counts: sockets, System V and POSIX messages,
 semaphores and shared memory, memory files, io_uring, namespaces, mounts, keys, other processes'
-memory, and what administers the machine. A refused call returns an error and does nothing.
+memory, and administration of the machine. A refused call returns an error and does nothing.
 
-A call of another ABI (32 bits, by `int 0x80`) ends the program, because its number means something
+A call of another ABI (32 bits, by `int 0x80`) kills the program, because its number means something
 else. A call newer than this table returns ENOSYS, as on a kernel that does not have it. The filter
-sees numbers, never what a pointer points to: paths and names are the business of Landlock and of
-the namespaces, and `clone3`, whose flags lie in memory, returns ENOSYS; C libraries then use
-`clone`.
+sees numbers, never the memory behind a pointer: paths and names are left to Landlock and the
+namespaces, and `clone3`, whose flags are in memory, returns ENOSYS; C libraries then use `clone`.
 """
 
 from __future__ import annotations
@@ -32,29 +31,29 @@ RETURN = 0x06
 NUMBER_OFFSET = 0
 ARCHITECTURE_OFFSET = 4
 ARGUMENTS_OFFSET = 16
-"""Offsets in what the kernel shows of a call; an argument has 8 bytes, its low word first."""
+"""Offsets in struct seccomp_data; an argument has 8 bytes, its low word first."""
 NEWEST_CALL = 466
-"""The newest call that this table knows: removexattrat, of Linux 6.13."""
+"""The newest call in this table: removexattrat, of Linux 6.13."""
 NAMESPACE_FLAGS = 0x7E020000
-"""Flags of clone that make namespaces: mounts, cgroups, names, messages, users, processes, net."""
+"""Flags of clone that create namespaces: mounts, cgroups, UTS, IPC, users, processes, network."""
 WORD_MASK = 0xFFFFFFFF
 
 ArgumentTest = tuple[int, int, int]
-"""Argument, mask and value: whether argument & mask = value."""
+"""Argument, mask and value: tests whether argument & mask == value."""
 
 
 @dataclass(frozen=True)
 class RefusedCall:
-    """A system call by its numbers on x86-64 and in the table that newer architectures share."""
+    """A system call by its numbers on x86-64 and in the generic table of newer architectures."""
 
     name: str
     x86_64: int | None
     generic: int | None
     error: int = errno.EPERM
     allowed_if: tuple[tuple[ArgumentTest, ...], ...] = ()
-    """It is let through if all tests of one of these hold."""
+    """The call is allowed if all tests of one of these hold."""
     refused_if: tuple[tuple[ArgumentTest, ...], ...] = ()
-    """It is refused only if all tests of one of these hold."""
+    """The call is refused only if all tests of one of these hold."""
 
 
 def _calls_numbered_from(names: str, first: int) -> list[RefusedCall]:
@@ -63,7 +62,8 @@ def _calls_numbered_from(names: str, first: int) -> list[RefusedCall]:
 
 
 REFUSED_CALLS = (
-    # Sockets: a pair of streams cannot be connected to anything else; one of datagrams can.
+    # Sockets. A socketpair of streams (or of seqpackets) cannot be connected to anything else and
+    # is allowed; one of datagrams can.
     RefusedCall("socket", 41, 198, errno.EACCES),
     RefusedCall(
         "socketpair",
@@ -77,7 +77,7 @@ REFUSED_CALLS = (
     RefusedCall("accept4", 288, 242, errno.EACCES),
     RefusedCall("bind", 49, 200, errno.EACCES),
     RefusedCall("listen", 50, 201, errno.EACCES),
-    # Asynchronous input and output: does the work of other calls unseen, or counts for all users.
+    # Asynchronous I/O: does the work of other calls unseen by the filter, or counts for all users.
     *_calls_numbered_from("io_uring_setup io_uring_enter io_uring_register", 425),
     RefusedCall("io_setup", 206, 0),
     RefusedCall("io_destroy", 207, 1),
@@ -85,7 +85,7 @@ REFUSED_CALLS = (
     RefusedCall("io_cancel", 210, 3),
     RefusedCall("io_getevents", 208, 4),
     RefusedCall("io_pgetevents", 333, 292),
-    # Memory and messages that outlive a process and that its limit of addresses does not count.
+    # Memory and messages that outlive a process and do not count towards its address space limit.
     RefusedCall("shmget", 29, 194),
     RefusedCall("shmat", 30, 196),
     RefusedCall("shmctl", 31, 195),
@@ -118,7 +118,8 @@ REFUSED_CALLS = (
     RefusedCall("mount_setattr", 442, 442),
     RefusedCall("name_to_handle_at", 303, 264),
     RefusedCall("open_by_handle_at", 304, 265),
-    # Other processes, and what a kernel does for debuggers.
+    # Other processes, and kernel features for debuggers. Calls with a process id are allowed for 0,
+    # the caller itself.
     RefusedCall("ptrace", 101, 117),
     RefusedCall("process_vm_readv", 310, 270),
     RefusedCall("process_vm_writev", 311, 271),
@@ -128,7 +129,8 @@ REFUSED_CALLS = (
     RefusedCall("kcmp", 312, 272),
     RefusedCall("move_pages", 279, 239),
     RefusedCall("migrate_pages", 256, 238),
-    RefusedCall("kill", 62, 129, refused_if=(((0, WORD_MASK, WORD_MASK),),)),  # -1: everybody
+    # Process id -1 means every process.
+    RefusedCall("kill", 62, 129, refused_if=(((0, WORD_MASK, WORD_MASK),),)),
     RefusedCall("prlimit64", 302, 261, allowed_if=(((0, WORD_MASK, 0),),)),
     RefusedCall("setpriority", 141, 140, allowed_if=(((0, WORD_MASK, 0), (1, WORD_MASK, 0)),)),
     RefusedCall("ioprio_set", 251, 30),
@@ -142,12 +144,14 @@ REFUSED_CALLS = (
         "personality", 135, 92, allowed_if=(((0, WORD_MASK, 0),), ((0, WORD_MASK, WORD_MASK),))
     ),
     RefusedCall("modify_ldt", 154, None),
-    # Keys outlive a program; a terminal's input can be written for whoever reads it.
+    # Keys outlive a program; TIOCSTI (0x5412) and TIOCLINUX (0x541C) can inject input into a
+    # terminal.
     RefusedCall("add_key", 248, 217),
     RefusedCall("request_key", 249, 218),
     RefusedCall("keyctl", 250, 219),
     RefusedCall("ioctl", 16, 29, refused_if=(((1, WORD_MASK, 0x5412),), ((1, WORD_MASK, 0x541C),))),
-    # The machine itself: root of a user namespace might be asked less than root.
+    # Administration of the machine: checks may be weaker for root of a user namespace than for
+    # root.
     RefusedCall("init_module", 175, 105),
     RefusedCall("finit_module", 313, 273),
     RefusedCall("delete_module", 176, 106),
@@ -179,11 +183,11 @@ REFUSED_CALLS = (
 )
 
 AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
-"""The audit number of each machine (as `platform.machine` says it) that there is a filter for."""
+"""The audit number of each architecture (as in `platform.machine`) that has a filter."""
 
 
 def build_filter(machine: str) -> bytes | None:
-    """The filter of a machine, 8 bytes an instruction; None for one whose numbers are not known."""
+    """The filter of an architecture, 8 bytes per instruction; None if it is not supported."""
     if machine not in AUDIT_ARCHITECTURES:
         return None
     lines = [
@@ -191,7 +195,7 @@ def build_filter(machine: str) -> bytes | None:
         (EQUAL, 1, 0, AUDIT_ARCHITECTURES[machine]),
         (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, NUMBER_OFFSET),
-        # x86-64 with short pointers (x32) has numbers of its own, from 2^30 on: refused as well
+        # The x32 ABI of x86-64 has its own numbers, from 2^30 on: this test refuses them as well.
         (GREATER, 0, 1, NEWEST_CALL),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
     ]
@@ -202,13 +206,14 @@ def build_filter(machine: str) -> bytes | None:
             number = refusal.generic
         if number is not None:
             body = _compile_verdict(refusal)
+            # On a match the body decides, otherwise it is jumped over.
             lines += [(EQUAL, 0, len(body), number), *body]
     lines.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
 def _compile_verdict(refusal: RefusedCall) -> list[tuple[int, int, int, int]]:
-    """What is done with a call, once its number is found."""
+    """Instructions for a call whose number matched."""
     refused = ERRNO | refusal.error
     if refusal.allowed_if:
         return [*_compile_tests(refusal.allowed_if, ALLOW), (RETURN, 0, 0, refused)]
@@ -220,11 +225,13 @@ def _compile_verdict(refusal: RefusedCall) -> list[tuple[int, int, int, int]]:
 def _compile_tests(
     ways: Sequence[Sequence[ArgumentTest]], verdict: int
 ) -> list[tuple[int, int, int, int]]:
-    """A verdict for a call that passes all tests of one of several ways."""
+    """Instructions that return a verdict if all tests of one alternative hold."""
     lines = list[tuple[int, int, int, int]]()
     for tests in ways:
         for place, (argument, mask, value) in enumerate(tests):
-            rest = 3 * (len(tests) - place - 1) + 1  # the other tests of this way, its verdict
+            # On a mismatch, skip the other tests of this alternative (3 instructions each) and its
+            # verdict.
+            rest = 3 * (len(tests) - place - 1) + 1
             lines += [
                 (LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * argument),
                 (AND, 0, 0, mask),

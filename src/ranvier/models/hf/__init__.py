@@ -1,4 +1,4 @@
-"""Hugging Face families: which of their configs a decoder can be, and the other way round.
+"""Hugging Face families: which of their configs map to a decoder, and the reverse.
 
 Imports models only.
 """

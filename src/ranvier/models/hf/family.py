@@ -1,9 +1,9 @@
-"""Family: what published models call their settings and weights, and what we call them.
+"""Family: how published models name their settings and weights, and how we do.
 
-A family is one table (see `families`): their keys and ours, what it always has, what it takes a key
-to be that is not given, and the names of its layers. `read` makes our config of theirs and refuses,
-with key and value, whatever it does not know; `write` is its inverse; `tensors` says which of their
-tensors holds which of ours.
+A family is one table (see `registry`): their keys and ours, its fixed settings, the defaults of
+missing keys, and the names of its layers. `config_from_hf` converts their config to ours and
+rejects, with key and value, whatever it does not know; `config_to_hf` is its inverse;
+`tensor_mappings` lists which of their tensors holds which of ours.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from ranvier.models.hf.family_rope import (
 
 
 class UnsupportedModelError(ValueError):
-    """A config that cannot be one of ours; lines with key, value and rule."""
+    """A config that cannot be converted; one line per problem with key, value and rule."""
 
 
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Their keys of the tokens that begin, end and fill a text. No model of ours has them, but they go
-from one config.json to the next."""
+"""Their keys of the tokens that begin, end and pad a text. Our models do not use them, but they are
+copied from one config.json to the next."""
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of their tensors, and those of ours that it holds, one after the other along a dim."""
+    """One of their tensors, and those of ours that it holds, concatenated along a dim."""
 
     name: str
     our_names: tuple[str, ...]
     is_transposed: bool = False
     """Stored as (in, out)."""
     expert_index: int = -1
-    """It holds only this expert of ours; -1: all there is."""
+    """Holds only this expert of ours; -1: everything."""
     concat_dim: int = 0
-    """Along which ours lie in it: 1 where dim 0 counts experts."""
+    """Dim along which ours are concatenated: 1 where dim 0 counts experts."""
 
     def compute_shape(self, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Its shape by those of ours."""
+        """Its shape, from those of ours."""
         parts = [ours[name] for name in self.our_names]
         if self.expert_index >= 0:
             return parts[0][1:]
@@ -68,40 +68,41 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One kind of published models."""
+    """One family of published models."""
 
     model_type: str
     """Their `model_type`."""
     architecture: str
     layer_names: Mapping[str, str]
-    """Our layers and theirs; several of ours with + between them are packed. [e]: a parameter that
-    holds all experts of a layer, of which theirs with {e} holds one."""
+    """Our layers and theirs; several of ours joined by + are packed. [e]: a parameter that holds
+    all experts of a layer, of which theirs with {e} holds one."""
     config_keys: Mapping[str, str]
-    """Their settings that are one of ours."""
+    """Their settings that correspond to one of ours."""
     default_config: HFConfig
-    """What they take a key to be that is not given."""
+    """Defaults of their keys that are missing in a config."""
     fixed_settings: HFConfig = field(default_factory=dict)
-    """Ours that all models of the family have."""
+    """Our settings that all models of the family have."""
     required_values: HFConfig = field(default_factory=dict)
-    """Their settings with the one value that can be ours."""
+    """Their settings with the only value that we support."""
     bias_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Their settings that give biases, and to which of our layers."""
+    """Their settings that enable biases, and in which of our layers."""
     activation_key: str = "hidden_act"
     """Their key of the activation."""
     window_rule: str = ""
-    """How they say which layers have a window: "", "all", "first" or "even"."""
+    """Which layers have a window by default: "" (none), "all", "first" or "even"; see
+    `read_window`."""
     is_transposed: bool = False
     """Linear layers are stored as (in, out)."""
     body_prefix: str = "model."
-    """How names of the body begin; some publish without it."""
+    """Prefix of the names of the body; some checkpoints are published without it."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-    """Kinds of rotary positions that its own code knows."""
+    """Kinds of RoPE that the family's own code supports."""
     fused_layer_names: Mapping[str, str] = field(default_factory=dict)
-    """The names instead where one tensor holds all experts of a layer."""
+    """Names to use instead where one tensor holds all experts of a layer."""
     key_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other words for some of their keys."""
+    """Alternative names of some of their keys."""
     token_ids: tuple[int | None, int | None, int | None] = (None, None, None)
-    """What they take the ids of `TOKENS` to be where none are given."""
+    """Their default ids of SPECIAL_TOKEN_KEYS."""
 
     @property
     def activation_names(self) -> Mapping[str, str]:
@@ -112,13 +113,14 @@ class Family:
         return HF_ACTIVATIONS
 
     def config_from_hf(self, config: HFConfig) -> DecoderConfig:
-        """Our config of theirs; `UnknownError` names every key that has none."""
+        """Our config from theirs; `UnsupportedModelError` names every key that cannot be read."""
         config = {self.key_aliases.get(key, key): value for key, value in config.items()}
         theirs = {**self.default_config, **config}
         problems = list(self._find_unknown_keys(theirs))
         ours = dict(self.fixed_settings)
         for key, name in self.config_keys.items():
             ours[name] = theirs.get(key)
+        # Sizes first: defaults of other keys are derived from heads and embed.
         heads = ours["heads"] = _read_size(theirs, self._hf_key("heads"), "heads", problems)
         embed = ours["embed"] = _read_size(theirs, self._hf_key("embed"), "embed", problems)
         if ours.get("kv_heads") is None:
@@ -140,12 +142,14 @@ class Family:
             ours[name] = _read_size(
                 {self._hf_key(name): ours[name]}, self._hf_key(name), name, problems
             )
-        if not ours["layers"]:  # windows and experts are looked at layer by layer
+        # Windows and experts are checked layer by layer, which needs a valid number of layers.
+        if not ours["layers"]:
             raise UnsupportedModelError("\n".join(problems))
         for name in ("norm_eps", "init_std"):
             ours[name] = _read_nonnegative(ours[name], self._hf_key(name), problems)
         for name in ("attention_scale", "attention_cap", "logit_cap"):
             if name in ours:
+                # null disables a soft cap; an attention scale has no such meaning.
                 none = ours[name] is None and name != "attention_scale"
                 if none:
                     ours[name] = 0.0
@@ -172,25 +176,26 @@ class Family:
         if ours.get("positions", "rope") == "rope":
             ours |= self._read_rope(theirs, ours, problems)
         if "embed_scale" in self.fixed_settings:
+            # The table's 0.0 is only a marker: Gemma scales embeddings by sqrt(hidden_size).
             ours["embed_scale"] = float(embed) ** 0.5
         if problems:
             raise UnsupportedModelError("\n".join(problems))
+        # Consistency between settings is checked last, on the complete config.
         made = DecoderConfig(**ours)
         if made.find_problems():
             raise UnsupportedModelError("\n".join(made.find_problems()))
         return made
 
     def config_to_hf(self, config: DecoderConfig) -> dict[str, Any]:
-        """Their config of ours; `UnknownError` names the fields that they cannot have."""
+        """Their config from ours; `UnsupportedModelError` names fields that they cannot have."""
         ours = dataclasses.asdict(config)
         theirs: dict[str, Any] = {
             "model_type": self.model_type,
             "architectures": [self.architecture],
         }
         theirs |= {key: ours[name] for key, name in self.config_keys.items()}
-        if (
-            config.experts and "experts" in self.config_keys.values()
-        ):  # some have no key but that of mlp
+        # Some families have no key for the width of experts but that of the MLP.
+        if config.experts and "experts" in self.config_keys.values():
             if "expert_mlp" in self.config_keys.values():
                 own = "expert_mlp"
             else:
@@ -199,7 +204,8 @@ class Family:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
-        if "query_pre_attn_scalar" in theirs:  # transformers takes a whole number only
+        # transformers accepts only an integer here.
+        if "query_pre_attn_scalar" in theirs:
             scale = config.attention_scale or config.head_dim
             if scale == int(scale):
                 theirs["query_pre_attn_scalar"] = int(scale)
@@ -207,6 +213,7 @@ class Family:
                 theirs["query_pre_attn_scalar"] = scale
         has = {layer for layer in BIAS_LAYERS if config.has_bias(layer)}
         theirs |= {key: set(some) <= has for key, some in self.bias_keys.items()}
+        # Reversed, so that the first of several names for the same activation wins.
         named = {ours: theirs for theirs, ours in reversed([*self.activation_names.items()])}
         theirs[self.activation_key] = named.get(config.activation)
         if self.window_rule:
@@ -217,11 +224,15 @@ class Family:
             theirs["rope_parameters"] = write_rope(config)
             if config.rope == "longrope":
                 theirs["original_max_position_embeddings"] = config.rope_original
+        # Round trip: whatever does not survive the conversion back cannot be expressed by this
+        # family.
         if theirs[self.activation_key]:
             again = self.config_from_hf(theirs)
         else:
             again = None
-        if config.norm == "rms" and again is not None:  # bias: that of all linear layers
+        # With RMSNorm `bias` only concerns linear layers, so `bias` and `biases` may express the
+        # same; with LayerNorm it also means the norms.
+        if config.norm == "rms" and again is not None:
             same = all(config.has_bias(layer) == again.has_bias(layer) for layer in BIAS_LAYERS)
             ours |= {"bias": again.bias, "biases": again.biases} if same else {}
         if again is not None and has_same_widths(config, again):
@@ -236,9 +247,10 @@ class Family:
         return theirs
 
     def tensor_mappings(self, config: DecoderConfig, *, fused: bool = False) -> list[TensorMapping]:
-        """All their tensors, in the order of the model. fused: all experts are in one."""
+        """All their tensors, in model order. fused: one tensor holds all experts of a layer."""
         found: list[TensorMapping] = []
         present = set(parameter_shapes(config))
+        # -1 stands for what is outside of the blocks.
         for i in range(-1, config.layers):
             for ours, theirs in (self.fused_layer_names if fused else self.layer_names).items():
                 if ("{i}" not in ours) == (i < 0):
@@ -253,7 +265,7 @@ class Family:
     def _layer_mappings(
         self, i: int, ours: str, theirs: str, experts: int, present: set[str]
     ) -> Iterator[TensorMapping]:
-        """The tensors of a layer of theirs, or of all experts of a block."""
+        """The tensors of one of their layers, or of all experts of a block."""
         some = tuple(one.removesuffix("[e]").format(i=i) for one in ours.split("+"))
         if ours.endswith("[e]"):
             if not present.issuperset(some):
@@ -266,6 +278,8 @@ class Family:
         for end in ("weight", "bias"):
             held = tuple(f"{one}.{end}" for one in some)
             if present.issuperset(held):
+                # GPT-2's Conv1D: only linear layers inside of blocks are transposed, not embeddings
+                # or norms.
                 turned = self.is_transposed and end == "weight" and "blocks" in ours
                 turned = turned and "norm" not in ours and "after" not in ours
                 yield TensorMapping(f"{theirs.format(i=i)}.{end}", held, turned)
@@ -274,7 +288,7 @@ class Family:
         return next((key for key, ours in self.config_keys.items() if ours == name), name)
 
     def _find_unknown_keys(self, theirs: HFConfig) -> list[str]:
-        """What of their config has no meaning here and might change the model."""
+        """Keys of their config that are unknown here and might change the model."""
         found = [
             describe_bad_key(key, theirs[key], repr(value))
             for key, value in {**REQUIRED_VALUES, **self.required_values}.items()
@@ -289,6 +303,7 @@ class Family:
             self.activation_key,
             *HARMLESS_KEYS,
         }
+        # Keys that other readers of this class handle.
         known |= {"sliding_window", "layer_types"} if self.window_rule else set()
         if "rope_theta" in self.default_config:
             known |= {"rope_parameters", "rope_scaling", "partial_rotary_factor"}
@@ -306,7 +321,7 @@ class Family:
         return found
 
     def _read_moe(self, theirs: HFConfig, ours: HFConfig, problems: list[str]) -> dict[str, Any]:
-        """Experts, how tokens find theirs, and the layers that have them."""
+        """Settings of experts and router, and the layers that have experts."""
         found: dict[str, Any] = {}
         for name in ("experts", "experts_top", "expert_mlp"):
             if name in ours:
@@ -324,6 +339,7 @@ class Family:
             problems.append(describe_bad_key("rope_parameters", table, "a table"))
             return {}
         kind = table.get("rope_type", table.get("type", "default"))
+        # Older Phi-3 configs use these names for LongRoPE.
         if self.model_type == "phi3" and kind in ("su", "yarn"):
             kind = "longrope"
         if kind not in self.rope_types:
@@ -339,6 +355,7 @@ class Family:
         theta = table.get("rope_theta", theirs.get("rope_theta"))
         table = {**table, "rope_theta": theta, "partial_rotary_factor": share}
         if kind in ("llama3", "yarn", "longrope"):
+            # Top-level key first, then the table, then the model's maximum length.
             before = theirs.get("original_max_position_embeddings")
             before = before or table.get("original_max_position_embeddings") or ours["max_seq"]
             table["original_max_position_embeddings"] = before
@@ -352,19 +369,19 @@ class Family:
 
 
 MAX_CONFIG_NUMBER = 1e30
-"""The largest number in a config that is no size."""
+"""The largest accepted number in a config, sizes aside."""
 BIAS_LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
 TRAINING_SETTINGS = ("dropout", "init_std", "balance", "router_z", "router_jitter")
-"""Settings of training, which need not be the same."""
+"""Settings of training, which need not be equal."""
 HARMLESS_WHEN_OFF = (
     *("use_mrope", "n_special", "rope_interleaved", "is_encoder_decoder", "torchscript"),
     *("tie_encoder_decoder", "remove_invalid_values", "use_bfloat16", "tf_legacy_loss"),
     *("output_scores", "return_dict_in_generate", "use_bidirectional_attention", "pruned_heads"),
     *("cross_attention_hidden_size", "exponential_decay_length_penalty", "add_cross_attention"),
 )
-"""Keys that leave a model as it is where they are off."""
+"""Keys that do not change a model while they are off."""
 REQUIRED_VALUES = {"is_causal": True}
-"""What all families must be where they say it."""
+"""Values that all families must have where they are given."""
 HARMLESS_KEYS = (
     *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache"),
     *(*SPECIAL_TOKEN_KEYS, "unk_token_id", "sep_token_id"),
@@ -381,7 +398,8 @@ HARMLESS_KEYS = (
     *("vocab_file", "tokenizer_class", "is_llama_config", "transformers.js_config"),
     *("sliding_window_size", "predict_special_tokens", "max_sequence_length"),
     *("unsloth_version", "unsloth_fixed", "output_router_logits", "router_jitter_noise"),
-    "hidden_act",  # Gemma's own key counts, this one is older
+    # An older key; Gemma reads hidden_activation, and other families map hidden_act themselves.
+    "hidden_act",
 )
 """Keys that do not change what a trained model computes."""
 HF_ACTIVATIONS = {
@@ -412,8 +430,10 @@ assert set(HF_ACTIVATIONS.values()) <= set(UNGATED_FUNCTIONS) and set(
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a decoder by name, a tied one once."""
+    """Shapes of all parameters of a decoder by name; a tied one appears once."""
     found: dict[str, tuple[int, ...]] = {}
+    # One dense and one MoE block on the meta device stand for all blocks: a config from a file may
+    # have up to 10,000 layers.
     for mixed in (False, True):
         layers = [i for i in range(config.layers) if config.has_experts(i) == mixed]
         changes: Any = {"layers": 1, "window_layers": (), "moe_first": 0, "moe_every": 1}
@@ -429,9 +449,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_size(theirs: HFConfig, key: str, name: str, problems: list[str]) -> int:
-    """A size that some model could have. name: ours, whose limit holds."""
+    """A plausible size; name: ours, which determines the limit."""
     value = theirs.get(key)
     most = SIZE_LIMITS[name]
+    # In Python a bool is an int, so it is excluded explicitly (here and below).
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         problems.append(describe_bad_key(key, value, f"a whole number from 1 to {most:,}"))
         return 0

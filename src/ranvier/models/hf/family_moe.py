@@ -1,4 +1,4 @@
-"""Mixture: which layers of published models have experts, and which widths count."""
+"""MoE layers of published models: which layers have experts, and which widths count."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ranvier.models.config import DecoderConfig
 from ranvier.models.hf.family_rope import HFConfig, describe_bad_key
 
 WIDTH_SETTINGS = ("mlp", "expert_mlp", "moe_first", "moe_every")
-"""Settings that say the same in several ways."""
+"""Settings that can express the same layers in several ways."""
 
 
 def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
-    """Our moe_first and moe_every: every step-th layer has experts, but for those listed."""
+    """Our moe_first and moe_every: every step-th layer has experts, except those listed."""
     layers = theirs.get("num_hidden_layers")
     step = theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
@@ -25,7 +25,8 @@ def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(layers, bool) or not isinstance(layers, int):
         return {}
-    left_out = set(dense)  # as long as a stranger likes
+    # A set, as the list comes from an untrusted file and may be long.
+    left_out = set(dense)
     have = [i for i in range(layers) if (i + 1) % step == 0 and i not in left_out]
     found = _fit_layer_pattern(have, layers)
     if found is None:
@@ -36,7 +37,8 @@ def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
 
 
 def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | None:
-    """(moe_first, moe_every) that give just these layers; None: there are none."""
+    """(moe_first, moe_every) that give exactly these layers; None: there is no such pattern."""
+    # No layer has experts: all `layers` layers are dense first layers.
     if not have:
         return layers, 1
     for every in range(1, have[0] + 2):
@@ -46,21 +48,22 @@ def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | No
 
 
 def write_moe_layers(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse."""
+    """Inverse of `read_moe_layers`."""
     dense = [i for i in range(config.layers) if not config.has_experts(i)]
+    # Dense layers at the start shift the pattern, which a step alone cannot express.
     if config.moe_first == 0:
         return {"decoder_sparse_step": config.moe_every, "mlp_only_layers": []}
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def has_same_widths(one: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether the layers of two models are as wide, however that is said."""
+    """Whether the layers of two models have equal widths, however the settings express it."""
     mine, others = ([_layer_width(c, i) for i in range(c.layers)] for c in (one, other))
     return mine == others
 
 
 def _layer_width(config: DecoderConfig, layer: int) -> tuple[int, int]:
-    """Experts and width of a layer."""
+    """Number of experts and width of a layer."""
     if config.has_experts(layer):
         return config.experts, config.expert_width
     return 0, config.mlp

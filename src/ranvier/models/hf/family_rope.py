@@ -1,4 +1,4 @@
-"""Reach: windows and rotary positions as published models write them, and as we do."""
+"""Sliding windows and rotary embeddings as published models write them, and as we do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HFConfig = Mapping[str, Any]
 
 
 def describe_bad_key(key: str, value: object, rule: str) -> str:
-    """A sentence on a key that cannot be as it is."""
+    """Error message for a key with an invalid value."""
     return f"config.json has {key}={value!r:.120}. It must be {rule}."
 
 
@@ -20,9 +20,13 @@ def describe_bad_key(key: str, value: object, rule: str) -> str:
 
 
 def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, Any]:
-    """Our window, and the layers that have it."""
+    """Our window, and the layers that have it.
+
+    how: "all" layers, "first" (all but the first max_window_layers), or "even" ones.
+    """
     size = theirs.get("sliding_window")
     layers = theirs.get("num_hidden_layers")
+    # Qwen configs carry a window size that this switch disables.
     if how == "first" and not theirs.get("use_sliding_window"):
         size = None
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
@@ -34,6 +38,7 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
         return {}
     if not isinstance(layers, int):
         return {}
+    # An explicit list of layer types takes precedence over the family's rule.
     kinds = theirs.get("layer_types")
     given = theirs.get("layer_types") is not None
     if kinds is None and how == "first":
@@ -51,7 +56,8 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
         )
         return {}
     if how == "all" and given and theirs.get("model_type") == "phi3":
-        kinds = [_LAYER_TYPES[1]] * layers  # its own code does not look at them
+        # The Phi-3 code ignores layer_types.
+        kinds = [_LAYER_TYPES[1]] * layers
     if how == "all" and set(kinds) != {_LAYER_TYPES[1]}:
         problems.append(
             describe_bad_key(
@@ -73,7 +79,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
-    """The inverse."""
+    """Inverse of `read_window`."""
     size = config.window or None
     if how == "all":
         return {"sliding_window": size}
@@ -88,7 +94,7 @@ def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
 
 
 def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
-    """Our settings of their rotary positions."""
+    """Our settings from their rotary parameters; raises ValueError on invalid ones."""
 
     def number(key: str, most: float = math.inf) -> float:
         """A number above 0."""
@@ -116,12 +122,14 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
     if kind == "llama3":
         turns = number("low_freq_factor"), number("high_freq_factor")
         return found | {"rope_turns": turns, "rope_scale": number("factor")}
+    # Without a factor the extension is the ratio of the new to the original length.
     if given("factor"):
         scale = number("factor")
     else:
         scale = longest / before
     if kind == "yarn":
         if table.get("beta_slow"):
+            # Defaults 1 and 32 are those of the YaRN paper.
             low = number("beta_slow")
         else:
             low = 1.0
@@ -130,6 +138,7 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         else:
             high = 32.0
         found |= {"rope_scale": scale, "rope_turns": (low, high)}
+        # attention_factor as transformers derives it where it is not given.
         both = table.get("mscale") and table.get("mscale_all_dim")
         above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
         attention = _yarn_mscale(scale, above) / _yarn_mscale(scale, below)
@@ -140,6 +149,7 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
                 raise ValueError(f"{key} has factors that are no numbers above 0")
             found[name] = factors
         if scale > 1.0:
+            # LongRoPE's attention factor.
             attention = math.sqrt(1.0 + math.log(scale) / math.log(before))
         else:
             attention = 1.0
@@ -158,7 +168,7 @@ def _yarn_mscale(scale: float, weight: float) -> float:
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """The inverse."""
+    """Inverse of `read_rope`."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_share != 1.0:
         table["partial_rotary_factor"] = config.rope_share

@@ -1,4 +1,4 @@
-"""Families: the tables of published models, one for each kind; see `Family`."""
+"""Registry of the supported Hugging Face families, one table each; see `Family`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def _norm_names(**theirs: str) -> dict[str, str]:
 
 _PRE_NORMS = _norm_names(norm1="input_layernorm", norm2="post_attention_layernorm")
 _NAMES = {**_EMBED_NORM_HEAD, **_PRE_NORMS, **_ATTENTION, **_MLP}
+# Keys and defaults that most families share; those of LlamaConfig in transformers.
 _KEYS = {
     "num_hidden_layers": "layers",
     "hidden_size": "embed",
@@ -77,7 +78,7 @@ _ATTENTION_LAYERS = ("qkv", "o")
 
 
 def _expert_names(home: str, router: str, *theirs: str) -> dict[str, str]:
-    """Names of a router, and of gates, ups and downs of experts, in a module of a block."""
+    """Names of a router, and of gate, up and down of the experts, in a module of a block."""
     ours = ("router", "gate[e]", "up[e]", "down[e]")
     both = zip(ours, (router, *theirs), strict=True)
     return {f"blocks.{{i}}.mlp.{a}": f"{_LAYER_PREFIX}{home}{b}" for a, b in both}
@@ -87,10 +88,14 @@ _SEPARATE_EXPERTS = _expert_names(
     "mlp.", "gate", *(f"experts.{{e}}.{one}_proj" for one in ("gate", "up", "down"))
 )
 _MIXTRAL_EXPERTS = _expert_names(
-    "block_sparse_moe.", "gate", *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2"))
+    # Mixtral's w1, w3 and w2 are gate, up and down.
+    "block_sparse_moe.",
+    "gate",
+    *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2")),
 )
 _FUSED_EXPERTS = {
     "blocks.{i}.mlp.router": f"{_LAYER_PREFIX}mlp.gate",
+    # Gate and up are concatenated along their features, after the dim of experts.
     "blocks.{i}.mlp.gate[e]+blocks.{i}.mlp.up[e]": f"{_LAYER_PREFIX}mlp.experts.gate_up_proj",
     "blocks.{i}.mlp.down[e]": f"{_LAYER_PREFIX}mlp.experts.down_proj",
 }
@@ -128,6 +133,7 @@ _FAMILIES = (
         layer_names=_NAMES,
         config_keys=_KEYS,
         default_config={**_DEFAULTS, **_QWEN_DEFAULTS},
+        # Qwen2 always has biases in q, k and v, without a key for it.
         fixed_settings={"biases": ("qkv",)},
         window_rule="first",
     ),
@@ -194,6 +200,7 @@ _FAMILIES = (
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
         },
+        # embed_scale is a marker; `config_from_hf` replaces it by sqrt(hidden_size).
         fixed_settings={"norm_shift": 1.0, "norms": "both", "embed_scale": 0.0},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
         activation_key="hidden_activation",
@@ -234,6 +241,7 @@ _FAMILIES = (
         layer_names={**_NAMES_WITHOUT_MLP, **_MIXTRAL_EXPERTS},
         fused_layer_names={**_NAMES_WITHOUT_MLP, **_FUSED_EXPERTS},
         config_keys={**_KEYS, **_MOE_KEYS, "num_local_experts": "experts"},
+        # transformers has used both names of this key.
         key_aliases={"num_experts": "num_local_experts"},
         default_config={
             **_DEFAULTS,
@@ -252,6 +260,7 @@ _FAMILIES = (
     Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
+        # With the MLP names, too: some layers may be dense (mlp_only_layers).
         layer_names={**_NAMES, **_SEPARATE_EXPERTS},
         fused_layer_names={**_NAMES, **_FUSED_EXPERTS},
         config_keys={
@@ -278,6 +287,7 @@ _FAMILIES = (
             "mlp_only_layers": [],
         },
         fixed_settings={"qk_norm": True},
+        # Sliding windows of this family are not supported, so it has no window rule.
         required_values={"use_sliding_window": False},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
@@ -309,6 +319,7 @@ _FAMILIES = (
             "router_aux_loss_coef": 0.01,
         },
         fixed_settings={"qk_whole": True},
+        # Clipping of q, k and v is not implemented here.
         required_values={"clip_qkv": None},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
@@ -362,11 +373,11 @@ _FAMILIES = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""A new family is one entry above."""
+"""By model_type. A new family is one entry above."""
 
 
 def find_family(config: HFConfig | str) -> Family:
-    """The family of a config.json, or of its model_type."""
+    """The family of a config.json, or of a model_type."""
     kind = config if isinstance(config, str) else config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedModelError(
@@ -376,13 +387,15 @@ def find_family(config: HFConfig | str) -> Family:
 
 
 def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family, dict[str, Any]]:
-    """The first family that can have a config of ours, and it as their config.json."""
+    """The first family that can express a config of ours, and the config as their config.json."""
     reasons = []
+    # The sort is stable: `first` comes first, the others keep their order.
     names = sorted(FAMILIES, key=lambda kind: kind != first)
     for kind in names:
         try:
             theirs = FAMILIES[kind].config_to_hf(config)
             family = FAMILIES[kind]
+            # Raises if a parameter of ours has no place among their tensors.
             family.tensor_mappings(config)
             return family, theirs
         except UnsupportedModelError as reason:

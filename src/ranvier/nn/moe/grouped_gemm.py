@@ -1,16 +1,17 @@
-"""Grouped products: rows that lie together by group, each group times a matrix of its own.
+"""Grouped GEMM: rows sorted by group, each group multiplied by its own matrix.
 
     y  = x_e W_eᵀ    [t, f] = [t, d] · [e, f, d]
     dx = dy_e W_e    [t, d] = [t, f] · [e, f, d]
     dw = dy_eᵀ x_e   [e, f, d]
 
-`ends [e]` (int32, on the device) says where the rows of each group end; groups may be empty. In
-bf16 with rows of whole 16 bytes torch has one kernel for all groups, which reads the ends on the
-device; no group needs padding, as a jagged dim is never the fastest one of an operand here. All
-else is a loop, for which the host waits for the ends. Rows behind the last end belong to no group:
-what comes out there is undefined, and nobody may read it.
+`ends [e]` (int32, on the device) holds where the rows of each group end; groups may be empty. In
+bf16 with rows of a multiple of 16 bytes torch has one kernel for all groups, which reads the ends
+on the device; no group needs padding, as the jagged dim is never the fastest one of an operand
+here. Everything else is a loop, for which the host waits for the ends. Rows after the last end
+belong to no group: their results are undefined and must not be read.
 
-Each product is one operation to compilers: it breaks no graph, and a selective block keeps it.
+Each GEMM is one operation to compilers: it does not break a graph, and selective checkpointing
+saves its result.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ranvier import launch
 
 TRITON = launch.has_triton()
 ALIGNMENT_BYTES = 16
-"""Bytes of which rows and addresses must be multiples."""
+"""Rows and addresses must be multiples of this many bytes."""
 
 
 def grouped_linear(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -38,9 +39,11 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
     """x_e W_eᵀ `[t, f]`; turned: x_e W_e `[t, d]` of x `[t, f]`."""
     x = x.contiguous()
     w = w.contiguous()
+    # A view: the kernel takes either memory order of the matrices.
     other = w if turned else w.transpose(1, 2)
     if can_use_grouped_mm(x, w):
         return torch._grouped_mm(x, other, offs=ends)
+    # Zeros, as the loop does not write rows after the last end.
     out = x.new_zeros(x.shape[0], other.shape[2])
     for e, (start, end) in enumerate(_group_ranges(ends)):
         torch.mm(x[start:end], other[e], out=out[start:end])
@@ -82,6 +85,7 @@ def _grouped_mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx = grouped_mm(dy, w, ends, not ctx.turned)
     else:
         dx = None
+    # dW is always `[e, f, d]`: with `turned` the roles of input and output are swapped.
     pair = (x, dy) if ctx.turned else (dy, x)
     return dx, grouped_mm_weight_grad(*pair, ends) if needs_w else None, None, None
 
@@ -100,29 +104,31 @@ grouped_mm_weight_grad.register_autograd(_weight_grad_backward, setup_context=_w
 
 
 def can_use_grouped_mm(*operands: Tensor) -> bool:
-    """Whether torch's kernel multiplies these: bf16, contiguous, rows of whole 16 bytes."""
+    """Whether torch's kernel handles these: bf16, contiguous, rows of a multiple of 16 bytes."""
     return all(
         x.dtype == torch.bfloat16
         and x.is_contiguous()
         and x.shape[-1] * x.element_size() % ALIGNMENT_BYTES == 0
         and x.data_ptr() % ALIGNMENT_BYTES == 0
+        # The kernel does not take empty operands.
         and x.numel() > 0
         for x in operands
     )
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Where the rows of each group begin and end; the host waits for them."""
+    """Start and end of each group's rows; the host waits for them."""
     stops: list[int] = ends.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def _zero_empty_groups(dw: Tensor, ends: Tensor) -> Tensor:
-    """dw with zeros for empty groups, of which torch promises nothing."""
+    """dw with zeros for empty groups, whose result torch leaves undefined."""
     if dw.is_cuda and TRITON:
         from ranvier.nn.moe import triton_kernels
 
         triton_kernels.zero_empty_groups(dw, ends)
         return dw
+    # `masked_fill_` rather than indexing: no size depends on data, so the host does not wait.
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return dw.masked_fill_(empty[:, None, None], 0.0)

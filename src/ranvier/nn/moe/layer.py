@@ -1,25 +1,25 @@
-"""Experts on the grid: tokens travel to their experts over `expert`, features stay on col.
+"""Mixture-of-experts layer on the grid: tokens are dispatched over `expert`, features stay on col.
 
-The residual stream is `[b, s/row, d/col]`, weights `[E/expert, f/row, d/col]`. Each choice of a
-token (it makes k of them) is one row of d/col features, and lies on one rank of every group:
+The residual stream is `[b, s/row, d/col]`, weights are `[E/expert, f/row, d/col]`. Each of the k
+choices of a token is one row of d/col features, held by exactly one rank of every group:
 
     logits          x · Wᵀ of my features, summed over col, in fp32: all ranks of col route alike
     counts          choices of each sequence and expert, from all ranks of (expert, row)
     dispatch        rows by expert -all-to-all over expert-> -gather over row->  [T, d/col]
-    up, gate        grouped products, -scatter features over col->               [T, f/(row·col)]
-    down            -gather features over col-> grouped product (partial over row)
+    up, gate        grouped GEMMs, -scatter features over col->                  [T, f/(row·col)]
+    down            -gather features over col-> grouped GEMM (partial over row)
     combine         -scatter over row-> -all-to-all over expert-> weighted sum
 
-So the all-to-all carries no token twice: its bytes fall with row·col (DeepSpeed-TED, Singh et al.
+So the all-to-all carries no token twice: its bytes shrink with row·col (DeepSpeed-TED, Singh et al.
 2023, drops such duplicates; here there are none). Rows of a group are padded to its largest number.
-With expert = 1 all sizes are known beforehand and the host waits for nothing; else it waits once,
-for the counts, which travel while rows are laid out for their journey. Tokens travel there while
-the hidden layer of the shared expert is computed, and back while its last product is; backward the
-same in reverse (`journey`).
+With expert = 1 all sizes are known in advance and the host waits for nothing; otherwise it waits
+once, for the counts, which are copied while rows are permuted for the dispatch. The dispatch
+overlaps with the hidden layer of the shared expert, the combine with its down projection; backward
+does the same in reverse (`token_dispatcher`).
 
-What balances experts is not part of the loss that the head gives: its gradient joins in backward,
-with the factor that the loss has there. Loads are noted in backward, too: once, however often
-forward runs.
+Load-balancing losses are not part of the loss that the head returns: their gradient is added in
+backward, with the factor that the loss has there. Loads are recorded in backward, too: once,
+however often forward runs.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ from ranvier.nn.moe.token_dispatcher import PendingAllToAll, start_all_to_all
 from ranvier.sharding import Dim
 
 ROUTING_STATS = ("drops", "entropy", "extra", "tokens")
-"""What is noted of a layer besides the load of each expert."""
+"""Statistics recorded per layer besides the load of each expert."""
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How rows travel between the ranks of expert and row."""
+    """How rows are exchanged between the ranks of expert and row."""
 
     input_splits: list[int]
-    """Rows to each rank of expert; empty: nothing is sent."""
+    """Rows sent to each rank of expert; empty: nothing is sent."""
     output_splits: list[int]
     padded_rows: int
-    """Of each rank of row, padded."""
+    """Rows per rank of row, after padding to the fullest."""
     permutation: TokenPermutation | None
-    """Of the gathered rows by my experts; None: as they lie."""
+    """Sorts the gathered rows by local expert; None: they are sorted already."""
     ends: Tensor
-    """Where the rows of each of my experts end."""
+    """Where the rows of each local expert end."""
 
 
 class MoELayer(ParallelLayer):
@@ -100,6 +100,8 @@ class MoELayer(ParallelLayer):
         self.has_gate = serial.has_gate
         expert, mlp, embed = dims
         self.router, beside = torch.nn.Module(), site.for_layer(f"{site.name}.router")
+        # The router stays a submodule without being a layer of its own, so that its weight keeps
+        # the serial name `router.weight`.
         self.handles["router"] = shard_parameter(
             self.router, "weight", serial.router.weight, ("choice", embed), beside, std=0.02
         )
@@ -112,18 +114,20 @@ class MoELayer(ParallelLayer):
         self.peer_axis = site.axis("expert", "row")
         self.activation = serial.activation
         self.is_local = self.peer_axis.size == self.col.size == 1 and site.overlapped_autograd
-        """Whether nothing is split over ranks: then all is one operation."""
+        """Whether nothing is split over ranks: then the whole layer is one operation."""
         self.num_local_experts = self.rule.num_experts // self.expert.size
         """Experts on this rank."""
         self.duplicate_tokens = False
-        """Send each token from every rank of row and col, as ranks that hold the same tokens
-        would: for comparison."""
+        """Send each token from every rank of row and col, as ranks that hold the same tokens would;
+        for comparison only."""
         self.assumed_load = 1.0
-        """Rows of my experts, in means, where counts have no values (in a dry run)."""
+        """Rows of this rank's experts relative to the mean, where counts have no values (in a dry
+        run)."""
         if serial.bias is None:
             bias = None
         else:
             bias = torch.zeros(self.rule.num_experts)
+        # A serial model with values (an imported one) brings its trained bias.
         if bias is not None and not serial.bias.is_meta:
             bias = serial.bias.detach().clone()
         self.register_buffer(
@@ -132,18 +136,18 @@ class MoELayer(ParallelLayer):
         self.routing_stats = torch.zeros(
             self.rule.num_experts + len(ROUTING_STATS), dtype=torch.float64
         )
-        """Loads and NOTES of my tokens since the last step."""
+        """Loads and ROUTING_STATS of this rank's tokens since the last step."""
         self.rng_stream = torch.tensor(
             counter_rng.random_key(site.step_context.seed, "jitter", site.name)
         )
 
     @property
     def needs_all_to_all(self) -> bool:
-        """Whether tokens go to other ranks, and the host has to know how many."""
+        """Whether tokens go to other ranks, so that the host has to know how many."""
         return self.expert.size > 1
 
     def move_buffers_to(self, device: torch.device | str) -> None:
-        """Have what is no weight where the weights are."""
+        """Move tensors that are not parameters to the device of the parameters."""
         self.rng_stream, self.routing_stats = (
             self.rng_stream.to(device),
             self.routing_stats.to(device),
@@ -154,15 +158,18 @@ class MoELayer(ParallelLayer):
             self.bias = self.bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route, send, compute, return."""
+        """Route, dispatch, compute, combine."""
         with self.trace_scope():
             logits, routes = self._route_tokens(x)
             counts = self.rule.count_choices(routes, len(x))
+            # Every rank learns the counts of all its peers: from them follow the splits of the
+            # all-to-all, the capacity cut and the balancing loss of whole sequences.
             pending = collectives.all_gather(counts.int().unsqueeze(0), self.peer_axis)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
             host = self._start_counts_copy(table)
             kept = self._capacity_mask(routes, table, x)
             order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
+        # The shared expert has a trace scope of its own, so it runs outside of this layer's.
         if self.is_local:
             if self.shared is None:
                 beside = None
@@ -184,17 +191,23 @@ class MoELayer(ParallelLayer):
         table: Tensor,
         host: Callable[[], Any] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What the experts of other ranks give, and the shared one meanwhile: like x each."""
+        """Outputs of the routed experts and, overlapped with the all-to-all, of the shared one.
+
+        Both have the shape of x.
+        """
         with self.trace_scope():
-            rows = permute(x.flatten(0, 1), order)  # while the counts are on their way to the host
+            # Enqueued before the host blocks on the counts, so the device stays busy meanwhile.
+            rows = permute(x.flatten(0, 1), order)
             lanes = self._plan_dispatch(
                 order, table, None if host is None else self._read_host_counts(host), x
             )
             there = self._dispatch_rows(rows, lanes)
-            del rows  # they are gone
+            # Drop this reference, so that the rows are freed as soon as they are sent.
+            del rows
         if self.shared is None:
             hidden = None
         else:
+            # Overlaps with the dispatch.
             hidden = self.shared.compute_hidden(x)
         with self.trace_scope():
             rows = self._receive_rows(there, lanes)
@@ -204,16 +217,19 @@ class MoELayer(ParallelLayer):
         if hidden is None:
             beside = None
         else:
+            # Overlaps with the all-to-all back.
             beside = self.shared.project_down(hidden)
         with self.trace_scope():
             y = self._finish_all_to_all(back, order.choices.numel())
-            weights = copy_to_axis(routes.weights, self.col)  # they meet my features only
+            # Each rank of col weights only its features, so the gradient of the weights is summed
+            # over col.
+            weights = copy_to_axis(routes.weights, self.col)
             return unpermute(y, order, weights).view(x.shape), beside
 
-    # ---- routes -------------------------------------------------------------------------
+    # ---- routing ------------------------------------------------------------------------
 
     def _route_tokens(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
+        """Logits `[t, E]` and the chosen experts, the same on all ranks of col."""
         router: Any = self.router
         weight = self._gather_weight("router", router.weight)
         logits = reduce_from_axis(
@@ -234,9 +250,9 @@ class MoELayer(ParallelLayer):
         return whole
 
     def _router_noise(self, x: Tensor) -> Tensor:
-        """Numbers in [-1, 1) of (seed, layer, sample, token, expert) only: `[t, E]`, float64.
+        """Numbers in [-1, 1) that depend only on (seed, layer, sample, token, expert).
 
-        The number of a sample counts all samples of the run and so implies the step.
+        `[t, E]`, float64. The sample index counts all samples of the run and so implies the step.
         """
         samples = self.site.step_context.samples
         if samples is None:
@@ -244,6 +260,7 @@ class MoELayer(ParallelLayer):
                 f"{self.site.name} shakes its logits (router_jitter={self.rule.jitter}) but does "
                 "not know which samples it works on. Set `moment.samples` before each forward."
             )
+        # Global token positions: the noise must not depend on the grid.
         tokens = torch.arange(x.shape[1], device=x.device) + self.row.index * x.shape[1]
         experts = torch.arange(self.rule.num_experts, device=x.device)
         bits = self.rng_stream.to(x.device)
@@ -252,16 +269,20 @@ class MoELayer(ParallelLayer):
         return (counter_rng.uniform_bits(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
     def _capacity_mask(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
-        """Which choices find a slot, `[t, k]`; None: all."""
+        """Which choices are within the expert capacity, `[t, k]`; None: all."""
         if self.rule.capacity_factor == 0.0:
             return None
+        # The sequence is split over row: earlier ranks of row hold its earlier tokens, which go
+        # first.
         before = table[self.expert.index, : self.row.index].sum(0)  # (b, E)
         kept: Tensor = self.rule.capacity_mask(routes, len(x), x.shape[1] * self.row.size, before)
         return kept
 
     def _admitted_counts(self, table: Tensor, seq: int) -> Tensor:
-        """Choices of each rank that found a slot: `[expert, row, E]`."""
+        """Choices of each rank that are within the capacity: `[expert, row, E]`."""
         if self.rule.capacity_factor > 0.0:
+            # Slots are given in sequence order, so the running total over row saturates at the
+            # capacity.
             through = table.cumsum(1).clamp(max=self.rule.expert_capacity(seq))
             zero = torch.zeros_like(through[:, :1])
             table = through.diff(dim=1, prepend=zero)
@@ -270,13 +291,13 @@ class MoELayer(ParallelLayer):
     # ---- dispatch and combine -----------------------------------------------------------
 
     def _start_counts_copy(self, table: Tensor) -> Callable[[], Any] | None:
-        """The table for the host, under way; None: it needs none, or there are no values."""
+        """Start copying the counts to the host; None: it needs none, or there are no values."""
         if self.expert.size == 1 or table.is_meta:
             return None
         return _copy_to_host_async(table)
 
     def _read_host_counts(self, host: Callable[[], Any]) -> Any:
-        """What the host knows; a block that runs again keeps it with its collectives."""
+        """Counts on the host; a recomputed block reuses those saved with its collectives."""
         results = self.site.grid.trace.saved_results
         if results is None:
             return host()
@@ -285,9 +306,10 @@ class MoELayer(ParallelLayer):
     def _all_to_all_splits(
         self, known: Any, choices: int, seq: int
     ) -> tuple[list[int], list[int], int]:
-        """Rows to each rank of expert and from each, and those of the fullest rank of row.
+        """Rows sent to and received from each rank of expert, and rows of the fullest rank of row.
 
-        known: the table; None: it has no values, and the rows of my experts are `load` means.
+        known: the counts; None: they have no values (dry run), and this rank's experts get
+        `assumed_load` times the mean.
         """
         ranks = self.expert.size
         mine = self.expert.index
@@ -302,14 +324,16 @@ class MoELayer(ParallelLayer):
         )
         send = all_[mine, self.row.index].tolist()
         receive = all_[:, self.row.index, mine].tolist()
+        # At least one row, so that neither the gather nor the GEMMs get an empty operand.
         return send, receive, max(int(all_[:, :, mine].sum(0).max()), 1)
 
     def _plan_dispatch(
         self, order: TokenPermutation, table: Tensor, known: Any, x: Tensor
     ) -> DispatchPlan:
-        """Who sends how much to whom, and how it lies there."""
+        """Compute the splits of the all-to-all and the permutation of the received rows."""
         rows = order.choices.numel()
         mine = self.num_local_experts
+        # Nothing is exchanged: rows are sorted by expert already.
         if self.peer_axis.size == 1:
             return DispatchPlan([], [], rows, None, order.ends)
         seq = x.shape[1] * self.row.size
@@ -317,37 +341,42 @@ class MoELayer(ParallelLayer):
         receive = list[int]()
         if self.expert.size > 1:
             send, receive, rows = self._all_to_all_splits(known, rows, seq)
+        # After the gather over row, rows are ordered by (rank of row, sending rank of expert,
+        # expert). List the expert of each row, with id `mine` for padding, and sort by it.
         first = self.expert.index * mine
         taken = self._admitted_counts(table, seq)[
             :, :, first : first + mine
         ]  # (expert, row, E/expert)
         here = taken.transpose(0, 1).flatten(1)  # (row, expert · E/expert)
+        # The last group of each rank of row is its padding up to `rows`.
         filled = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
         ids = torch.arange(mine, device=x.device).repeat(self.expert.size)
         ids = F.pad(ids, (0, 1), value=mine).repeat(self.row.size)
+        # With `output_size` given, the host does not wait for the device.
         each = ids.repeat_interleave(filled.flatten(), output_size=rows * self.row.size)
         kept = (each < mine).unsqueeze(1)
         order = sort_by_expert(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
         return DispatchPlan(send, receive, rows, order, order.ends)
 
     def _dispatch_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
-        """Rows on their way to the ranks of their experts."""
+        """Start sending rows to the ranks of their experts."""
         if self.expert.size == 1:
             return rows
+        # Choices beyond the capacity are sorted last and are not sent.
         rows = rows[: sum(lanes.input_splits)]
         return self._start_all_to_all(
             rows, lanes.input_splits, lanes.output_splits, self.site.dispatch
         )
 
     def _receive_rows(self, there: Tensor | PendingAllToAll, lanes: DispatchPlan) -> Tensor:
-        """Rows of my experts, expert by expert: `[T, d/col]`."""
+        """Rows of this rank's experts, expert by expert: `[T, d/col]`."""
         rows = self._finish_all_to_all(there, lanes.padded_rows)
         if lanes.permutation is None:
             return rows
         return permute(all_gather(rows, self.row, 0), lanes.permutation)
 
     def _return_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
-        """Results on their way back to the ranks of their tokens."""
+        """Start sending results back to the ranks of their tokens."""
         if lanes.permutation is None:
             return rows
         rows = reduce_scatter(unpermute(rows, lanes.permutation), self.row, 0)
@@ -360,17 +389,19 @@ class MoELayer(ParallelLayer):
     def _start_all_to_all(
         self, rows: Tensor, send: list[int], receive: list[int], dispatch: Dispatch
     ) -> Tensor | PendingAllToAll:
-        """Rows under way; a graph, and the reference, have them at once."""
+        """Start the all-to-all; in a compiled graph and in the reference it completes at once."""
         if self.duplicate_tokens:
             rows = rows.repeat(1, self.row.size * self.col.size)
         at_once = torch.compiler.is_compiling() or not self.site.overlapped_autograd
+        # A lossy dispatch type must round the same way in the reference, which only the dispatcher
+        # does.
         if at_once and dispatch == "same":
             return all_to_all(rows, self.expert, send, receive)
         hidden = "tokens" in self.site.bucket_scheduler.overlap
         return start_all_to_all(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
 
     def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
-        """So many rows, the last of them empty: `[count, d/col]`."""
+        """Wait for the rows and pad them to `[count, d/col]`."""
         if isinstance(rows, PendingAllToAll):
             found = rows.wait_for_rows()
         else:
@@ -381,10 +412,10 @@ class MoELayer(ParallelLayer):
             return found
         return F.pad(found, (0, 0, 0, count - len(found)))
 
-    # ---- products -----------------------------------------------------------------------
+    # ---- experts ------------------------------------------------------------------------
 
     def _run_local_moe(self, x: Tensor, weights: Tensor, order: TokenPermutation) -> Tensor:
-        """All of it in one operation, where no rank has a part of it: `[t, d]`."""
+        """The whole layer in one operation, where nothing is split over ranks: `[t, d]`."""
         if torch.compiler.is_compiling():
             if self.gate is None:
                 gate = None
@@ -399,13 +430,14 @@ class MoELayer(ParallelLayer):
         return sharded_local_moe(x, weights, order, handles, params, self.activation, moment)
 
     def _apply_experts(self, rows: Tensor, lanes: DispatchPlan) -> Tensor:
-        """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""
+        """Outputs of this rank's experts, a partial sum over row: `[T, d/col]`."""
         if self.has_gate:
             into = [("gate", self.gate), ("up", self.up)]
         else:
             into = [("up", self.up)]
         parts = [self._grouped_product(rows, name, param, lanes.ends) for name, param in into]
         if self.col.size > 1:
+            # Gate and up in one collective instead of two.
             stacked = reduce_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
             parts = list(stacked.unbind(1))
         h = self.function(parts[0])
@@ -420,14 +452,15 @@ class MoELayer(ParallelLayer):
         )
         return y
 
-    # ---- balance ------------------------------------------------------------------------
+    # ---- load balancing -----------------------------------------------------------------
 
     def _record_stats(
         self, y: Tensor, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None
     ) -> Tensor:
-        """y, behind which backward notes loads and adds the gradient of the extra losses."""
+        """Return y, whose backward records loads and adds the gradient of the auxiliary losses."""
         if not (self.training and torch.is_grad_enabled() and y.requires_grad):
             return y
+        # Tokens of a whole sequence: t / b tokens here, on each rank of row.
         seq = logits.shape[0] // table.shape[2] * self.row.size
         extra = logits.new_zeros(())
         if self.rule.has_aux_loss:
@@ -436,6 +469,8 @@ class MoELayer(ParallelLayer):
         with torch.no_grad():
             notes = self._compute_stats(logits, routes, table, kept, extra)
         if torch.compiler.is_compiling():
+            # In a graph backward cannot change the state of the layer, so stats are added in
+            # forward, and the factor of the loss is the one that the step context knows by then.
             self.routing_stats.add_(notes)
             slope = self.site.step_context.loss_grad_scale
             return y if slope is None else apply_autograd(_AuxLossScaler, y, extra, slope)
@@ -445,7 +480,7 @@ class MoELayer(ParallelLayer):
     def _compute_stats(
         self, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None, extra: Tensor
     ) -> Tensor:
-        """Loads of my tokens and NOTES of them."""
+        """Loads and ROUTING_STATS of this rank's tokens."""
         mine = table[self.expert.index, self.row.index].sum(0)  # (E,)
         p = routes.scores / routes.scores.sum(1, keepdim=True).clamp(min=1e-30)
         entropy = -torch.special.xlogy(p, p).sum()
@@ -459,21 +494,22 @@ class MoELayer(ParallelLayer):
 
     @property
     def cost_model(self) -> MoECost:
-        """Balanced: each expert gets as many rows as the others."""
+        """Assumes balanced routing: every expert gets the same number of rows."""
         rule = self.rule
         sizes = (rule.num_experts, rule.top_k, self.width, 3 if self.has_gate else 2)
         return MoECost(self.site.name, self.site.layout_context, *sizes)
 
 
 def split_evenly(number: int, parts: int) -> list[int]:
-    """A number in so many parts that differ by 1 at most."""
+    """Split a number into parts that differ by at most 1."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
 def _copy_to_host_async(table: Tensor) -> Callable[[], list[Any]]:
-    """The table for the host, under way; called when it is needed."""
+    """Start copying a tensor to the host; calling the result waits and returns nested lists."""
     if table.device.type != "cuda":
         return table.tolist
+    # Pinned memory makes the copy asynchronous; the event does not wait for work enqueued after it.
     host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
     host.copy_(table, non_blocking=True)
     event = torch.cuda.Event()
@@ -487,7 +523,7 @@ def _copy_to_host_async(table: Tensor) -> Callable[[], list[Any]]:
 
 
 class _GatheredWeight(torch.autograd.Function):
-    """A weight gathered over depth with its bucket; its gradient is delivered, not returned."""
+    """A weight gathered over depth by its bucket; its gradient goes there, not to autograd."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, weight: ShardedParameter, moment: StepContext) -> Tensor:
@@ -503,7 +539,7 @@ class _GatheredWeight(torch.autograd.Function):
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """y = x_e W_eᵀ of gathered weights; their gradient is delivered, not returned."""
+    """y = x_e W_eᵀ of gathered weights; their gradient goes to the bucket instead of autograd."""
 
     @staticmethod
     def forward(
@@ -529,7 +565,7 @@ class _GroupedGemm(torch.autograd.Function):
         else:
             dx = None
         if ctx.weight.trainable:
-            # what waits shall not hold the graph
+            # Detached: a deferred dW must not keep the autograd graph alive.
             ctx.moment.run_or_defer(
                 partial(_accumulate_weight_grad, ctx.weight, dy, x.detach(), ends)
             )
@@ -537,12 +573,12 @@ class _GroupedGemm(torch.autograd.Function):
 
 
 def _accumulate_weight_grad(weight: ShardedParameter, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """The gradient of a weight. Communicates: reduce-scatter over depth, by bucket, later."""
+    """Compute dW of a grouped GEMM. Communicates: reduce-scatter over depth, by bucket, later."""
     weight.accumulate_grad(grouped_mm_weight_grad(dy, x, ends))
 
 
 class _RecordStats(torch.autograd.Function):
-    """y; backward notes loads and gives the extra losses the factor that the loss has."""
+    """Identity on y; backward records loads and scales the auxiliary losses like the main loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, extra: Tensor, notes: Tensor, leaf: MoELayer) -> Tensor:
@@ -555,6 +591,7 @@ class _RecordStats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         leaf = ctx.leaf
+        # In backward, as forward may run twice (recomputation) but backward runs once.
         leaf.routing_stats.add_(ctx.notes)
         if not ctx.needs_input_grad[1]:
             return dy, None, None, None
@@ -570,7 +607,7 @@ class _RecordStats(torch.autograd.Function):
 
 
 class _AuxLossScaler(torch.autograd.Function):
-    """y; backward gives the extra losses a factor that is known."""
+    """Identity on y; backward scales the auxiliary losses by a factor known in forward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, extra: Tensor, slope: Tensor) -> Tensor:

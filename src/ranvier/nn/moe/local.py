@@ -5,14 +5,15 @@
     h = w · f(gate) · up                          [a, f]
     y[t] = Σ_j (h D_eᵀ)[places[t, j]]             [t, d]
 
-The weights w of the router are multiplied into the activation: their gradient is then the product
-of h's gradient with h, and what leaves the experts need not be kept (SonicMoE). Of one layer
-only gate and up stay until backward, 2·a·f elements; rows (a·d) are permuted again and h (a·f)
-follows from gate and up in the kernel that makes their gradients. Gate and up are two products of
-two parameters: to put the matrices together would move more bytes than reading the rows twice.
+The routing weights w are multiplied into the activation: their gradient is then the inner product
+of h's gradient with h, and the experts' outputs need not be saved (SonicMoE). Only gate and up of a
+layer are saved for backward, 2·a·f elements; rows (a·d) are permuted again and h (a·f) is
+recomputed from gate and up in the kernel that computes their gradients. Gate and up are two GEMMs
+on two parameters: concatenating the matrices would move more bytes than reading the rows twice.
 
-The twin in PyTorch defines all; Triton's kernels are for swiglu on CUDA. Nothing waits for the
-device in bf16. Not handled: features or experts split over ranks, which communicate in between.
+The PyTorch version is the definition; Triton kernels cover swiglu on CUDA. In bf16 the host never
+waits for the device. Not handled: features or experts split over ranks, which communicate in
+between.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _aten = torch.ops.aten
 
 
 class ActivationFunction(NamedTuple):
-    """An activation and its derivative times a gradient."""
+    """An activation function and its vector-Jacobian product."""
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    """Of gradient and argument."""
+    """Called with (gradient, argument)."""
 
 
 _SILU = ActivationFunction(F.silu, lambda d, x: _aten.silu_backward(d, x))
@@ -65,7 +66,7 @@ ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "gelu_exact": _GELU,
     "relu": _RELU,
 }
-"""By the names of `DecoderConfig.activation`."""
+"""Keyed by the names of `DecoderConfig.activation`."""
 
 
 def local_moe(
@@ -83,7 +84,7 @@ def local_moe(
     gate f(U_e x).
     """
     choices, places, ends, whole = order
-    # Of the results the last two are what backward needs.
+    # The last two results exist only to be saved for backward.
     out: tuple[Tensor, Tensor, Tensor] = _local_moe_op(
         x, weights, choices, places, ends, gate, up, down, activation, whole
     )
@@ -110,7 +111,9 @@ def _local_moe_op(
     else:
         g = grouped_mm(rows, gate, ends, False)
     u = grouped_mm(rows, up, ends, False)
+    # Freed before `h` is allocated: backward permutes them again.
     del rows
+    # The weights enter here, so that the sum over experts below is unweighted.
     h = weighted_activation(g, u, weights, choices, ends, activation, whole)
     return (
         unpermute_rows(grouped_mm(h, down, ends, False), choices, places, ends, None, whole),
@@ -153,7 +156,7 @@ def _local_moe_backward_op(
     whole: bool,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, gate, up and down; trained=False: those of matrices are empty."""
+    """Gradients of x, weights, gate, up and down; trained=False: empty ones for the matrices."""
     none = dy.new_empty(0)
     drows = permute_rows(dy, choices, places, ends, None, whole)
     dh = grouped_mm(drows, down, ends, True)
@@ -162,8 +165,10 @@ def _local_moe_backward_op(
     )
     del dh
     if trained:
+        # `h` already contains the routing weights, so `drows` is the unweighted dy.
         ddown = grouped_mm_weight_grad(drows, h, ends)
     else:
+        # A custom op must not return the same tensor twice.
         ddown = none.clone()
     del drows, h
     if gate is None:
@@ -175,6 +180,7 @@ def _local_moe_backward_op(
     )
     if not trained:
         return dx, dweights, none.clone(), none, ddown
+    # Cheaper to recompute than to save: it is pure data movement.
     rows = permute_rows(x, choices, places, ends, None, whole)
     if gate is None:
         dgate = none
@@ -208,6 +214,7 @@ def _(
 
 def _local_moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.activation, ctx.whole = inputs
+    # The extra outputs never get gradients; without this torch would allocate zeros for them.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -217,6 +224,7 @@ def _local_moe_backward(
 ) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 10
+    # Inputs 5 to 7 are gate, up and down.
     trained = any(ctx.needs_input_grad[5:8])
     dx, dweights, *grads = _local_moe_backward_op(
         dy, *ctx.saved_tensors, ctx.activation, ctx.whole, trained
@@ -243,7 +251,7 @@ def sharded_local_moe(
     activation: str,
     moment: StepContext,
 ) -> Tensor:
-    """`mixture` of gathered weights (gate, up, down); their gradients are delivered, not returned.
+    """`local_moe` with gathered weights (gate, up, down); their gradients go to the buckets.
 
     Communicates: all-gather of weights over depth; backward: reduce-scatter, by bucket, later.
     """
@@ -254,10 +262,11 @@ def sharded_local_moe(
 
 
 class _ShardedLocalMoE(torch.autograd.Function):
-    """Gradients of weights are made in backward, as they share what it makes for x.
+    """Autograd function of `sharded_local_moe`.
 
-    They are delivered when those of the block's other weights are (a pipeline may let these wait):
-    a bucket that came in two parts would be reduced twice.
+    Weight gradients are computed in backward, as they share intermediates with dx, but accumulated
+    together with those of the block's other weights (a pipeline may defer these): a bucket that
+    arrived in two parts would be reduced twice.
     """
 
     @staticmethod
@@ -292,6 +301,7 @@ class _ShardedLocalMoE(torch.autograd.Function):
             dy, *before, *_unsharded_weights(ctx.handles), g, u, ctx.activation, ctx.whole, trained
         )
         for weight, grad in zip(ctx.handles, grads, strict=True):
+            # Queued even though computed already: see the class docstring.
             if weight is not None and weight.trainable:
                 ctx.moment.run_or_defer(partial(weight.accumulate_grad, grad))
         return dx, dweights, *[None] * 7
@@ -328,6 +338,7 @@ def weighted_activation(
     h = (w * h).to(u.dtype)
     if whole:
         return h
+    # `where`, not a product: rows of dropped choices are undefined and may hold NaN.
     return torch.where(live_row_mask(ends, len(u)), h, 0.0)
 
 
@@ -341,7 +352,7 @@ def weighted_activation_backward(
     activation: str,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h once more, and the gradients of g, u and weights."""
+    """Recompute h, and return it with the gradients of g, u and weights."""
     if activation == "swiglu" and can_use_kernel(u):
         from ranvier.nn.moe import triton_kernels
 
@@ -355,6 +366,7 @@ def weighted_activation_backward(
     args = [dh, u, g][: 2 if g.numel() == 0 else 3]
     if not whole:
         here = live_row_mask(ends, len(u))
+        # Rows of dropped choices are undefined; zero them so that no NaN enters the gradients.
         args = [torch.where(here, arg, 0.0) for arg in args]
     dh, u, *gates = (arg.to(kind) for arg in args)
     if gates:
@@ -367,6 +379,7 @@ def weighted_activation_backward(
         du = curve.backward(dh * w, u)
         dg = dh.new_empty(0)
     dweights = torch.empty_like(weights).flatten()
+    # Before `h` is multiplied by w: d(w · h)/dw = h.
     dweights[choices] = (dh * h).sum(1).to(weights.dtype)
     h, dg, du = (value.to(args[1].dtype) for value in (w * h, dg, du))
     return h, dg, du, dweights.view_as(weights)
@@ -375,7 +388,7 @@ def weighted_activation_backward(
 def _sum_token_rows(
     rows: list[Tensor], choices: Tensor, places: Tensor, ends: Tensor, whole: bool
 ) -> Tensor:
-    """Σ_j of all rows of each token."""
+    """Sum over all rows of each token, of one or two row tensors."""
     if can_use_kernel(rows[0]):
         from ranvier.nn.moe import triton_kernels
 
@@ -383,6 +396,7 @@ def _sum_token_rows(
     if len(rows) == 1:
         total = rows[0]
     else:
+        # dx has two terms, through gate and through up; they are added before the single unpermute.
         total = rows[0].to(accumulation_dtype(rows[0].dtype)) + rows[1]
     out: Tensor = unpermute_rows(total, choices, places, ends, None, whole)
     return out.to(rows[0].dtype)

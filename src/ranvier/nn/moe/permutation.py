@@ -1,15 +1,16 @@
-"""Permutation of tokens: each is copied to the experts it goes to, and what they give is summed.
+"""Permutation of tokens: each is copied to its experts, and the experts' outputs are summed.
 
-A token with k experts makes k choices; choice i = token · k + j lies at a place among the rows of
-its expert. Rows are in the order of experts, and of one expert in the order of tokens:
+A token with k experts makes k choices; choice i = token · k + j has a place among the rows of its
+expert. Rows are sorted by expert, and within an expert by token:
 
     rows    = permute(x)             rows[places[t, j]] = x[t]
     y       = unpermute(rows, w)     y[t] = Σ_j w[t, j] · rows[places[t, j]]
 
-Each is the dual of the other, so that no pass adds with atomics and every sum has one order, in
+Each is the dual of the other, so no pass uses atomic additions and every sum has a fixed order, in
 fp32 at least. On CUDA a counting sort finds the places and each pass is one kernel (Triton); the
-twin here defines both. Nothing waits for the device. To compilers each pass is one operation.
-Choices that were dropped lie behind the last end; their rows count as zero, whatever is there.
+PyTorch version here defines both. The host never waits for the device. To compilers each pass is
+one operation. Dropped choices are sorted after the last end; their rows count as zero, whatever
+they contain.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TRITON = launch.has_triton()
 
 
 class TokenPermutation(NamedTuple):
-    """Where the choices of tokens lie among the rows of experts; a = t·k of them."""
+    """Where the choices of tokens are among the rows of experts; a = t·k of them."""
 
     choices: Tensor
     """The choice at each place, `[a]`."""
@@ -34,14 +35,16 @@ class TokenPermutation(NamedTuple):
     ends: Tensor
     """Where the rows of each expert end, `[E]`, int32."""
     is_dropless: bool
-    """Nothing was dropped: the last end is a."""
+    """Whether no choice was dropped, so that the last end is a."""
 
 
 def sort_by_expert(experts: Tensor, count: int, kept: Tensor | None = None) -> TokenPermutation:
-    """The order of choices by their experts, `[t, k]`, of so many; kept: False drops a choice."""
+    """Sort choices by their experts `[t, k]`, out of `count`; kept: False drops a choice."""
     if kept is None:
         flat = experts
     else:
+        # A group after all experts collects the dropped choices, without a size that depends on
+        # data.
         flat = torch.where(kept, experts, count)
     choices, places, ends = _sort_by_expert_op(flat.flatten(), count)
     return TokenPermutation(choices, places.view(experts.shape), ends, kept is None)
@@ -64,7 +67,7 @@ def unpermute(y: Tensor, order: TokenPermutation, weights: Tensor | None = None)
     return out
 
 
-# ---- the order --------------------------------------------------------------------------
+# ---- sorting ----------------------------------------------------------------------------
 
 
 @torch.library.custom_op("ranvier::arranged", mutates_args=())
@@ -74,6 +77,7 @@ def _sort_by_expert_op(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Ten
         from ranvier.nn.moe import triton_kernels
 
         return triton_kernels.sort_by_expert(experts, count)
+    # Stable: rows of an expert stay in token order, so results do not depend on the implementation.
     ranked, choices = torch.sort(experts, stable=True)
     places = torch.empty_like(choices)
     places[choices] = torch.arange(len(choices), device=choices.device)
@@ -94,7 +98,7 @@ def _(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def permute_rows(
     x: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """rows[places[t, j]] = w[t, j] · x[t]; zeros for what was dropped."""
+    """rows[places[t, j]] = w[t, j] · x[t]; zeros for dropped choices."""
     if can_use_kernel(x):
         from ranvier.nn.moe import triton_kernels
 
@@ -111,7 +115,7 @@ def permute_rows(
 def unpermute_rows(
     y: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
-    """out[t] = Σ_j w[t, j] · y[places[t, j]], without what was dropped."""
+    """out[t] = Σ_j w[t, j] · y[places[t, j]], without dropped choices."""
     if can_use_kernel(y):
         from ranvier.nn.moe import triton_kernels
 
@@ -156,6 +160,7 @@ def _(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor
 
 def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     value, choices, places, ends, weights, ctx.whole = inputs
+    # The rows themselves are only needed for the gradient of the weights.
     if weights is not None and ctx.needs_input_grad[4]:
         needed = value
     else:
@@ -194,23 +199,24 @@ unpermute_rows.register_autograd(_unpermute_backward, setup_context=_permute_set
 
 
 def can_use_kernel(x: Tensor) -> bool:
-    """Whether the kernels take it."""
+    """Whether the Triton kernels handle this tensor."""
     return x.is_cuda and TRITON and x.dtype != torch.float64
 
 
 def live_row_mask(ends: Tensor, rows: int) -> Tensor:
-    """1 for rows of a group, 0 for those behind the last end: `[a, 1]`."""
+    """1 for rows of a group, 0 for those after the last end: `[a, 1]`."""
     return (torch.arange(rows, device=ends.device) < ends[-1]).unsqueeze(1)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are made."""
+    """The dtype in which sums are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _gather_token_rows(y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
-    """The rows of each token `[t, k, d]`, widened; zeros for what was dropped."""
+    """The rows of each token `[t, k, d]`, widened; zeros for dropped choices."""
     rows = y[places].to(accumulation_dtype(y.dtype))
     if whole:
         return rows
+    # `where`, not a product: rows of dropped choices are undefined and may hold NaN.
     return torch.where((places < ends[-1]).unsqueeze(2), rows, 0.0)

@@ -1,13 +1,13 @@
-"""Journeys: rows on their way to other ranks, while this one computes something else.
+"""Asynchronous all-to-all: rows are exchanged between ranks while this one computes something else.
 
-    journey = depart(x, axis, send, receive)    the all-to-all starts
-    ...                                         work that needs none of it
-    y = journey.arrive()                        it is waited for
+    pending = start_all_to_all(x, axis, send, receive)    the all-to-all starts
+    ...                                                   independent work
+    y = pending.wait_for_rows()                           it is waited for
 
-Backward is the mirror image, as autograd goes through later work first: the gradient's all-to-all
-starts where forward waited, runs beside the backward pass of the work between, and is waited for
-where forward started. The two ends are tied in autograd by a thread, a tensor without elements; the
-rows themselves never lie between them.
+Backward is the mirror image, as autograd runs through later work first: the gradient's all-to-all
+starts where forward waited, overlaps with the backward pass of the work in between, and is waited
+for where forward started. The two ends are connected in autograd by a link, a tensor without
+elements; the rows themselves never pass through it.
 """
 
 from __future__ import annotations
@@ -30,32 +30,36 @@ from ranvier.nn.moe.dispatch_payload import decode_rows, encode_rows
 
 @dataclass(eq=False)
 class _AllToAllState:
-    """Who gets how many rows, and those that are under way."""
+    """Splits of an all-to-all, and the exchange in flight."""
 
     axis: Axis
     input_splits: Sequence[int]
     output_splits: Sequence[int]
     allow_overlap: bool
-    """Whether other work may come between start and wait."""
+    """Whether other work may run between start and wait."""
     dispatch: Dispatch
     dtype: torch.dtype
     where: str = field(init=False)
     pending: PendingTensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        # Backward runs outside of the layer's trace scope, so its name is remembered here.
         self.where = self.axis.trace.where
 
     def start_exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
-        """Let rows go. Communicates: all-to-all over axis."""
+        """Start the exchange. Communicates: all-to-all over axis."""
         trace = self.axis.trace
+        # Not saved here for recomputation: `_FinishAllToAll` saves the received rows.
         with trace.named_scope(self.where), trace.outside_block():
             self.pending = collectives.all_to_all(x, self.axis, send, receive)
+            # With overlap disabled the exchange completes before any other work starts.
             if not self.allow_overlap:
                 self.pending.wait()
 
     def wait_for_rows(self) -> Tensor:
-        """What has come; it is forgotten here."""
+        """Wait for the rows; the reference to them is dropped."""
         assert self.pending is not None, f"no rows are under way at {self.where}"
+        # Reset first: backward reuses this object for the exchange of the gradient.
         under = self.pending
         self.pending = None
         return under.wait()
@@ -63,15 +67,15 @@ class _AllToAllState:
 
 @dataclass(frozen=True, eq=False)
 class PendingAllToAll:
-    """Rows under way."""
+    """An all-to-all in flight."""
 
     state: _AllToAllState
     autograd_link: Tensor
 
     def wait_for_rows(self) -> Tensor:
-        """The rows that came, `[sum(receive), d]`.
+        """The received rows, `[sum(receive), d]`.
 
-        Communicates: waits for what departed; backward: all-to-all over axis, started.
+        Communicates: waits for the started all-to-all; backward: all-to-all over axis, started.
         """
         y: Tensor = apply_autograd(_FinishAllToAll, self.autograd_link, self.state)
         return y
@@ -86,7 +90,7 @@ def start_all_to_all(
     hidden: bool = True,
     dispatch: Dispatch = "same",
 ) -> PendingAllToAll:
-    """Send rows `[sum(send), d]` on their way. hidden: what follows may run beside it.
+    """Start sending rows `[sum(send), d]`. hidden: following work may overlap with it.
 
     Communicates: all-to-all over axis, started; backward: waits for that of the gradient.
     """
@@ -95,12 +99,13 @@ def start_all_to_all(
 
 
 class _StartAllToAll(torch.autograd.Function):
-    """The start of a journey, and the end of that of its gradient."""
+    """Start of an all-to-all; backward waits for the all-to-all of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: _AllToAllState) -> Tensor:
         ctx.route = route
         results = route.axis.trace.saved_results
+        # A recomputed block that saved the received rows need not send them again.
         if results is None or not results.has_result(route.where):
             route.start_exchange(
                 encode_rows(x, route.dispatch), route.input_splits, route.output_splits
@@ -114,7 +119,7 @@ class _StartAllToAll(torch.autograd.Function):
 
 
 class _FinishAllToAll(torch.autograd.Function):
-    """The end of a journey, and the start of that of its gradient, which travels as it is."""
+    """End of an all-to-all; backward starts that of the gradient, which is sent unrounded."""
 
     @staticmethod
     def forward(ctx: Any, thread: Tensor, route: _AllToAllState) -> Tensor:
@@ -131,4 +136,5 @@ class _FinishAllToAll(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
         route.start_exchange(dy, route.output_splits, route.input_splits)
+        # The gradient of the link only makes autograd call `_StartAllToAll.backward`, which waits.
         return dy.new_empty(0), None

@@ -1,8 +1,9 @@
-"""Kernels of expert layers in Triton, for CUDA only: imported where they are used.
+"""Triton kernels of the MoE layer, for CUDA only: imported where they are used.
 
-The twins in PyTorch are the definition (`nn/permute.py`, `nn/mixture.py`, `nn/grouped.py`); tests
-hold both equal. Every element has one writer and every sum one order: results are the same each
-time. None of them is bound by arithmetic; what counts is that each byte is read and written once.
+The PyTorch versions are the definition (`nn/moe/permutation.py`, `local.py`, `grouped_gemm.py`);
+tests compare both. Every element has one writer and every sum a fixed order: results are
+reproducible. None of the kernels is bound by arithmetic; what counts is that each byte is read and
+written once.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ from torch import Tensor
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 SORT_BLOCK = 128
-"""Choices of a program of the sort, which compares all pairs of them."""
+"""Choices per program of the sort, which compares all pairs of them."""
 MAX_BLOCK_COLUMNS = 1024
-"""Features of a program at most: 8 of a thread, which are 16 bytes in bf16."""
+"""Maximum number of features per program: 8 per thread, which are 16 bytes in bf16."""
 TILE_ROWS = 8
 TILE_COLUMNS = 256
-"""Of a tile of activations."""
+"""Tile of activations, TILE_ROWS × TILE_COLUMNS."""
 
-# ---- the order --------------------------------------------------------------------------
+# ---- sorting ----------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Choices of each expert in a block; counts: (E + 1, blocks)."""
+    """Count the choices of each expert in a block; counts: (E + 1, blocks)."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     expert = tl.load(experts + i, mask=inside, other=0)
     one = tl.full([BLOCK], 1, tl.int32)
+    # Integer additions: the order of the atomics does not matter.
     tl.atomic_add(counts + expert * blocks + block, one, mask=inside, sem="relaxed")
 
 
@@ -42,7 +44,7 @@ def _count_kernel(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: 
 def _place_kernel(  # type: ignore[no-untyped-def]
     experts, firsts, choices, places, size, blocks, BLOCK: tl.constexpr
 ):
-    """A choice lies behind those of its expert in earlier blocks and before it in its own."""
+    """A choice's place is after its expert's in earlier blocks and earlier in its own block."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     i = block * BLOCK + lane
@@ -60,6 +62,8 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     """Choices by place `[a]`, places by choice `[a]`, ends `[E]`: a stable counting sort."""
     size = experts.numel()
     blocks = triton.cdiv(size, SORT_BLOCK)
+    # One more group than experts, for dropped choices. Laid out expert-major, so that one running
+    # sum over (expert, block) gives the first place of every block.
     counts = torch.zeros(count + 1, max(blocks, 1), dtype=torch.int32, device=experts.device)
     choices = torch.empty_like(experts)
     places = torch.empty_like(experts)
@@ -82,7 +86,8 @@ def _permute_kernel(  # type: ignore[no-untyped-def]
     x, rows, places, last, weights, width,
     K: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Features of a token, to all of its places: read once."""
+    """Copy the features of a token to all of its places; they are read once."""
+    # int64: token · width may exceed 2^31.
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < width
@@ -104,7 +109,7 @@ def _unpermute_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, TWO: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the rows of a token, in the order of its choices."""
+    """Sum the rows of a token, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < width
@@ -128,7 +133,7 @@ def _routing_weight_grad_kernel(  # type: ignore[no-untyped-def]
     g, y, out, places, last, width,
     K: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of a token's gradient with each of its rows."""
+    """Inner products of a token's gradient with each of its rows."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for j in tl.static_range(K):
@@ -145,7 +150,7 @@ def _routing_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch_grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
-    """Programs and the features of each."""
+    """Grid of programs, and the features of each."""
     block = min(MAX_BLOCK_COLUMNS, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
 
@@ -159,6 +164,7 @@ def permute_rows(
     grid, block = _launch_grid(tokens, width)
     if rows.numel():
         _permute_kernel[grid](
+            # Unused pointers get any tensor: the constexpr flags compile their loads away.
             x, rows, places, ends[-1:], x if weights is None else weights.contiguous(), width,
             K=k, WEIGHTED=weights is not None, WHOLE=whole, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -220,7 +226,7 @@ def _weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     gate, up, weights, choices, dh, out, dgate, dup, dweights, last, rows, width,
     WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The output once more, and all gradients, of some rows; the weights' need whole rows."""
+    """Recompute the output and all gradients of some rows; a weight's gradient needs whole rows."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     inside_r = r < rows
     choice = tl.load(choices + r, mask=inside_r, other=0)
@@ -239,10 +245,12 @@ def _weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
         d = tl.load(dh + at, mask=seen, other=0.0).to(tl.float32)
         s = 1.0 / (1.0 + tl.exp(-g))
         silu = g * s
+        # dw = Σ dh · silu(g) · u: before dh is multiplied by w.
         total += tl.sum(d * silu * u, 1)
         tl.store(out + at, (w * silu * u).to(out.dtype.element_ty), mask=inside)
         d = d * w
         tl.store(dup + at, (d * silu).to(dup.dtype.element_ty), mask=inside)
+        # silu'(g) = s + g · s · (1 - s) with s = sigmoid(g).
         dg = d * u * (s + silu * (1.0 - s))
         tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=inside)
     tl.store(dweights + choice, total, mask=inside_r)
@@ -268,7 +276,7 @@ def weighted_swiglu_backward(
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The output once more, and the gradients of gate, up `[a, f]` and weights (fp32)."""
+    """The recomputed output, and the gradients of gate, up `[a, f]` and weights (fp32)."""
     out, dgate, dup, (rows, width) = *(torch.empty_like(up) for _ in range(3)), up.shape
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=up.device)
     if rows:
@@ -284,7 +292,7 @@ def weighted_swiglu_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _zero_empty_groups_kernel(dw, ends, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for a group without rows; others are left alone."""
+    """Write zeros to groups without rows; others are left alone."""
     group = tl.program_id(0)
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -297,5 +305,5 @@ def _zero_empty_groups_kernel(dw, ends, size, BLOCK: tl.constexpr):  # type: ign
 
 
 def zero_empty_groups(dw: Tensor, ends: Tensor) -> None:
-    """dw `[e, f, d]` is 0 for groups without rows."""
+    """Set dw `[e, f, d]` to 0 for groups without rows."""
     _zero_empty_groups_kernel[(len(ends), 16)](dw, ends, dw[0].numel(), BLOCK=2048, num_warps=4)

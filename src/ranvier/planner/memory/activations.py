@@ -1,8 +1,9 @@
-"""Kept: bytes of the activations of a part on a rank, as the leaves of `nn` save them; no torch.
+"""Activation memory of a block on a rank, as the layers of `nn` save tensors for backward.
 
-A product keeps what it reads (before it is gathered), a norm its input and its normalised output,
-both wide, attention its queries, keys, values, result and a number a token and head, an MLP the
-inside of its gate. Backward each needs some more for a moment.
+A linear layer saves its input (before it is gathered), a norm its input and its normalised output,
+both in fp32, attention its queries, keys, values, output and one statistic per token and head, an
+MLP the intermediate tensors of its gate. In backward each needs some more temporarily. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -24,58 +25,58 @@ from ranvier.planner.model_spec import BlockSpec, LayerSpec, ModelSpec
 from ranvier.planner.time.compute import Fp8Scaling
 
 STATISTICS_BYTES = 4
-"""Bytes of statistics of norms and of attention."""
+"""Bytes per statistic of norms and of attention."""
 WIDENED_LOGITS = 1 << 22
-"""Logits that a loss without a kernel widens at once."""
+"""Logits that a loss without a fused kernel widens at a time."""
 GATED_MLP_TENSORS = {"swiglu": 3, "geglu": 3, "geglu_exact": 3, "reglu": 2}
-"""Tensors of the hidden size that a gated MLP keeps besides what its last layer reads: gate, up and
-the activated gate; of a ReLU the latter is enough."""
+"""Tensors of the hidden size that a gated MLP saves besides the input of its last layer: gate, up
+and the activated gate; for ReLU the latter replaces the gate."""
 UNGATED_MLP_TENSORS = {"gelu": 1, "gelu_exact": 1, "relu": 0}
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes of a block's activations; `matrix`: elements of gradients of weights made by then."""
+    """Activation bytes of a block; a moment is bytes and elements of weight gradients by then."""
 
     none: int
-    """Kept from forward to backward if nothing is computed again."""
+    """Saved from forward to backward without recomputation."""
     selective: int
     full: int
     saved_collectives: tuple[int, int]
-    """More, if what is communicated is kept for the second run: of a selective block, of a full
-    one."""
+    """Additional bytes if results of collectives are saved for recomputation: of a selective block,
+    of a full one."""
     backward_moments: tuple[tuple[int, int], ...]
-    """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    """Peaks of its backward pass above `none`, and elements of weight gradients by then."""
     recompute_moment: tuple[int, int]
-    """Most above `none` in a second run; what of a selective block is still to be taken then."""
+    """Peak of recomputation above `none`; saved results of a selective block not yet consumed."""
     picked_features_bytes: int
-    """Needed forward where each rank's features are picked, above what a selective block keeps."""
+    """Needed in forward to select each rank's features, above what a selective block saves."""
     deferred_moment: tuple[int, int]
-    """Another moment, if gradients of weights are made later."""
+    """An additional peak if weight gradients are deferred."""
     entry_bytes: int
-    """Needed backward by its first product, but for what its weight's gradient needs; with what the
-    norm before it has kept."""
+    """Needed by the backward pass of its first product, without the inputs of its weight gradient;
+    including what the norm before it has saved."""
     input_bytes: int
-    """Of `none` what is the input itself: a first norm does not widen what is wide."""
+    """Part of `none` that is the input itself: a first norm does not copy an input in fp32."""
     unused_result_bytes: int
-    """Of what a selective block keeps what its second run does not come to: the last result."""
+    """Saved by a selective block but not used by recomputation: the result of its last product."""
 
     def moments_of_mode(
         self, kind: Recompute, *, keeps: bool = False, last: bool = True
     ) -> tuple[tuple[int, int], ...]:
-        """Moments of a block of a kind. last: of one that runs once its first run counts."""
+        """Peaks of a block with a recompute mode. last: it is the last block of its chunk."""
         most, waiting = self.recompute_moment
+        # A block's forward pass is part of the peak only if recomputed, or if it is the last one.
         if kind == "none" and not last:
             return self.backward_moments
         if kind != "selective" or keeps:
             return (*self.backward_moments, (most, 0))
-        forward = self.picked_features_bytes - self.recomputed_bytes(
-            kind
-        )  # beside all results, which are taken later
+        # All saved results are still in memory during the first forward pass.
+        forward = self.picked_features_bytes - self.recomputed_bytes(kind)
         return (*self.backward_moments, (most + waiting, 0), (forward, 0))
 
     def recomputed_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
-        """How much more is there once a block has run again: what was kept for it has been taken.
+        """Increase of memory by recomputing a block, whose saved results are consumed by it.
 
         Its input stays.
         """
@@ -90,7 +91,7 @@ class BlockActivations:
         )
 
     def saved_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
-        """Kept by a block of a kind. keeps: with what it communicates."""
+        """Bytes saved by a block with a recompute mode. keeps: including results of collectives."""
         if kind == "none":
             return self.none
         if kind == "selective":
@@ -107,21 +108,23 @@ def block_activations(
     compiled: bool = False,
     fp8: Fp8Scaling = "",
 ) -> BlockActivations:
-    """The activations of a block; spot: its `inside`.
+    """The activations of a block; spot: its `activation_key`.
 
-    compiled: norms keep their input as it came, a gate is activated again, and the last product's
-    result, which nobody reads backward, is not kept. fp8: products of a graph are in 8 bits.
+    compiled: norms save their input in its own dtype, a gate is recomputed, and the result of the
+    last product, which backward does not read, is not saved. fp8: a graph's products are in 8 bits.
     """
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
     stream = stream_bytes(model, spot, flow)
     none = made = attended = 0
+    # Sum up what each layer saves; `made` and `attended` are what a selective block keeps.
     for leaf, layer in pairs:
         if isinstance(layer, NormCost):
             elements = _norm_elements(leaf, layer, pairs, flow)
             none += norm_bytes(layer, flow, elements, compiled)
+            # Already counted with the fused query, key and value buffer that attention saves.
             if layer.dim != "embed" and item >= STATISTICS_BYTES and _is_qkv_fused(pairs):
-                none -= elements * item  # a part of what attention keeps of all three
+                none -= elements * item
         elif isinstance(layer, LinearCost):
             made += sum(one.product_elements(flow) for one in layer.weights) * item
             none += product_input_bytes(layer, flow) if layer.has_trainable_weight else 0
@@ -131,6 +134,7 @@ def block_activations(
             attended += numbers + tokens * layer.local_width * item
             none += numbers + _qkv_bytes(pairs, flow, model)
     hidden = _hidden_bytes(pairs, flow)
+    # A graph recomputes the activated gate instead of saving it.
     if compiled:
         inside = min(_saved_hidden_tensors(model), 2)
     else:
@@ -140,7 +144,7 @@ def block_activations(
     none += _fp8_difference(pairs, flow, fp8) if compiled and mine is NO_MOE_ACTIVATIONS else 0
     some, every = (_saved_collective_bytes(pairs, flow, selective=x) for x in (True, False))
     first, last = (_norm_bytes_at(pairs, at, flow, compiled) for at in (0, -1))
-    # by its turn the norm behind is over, and so is a mixture by that of attention's products
+    # Backward has freed the last norm by then and, in attention's products, the experts as well.
     over = last + (mine.none if not hidden else 0)
     moments = [
         (n - over, m) for n, m in _backward_moments(pairs, flow, hidden, inside, none, stream)
@@ -149,6 +153,7 @@ def block_activations(
         *mine.backward_moments,
         (_first_product_backward_bytes(pairs, flow) + first - none, _grad_elements(pairs)),
     ]
+    # The block's result is part of what a selective block saves, though recomputation skips it.
     end = _last_product(pairs)
     if end:
         result = sum(one.product_elements(flow) for one in end.weights) * item
@@ -172,11 +177,11 @@ def block_activations(
 def _fp8_difference(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, fp8: Fp8Scaling
 ) -> int:
-    """Bytes that a graph keeps more, or less, of what products in 8 bits read.
+    """Difference in bytes that a graph saves if the inputs of products are in 8 bits.
 
-    One scale: the last one's is kept in 8 bits only; attention's result both ways, since attention
-    needs it, too. A scale for each row: nothing is kept but that; of queries, keys and values,
-    which come in one buffer, all.
+    One scale per tensor: the input of the last product is saved in 8 bits only; attention's output
+    both ways, since attention needs it, too. A scale per row: only attention's output is saved, and
+    queries, keys and values, which come in one buffer, entirely.
     """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     kept = {layer: product_input_bytes(layer, flow) for layer in products}
@@ -192,7 +197,7 @@ def _fp8_difference(
 def _block_moe_activations(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, inside: int, *, reads: bool
 ) -> MoeActivations:
-    """Of the mixture of a block, if there is one."""
+    """The activations of the MoE layer of a block, if there is one."""
     found = [
         moe_activations(x, flow, inside, reads=reads) for _, x in pairs if isinstance(x, MoECost)
     ]
@@ -204,8 +209,9 @@ def _block_moe_activations(
 def _saved_collective_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, *, selective: bool
 ) -> int:
-    """Bytes that layers keep more of what they communicate; nobody needs the last one's result."""
+    """Additional bytes of saved collective results; that of the last product is not needed."""
     found = sum(layer.saved_bytes(flow, selective=selective) for _, layer in pairs)
+    # The last result is not read in backward, so its collective need not be saved either.
     last = _last_product(pairs)
     if (
         last is None
@@ -220,8 +226,9 @@ def _saved_collective_bytes(
 
 
 def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None:
-    """The product whose result a second run does not come to: what is last in a block."""
+    """The product whose result is not recomputed because it ends the block."""
     last = pairs[-1][1]
+    # Experts are combined after any linear layer, so with them no product is last.
     mixture = any(isinstance(layer, MoECost) for _, layer in pairs)
     if isinstance(last, LinearCost) and not mixture:
         return last
@@ -230,21 +237,22 @@ def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None
 
 @lru_cache(CACHE_SIZE)
 def stream_bytes(model: ModelSpec, spot: ShardingKey, flow: ActivationShape) -> int:
-    """Bytes of the residual stream `[b, s/row, d/col]`."""
+    """Bytes of the residual stream `[b, s/row, d/col]` on a rank."""
     ground = spot.layout_context(model)
     (width,) = ground.feature_sharding(model.units["embed"], "embed").local_shape
     return ground.local_tokens(flow, "embed") * width * flow.itemsize
 
 
 def product_input_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes of what a product reads, before it is gathered."""
+    """Bytes of the input of a product, before it is gathered."""
     return layer.comm_elements(flow)[0] // layer.gather_group.size * flow.itemsize
 
 
 def norm_bytes(
     layer: NormCost, flow: ActivationShape, elements: int, compiled: bool = False
 ) -> int:
-    """What a norm keeps of so many elements."""
+    """Bytes that a norm over `elements` elements saves."""
+    # One statistic per token, and input and output in fp32; a graph saves the input as it is.
     wide = max(flow.itemsize, STATISTICS_BYTES)
     if compiled:
         return elements * flow.itemsize + layer.layout_context.local_tokens(flow, layer.dim) * wide
@@ -257,7 +265,7 @@ def _norm_elements(
     pairs: list[tuple[LayerSpec, LayerCost]],
     flow: ActivationShape,
 ) -> int:
-    """Elements on this rank that a norm reads; one of each head reads all heads."""
+    """Elements on this rank that a norm reads; a per-head norm reads all heads."""
     if layer.dim != "head_dim":
         return (
             layer.layout_context.local_tokens(flow, layer.dim)
@@ -275,6 +283,7 @@ def _output_elements(
 ) -> int:
     """Elements on this rank of the first output with a dim."""
     factors = (f for _, layer in pairs if isinstance(layer, LinearCost) for f in layer.weights)
+    # A packed weight has several outputs one after the other; this counts one of them.
     found = next((f for f in factors if f.out_dim == dim), None)
     if found is None:
         return 0
@@ -289,8 +298,9 @@ def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> 
 def _qkv_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, model: ModelSpec
 ) -> int:
-    """Queries, keys and values; values are a view of all three if these came in one buffer."""
+    """Bytes of queries, keys and values; a view of values keeps a fused buffer of all three."""
     q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
+    # Without rotary embeddings q and k are used as they are computed; with them they are copies.
     if model.traits.get("positions", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
     if _is_qkv_fused(pairs):
@@ -301,7 +311,7 @@ def _qkv_bytes(
 
 
 def _is_qkv_fused(pairs: list[tuple[LayerSpec, LayerCost]]) -> bool:
-    """Whether queries, keys and values are parts of one buffer."""
+    """Whether queries, keys and values are views of one buffer."""
     return any(
         layer.scatter_group.size * layer.reduce_group.size > 1 and not leaf.inside[0].bias
         for leaf, layer in pairs
@@ -310,12 +320,12 @@ def _is_qkv_fused(pairs: list[tuple[LayerSpec, LayerCost]]) -> bool:
 
 
 def _hidden_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes of a hidden tensor of the MLP."""
+    """Bytes of one hidden tensor of the MLP."""
     return _output_elements(pairs, "mlp", flow) * flow.itemsize
 
 
 def _saved_hidden_tensors(model: ModelSpec) -> int:
-    """Hidden tensors that an MLP keeps besides what its last layer reads."""
+    """Hidden tensors that an MLP saves besides the input of its last layer."""
     word = str(model.traits.get("activation", "swiglu"))
     return {**GATED_MLP_TENSORS, **UNGATED_MLP_TENSORS}.get(word, 3)
 
@@ -328,10 +338,10 @@ def _backward_moments(
     none: int,
     stream: int,
 ) -> tuple[tuple[int, int], ...]:
-    """Moments of a backward pass: bytes above what was kept, elements of gradients of matrices.
+    """Peaks of a backward pass: bytes above saved ones, elements of matrix gradients by then.
 
-    The last layer of the MLP gathers what it needs; its gate is gone through; its first layers add
-    what each gives. At the end all is gone but gradients.
+    The last layer of the MLP gathers its operands; then its gate runs backward; then the gradients
+    of its first layers are summed. At the end all saved tensors are freed.
     """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not products:
@@ -344,6 +354,7 @@ def _backward_moments(
     last, first = (sum(_matrix_elements(layer) for layer in some) for some in ([down], [enter]))
     whole = sum(_matrix_elements(layer) for layer in products)
     gate = inside >= 2
+    # In order: the down projection, the gate, the up projections, and the end of the block.
     found = [
         (_product_backward_bytes(down, flow), last),
         ((2 if gate else 1) * hidden, last),
@@ -363,7 +374,7 @@ def _backward_moments(
 
 
 def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes that the way into an MLP needs forward where each rank's features are picked."""
+    """Bytes needed in forward to select each rank's features of the MLP's first layers."""
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if len(products) > 1:
         enter = products[-2]
@@ -382,7 +393,7 @@ def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: Activ
 def _first_product_backward_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape
 ) -> int:
-    """Bytes while the first product runs backward: what it needs, what it read, and dy."""
+    """Bytes while the first product runs backward: its operands, its saved input, and dy."""
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
     if first is None:
         return 0
@@ -391,7 +402,7 @@ def _first_product_backward_bytes(
 
 
 def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes that the first product needs backward, but for what its weight's gradient needs."""
+    """Bytes that the first product needs in backward, without inputs of its weight gradient."""
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
     if first is None:
         return 0
@@ -401,7 +412,7 @@ def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape
 def _norm_bytes_at(
     pairs: list[tuple[LayerSpec, LayerCost]], at: int, flow: ActivationShape, compiled: bool
 ) -> int:
-    """Bytes that the layer at a place keeps if it is a norm."""
+    """Bytes that the layer at an index saves if it is a norm."""
     leaf, layer = pairs[at]
     if not isinstance(layer, NormCost):
         return 0
@@ -409,14 +420,14 @@ def _norm_bytes_at(
 
 
 def _grad_elements(pairs: list[tuple[LayerSpec, LayerCost]]) -> int:
-    """Elements of the gradients of all products."""
+    """Elements of the weight gradients of all products."""
     return sum(_matrix_elements(layer) for _, layer in pairs if isinstance(layer, LinearCost))
 
 
 def _deferred_moment_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, hidden: int, inside: int
 ) -> int:
-    """As `_backward`, where gradients of weights are made later: what the last layer read stays."""
+    """Peak as of `_backward_moments` if weight gradients are deferred: the last input stays."""
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not hidden or len(products) < 2:
         return 0
@@ -433,30 +444,32 @@ def _deferred_moment_bytes(
 
 
 def _matrix_elements(layer: LinearCost) -> int:
-    """Elements of the gathered matrices that get gradients."""
+    """Elements of the unsharded matrices that get gradients."""
     return sum(
         math.prod(one.weight_sharding.unsharded_shape) for one in layer.weights if one.trainable
     )
 
 
 def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes that a product needs backward: gathered x and dy, each layer's dx, their sum.
+    """Bytes that a product needs in backward: gathered x and dy, each layer's dx, their sum.
 
-    What is gathered along the sequence of several samples is copied to be multiplied, dx to go; so
-    is dx along features.
+    Tensors gathered along the sequence of several samples are copied to be contiguous for the
+    product, and dx for its reduce-scatter; so is dx along features.
     """
     x, y = layer.comm_elements(flow)
     move = layer.weights[0].linear_comm
     some = layer.layout_context.local_tokens(flow, "heads") > flow.seq
     terms = len(layer.weights)
     ranks = layer.scatter_group.size
+    # One dx per fused layer, and their sum if there are several.
     dx = (terms + (terms > 1)) * x
     found = 0
     if layer.gather_group.size > 1:
         found += (x if layer.has_trainable_weight else 0) + x // layer.gather_group.size
         dx += 2 * x if some and move.gather.dim == 1 else 0
         dx += x + x // layer.gather_group.size if move.gather.dim == -1 else 0
-    if ranks > 1 and move.scatter.dim == -1:  # each layer's features are picked from what came
+    # Each fused layer's features are selected from the gathered dy.
+    if ranks > 1 and move.scatter.dim == -1:
         found += y + max(y, dx)
     elif ranks > 1:
         found += y + max(y // ranks, dx + (y if some and move.scatter.dim == 1 else 0))
@@ -466,7 +479,7 @@ def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
 
 
 def _deferred_product_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes of gathered x and dy, which a gradient of weights that is made later keeps."""
+    """Bytes of gathered x and dy, which a deferred weight gradient keeps."""
     x, y = layer.comm_elements(flow)
     found = (x if layer.gather_group.size > 1 else 0) + (y if layer.scatter_group.size > 1 else 0)
     if layer.has_trainable_weight:
@@ -476,19 +489,19 @@ def _deferred_product_bytes(layer: LinearCost, flow: ActivationShape) -> int:
 
 @dataclass(frozen=True)
 class LossMemory:
-    """Bytes of a head."""
+    """Bytes of the LM head and its loss."""
 
     logit_bytes: int
-    """Of a chunk, with copies on their way to other ranks."""
+    """Logits of a chunk, with buffers of their communication."""
     hidden_bytes: int
-    """Gathered input, and its gradient."""
+    """Gathered input and its gradient."""
     peak_bytes: int
-    """Most besides, of statistics, a chunk's part of dx, or the gradient of the weight."""
+    """Peak besides these: of statistics, a chunk's part of dx, or the weight gradient."""
 
 
 @lru_cache(CACHE_SIZE)
 def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> LossMemory:
-    """The bytes of a head. gradient: of its weight, as it is added up."""
+    """The bytes of an LM head. gradient: bytes of its weight gradient, as it is accumulated."""
     chunk = layer.chunk_bytes(flow)
     ranks = layer.scatter_group.size
     count = max(len(layer.chunk_tokens(flow)), 1)
@@ -498,8 +511,9 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
     else:
         logits = chunk + chunk // ranks
     rows = x * (2 if layer.gather_group.size > 1 else 1)
-    rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
-    # widened; less its logarithm; what is counted of it
+    # The slice of the input that belongs to the logits of a chunk is copied.
+    rows += x // count if ranks > 1 else 0
+    # Copies of a chunk's logits: widened (unless they are fp32), and two for the statistics.
     if flow.itemsize < STATISTICS_BYTES:
         copies = 3
     else:
@@ -509,17 +523,17 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
         * max(flow.itemsize, STATISTICS_BYTES)
         * min(chunk // ranks // flow.itemsize, WIDENED_LOGITS)
     )
-    if (
-        ranks > 1 and layer.weights[0].linear_comm.scatter.dim == -1
-    ):  # each rank's features are picked
+    # Each rank's features are selected from the scattered logits.
+    if ranks > 1 and layer.weights[0].linear_comm.scatter.dim == -1:
         several = gradient if count > 1 else 0
         last = gradient + (several if flow.itemsize >= STATISTICS_BYTES else 0) - chunk
         moment = max(several, last, several + widened - 2 * chunk)
         return LossMemory(2 * chunk + chunk // ranks, rows, moment)
-    widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored
+    # Logits are gathered only after the statistics are computed.
+    widened -= chunk if ranks > 1 else 0
     if count == 1:
         return LossMemory(logits, rows, max(widened, x, gradient))
-    # a wide chunk's is added, not multiplied in
+    # In fp32 a chunk's weight gradient is added to the sum, not accumulated by the product.
     if flow.itemsize >= STATISTICS_BYTES:
         again = gradient
     else:
@@ -531,7 +545,7 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
 def deferred_grad_bytes(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """Bytes that a block keeps where gradients of weights are made later: all that they need."""
+    """Bytes that a block keeps for deferred weight gradients: the inputs of all of them."""
     layers = build_layers(model, part, spot)
     products = [x for x in layers if isinstance(x, LinearCost) and x.has_trainable_weight]
     found = sum(sum(layer.comm_elements(flow)) for layer in products) * flow.itemsize

@@ -1,13 +1,13 @@
-"""Mixed: bytes of the activations of a mixture of experts on a rank; no torch.
+"""Activation memory of an MoE layer on a rank; imports no torch.
 
-With t tokens, k choices of each, R rows received (`layers.Mixture.rows`) and T = R · row of them in
-products, `nn.experts` keeps
+With t tokens, k experts per token, R rows received (`MoECost.received_rows`) and T = R · row of
+them in matmuls, `nn.moe` saves
 
-    router     x wide [t, d/col], scores [t, E]
-    experts    rows [T, d/col], gate and up, the activated gate, and what down reads [T, f/row]
-    combine    what came back [t·k, d/col]
+    router     x in fp32 [t, d/col], scores [t, E]
+    experts    rows [T, d/col], gate and up, the activated gate, and the input of down [T, f/row]
+    combine    the returned rows [t·k, d/col]
 
-Where no axis splits anything all is one operation that keeps x, gate and up of t·k rows.
+If no axis splits anything, all is one operation that saves x, gate and up of t·k rows.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from dataclasses import dataclass
 from ranvier.cost.layers import ActivationShape, MoECost
 
 ROUTER_BYTES = 4
-"""Bytes of a number of the router."""
+"""Bytes per number of the router, which computes in fp32."""
 INDEX_BYTES = 8
-"""Bytes of a place of a row."""
+"""Bytes per row index."""
 SCORES_PER_EXPERT = 3
-"""Numbers that a router keeps of a token and an expert."""
+"""Numbers that a router saves per token and expert."""
 
 
 @dataclass(frozen=True)
 class MoeActivations:
-    """Bytes of a mixture, as `kept.Kept` has them."""
+    """Bytes of an MoE layer, as in `BlockActivations`."""
 
     none: int
     product_bytes: int
-    """Results of products, which a selective block keeps."""
+    """Results of matmuls, which a selective block saves."""
     backward_moments: tuple[tuple[int, int], ...]
-    """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    """Peaks of its backward pass above `none`, and elements of weight gradients by then."""
     recompute_moment: tuple[int, int]
-    """Most above `none` in a second run; results of products that it has not come to by then."""
+    """Peak of recomputation above `none`; results of matmuls that it has not reached by then."""
     deferred_moment: tuple[int, int]
-    """Another moment, if gradients of weights are made later."""
+    """An additional peak if weight gradients are deferred."""
     deferred_bytes: int
-    """What waits where gradients of weights are made later: x and dy of each product, or, of one
-    operation, the gradients themselves."""
+    """Kept for deferred weight gradients: x and dy of each matmul or, of the single operation, the
+    gradients themselves."""
 
 
 NO_MOE_ACTIVATIONS = MoeActivations(0, 0, (), (0, 0), (0, 0), 0)
@@ -48,9 +48,9 @@ NO_MOE_ACTIVATIONS = MoeActivations(0, 0, (), (0, 0), (0, 0), 0)
 def moe_activations(
     layer: MoECost, flow: ActivationShape, inside: int, *, reads: bool
 ) -> MoeActivations:
-    """The bytes of a mixture.
+    """The bytes of an MoE layer.
 
-    inside: hidden tensors besides what down reads. reads: another layer keeps x as well.
+    inside: hidden tensors besides the input of down. reads: another layer saves x as well.
     """
     ground = layer.layout_context
     item = flow.itemsize
@@ -65,34 +65,41 @@ def moe_activations(
     )
     scores = tokens * layer.num_experts * ROUTER_BYTES
     enter = layer.matrices - 1
+    # Unsplit: one operation for all experts, without dispatch buffers.
     if ground.axis_group("expert", "row").size == col == 1:
         hidden = enter * choices * layer.expert_width * item
         x = 0 if reads else tokens * width * item
         made = hidden + tokens * width * item + scores
         grads = layer.num_experts * layer.matrices * layer.expert_width * width * item
-        at_once = (tokens * width * item + grads, 1)  # dx and all gradients come together
+        # dx and all weight gradients are produced at once.
+        at_once = (tokens * width * item + grads, 1)
         return MoeActivations(routed + x + hidden, made, (at_once,), (0, 0), at_once, grads)
     rows = layer.received_rows(flow) * row
     stream = rows * width * item
     hidden = rows * layer.expert_width // row * item
+    # Permutation and inverse permutation of the sent and the received rows.
     places = 2 * INDEX_BYTES * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores
     matrix = (
         layer.num_experts // ground.axis_group("expert").size * (layer.expert_width // row) * width
     )
-    behind = inside * hidden // col + hidden + choices * width * item  # the gate, and what follows
+    # Freed once the up projections run backward: the gate and everything after it.
+    behind = inside * hidden // col + hidden + choices * width * item
     moments: tuple[tuple[int, int], ...] = (
-        (2 * stream - choices * width * item, 0),  # down: what came, in both orders of its rows
+        # Down: the received gradient, before and after its permutation.
+        (2 * stream - choices * width * item, 0),
         (stream + hidden - choices * width * item, matrix),
-        (enter * hidden + hidden // col, matrix),  # the gate
-        # what enters: each product's gradient, while the hidden tensors are gone; with their sum it
-        # is as much, as what was read is gone by then, unless gradients of weights are made later
+        # The gate.
+        (enter * hidden + hidden // col, matrix),
+        # Up projections: dx of each one, after the hidden tensors are freed. Their sum takes the
+        # place of the inputs, which are freed by then unless weight gradients are deferred.
         (entered := enter * stream + enter * hidden - behind, layer.matrices * matrix),
     )
-    # results, once more in the order of their rows, and what goes back
+    # Recomputed results, their permuted copy, and the rows to be returned.
     second = (2 * stream + stream // row - choices * width * item, 0)
-    if col > 1:  # what is scattered, side by side and in the order of ranks
+    # The reduce-scatter over col: its input side by side and in rank order, and its output.
+    if col > 1:
         picked = 3 * enter * hidden + enter * hidden // col - behind
         second = max(second, (picked, stream), key=sum)
     return MoeActivations(

@@ -1,8 +1,8 @@
-"""Table: bytes by category at the moment of a step when most is there, predicted beside measured.
+"""Memory breakdown: bytes by category at the peak of a step, predicted and measured.
 
 Device and host have a column each. What torch counts as allocated on a device is the sum of all
-rows but the last two: what its allocator holds besides, which are gaps between tensors, and the
-buffers of communicators, which NCCL takes from the device itself.
+rows but the last two: gaps between tensors that its allocator reserves, and the buffers of
+communicators, which NCCL allocates from the device itself.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ CATEGORIES = (
     "fragmentation",
     "communicators",
 )
-"""Rows: working weights; their gradients; master weights; both moments; what blocks keep and use;
-weights gathered over depth; logits of a chunk; tensors of collectives; tiles of states on their
-way; workspaces of libraries; gaps; buffers and kernels of NCCL."""
+"""Rows: working weights; their gradients; master weights; both moments; activations; weights
+gathered over depth; logits of a chunk; buffers of collectives; tiles of states in transfer;
+workspaces of libraries; gaps; buffers and kernels of NCCL."""
 NOT_TENSORS = ("fragmentation", "communicators")
-"""Rows that no tensor has."""
+"""Rows that are not tensors."""
 ESTIMATED_CATEGORIES = ("activations", "gathered weights", "logits", "communication")
-"""Rows that only a prediction tells apart: in a run that is measured they are one number."""
+"""Rows that only a prediction distinguishes: a measurement has one number for all of them."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes by category; what is not named is 0."""
+    """Bytes by category; missing categories are 0."""
 
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
     where: str = ""
-    """The moment, in words."""
+    """The point of the step at which the peak is reached, in words."""
 
     def __post_init__(self) -> None:
         odd = {*self.device, *self.host} - {*CATEGORIES}
@@ -50,7 +50,7 @@ class MemoryBreakdown:
 
     @property
     def allocated_bytes(self) -> int:
-        """Most bytes of tensors on the device."""
+        """Peak bytes of tensors on the device."""
         return sum(size for name, size in self.device.items() if name not in NOT_TENSORS)
 
     @property
@@ -60,18 +60,19 @@ class MemoryBreakdown:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory for what is kept there."""
+        """Bytes of host memory used for offloading."""
         return sum(self.host.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """A JSON-compatible dict."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, facts: Any) -> MemoryBreakdown | None:
-        """A table from JSON; None if it is none."""
+        """A breakdown from its JSON dict; None if it is not one."""
         if not isinstance(facts, dict) or not isinstance(facts.get("device"), dict):
             return None
+        # Unknown categories are dropped: the file may be from another version.
         device, host = (_parse_column(facts.get(name)) for name in ("device", "host"))
         return cls(device, host, str(facts.get("where", "")))
 
@@ -87,16 +88,18 @@ BREAKDOWN_HEADER = ("device", "measured", "host", "measured")
 def breakdown_rows(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> tuple[str, list[tuple[str, ...]]]:
-    """The unit, and lines of cells under `HEADER`; rows that are empty everywhere are left out."""
+    """The unit, and rows of cells under `BREAKDOWN_HEADER`; rows that are all empty are omitted."""
     tables = [predicted, measured]
     columns = [None if t is None else t.device for t in tables]
     columns += [None if t is None else t.host for t in tables]
+    # Whether the run measured tensors on the device: without CUDA there is no such number.
     counted = measured is not None and ESTIMATED_CATEGORIES[0] in measured.device
     found: list[tuple[str, list[int | None]]] = []
     for name in CATEGORIES:
         cells = [None if column is None else column.get(name, 0) for column in columns]
         if name in ESTIMATED_CATEGORIES[1:] or (name == ESTIMATED_CATEGORIES[0] and not counted):
-            cells[1] = None  # part of the row of activations, or not known
+            # Part of the row of activations, or not known.
+            cells[1] = None
         if any(cells):
             found.append((name, cells))
     sums = [None if t is None else t.allocated_bytes for t in tables]
@@ -110,7 +113,7 @@ def breakdown_rows(
 def format_breakdown(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None = None
 ) -> list[str]:
-    """The table as text, predicted beside measured."""
+    """The table as text, predicted and measured."""
     unit, cells = breakdown_rows(predicted, measured)
     cells = [(unit, *BREAKDOWN_HEADER), *cells]
     shown = [1, 2, 3, 4] if measured else [1, 3]
@@ -125,7 +128,7 @@ def format_breakdown(
 def breakdown_notes(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> list[str]:
-    """When most is there, and how near the prediction is."""
+    """Where the peak is, and how close the prediction is."""
     found = []
     if predicted is not None and predicted.where:
         found.append(f"most is there {predicted.where}")
@@ -140,7 +143,7 @@ def breakdown_notes(
 
 
 def _format_bytes(size: int | None, unit: int) -> str:
-    """Bytes in a unit; what nobody knows is a dot."""
+    """Bytes in a unit; unknown values are a dot."""
     if size is None:
         return "·"
     if size:

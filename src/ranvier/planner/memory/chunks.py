@@ -1,7 +1,8 @@
-"""Chunks: what the blocks of a stage keep of a micro-batch, and need while they run backward.
+"""Model chunks: what the blocks of a stage save per micro-batch and need in their backward pass.
 
-Blocks are kept together by kind. Of each kind the first and the last are looked at: what is kept is
-most while the last runs backward, what gradients have been made while the first does. No torch.
+Blocks are grouped by kind. Of each kind the first and the last are examined: saved activations are
+largest while the last one runs backward, accumulated gradients while the first one does. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ranvier.planner.time.compute import Fp8Scaling
 
 
 class MemoryOptions(NamedTuple):
-    """What else decides what is there: see `space`."""
+    """Options that affect memory: see `total.peak_memory`."""
 
     saves_collectives: bool
     compiled: bool
@@ -39,62 +40,62 @@ class MemoryOptions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockBackwardMemory:
-    """A block of a chunk, while it runs backward: those behind it have done so."""
+    """A block of a chunk in its backward pass, after that of the blocks behind it."""
 
     where: str
     is_first: bool
     worst_moments: tuple[tuple[int, int], ...]
-    """Most it needs besides, and elements of gradients of weights by then: `kept.Kept.moments`."""
+    """Peaks besides, and elements of weight gradients by then: `BlockActivations`."""
     deferred_moment: tuple[int, int]
-    """Another moment, if gradients of weights are made later."""
+    """An additional peak if weight gradients are deferred."""
     entry_bytes: int
-    """Needed at its end, if gradients of weights are made later."""
+    """Needed at the end of its backward pass if weight gradients are deferred."""
     recomputed_bytes: int
-    """How much more is there once it has run again."""
+    """Increase of memory by its recomputation."""
     saved_bytes: int
-    """Kept by it and the blocks before it, and angles."""
+    """Saved by it and the blocks before it, including rotary angles."""
     deferred_bytes: int
-    """What those behind it keep, if gradients of weights are made later."""
+    """Kept by the blocks behind it if weight gradients are deferred."""
     gathered_bytes: int
-    """Bytes of its weights."""
+    """Bytes of its gathered weights."""
     next_gathered_bytes: int
-    """Bytes of the weights that come next: of the block before it, or of any."""
+    """Bytes of the weights gathered next: of the block before it, or of any block."""
     gathered_grad_bytes: int
-    """Bytes of its gathered gradients."""
+    """Bytes of its unsharded gradients."""
     previous_grad_bytes: int | None
     """Bytes of those of the block behind it; None: it is the last."""
     finished_grad_elements: int
-    """Elements of the gradients that are made, and not being reduced."""
+    """Elements of the gradients that are complete and not being reduced."""
 
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What a chunk of a stage keeps of a micro-batch."""
+    """What a chunk of a stage saves per micro-batch."""
 
     block_bytes: int
-    """By all its blocks, and angles."""
+    """Saved by all its blocks, including rotary angles."""
     num_blocks: int
-    """Blocks."""
+    """Number of blocks."""
     grad_elements: int
-    """Of the gradients of all of them."""
+    """Elements of the gradients of all blocks."""
     block_memories: tuple[BlockBackwardMemory, ...]
     """The first and the last block of each kind."""
     first_grad_bytes: int
-    """Bytes of the gathered gradients of the first block."""
+    """Bytes of the unsharded gradients of the first block."""
     reducing_bytes: int
-    """Most of a block's gathered gradients and those of the one behind it, being reduced."""
+    """Most bytes of a block's unsharded gradients and those of the block behind it in reduction."""
     has_embedding: bool
     has_head: bool
     input_bytes: int
-    """Its input, if nothing else keeps it."""
+    """Its input, if nothing else keeps it alive."""
     head_bytes: int
-    """By the last norm and the head, whose gradients are made in forward."""
+    """Saved by the last norm and the head, whose gradients are computed in forward."""
     deferred_bytes: int
-    """After backward, if gradients of weights are made later."""
+    """Kept after backward if weight gradients are deferred."""
 
     @cached_property
     def saved_bytes(self) -> int:
-        """From forward to backward."""
+        """Bytes kept from forward to backward."""
         return self.block_bytes + self.input_bytes + self.head_bytes
 
 
@@ -110,14 +111,16 @@ def build_chunks(
 ) -> tuple[tuple[int, ...], tuple[ChunkMemory, ...]]:
     """The group of each chunk of a stage, and one chunk of each group.
 
-    Chunks of the same parts are alike, but for the last where each stage computes losses there.
+    Chunks with the same parts are equal, except the last one if every stage computes losses there.
     """
     count = stage.stage_spec.num_stages
     order = model.parts_in_order
+    # Stage i owns the virtual stages i, i + count, i + 2 count, ...
     if count > 1:
         mine = part_ranges(firsts, len(order))[stage.stage_spec.index :: count]
     else:
         mine = [slice(None)]
+    # With the vocabulary split over pipe the head's gradient is counted per stage, not per chunk.
     spread = plan.spread and count > 1
     if spread:
         head = 0
@@ -131,6 +134,7 @@ def build_chunks(
         parts = order[one]
         first = not one.start
         comes = not first or spread
+        # Chunks with equal keys share one entry; most chunks of a stage are alike.
         key = (first, parts, spread and i == len(mine) - 1)
         if key not in places:
             places[key] = len(chunks)
@@ -164,7 +168,7 @@ def _build_chunk(
     own: ChunkWeights,
     head: int,
 ) -> ChunkMemory:
-    """What some parts keep of a micro-batch.
+    """What some parts save per micro-batch.
 
     comes: its input comes from another chunk. head: bytes of the head's gradient.
     """
@@ -176,13 +180,17 @@ def _build_chunk(
         part: block_activations(model, part, inside, flow, how.compiled, how.fp8)
         for part in {*blocks}
     }
+    # Cosines and sines of the rotary embedding, shared by all blocks.
     if blocks:
         angles = flow.seq * 2 * model.head_dim * flow.itemsize
     else:
         angles = 0
     leaves = find_head(model, parts, inside) is not None
+    # Whether a first layer saves the input already: recomputed and compiled blocks save it as it
+    # is, and in fp32 a norm needs no widened copy.
     shared = (blocks and (kind != "none" or how.compiled)) or (wide == 1 and (blocks or leaves))
     waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in found}
+    # A block's gradients and those of the block behind it, whose reduction is in flight.
     full = [sizes[part.name].gathered_grad_bytes for part in blocks]
     pairs = zip(full, [*full, 0][1:], strict=True)
     return ChunkMemory(
@@ -209,11 +217,12 @@ def _block_memories(
     kind: Recompute,
     how: MemoryOptions,
 ) -> Iterator[BlockBackwardMemory]:
-    """The first and the last block of each kind, while they run backward."""
+    """The first and the last block of each kind in their backward pass."""
     sizes = dict(own.by_block)
     final = len(blocks) - 1
     firsts = {part: at for at, part in reversed([*enumerate(blocks)])}
     lasts = {part: at for at, part in enumerate(blocks)}
+    # Backward order, from the last block to the first.
     for at in sorted({*firsts.values(), *lasts.values()}, reverse=True):
         part = blocks[at]
         share = sizes[blocks[at].name]
@@ -248,7 +257,7 @@ def _block_memories(
 def find_head(
     model: ModelSpec, parts: tuple[BlockSpec, ...], inside: ShardingKey
 ) -> LMHeadCost | None:
-    """The head, if it is among these parts."""
+    """The LM head, if it is among these parts."""
     outside = [part for part in parts if not part.is_block]
     layers = (one for part in outside for one in build_layers(model, part, inside))
     return next((one for one in layers if isinstance(one, LMHeadCost)), None)

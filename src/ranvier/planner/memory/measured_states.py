@@ -1,7 +1,7 @@
-"""Sizes: bytes of a rank that follow from shapes alone: weights, states, buffers.
+"""Bytes of a rank that follow from shapes alone: weights, optimizer states, buffers.
 
-A bucket of vectors is too small to be worth a way to the host and back: it stays on the device, and
-so do weights that several layers share. All others may rest on the host.
+A bucket of vectors is too small to be worth offloading: it stays on the device, and so do weights
+that several layers share. All others may be offloaded to the host.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ class ModelStateSizes:
     """Bytes of a rank."""
 
     block_weights: int
-    """Weights of a block that may rest on the host."""
+    """Weights of a block that may be offloaded."""
     head_weights: int
-    """Of the largest layer outside of blocks that may."""
+    """Weights of the largest layer outside of blocks that may be offloaded."""
     other_weights: int
-    """Of the other layers that may."""
+    """Weights of the other layers that may be offloaded."""
     resident_weights: int
     """Weights that stay on the device."""
     num_blocks: int
-    """Blocks."""
+    """Number of blocks."""
     master: int
-    """Master weights, of trained weights in 16 bits."""
+    """Master weights of trained 16-bit weights."""
     moments: int
     vector_states: int
-    """What of these two stays on the device: of vectors."""
+    """Part of master weights and moments that stays on the device: that of vectors."""
     state_ring: int
-    """Tiles of states on the device, where states rest elsewhere."""
+    """Buffers on the device for tiles of offloaded states."""
     offload_ring: int
-    """The same where weights rest on the host as well: gradients and weights pass through, too."""
+    """The same if weights are offloaded as well: gradients and weights pass through them, too."""
     gathered_weights: int
-    """Weights gathered over depth: of the block that computes and of the next."""
+    """Weights gathered over depth: of the current block and of the next."""
     communication: int
     """Gradients being reduced over depth and data."""
     host_gradients: int
-    """Gradients of weights that may rest on the host, once they rest there."""
+    """Gradients of weights that may be offloaded, once they are on the host."""
     publish: int
     """Updated weights being gathered over data."""
     trained_elements: int
-    """Numbers that this rank updates."""
+    """Elements that this rank updates."""
 
     @property
     def weight_bytes(self) -> int:
@@ -84,11 +84,13 @@ def model_state_sizes(
     trained = [bucket for bucket in queue.buckets if bucket.trainable and bucket.size]
     states = {bucket: _bucket_state_bytes(bucket, moments) for bucket in trained}
     vectors = [bucket for bucket in trained if bucket.weights[0].param_group == "vector"]
+    # Elements of a tile, its bytes of states per element, and bytes of a weight.
     tiles = [
         (min(tile, b.data_shard_size), sum(states[b]) / b.data_shard_size, b.data.element_size())
         for b in trained
         if b not in vectors and b.data_shard_size
     ]
+    # Buckets whose gradients are reduced at all.
     moved = [bucket for bucket in trained if bucket.is_depth_sharded or data > 1]
     masks = sum(
         bucket.sparsity_mask.num_bytes
@@ -117,10 +119,10 @@ def model_state_sizes(
 
 
 def block_grad_bytes(parallel: ParallelModel, block: str, *, passes: int, last: bool) -> int:
-    """Bytes of the gradient of a block after so many passes, once it is where it stays.
+    """Bytes of the stored gradient of a block after so many passes.
 
-    One that came once stays as it came; it is wide once it is added to another or was reduced over
-    an axis. last: of a step; then each data rank gets its range.
+    A gradient of a single pass keeps its dtype; it is widened once it is accumulated or reduced.
+    last: of a step; then each data rank keeps its shard.
     """
     queue = parallel.bucket_scheduler
     total = 0
@@ -140,16 +142,18 @@ def block_grad_bytes(parallel: ParallelModel, block: str, *, passes: int, last: 
 
 
 def _bucket_state_bytes(bucket: Bucket, moments: str) -> tuple[int, int]:
-    """Bytes of master weights and of both moments of my range of a bucket."""
+    """Bytes of master weights and of both moments of this rank's shard of a bucket."""
     count = bucket.data_shard_size
     dtype = bucket.data.dtype
     wide = bucket.bucket_scheduler.reduce_dtype.itemsize
+    # A pruned bucket has master weights in any dtype.
     own = dtype in (torch.bfloat16, torch.float16) or bucket.sparsity_mask is not None
     master = count * wide if own else 0
     if bucket.weights[0].param_group == "vector" or moments == "master":
         return master, 2 * count * wide
     if moments == "bf16":
         return master, 2 * count * 2
+    # One byte per element and an fp32 scale per block, for each of the two moments.
     return master, 2 * count + 8 * -(-count // BLOCK_SIZE)
 
 

@@ -1,4 +1,4 @@
-"""Weights of a rank, their states and gradients: bytes and elements, in closed form; no torch."""
+"""Weights of a rank, their optimizer states and gradients, in closed form; imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
 
 MomentPrecision = Literal["master", "bf16", "int8"]
 QUANT_BLOCK = 256
-"""Numbers of a moment in 8 bits that share a scale."""
+"""Elements of an 8-bit moment that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class BlockStates:
     """The matrices of a block on a rank."""
 
     grad_elements: int = 0
-    """Of their gradients."""
+    """Elements of their gradients."""
     gathered_bytes: int = 0
-    """Bytes of the weights gathered over depth; 0: they lie whole."""
+    """Bytes of the weights gathered over depth; 0: they are not sharded."""
     gathered_grad_bytes: int = 0
-    """Bytes of their gradients, gathered, in 32 bits; likewise."""
+    """Bytes of their unsharded gradients, in 32 bits; 0: likewise."""
 
     def add_bucket(self, bulk: BucketTraffic, own: int, wide: int, depth: int) -> BlockStates:
-        """With some more of them."""
+        """A copy with one more bucket."""
         split = bulk.is_depth_sharded * depth
         count = bulk.reduced_elements * bulk.trainable
         return BlockStates(
@@ -41,45 +41,45 @@ class BlockStates:
 
 @dataclass(frozen=True)
 class StageModelStates:
-    """Weights of a rank, and what belongs to them."""
+    """Bytes of the weights of a rank, their optimizer states and gradients."""
 
     weight_bytes: int
     master_bytes: int
     moment_bytes: int
     by_block: tuple[tuple[str, BlockStates], ...]
-    """What is there of each kind of block."""
+    """The matrices of each kind of block."""
     outside_elements: int
     """Trained elements outside of blocks."""
     head_elements: int
-    """Elements of the head's gathered gradient; 0: it is elsewhere, or frozen."""
+    """Elements of the head's unsharded gradient; 0: it is on another stage, or frozen."""
     embedding_elements: int
-    """Elements of the embedding's gathered gradient; likewise."""
+    """Elements of the embedding's unsharded gradient; 0: likewise."""
     position_elements: int
-    """Elements of the gathered gradient of learned positions; likewise."""
+    """Elements of the unsharded gradient of learned positions; 0: likewise."""
     gathered_block_bytes: int
-    """Bytes of the largest block's weights gathered over depth; 0: they lie whole."""
+    """Bytes of the largest block's weights gathered over depth; 0: they are not sharded."""
     gathered_bytes: int
     """Bytes of all weights gathered over depth."""
     wide_itemsize: int
-    """Bytes of a wide number."""
+    """Bytes per element of accumulated gradients and master weights."""
     itemsize: int
-    """Bytes of a number."""
+    """Bytes per element of weights."""
     data_ranks: int
-    """Ranks among which states are divided."""
+    """Ranks over which optimizer states are sharded."""
     local_head_elements: int
-    """Elements of the head's gradient on this rank, and of the embedding's; late ones left out."""
+    """Elements of the head's gradient on this rank, and of the embedding's, without late ones."""
     local_embedding_elements: int
     has_tied_embeddings: bool
     pads_vocab_grads: bool
-    """Whether gradients of both are copied to be padded before depth divides them."""
+    """Whether gradients of both are copied for padding before they are scattered over depth."""
     late_grad_bytes: int = 0
-    """Bytes of the gradients of tied weights, gathered: they are reduced at the end of a step."""
+    """Bytes of the unsharded gradients of tied weights, which are reduced at the end of a step."""
     shared_grad_bytes: int = 0
-    """Bytes of the wide gradients of weights that another stage has as well."""
+    """Bytes of the 32-bit gradients of weights that another stage has as well."""
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether depth splits weights, of blocks or, on a stage without any, of others."""
+        """Whether depth shards weights, of blocks or, on a stage without any, of others."""
         return self.gathered_bytes > 0
 
 
@@ -87,11 +87,12 @@ class StageModelStates:
 def stage_model_states(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, own: int, moments: MomentPrecision
 ) -> StageModelStates:
-    """The weights of a stage."""
+    """Weights, states and gradients of a rank of a stage. own: bytes per element of weights."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data = degrees["data"]
     depth = degrees["depth"]
     wide = max(own, 4)
+    # Ranks over which the rows of the vocabulary are split.
     words = degrees["row"] * (degrees["pipe"] if spot.vocab_over_pipe else 1)
     parts = Counter[str]()
     kinds = dict[str, BlockStates]()
@@ -106,10 +107,12 @@ def stage_model_states(
             kinds[part] = kinds.get(part, BlockStates()).add_bucket(bulk, own, wide, depth)
         if not bulk.trainable:
             continue
+        # Optimizer states are sharded over data (ZeRO); fp32 weights are their own master copy.
         held = bulk.reduced_elements // data
         vector = lot.params[0].param_group == "vector"
         master += count * held * (wide if own < 4 else 0)
         both += count * _moment_bytes(held, moments, wide, vector=vector)
+        # Gradients reduced at the end of the step wait unsharded; they are counted apart.
         waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
         late += bulk.reduced_elements * wide * depth if waits else 0
         twice += bulk.reduced_elements * wide if bulk.tied_across_stages else 0
@@ -142,18 +145,22 @@ def stage_model_states(
 
 
 def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bool) -> int:
-    """Bytes of both moments of so many numbers."""
+    """Bytes of both moments of `count` elements."""
     if vector or moments == "master":
         return 2 * count * wide
     if moments == "bf16":
         return 2 * count * 2
+    # One byte per element and an fp32 scale per block, for each of the two moments.
     return 2 * count + 8 * -(-count // QUANT_BLOCK)
 
 
 def _outside_elements(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, kind: str, *, words: bool = True
 ) -> int:
-    """Elements of the gathered matrix of a trained layer outside of blocks; words: it has some."""
+    """Elements of the unsharded matrix of a trained layer outside of blocks.
+
+    words: whether to count matrices over the vocabulary or others (learned positions).
+    """
     ground = spot.layout_context(model)
     found = 0
     for part, _ in stage.block_counts:

@@ -1,20 +1,22 @@
-"""Peaks: the moments of a step at which most is there besides weights and states; no torch.
+"""Memory peaks: the points of a step at which most memory is used besides weights and states.
 
-A stage takes turns (`pipeline.turns`): each is a pass over a chunk of its blocks, while others of
-its micro-batches wait with what they have kept. In a turn most is there
+A stage runs jobs (`pipeline.memory_replay`): each is a pass over a chunk of its blocks, while other
+micro-batches in flight keep their saved activations. Within a job the peak is one of
 
-    in the loss       while logits are computed, all activations being kept
-    behind the loss   while the gradient of the head is taken over
-    in a block        while the last, or the first, runs backward (`kept.Kept.moments`)
-    at the end        while the embedding's gradient is made
-    later             while gradients of weights are made that were put off
+    in the loss       while logits are computed and all activations are saved
+    behind the loss   while the gradient of the head is accumulated
+    in a block        while the last, or the first, runs backward
+                      (`activations.BlockActivations.moments_of_mode`)
+    at the end        while the embedding's gradient is computed
+    later             while deferred weight gradients are computed
 
-and once, at the end of a step, in the update. One stage alone is gradient accumulation.
+and once, at the end of a step, the optimizer step. A single stage is plain gradient accumulation.
 
-Gradients come in the type of the weights; they are wide once they are added to others or reduced.
-Over depth a block's gradients wait gathered, in 32 bits, for their reduction; of the bucket before
-both these and its reduced part are there until that is waited for. Of weights the present block's
-and the next one's are gathered.
+Gradients are computed in the dtype of the weights and are widened to 32 bits as soon as they are
+accumulated or reduced. Over depth a block's gradients wait unsharded, in 32 bits, for their
+reduce-scatter; both the input and the output of the previous bucket's reduce-scatter stay allocated
+until it is waited for. Of the weights, those of the current and of the next block are gathered.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ from ranvier.planner.memory.model_states import StageModelStates
 from ranvier.planner.model_spec import ModelSpec
 
 ReducedGrads = Literal["head", "table", "places", "block", ""]
-"""What is being reduced over depth."""
+"""Whose gradients are being reduced over depth."""
 
 
 class PeakUsage(NamedTuple):
-    """What is there at a moment, besides weights and states."""
+    """Bytes in use at one point of a step, besides weights and states."""
 
     where: str
     gradients: int
@@ -64,33 +66,33 @@ class PeakUsage(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Sum of all categories."""
         return sum(self[1:])
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What is there in all turns of a stage, but for the turn."""
+    """What is common to all jobs of a stage."""
 
     model_states: StageModelStates
     chunk_groups: tuple[int, ...]
-    """The group of each chunk."""
+    """The group of each chunk; equal chunks share one."""
     chunks: tuple[ChunkMemory, ...]
-    """One of each group."""
+    """One chunk of each group."""
     plan: Plan
     stream_bytes: int
     vocab_row_bytes: int
-    """Rows of the tokens of all micro-batches, where the vocabulary is spread."""
+    """Embedding rows of the tokens of all micro-batches, if the vocabulary is split over pipe."""
     vocab_over_pipe: bool
-    """Whether all stages share the vocabulary: each computes its losses as soon as it can."""
+    """Whether all stages share the vocabulary: each computes its part of the loss early."""
     splits_weight_grads: bool
-    """Whether gradients of weights are turns of their own."""
+    """Whether weight gradients are jobs of their own (W passes)."""
     head: LossMemory | None
-    """The head, if it is here."""
+    """The LM head, if it is on this stage."""
 
     @cached_property
     def grad_bytes_by_pass(self) -> tuple[tuple[int, int, int], ...]:
-        """Bytes of the gradients of a chunk of each group after 1, SEVERAL and ALL passes."""
+        """Gradient bytes of a chunk of each group after 1, SEVERAL and ALL passes."""
         sizes = (one.grad_elements for one in self.chunks)
         return tuple(
             (
@@ -103,25 +105,27 @@ class StageMemory:
 
     @property
     def depth(self) -> int:
-        """Ranks among which gradients of split weights are divided."""
+        """Ranks over which gradients of depth-sharded weights are scattered."""
         return self.plan.depth
 
     @cached_property
     def has_several_passes(self) -> bool:
-        """Whether a step has several passes."""
+        """Whether a step has several micro-batches."""
         return self.plan.num_micro_batches > 1
 
     @cached_property
     def worst_moments(self) -> dict[BlockBackwardMemory, tuple[int, int, int]]:
-        """Bytes at a block's worst moment: beside what is kept, of gradients, of gathered ones."""
+        """Bytes at a block's peak: beside saved activations, of gradients, of unsharded ones."""
         own = self.model_states
         found = dict[BlockBackwardMemory, tuple[int, int, int]]()
+        # Gradients count per matrix only if they are produced here and stay in the weights' dtype;
+        # depth-sharded ones go into an unsharded 32-bit buffer, deferred ones come in W passes.
         if own.is_split or self.splits_weight_grads:
             each = 0
         else:
             each = own.itemsize
         for place in (place for one in self.chunks for place in one.block_memories):
-            # from the first one on
+            # The unsharded buffer is allocated with the first weight gradient of the block.
             if own.is_split and not self.splits_weight_grads:
                 full = place.gathered_grad_bytes
             else:
@@ -136,20 +140,20 @@ class StageMemory:
 
     @cached_property
     def edge_chunks(self) -> tuple[tuple[int, ChunkMemory], ...]:
-        """Groups with the embedding or the head."""
+        """Groups whose chunk contains the embedding or the head."""
         return tuple(
             (i, one) for i, one in enumerate(self.chunks) if one.has_embedding or one.has_head
         )
 
     @cached_property
     def reduces_early(self) -> bool:
-        """Whether reductions over data begin in the last pass."""
+        """Whether reductions over data start in the last pass."""
         return self.model_states.data_ranks > 1 and not (
             self.splits_weight_grads and len(self.chunk_groups) > 1
         )
 
     def waiting_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of micro-batches that wait while another has its turn."""
+        """Bytes saved by other micro-batches in flight while a job runs."""
         found = self.vocab_row_bytes
         for one, held, late in zip(
             self.chunks, turn.held_by_group, turn.pending_weight_grads, strict=True
@@ -158,37 +162,42 @@ class StageMemory:
         return found
 
     def grad_bytes(self, elements: int, made: int) -> int:
-        """Bytes of the gradients of so many elements of blocks after so many passes."""
+        """Gradient bytes of `elements` elements of blocks after `made` passes."""
         own = self.model_states
         narrow = elements * own.itemsize
         wide = elements * own.wide_itemsize
         if made == 0:
             return 0
         if made == ALL_PASSES and self.reduces_early:
-            return wide + wide // own.data_ranks  # what is reduced stays until that is waited for
+            # Both the input and the output shard stay allocated until the reduction is waited for.
+            return wide + wide // own.data_ranks
         several = made == SEVERAL_PASSES or (made == ALL_PASSES and self.has_several_passes)
+        # A first pass leaves gradients in the weights' dtype; accumulation and depth widen them.
         if own.is_split or several:
             return wide
         return narrow
 
     def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
-        """By how much those of the chunk whose turn it is grow in it."""
+        """By how much the gradients of the job's own chunk grow in it."""
         after = self.grad_bytes(
             elements, ALL_PASSES if turn.is_last else min(turn.passes_before + 1, SEVERAL_PASSES)
         )
         return after - self.grad_bytes(elements, turn.passes_before)
 
     def outside_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of gradients outside of blocks that earlier passes have left."""
+        """Gradient bytes outside of blocks that earlier passes have left."""
         if not (self.edge_chunks or self.vocab_over_pipe):
             return 0
         own = self.model_states
         found = 0
         moving = self.reducing_grads(turn)
+        # A gradient that is being reduced is counted as communication unless an earlier pass left
+        # an accumulated one. With a single pass there is no such pass.
         if self.has_several_passes:
             several = 2
         else:
             several = ALL_PASSES + 1
+        # Tied embeddings split over pipe have a single gradient, counted with the head below.
         both = self.vocab_over_pipe and own.has_tied_embeddings
         for group, one in self.edge_chunks:
             made = turn.backward_passes[group]
@@ -204,6 +213,7 @@ class StageMemory:
             ):
                 found += own.local_head_elements * (own.wide_itemsize + reduced)
             if made and one.has_embedding and not both and (moving != "table" or made >= several):
+                # Widened by a reduction, by accumulation, or by the sum with the head's gradient.
                 wide = own.is_split or made > 1 or (own.has_tied_embeddings and one.has_head)
                 found += own.local_embedding_elements * (
                     own.wide_itemsize + reduced if wide else own.itemsize
@@ -215,13 +225,13 @@ class StageMemory:
 
     @property
     def head_grad_elements(self) -> int:
-        """Elements of the head's gradient on this rank; tied ones are those of the embedding."""
+        """Elements of the head's gradient on this rank; with tied weights the embedding's."""
         if self.model_states.has_tied_embeddings:
             return self.model_states.local_embedding_elements
         return self.model_states.local_head_elements
 
     def accumulated_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of gradients that earlier passes have left."""
+        """Gradient bytes that earlier passes have left."""
         found = self.outside_grad_bytes(turn)
         for sizes, counts in zip(self.grad_bytes_by_pass, turn.grad_levels, strict=True):
             found += sum(map(mul, sizes, counts))
@@ -230,18 +240,18 @@ class StageMemory:
             and turn.last_grad_job[2]
             and self.reducing_grads(turn) == "block"
         ):
-            found -= (
-                self.chunks[turn.last_grad_job[1]].first_grad_bytes // self.depth
-            )  # is being reduced
+            # It is being reduced and counted as communication.
+            found -= self.chunks[turn.last_grad_job[1]].first_grad_bytes // self.depth
         return found
 
     def reduction_bytes(self, full: int) -> int:
-        """Bytes of a reduction over depth of so many: what goes in and what comes out."""
+        """Bytes of a reduce-scatter over depth: `full` bytes of input and its output shard."""
         return full + full // self.depth
 
     def reducing_grads(self, turn: JobSnapshot) -> ReducedGrads:
-        """Whose gradients, made last before a turn, are being reduced over depth."""
+        """Whose gradients, produced last before a job, are being reduced over depth."""
         own = self.model_states
+        # With the vocabulary split over pipe every stage computes head gradients in forward jobs.
         if self.vocab_over_pipe and own.is_split and not own.late_grad_bytes:
             first = turn.kind == "F" and turn.last_grad_job is None
             if turn.kind == "B" or (first and turn.num_scored):
@@ -250,8 +260,10 @@ class StageMemory:
             return ""
         kind, at, _ = turn.last_grad_job
         before = self.chunks[at]
+        # A B job produces weight gradients of blocks only if they are not deferred to W jobs.
         whole = kind == "W" or not self.splits_weight_grads
         if before.has_embedding and own.embedding_elements and kind == "B":
+            # Late (tied) gradients are reduced at the end of the step: positions remain.
             if own.late_grad_bytes:
                 return "places"
             return "table"
@@ -262,7 +274,7 @@ class StageMemory:
         return "head"
 
     def last_reduction_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of the last reduction of the turn before."""
+        """Bytes of the last reduce-scatter of the previous job."""
         own = self.model_states
         if turn.last_grad_job:
             block = self.chunks[turn.last_grad_job[1]].first_grad_bytes
@@ -279,38 +291,38 @@ class StageMemory:
         )
 
     def embedding_gather_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of the embedding, gathered for a forward pass that follows."""
+        """Bytes of the embedding, prefetched for a forward pass that follows."""
         if self.model_states.is_split and turn.embedding_follows:
             return self.model_states.embedding_elements * self.model_states.itemsize
         return 0
 
     def is_last_backward(self, turn: JobSnapshot) -> bool:
-        """Whether no block follows a turn: those of the chunk before are last."""
+        """Whether no block follows this job, so that nothing needs to be prefetched."""
         return turn.is_last and not (
             turn.previous_chunk_group is not None
             and self.chunks[turn.previous_chunk_group].block_memories
         )
 
     def late_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of gathered gradients that wait for the end of the step."""
+        """Bytes of unsharded gradients that are kept until the end of the step."""
         made = turn.vocab_backward_begun or (self.vocab_over_pipe and turn.num_scored > 0)
         if made:
             return self.model_states.late_grad_bytes
         return 0
 
     def has_outside_grads(self, turn: JobSnapshot) -> bool:
-        """Whether gradients outside of blocks have been made."""
+        """Whether gradients outside of blocks have been produced."""
         return any(turn.backward_passes[group] for group, _ in self.edge_chunks)
 
 
 class TurnMemory(NamedTuple):
-    """A turn of a stage, and how much is there beside it."""
+    """A job of a stage, and the memory in use beside it."""
 
     turn: JobSnapshot
     waiting_bytes: int
-    """Bytes of micro-batches that wait."""
+    """Saved bytes of other micro-batches in flight."""
     grad_bytes: int
-    """Bytes that earlier passes have left."""
+    """Gradient bytes that earlier passes have left."""
     chunk: ChunkMemory
 
 
@@ -324,7 +336,7 @@ def find_peaks(
     own: StageModelStates,
     how: MemoryOptions,
 ) -> list[PeakUsage]:
-    """The moments at which most may be there. firsts: as of `moves.cut`."""
+    """Candidate memory peaks of a stage. firsts: as returned by `find_stage_starts`."""
     load = _build_stage_memory(model, plan, flow, spot.activation_key, firsts, stage, own, how)
     found = [*_update_peaks(load)]
     if load.vocab_over_pipe and not any(one.has_embedding for one in load.chunks):
@@ -348,7 +360,8 @@ def find_peaks(
             found += _backward_peaks(load, now)
         elif kind == "W":
             found += _deferred_grad_peaks(load, now)
-    if plan.gathered == "keep":  # what is kept gathered is there until the update
+    # Weights that stay gathered are in memory until the optimizer step.
+    if plan.gathered == "keep":
         found = [
             one._replace(gathered_weights=max(one.gathered_weights, own.gathered_bytes))
             if one.where != IN_UPDATE
@@ -359,9 +372,10 @@ def find_peaks(
 
 
 def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMemory]:
-    """Of turns that differ in what waits and is added up beside them only, the one with most."""
+    """Of jobs that differ only in the memory in use beside them, the one with most."""
     for alike in kinds:
         first = alike[0]
+        # A forward job peaks in the loss only.
         if first.kind == "F" and load.head is None:
             continue
         much = [(load.waiting_bytes(turn), load.accumulated_grad_bytes(turn)) for turn in alike]
@@ -378,7 +392,7 @@ IN_UPDATE = "in the update"
 def _stage_turns(
     model: ModelSpec, seq: int, stage: StageBlocks, load: StageMemory, simulated: bool
 ) -> SnapshotGroups:
-    """The turns of a stage."""
+    """Snapshots of the jobs of a stage: simulated, or those of 1F1B in closed form."""
     plan = load.plan
     index = stage.stage_spec.index
     groups = load.chunk_groups
@@ -404,6 +418,7 @@ def _build_stage_memory(
     how: MemoryOptions,
 ) -> StageMemory:
     stream = stream_bytes(model, inside, flow)
+    # Without a pipeline there is nothing to split the vocabulary over.
     spread = plan.spread and plan.pipe > 1
     groups, chunks = build_chunks(model, stage, firsts, inside, flow, plan, own, how)
     scores = find_head(model, stage.blocks, inside)
@@ -427,9 +442,9 @@ def _build_stage_memory(
 def _peak_in_loss(
     load: StageMemory, now: TurnMemory, head: LossMemory, flow: ActivationShape
 ) -> PeakUsage:
-    """While logits are computed.
+    """The peak while logits are computed.
 
-    Beside the head's weights those that come next are gathered: of a block, or once more its own.
+    Besides the head's weights those needed next are gathered: of a block, or once more its own.
     """
     own = load.model_states
     one = now.chunk
@@ -444,6 +459,7 @@ def _peak_in_loss(
     if load.vocab_over_pipe:
         acts += one.saved_bytes + load.stream_bytes
     else:
+        # The two wide tensors are the input and the normalised output that the last norm saves.
         acts += (
             one.block_bytes
             + one.input_bytes
@@ -454,7 +470,7 @@ def _peak_in_loss(
 
 
 def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
-    """While a chunk runs backward."""
+    """Peaks while a chunk runs backward."""
     one = now.chunk
     if one.has_head and load.model_states.head_elements and not load.vocab_over_pipe:
         yield _peak_after_loss(load, now)
@@ -466,7 +482,7 @@ def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
 
 
 def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """While the gradient of the head is taken over: it is added to that of earlier passes."""
+    """The peak while the head's gradient is added to that of earlier passes."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -476,6 +492,7 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     if not own.is_split:
         grads += made if turn.own_backward_passes else 0
         return PeakUsage("behind the loss", grads, acts)
+    # Without a pipeline the gathered head is still in memory when backward starts.
     if load.plan.pipe == 1:
         mine = own.head_elements * own.itemsize
     else:
@@ -489,7 +506,7 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """While the gradient of a spread head is taken over: at once, behind its loss."""
+    """The peak while the gradient of a head split over pipe is accumulated, after its loss."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -508,10 +525,11 @@ def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemory) -> PeakUsage:
-    """While a block of a chunk runs backward."""
+    """The peak while a block of a chunk runs backward."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
+    # The head's gradient is computed in forward: it is in memory, or still being reduced.
     leaves = one.has_head and not load.vocab_over_pipe
     new = leaves and not turn.own_backward_passes
     if leaves:
@@ -529,13 +547,16 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
     )
     grads = now.grad_bytes + made
     near = place.gathered_bytes
-    if load.splits_weight_grads:  # what later gradients need has come in place of what was kept
+    # Inputs of deferred weight gradients replace the saved activations of finished blocks.
+    if load.splits_weight_grads:
         acts += place.deferred_bytes
     else:
         grads += load.grad_growth(turn, place.finished_grad_elements)
     if not own.is_split:
         return PeakUsage(place.where, grads + head * new, acts)
     moving = max(load.late_grad_bytes(turn), own.late_grad_bytes * new)
+    # The previous reduce-scatter is that of the block behind; for the last block of a chunk it is
+    # that of the head, or the last one of the previous job.
     if load.splits_weight_grads or place.previous_grad_bytes is None:
         moving += (
             load.reduction_bytes(head)
@@ -546,6 +567,7 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
         moving += load.reduction_bytes(place.previous_grad_bytes)
         grads += own.local_head_elements * own.wide_itemsize * new
     moving += full
+    # Prefetch: the block before, or for the first block the embedding of the next forward pass.
     if place.is_first and one.has_embedding:
         near += max(place.next_gathered_bytes, load.embedding_gather_bytes(turn))
     elif not (place.is_first and load.is_last_backward(turn)):
@@ -554,7 +576,7 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
 
 
 def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """While a chunk ends whose gradients of weights are made later."""
+    """The peak at the end of a chunk whose weight gradients are deferred."""
     one = now.chunk
     first = now.chunk.block_memories[-1]
     acts = (
@@ -564,22 +586,25 @@ def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
         + 2 * load.stream_bytes
         + one.input_bytes
     )
+    # Gradients and communication are those of the first block; only activations differ.
     there = _peak_in_block(load, now, first)
     return there._replace(where="behind the first block", activations=acts)
 
 
 def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
-    """Bytes of the embedding's gradient while it is added to that of so many earlier passes.
+    """Bytes of the embedding's gradient while it is added to that of `back` earlier passes.
 
-    tied: the head's is there already.
+    tied: the head's gradient is in memory already.
     """
     own = load.model_states
     if own.is_split:
+        # The gradient as computed, perhaps a padded copy, and the 32-bit reduction input. Late
+        # gradients have their buffer already.
         table = own.embedding_elements * (
             own.itemsize * (2 if own.pads_vocab_grads else 1) + own.wide_itemsize
         )
         return max(table - own.late_grad_bytes * (own.embedding_elements > 0), 0)
-    # as it came; the sum; what was there before, which the second pass widens
+    # The new gradient; the sum; and the earlier gradient, which the second pass widens.
     if back or tied:
         more = own.wide_itemsize
     else:
@@ -590,7 +615,7 @@ def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
 
 
 def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """While the embedding's gradient is made."""
+    """The peak while the embedding's gradient is computed."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -602,7 +627,8 @@ def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
         turn.own_backward_passes,
         own.has_tied_embeddings and (one.has_head or load.vocab_over_pipe),
     )
-    rows = load.plan.row * load.stream_bytes * (load.plan.row > 1)  # dy of all tokens
+    # dy of all tokens is gathered over row.
+    rows = load.plan.row * load.stream_bytes * (load.plan.row > 1)
     acts = (
         now.waiting_bytes
         + 2 * load.stream_bytes
@@ -622,13 +648,15 @@ def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
-    """While gradients of a spread embedding are made, on all stages but the first: at the end."""
+    """Peaks of stages other than the first at the end of a step, if the embedding is split over
+    pipe: there its gradients are computed after all backward passes."""
     own = load.model_states
     count = load.plan.num_micro_batches
     grads = (
         sum(load.grad_bytes_by_pass[group][-1] for group in load.chunk_groups)
         + load.head_grad_elements * own.wide_itemsize
     )
+    # After SEVERAL passes the memory no longer changes, so later ones need no check.
     for back in range(min(count, SEVERAL_PASSES + 1)):
         table = _embedding_grad_bytes(load, back, own.has_tied_embeddings)
         if not own.has_tied_embeddings and back > own.is_split:
@@ -646,7 +674,7 @@ def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
 
 
 def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
-    """While gradients of weights are made that were put off: all they need stays until the end."""
+    """Peaks while deferred weight gradients are computed: their inputs stay until the job ends."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -666,22 +694,22 @@ def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsa
 
 
 def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
-    """In the update."""
+    """Peaks in the optimizer step."""
     own = load.model_states
     every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
     trained = every + own.outside_elements
+    # Without any reduction or accumulation gradients are still in the dtype of the weights.
     wide = own.data_ranks > 1 or own.is_split or load.has_several_passes
     if wide:
         ends = trained * own.wide_itemsize // own.data_ranks
     else:
         ends = trained * own.itemsize
-    # all are reduced before the first is waited for
+    # All reductions are launched before the first one is waited for.
     yield PeakUsage(
         IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.data_ranks > 1 else 0
     )
-    if (
-        own.shared_grad_bytes
-    ):  # in its place a copy, and what comes of its sum with the other stage's
+    # A gradient shared with another stage is copied, and the all-reduce of both is a new tensor.
+    if own.shared_grad_bytes:
         left = (
             load.grad_bytes(every, ALL_PASSES)
             + own.outside_elements * own.wide_itemsize

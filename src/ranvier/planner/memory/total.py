@@ -1,6 +1,6 @@
-"""Space: the bytes of a rank by category at the moment of a step when most is there; no torch.
+"""Peak memory of a rank, by category; imports no torch.
 
-Weights and states rest; `peaks` knows the moments at which most is there besides.
+Weights and optimizer states are constant; `peaks` finds the point of a step with most besides.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def peak_memory(
     fp8: Fp8Scaling = "",
     simulated: bool = True,
 ) -> MemoryBreakdown:
-    """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
+    """Peak bytes by category of a rank of a stage, for a resolved plan; stage None: the worst one.
 
-    keeps: blocks that compute again keep what they communicated. fp8: as of `Layout`.
-    simulated: the policy of a pipeline says what is under way; else 1F1B does.
+    keeps: recomputed blocks reuse saved results of collectives. fp8: as in `Candidate`.
+    simulated: simulate the pipeline schedule to know the micro-batches in flight; else assume 1F1B.
     """
     how = MemoryOptions(keeps, compiled, fp8, simulated)
     spot = ShardingKey.from_plan(plan)
@@ -58,6 +58,7 @@ def peak_memory(
             find_peaks(model, plan, flow, spot, firsts, here, own, how),
             key=lambda one: one.total_bytes,
         )
+        # The worst stage is chosen by the device's memory: offloaded states do not count.
         rests = own.weight_bytes + (0 if states == "host" else own.master_bytes + own.moment_bytes)
         found.append((rests + peak.total_bytes, own, peak))
     _, own, peak = max(found, key=lambda one: one[0])
@@ -72,6 +73,7 @@ def peak_memory(
         "communication": peak.communication,
     }
     host: dict[str, int] = {}
+    # Offloaded states move from the device's column to the host's.
     if states == "host":
         host = {name: device.pop(name) for name in ("master", "moments")}
     return MemoryBreakdown({n: size for n, size in device.items() if size}, host, peak.where)
@@ -81,9 +83,9 @@ def peak_memory(
 def fullest_stages(
     model: ModelSpec, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
 ) -> tuple[int, ...]:
-    """Stages of which one needs most: those with parts that no earlier one has as well.
+    """Stages one of which needs most: those with parts that are not a subset of an earlier one's.
 
-    Of two stages with the same parts the earlier has more micro-batches under way.
+    Of two stages with the same parts the earlier one has more micro-batches in flight.
     """
     found = dict[int, Counter[BlockSpec]]()
     for i in range(count):

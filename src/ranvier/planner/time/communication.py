@@ -1,6 +1,6 @@
-"""Talk: seconds that a rank communicates in a step, before anything hides them.
+"""Communication time of a rank per step, before any overlap with compute.
 
-They come from `moves`: every collective that the runtime issues, with its bytes and how often.
+The volumes come from `comm_volume`: every collective that Ranvier issues, its bytes and its count.
 """
 
 from __future__ import annotations
@@ -25,59 +25,60 @@ ACTIVATION_AXES = ("row", "col", "expert", "pipe")
 
 @dataclass
 class PartComm:
-    """Seconds of one part of the model in one micro-batch."""
+    """Seconds of one part of the model per micro-batch."""
 
     exposed_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
     )
-    """Over row, col and expert, that nothing can hide."""
+    """Communication of activations by axis that cannot overlap with compute."""
     overlappable_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
     )
-    """The same that may run beside the product of a weight's gradient."""
+    """The same that can overlap with the matmul of a weight gradient."""
     depth_seconds: float = 0.0
-    """Gathers of weights and reductions of gradients over depth."""
+    """All-gathers of weights and reduce-scatters of gradients over depth."""
 
 
 @dataclass(frozen=True)
 class StageComm:
-    """Seconds that a rank of a stage communicates in a step for its weights."""
+    """Seconds per step that a rank of a stage communicates for its weights."""
 
     stage: StageBlocks
     grad_reduction: float
     """Reductions of gradients over data."""
     weight_gather: float
-    """Gathers of updated weights."""
+    """All-gathers of updated weights."""
     expert_reduction: float
     """Reductions over expert of the gradients of weights that its ranks share."""
     other_seconds: float
-    """Norm, votes, counts of tokens."""
+    """Gradient norm, flags, token counts."""
 
 
 @dataclass
 class CommTime(PartComm):
-    """Seconds of one block in one micro-batch, and of a whole step."""
+    """Seconds of one block per micro-batch, and of a whole step."""
 
     grad_reduction: float = 0.0
-    """Reductions of gradients over data, in a step."""
+    """Reductions of gradients over data, per step."""
     weight_gather: float = 0.0
-    """Gathers of updated weights, in a step."""
+    """All-gathers of updated weights, per step."""
     by_part: dict[str, PartComm] = field(default_factory=dict)
-    """By name of a part, where they are known; else all blocks are alike."""
+    """By name of a part, if known; otherwise all blocks are equal."""
     by_stage: tuple[StageComm, ...] = ()
-    """Of each kind of stage, where they are known."""
+    """Of each kind of stage, if known."""
 
     def for_part(self, part: BlockSpec) -> PartComm:
-        """What one part communicates."""
+        """The communication of one part."""
         if part.name in self.by_part:
             return self.by_part[part.name]
+        # Other frameworks give one number for all blocks and none for the edges.
         if part.is_block:
             return self
         return PartComm()
 
 
 class RankGroups:
-    """Groups of ranks by their axes, found once."""
+    """Groups of ranks by their axes, cached."""
 
     def __init__(self, plan: Plan, order: tuple[str, ...], per_node: int) -> None:
         self.degrees = plan.degrees
@@ -96,7 +97,7 @@ class RankGroups:
 def ranvier_comm_time(
     model: ModelSpec, plan: Plan, setup: ComputeContext, cluster: Cluster, places: RankGroups
 ) -> CommTime:
-    """What our runtime communicates: by part of the model, and for the weights of each stage."""
+    """Communication of Ranvier: by part of the model, and for the weights of each stage."""
     size = compute.DTYPE_BYTES[setup.dtype]
     flow = ActivationShape(
         setup.samples, setup.seq, itemsize=size, statistics_itemsize=max(size, 4)
@@ -110,6 +111,7 @@ def ranvier_comm_time(
     stages = comm_volume.distinct_stages(model, plan, setup.seq)
     types = comm_volume.element_sizes(flow)
     depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
+    # Weights that stay gathered are gathered once per step: spread that over the micro-batches.
     if keep:
         each = 1.0 / plan.num_micro_batches
     else:
@@ -130,7 +132,7 @@ def _part_comms(
     cluster: Cluster,
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
-    """Name, and seconds over each axis as of `PartComm`, of all parts in a micro-batch."""
+    """Name, and seconds over each axis as in `PartComm`, of all parts per micro-batch."""
     found = []
     for part in model.parts:
         sums = _pass_seconds(model, part, inside, flow, again, cluster, near)
@@ -172,7 +174,7 @@ def _stage_comms(
 ACTIVATION_GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
 """Groups that activations are communicated in."""
 VOCAB_GROUPS = (("pipe",), ("pipe", "row"), ("pipe", "col"), ("pipe", "row", "col"))
-"""The same, where stages share the vocabulary."""
+"""The same, if stages share the vocabulary."""
 
 
 @lru_cache(maxsize=100_000)
@@ -185,33 +187,33 @@ def _pass_seconds(
     cluster: Cluster,
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[float, float], ...]:
-    """Seconds of a part over each axis in a micro-batch: what nothing hides, and what may run
-    beside the product of a weight's gradient."""
+    """Seconds of a part over each axis per micro-batch: exposed ones, and those that can overlap
+    with the matmul of a weight gradient."""
     groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
     found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
-    lone = {
-        leaf.name for leaf in part.layers_of_kind("mixture")
-    }  # experts wait for what they scatter
+    # Experts wait for the results of their reduce-scatters.
+    lone = {leaf.name for leaf in part.layers_of_kind("mixture")}
     for row in comm_volume.pass_volumes(model, part, inside, flow):
         if row.phase == "again" and not again:
             continue
         spent = row.count * links.collective_seconds(cluster, row.op, row.bytes, groups[row.axis])
+        # The reduce-scatter of dx runs while dw is computed, which does not depend on it.
         under = row.phase == "backward" and row.op == "reduce_scatter" and row.where not in lone
         found[row.axis[0]][under] += spent
     return tuple((plain, under) for plain, under in found.values())
 
 
 class _WeightComm(NamedTuple):
-    """Seconds that the weights of a stage communicate."""
+    """Seconds of communication of the weights of a stage."""
 
     depth_seconds: dict[str, tuple[float, float]]
-    """Gathers and reductions over depth of one part in a micro-batch, by its name."""
+    """Gathers and reductions over depth of one part per micro-batch, by its name."""
     grad_reduction: float
-    """Reductions over data, in a step."""
+    """Reductions over data, per step."""
     weight_gather: float
-    """Gathers over data, in a step."""
+    """All-gathers over data, per step."""
     expert_reduction: float
-    """Reductions over expert, in a step."""
+    """Reductions over expert, per step."""
     other_seconds: float
 
 
@@ -225,7 +227,7 @@ def _weight_comm(
     cluster: Cluster,
     order: tuple[str, ...],
 ) -> _WeightComm:
-    """Seconds that the weights of a stage communicate."""
+    """Seconds of communication of the weights of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     times = comm_volume.count_gathers(model, stage, keep)
     count_of = {p.name: n for p, n in stage.block_counts}
@@ -234,6 +236,7 @@ def _weight_comm(
     after = 0.0
     shared = 0.0
     other = 0.0
+    # Depth collectives recur per micro-batch; all others belong to the optimizer step.
     for part, phase, event, count in comm_volume.bucket_events(model, stage, spot, types):
         near = links.locate_group(event.axis, degrees, order, cluster.per_node)
         one = links.collective_seconds(cluster, event.op, event.bytes, near)
@@ -242,6 +245,7 @@ def _weight_comm(
                 often = times.get((part, event.where), 0)
             else:
                 often = count
+            # Per part, as equal blocks are multiplied by their count later.
             depth[part][phase == "scatter"] += often * one / count_of[part]
         elif "data" not in event.axis:
             shared += count * one if "expert" in event.axis else 0.0
@@ -250,6 +254,7 @@ def _weight_comm(
             after += count * one
         else:
             data += count * one
+    # The norm, the flags and the token count are a few bytes over all ranks: pure latency.
     whole = links.locate_group(AXES, degrees, order, cluster.per_node)
     other += SMALL_REDUCTIONS * links.collective_seconds(cluster, "all_reduce", 8, whole)
     sums = {name: (gathers, scatters) for name, (gathers, scatters) in depth.items()}
@@ -257,12 +262,13 @@ def _weight_comm(
 
 
 SMALL_REDUCTIONS = 3
-"""All-reduces of a number in a step: norm, votes, tokens."""
+"""All-reduces of scalars per step: norm, flags, tokens."""
 
 
 @lru_cache(maxsize=50_000)
 def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int) -> float:
-    lost = 1 - 1 / expert  # of its experts a rank has a part
+    # A rank has 1/expert of the experts.
+    lost = 1 - 1 / expert
     blocks = sum(
         part.count * (part.num_parameters - lost * part.num_expert_parameters)
         for part in model.parts
@@ -271,6 +277,7 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
     ends = model.parts[0].num_parameters + (
         0 if model.has_tied_embeddings else model.parts[-1].num_parameters
     )
+    # Untied ends are on two stages, so a mean stage has half of them.
     if pipe == 1 or model.has_tied_embeddings:
         count = 1
     else:
@@ -279,7 +286,7 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
 
 
 def rank_parameters(model: ModelSpec, plan: Plan) -> float:
-    """Weights of a rank, gathered over depth: a stage's blocks and its end."""
+    """Parameters of a rank before sharding over depth: the blocks of a stage and its end."""
     return _mean_stage_parameters(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
@@ -287,8 +294,9 @@ def rank_parameters(model: ModelSpec, plan: Plan) -> float:
 def rank_parameters_of_stage(
     model: ModelSpec, stage: StageBlocks, split: int, expert: int
 ) -> float:
-    """Weights of a rank of a stage, gathered over depth. split: ranks of row and col."""
-    lost = 1 - 1 / expert  # of its experts a rank has a part
+    """Parameters of a rank of a stage before sharding over depth. split: ranks of row and col."""
+    # A rank has 1/expert of the experts.
+    lost = 1 - 1 / expert
     names = {part.name for part, _ in stage.block_counts}
     found = 0.0
     seat = stage.stage_spec
@@ -299,9 +307,8 @@ def rank_parameters_of_stage(
         )
     entry = model.parts[0]
     leaving = model.parts[-1]
-    if (
-        model.has_tied_embeddings and leaving.name in names and entry.name not in names
-    ):  # a copy of the words
+    # The last stage has a copy of tied embeddings.
+    if model.has_tied_embeddings and leaving.name in names and entry.name not in names:
         found += entry.num_parameters
     return found / split
 
@@ -309,7 +316,7 @@ def rank_parameters_of_stage(
 def ring_attention_seconds(
     part: BlockSpec, cluster: Cluster, setup: ComputeContext, ranks: RankGroup, recompute: str
 ) -> float:
-    """Keys and values going round the context axis, in a block."""
+    """Seconds of keys and values passed around the context axis, for a block."""
     if ranks.size == 1:
         return 0.0
     narrow = 0
@@ -317,5 +324,7 @@ def ring_attention_seconds(
         kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
         narrow += sum(compute.local_size("kv_heads", one.shape[0], setup) for one in kept)
     size = 2 * setup.tokens * narrow * ranks.size
+    # One round forward, and two backward, where their gradients travel as well; full recomputation
+    # repeats the forward one.
     rounds = 4 if recompute == "full" else 3
     return rounds * links.collective_seconds(cluster, "all_gather", size, ranks)

@@ -1,13 +1,13 @@
-"""Roofline: seconds of what a device computes, leaf by leaf.
+"""Roofline model: seconds of compute on a device, layer by layer.
 
-    product       2 m n k / (best · reach) · tiles(m, n) · (1 + FILL / k)
-    between       bytes / (bandwidth · reach)
-    attention     FLOPs of half the square / share of the best product, or products and scores
+    matmul        2 m n k / (best · efficiency) · tiles(m, n) · (1 + TILE_FILL / k)
+    elementwise   bytes / (bandwidth · efficiency)
+    attention     FLOPs of half the square / share of the best matmul, or matmuls and scores
 
-Tiles of a product are worked on `cores` at a time, so the last wave may be nearly empty; libraries
-choose the tile that wastes least. Rows of a weight that are no multiple of 16 bytes are read in
-smaller words, at a part of the rate (`aligned`). Where products were measured on the machine, the
-nearest shapes give the rate.
+The tiles of a matmul are computed `cores` at a time, so the last wave may be nearly empty (wave
+quantization); libraries choose the tile that wastes least. Rows of a weight that are not a multiple
+of 16 bytes are read in smaller words, at a fraction of the rate (`alignment_factor`). If matmuls
+were measured on the machine, the rate is interpolated from the nearest shapes.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from ranvier.planner.frameworks import FLASH_EFFICIENCY, RANVIER, FrameworkProfi
 from ranvier.planner.model_spec import BlockSpec, LayerSpec
 
 MATMUL_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
-"""Tiles of a product, and how much more memory traffic costs with the smaller ones."""
+"""Output tiles of a matmul: rows, columns, and relative cost of memory traffic of smaller ones."""
 TILE_FILL = 128
 """Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
 UNALIGNED_SHARE = 0.4
-"""Share of the peak of plain arithmetic that scores of heads reach whose elements are no multiple
-of 8."""
+"""Share of the fp32 peak without tensor cores that attention scores reach if head_dim is not a
+multiple of 8."""
 EVEN_RATE = 0.39
 ODD_RATE = 0.22
 ODD_RESULT_RATE = 0.15
-"""Rate of a 16-bit product over that of the same shape with dims that are multiples of 8: with a
+"""Rate of a 16-bit matmul over that of the same shape with dims that are multiples of 8: with a
 dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
-Means of 138 products on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
+Means of 138 matmuls on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
 BATCHED_RATE = 0.6
-"""Rate of the small products of attention with scores, over that of large ones."""
+"""Rate of the small batched matmuls of attention with materialized scores over large ones."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 SCORE_BYTES = (13, 19)
-"""Bytes of a score forward and backward: written, read and written by softmax and dropout with its
-mask, read by the next product."""
+"""Bytes per score, forward and backward: written, read and written by softmax and dropout with its
+mask, read by the next matmul."""
 STREAM_ACCESSES = (11, 17)
-"""Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
-with residuals."""
+"""Accesses to the residual stream per token, forward and backward, in model widths: two norms, two
+dropouts with residual additions."""
 EAGER_OP_SECONDS = 60e-6
-"""Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
+"""Host seconds per eager operation: 2 ms for the 30 kernels of a block's forward pass."""
 COMPILED_KERNEL_SHARE = 0.25
 """Kernels of a compiled block over those of an eager one."""
 COLUMN_CAST_FACTOR = 1.75
-"""Time of a cast by columns over that of one by rows: a compiler's kernels read them twice, and not
-in the order in which they lie (three sizes on an H200)."""
+"""Time of a cast by columns over that of a cast by rows: compiled kernels read the columns twice
+and not in memory order (three sizes on an H200)."""
 ROW_SPLIT_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 Fp8Scaling = Literal["", "tensor", "row"]
-"""Products in 8 bits: none, with one scale for a tensor, or one for each of its rows."""
+"""Scaling of 8-bit matmuls: none, one scale per tensor, or one scale per row."""
 FP8_SCALING: Mapping[str, Fp8Scaling] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
-"""The same by the words of `train.fp8`."""
+"""The same by the values of `train.fp8`."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +64,30 @@ class ComputeContext:
     """What the times of a block depend on."""
 
     samples: int
-    """Of a micro-batch."""
+    """Per micro-batch."""
     seq: int
     row: int = 1
     col: int = 1
     context: int = 1
     col_splits_features: bool = False
-    """col splits features inside, not samples."""
+    """Whether col splits features inside of layers, not samples."""
     dtype: str = "bf16"
     fp8: Fp8Scaling = ""
     ranks: int = 1
     """Ranks that share the machine's cores."""
     is_compiled: bool = False
     is_serial: bool = False
-    """Whether starting kernels and running them take turns: processors, blocking launches."""
+    """Whether kernel launches do not overlap with kernels: CPUs, blocking launches."""
 
     @property
     def tokens(self) -> int:
-        """Of a rank, in a product."""
+        """Tokens of a rank in a matmul."""
         return self.samples * self.seq // self.context
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one block in one micro-batch."""
+    """Seconds of one block per micro-batch."""
 
     matmuls: float
     attention: float
@@ -97,14 +97,14 @@ class BlockTimes:
     attention_backward: float
     elementwise_backward: float
     launch: float
-    """Starting the kernels of the forward pass: beside their work, or in turn with it."""
+    """Launching the kernels of the forward pass: overlapped with them, or added if serial."""
     is_serial: bool = False
     recompute_savings: float = 0.0
-    """Of `products`, what a second forward pass leaves out: nothing needs the block's result."""
+    """Part of `matmuls` that recomputation skips: nothing needs the block's result."""
 
     @property
     def forward(self) -> float:
-        """The forward pass."""
+        """Seconds of the forward pass."""
         own = self.matmuls + self.attention + self.elementwise
         if self.is_serial:
             return own + self.launch
@@ -112,27 +112,29 @@ class BlockTimes:
 
     @property
     def backward(self) -> float:
-        """The backward pass."""
+        """Seconds of the backward pass, which launches about twice the kernels."""
         own = self.dx + self.dw + self.attention_backward + self.elementwise_backward
         if self.is_serial:
             return own + 2 * self.launch
         return max(own, 2 * self.launch)
 
 
-# ---- products ---------------------------------------------------------------------------
+# ---- matmuls ----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=200_000)
 def matmul_seconds(
     device: Device, m: int, n: int, k: int, dtype: str, kind: str = "y", ranks: int = 1
 ) -> float:
-    """Seconds of a matrix product (m, k) · (k, n)."""
+    """Seconds of a matmul (m, k) · (k, n); kind: `y`, `dx` or `dw`."""
     flops = 2.0 * m * n * k
     rows = _measured_matmuls(device, dtype, kind, ranks)
     part = 1.0
-    if dtype in ("bf16", "fp16") and device.cores > 1:  # a processor reads any words as fast
+    # CPUs read unaligned words at full rate.
+    if dtype in ("bf16", "fp16") and device.cores > 1:
         part = alignment_factor(m, n, k, kind)
     if rows:
+        # Interpolate between shapes of the same alignment, where the rate is smooth.
         same = tuple(row for row in rows if alignment_factor(row.m, row.n, row.k, row.kind) == part)
         return flops / (
             _interpolate_rate(same, m, n, k) if same else part * _interpolate_rate(rows, m, n, k)
@@ -147,10 +149,10 @@ def matmul_seconds(
 
 
 def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
-    """Rate of a 16-bit product over that of aligned dims.
+    """Rate of a 16-bit matmul over that of aligned dims.
 
-    Tensors lie with the dims of the weight last, so these decide, and the number of tokens never
-    does: n and k of `y` and `dx`, m and n of `dw`.
+    The dims of the weight are the contiguous ones of all operands, so these decide, and the number
+    of tokens never does: n and k of `y` and `dx`, m and n of `dw`.
     """
     dims = (m, n) if kind == "dw" else (n, k)
     if all(dim % 8 == 0 for dim in dims):
@@ -173,8 +175,9 @@ def _wave_quantization(m: int, n: int, cores: int) -> float:
 
 @lru_cache(maxsize=1000)
 def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tuple[MatmulRate, ...]:
-    """Measured products of this type and kind with the nearest number of ranks."""
+    """Measured matmuls of this dtype and kind with the nearest number of ranks."""
     rows = [row for row in device.products if row.dtype == dtype]
+    # Without measurements of this kind those of all kinds stand in.
     rows = [row for row in rows if row.kind == kind] or rows
     if not rows:
         return ()
@@ -183,10 +186,11 @@ def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tupl
 
 
 def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> float:
-    """The rate at a shape: mean of measured shapes, each by its nearness on logarithms."""
+    """The rate at a shape: inverse-distance weighted mean of measured shapes, on logarithms."""
     total = weight = 0.0
     for row in rows:
         far = math.log(row.m / m) ** 2 + math.log(row.n / n) ** 2 + math.log(row.k / k) ** 2
+        # The offset keeps an exact match finite.
         near = 1.0 / (far + 0.01) ** 2
         total = total + near * math.log(row.rate)
         weight = weight + near
@@ -197,7 +201,8 @@ def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> f
 
 
 def memory_seconds(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
-    """Seconds to read or write so many bytes; stream: as in `Runtime`."""
+    """Seconds to access so many bytes; stream: `FrameworkProfile.bandwidth_factor`."""
+    # Cap the product of both efficiencies: nothing reaches the nominal bandwidth.
     usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
     return size / device.measured_rate("memory", ranks=ranks, usual=usual)
 
@@ -208,8 +213,10 @@ def _attention_seconds(
     """Seconds of an attention core, forward and backward."""
     samples = setup.samples / (1 if setup.col_splits_features else setup.col)
     seen = min(leaf.window or setup.seq, setup.seq)
+    # Visible (query, key) pairs of a causal mask with a sliding window of `seen` tokens.
     half = seen * (setup.seq - seen / 2) / setup.context
     flops = 4.0 * samples * heads * half * leaf.head_dim
+    # Backward has five matmuls to the two of forward: 2.5 times the FLOPs.
     rows = [row for row in device.attention if row.dtype == setup.dtype]
     if rows:
         near = min(rows, key=lambda r: _attention_distance(r.seq, r.head_dim, r.ranks, setup, leaf))
@@ -218,6 +225,7 @@ def _attention_seconds(
         return _score_attention_seconds(leaf.head_dim, samples * heads, device, setup)
     shares = FLASH_EFFICIENCY[runtime.attention]
     forward, backward = shares.get(device.generation, shares[90])
+    # Heads of less than 128 elements do not fill the tiles of a flash kernel.
     best = device.best_matmul_rate(setup.dtype) * min(leaf.head_dim / 128, 1.0) ** 0.5
     return flops / (best * forward), 2.5 * flops / (best * backward)
 
@@ -225,7 +233,7 @@ def _attention_seconds(
 def _score_attention_seconds(
     head_dim: int, heads: float, device: Device, setup: ComputeContext
 ) -> tuple[float, float]:
-    """Attention by plain products: all scores are computed and written."""
+    """Attention by plain matmuls, which materializes all scores (no causal skipping)."""
     count = heads * setup.seq**2 / setup.context
     flops = 4.0 * count * head_dim
     rate = device.best_matmul_rate(setup.dtype) * device.reach.matmul * BATCHED_RATE
@@ -249,12 +257,13 @@ def _attention_distance(
 
 
 def local_size(dim: str, size: int, setup: ComputeContext) -> int:
-    """What a rank has of a dim in a product.
+    """Local size of a dim in a matmul.
 
-    A vocabulary is padded to a multiple of row · col; where col is 1 the head aligns its columns as
-    well (`nn.head`), as other frameworks do.
+    A vocabulary is padded to a multiple of row · col; if col is 1 the head aligns its columns as
+    well (`nn.lm_head`), as other frameworks do.
     """
     if dim == "vocab":
+        # Padded so that row and col divide it; a rank has 1/row of the padded vocabulary.
         columns = -(-size // (setup.row * setup.col)) * setup.col
         if setup.col > 1:
             return columns
@@ -265,7 +274,7 @@ def local_size(dim: str, size: int, setup: ComputeContext) -> int:
 def matmul_shapes(
     part: BlockSpec, setup: ComputeContext, *, each: bool = False
 ) -> list[tuple[int, int]]:
-    """Shapes (out, in) of the products of a part on a rank; siblings are one, or `each` counts."""
+    """Shapes (out, in) of the matmuls of a part on a rank; fused layers are one unless `each`."""
     found = []
     for leaf in part.layers_of_kind("linear", "siblings", "apart", "head"):
         several = leaf.inside or (leaf,)
@@ -277,7 +286,7 @@ def matmul_shapes(
 
 
 def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[int, int]]:
-    """Products of a mixture: as of an MLP as wide as the experts of a token, and of the router."""
+    """Matmuls of an MoE layer: those of an MLP as wide as a token's experts, and the router."""
     count, width, embed = leaf.shape
     hidden = leaf.top * local_size("mlp", width, setup)
     stream = local_size("embed", embed, setup)
@@ -286,7 +295,7 @@ def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[i
 
 @lru_cache(maxsize=50_000)
 def shared_expert_seconds(part: BlockSpec, device: Device, setup: ComputeContext) -> float:
-    """Seconds of the products of a shared expert, forward and backward: tokens travel meanwhile."""
+    """Seconds of the matmuls of a shared expert, forward and backward, during the all-to-all."""
     found = 0.0
     for leaf in part.layers_of_kind("linear", "siblings"):
         if ".shared." in leaf.name:
@@ -312,6 +321,7 @@ def block_times(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> BlockTimes:
     """The times of one block of a kind."""
+    # In all three matmuls the tokens are one dim: m of y and dx, k of dw.
     tokens = setup.tokens
     shapes = matmul_shapes(part, setup)
     kind = _matmul_dtype(device, setup, runtime)
@@ -327,6 +337,7 @@ def block_times(
     cores = [(leaf, local_heads(part, leaf, setup)) for leaf in part.layers_of_kind("attention")]
     parts = [_attention_seconds(leaf, heads, device, setup, runtime) for leaf, heads in cores]
     between, back = _elementwise_seconds(part, device, setup, runtime)
+    # Without a graph each layer casts its operands, fused or not, so all are counted.
     if setup.fp8:
         more = cast_seconds(
             matmul_shapes(part, setup, each=not setup.is_compiled), device, setup, runtime
@@ -350,7 +361,8 @@ def block_times(
 def _recompute_savings(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> float:
-    """Seconds of the last product, which a graph of ours does not compute again."""
+    """Seconds of the last matmul, which our compiled graphs do not recompute."""
+    # Only a graph can skip it, and with experts the block does not end with a matmul.
     if not setup.is_compiled or runtime.name != RANVIER.name or part.layers_of_kind("mixture"):
         return 0.0
     out, into = matmul_shapes(part, setup)[-1]
@@ -359,10 +371,10 @@ def _recompute_savings(
 
 
 def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> str:
-    """The type of products: 8 bits where the device has them.
+    """The dtype of matmuls: 8 bits if the device supports them.
 
-    Scales by rows: a graph of ours gets the library's kernels, as fast as with one scale; others
-    get kernels that are no faster than 16 bits, unless they were measured.
+    With row-wise scales our compiled graphs use the library's kernels, as fast as with one scale;
+    other code gets kernels that are not faster than 16 bits, unless they were measured.
     """
     if "fp8" not in device.peak or not setup.fp8:
         return setup.dtype
@@ -374,7 +386,8 @@ def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfi
 
 
 def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> float:
-    """Seconds of the host for a forward pass: of a whole block of ours where it was measured."""
+    """Host seconds of a forward pass: of a whole block of ours if it was measured."""
+    # CPUs and blocking launches pay for every operation, not only for its launch.
     if setup.is_serial:
         usual = EAGER_OP_SECONDS
     else:
@@ -391,27 +404,29 @@ def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkPro
 
 def local_heads(part: BlockSpec, leaf: LayerSpec, setup: ComputeContext) -> float:
     """Heads of an attention core on a rank."""
+    # The query projection has the total number of heads as its output dim.
     everything = [one for each in part.layers for one in (*each.inside, each) if one.shape]
     whole = next((one.shape[0] for one in everything if _dim_names(one)[0] == "heads"), 0)
     return whole / leaf.head_dim / (setup.row * (setup.col if setup.col_splits_features else 1))
 
 
 def _dim_names(leaf: LayerSpec) -> list[str]:
-    """The names of its dims."""
+    """Names of the dims of a layer."""
     return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
 
 
 def _elementwise_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """What is read and written between products, forward and backward."""
+    """Seconds of memory-bound operations between matmuls, forward and backward."""
+    # Count elements that are read or written per token, then convert them to seconds.
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0)
+    # Sequence parallelism splits the residual stream over row, too.
     outer = width / setup.col / (setup.row if runtime.sequence_parallel else 1)
     forward = STREAM_ACCESSES[0] * outer
     backward = STREAM_ACCESSES[1] * outer
-    for leaf in part.layers_of_kind(
-        "mixture"
-    ):  # rows are laid anew there and back; an activation between
+    # Rows are permuted before and after the experts, with an activation between.
+    for leaf in part.layers_of_kind("mixture"):
         (hidden, stream), (_, read), _ = expert_matmul_shapes(leaf, setup)
         rows = 4 * leaf.top * stream / (setup.row if runtime.sequence_parallel else 1)
         forward = forward + rows + hidden + read
@@ -422,11 +437,13 @@ def _elementwise_seconds(
         if not names & {"heads", "kv_heads", "mlp"}:
             continue
         size = sum(_local_matmul_shape(one, setup)[0] for one in several)
-        if "mlp" in names:  # an activation reads all of it and writes one value
+        # An activation reads all hidden tensors and writes one.
+        if "mlp" in names:
             one = size / len(several)
             forward = forward + size + one
             backward = backward + 2 * size + one
-        else:  # queries, keys and values are turned and laid anew
+        else:
+            # Queries, keys and values are rotated and transposed.
             forward = forward + 2 * size
             backward = backward + 2 * size
     if setup.is_compiled:
@@ -444,11 +461,11 @@ def _elementwise_seconds(
 def cast_seconds(
     shapes: list[tuple[int, int]], device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """What casts to 8 bits read and write, forward and backward.
+    """Seconds of casts to 8 bits, forward and backward.
 
-    Fused ones: only attention's result and gradients are read for it. Others read a value for its
-    scale, read it again, and write it both ways round. Where nothing is compiled each product casts
-    what it reads anew: x and W forward; dY, W, dYᵀ and X backward.
+    Fused: only attention's output and gradients are read for the cast. Otherwise a tensor is read
+    for its scale, read once more, and written in both layouts. Without a graph each matmul casts
+    its own operands: x and W forward; dY, W, dYᵀ and X backward.
     """
     tokens = setup.tokens
     if runtime.fp8_casts == "fused":
@@ -462,11 +479,13 @@ def cast_seconds(
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
     back = sum(tokens * out for out, _ in shapes)
     eager = device.measured_rate("cast", ranks=setup.ranks)
+    # The measured rate is that of eager casts; those of a graph follow the bandwidth.
     if eager and not setup.is_compiled:
         wide = DTYPE_BYTES[setup.dtype]
         return values * wide / eager, (values + 2 * back) * wide / eager
     sizes: tuple[float, float] = (6 * values, 6 * back)
-    if setup.fp8 == "row":  # each way round has scales of its own, so backward casts all anew
+    # Both layouts have scales of their own, so backward casts everything once more.
+    if setup.fp8 == "row":
         sizes = 5 * values, 5 * back + COLUMN_CAST_FACTOR * 5 * (back + values)
     forward, backward = (
         memory_seconds(device, n, setup.ranks, runtime.bandwidth_factor) for n in sizes
@@ -478,7 +497,7 @@ def cast_seconds(
 def head_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """Seconds of the exit, forward and backward: norm, product, loss."""
+    """Seconds of the model's exit, forward and backward: norm, LM head, loss."""
     tokens = setup.tokens
     forward = 0.0
     backward = 0.0
@@ -500,7 +519,7 @@ def head_seconds(
 def embedding_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext
 ) -> tuple[float, float]:
-    """Seconds of the embedding, forward and backward."""
+    """Seconds of the embedding lookup, forward and backward."""
     width = max((leaf.shape[-1] for leaf in part.layers_of_kind("embedding")), default=0)
     size = setup.tokens * width / setup.col * DTYPE_BYTES[setup.dtype]
     return memory_seconds(device, 2 * size, setup.ranks), memory_seconds(

@@ -1,13 +1,13 @@
-"""Links: seconds of a collective or a message, from where its ranks lie.
+"""Communication time of a collective or a message, from the placement of its ranks.
 
-A group of g ranks lies in nodes with `inside` of them in each. A ring carries
+A group of g ranks has `ranks_per_node` of them in each node it covers. A ring carries
 
     (g-1)/g · bytes (all-gather, reduce-scatter)     2 (g-1)/g · bytes (all-reduce)
 
 through each of its links. Inside a node that is the device's link. Between nodes it is the node's
-network cards, which all groups of the node share: a group has `inside`/devices of them. In an
-all-to-all each rank sends its own bytes through its own share of them. What was measured for groups
-of the same shape is used instead.
+network cards, which all groups of the node share: a group has `ranks_per_node`/devices of them. In
+an all-to-all each rank sends its own bytes through its own share of them. Measurements for groups
+of the same shape take precedence.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ NETWORK_EFFICIENCY = 0.95
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that communicate, as they lie on a cluster."""
+    """Ranks that communicate, and their placement on a cluster."""
 
     size: int
     ranks_per_node: int
-    """Of them, in one node."""
+    """How many of them are in one node."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that it covers."""
+        """Number of nodes that it covers."""
         return -(-self.size // self.ranks_per_node)
 
 
@@ -43,8 +43,10 @@ SINGLE_RANK = RankGroup(1, 1)
 def locate_group(
     axes: Sequence[str], degrees: Mapping[str, int], order: Sequence[str], per_node: int
 ) -> RankGroup:
-    """The ranks along some axes. order: all axes, outermost first."""
+    """The group of ranks along some axes. order: all axes, outermost first."""
     size = math.prod(degrees[axis] for axis in axes)
+    # Ranks are numbered with the innermost axis fastest; nodes are runs of per_node ranks. An axis
+    # of stride s has per_node / s ranks in a node.
     stride = 1
     inside = 1
     for axis in reversed(order):
@@ -56,14 +58,13 @@ def locate_group(
 
 @lru_cache(maxsize=100_000)
 def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
-    """Seconds of one collective whose whole tensor has `size` bytes."""
+    """Seconds of one collective whose full tensor has `size` bytes."""
     if ranks.size <= 1 or size <= 0:
         return 0.0
     ring = (ranks.size - 1) / ranks.size
     shares = {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}
-    if (
-        ranks.num_nodes > 1
-    ):  # of what a rank sends to each of the others the part that leaves its node
+    # An all-to-all between nodes is bound by the part of its bytes that leaves the node.
+    if ranks.num_nodes > 1:
         shares["all_to_all"] = (ranks.num_nodes - 1) / ranks.num_nodes
     wire = size * shares.get(op, ring)
     row = find_measured_collective(cluster, op, ranks)
@@ -76,18 +77,17 @@ def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup)
 
 
 def _count_hops(op: str, ranks: RankGroup) -> tuple[int, int]:
-    """Links inside nodes and between them that a part passes one after the other."""
+    """Hops inside nodes and between them that a piece of data makes one after the other."""
     match op:
         case "send":
             return 1, 1
-        case "all_reduce":  # a chain in each node, a tree of nodes
+        # A chain in each node, a tree of nodes.
+        case "all_reduce":
             return ranks.ranks_per_node - 1, math.ceil(math.log2(ranks.num_nodes))
         case "all_to_all":
             return ranks.ranks_per_node - 1, ranks.num_nodes - 1
-    return (
-        ranks.size - ranks.num_nodes,
-        ranks.num_nodes - 1,
-    )  # a ring goes through every rank of every node
+    # A ring goes through every rank of every node.
+    return ranks.size - ranks.num_nodes, ranks.num_nodes - 1
 
 
 def _total_latency(cluster: Cluster, near: int, far: int, ranks: RankGroup) -> float:
@@ -97,16 +97,19 @@ def _total_latency(cluster: Cluster, near: int, far: int, ranks: RankGroup) -> f
 
 
 def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
-    """Bytes a second of the slowest link of a ring, as these ranks share it."""
+    """Bytes per second of the slowest link of a ring, as these ranks share it."""
     link = cluster.link
     network = cluster.network
     reach = cluster.device.reach
     inside = link.bandwidth
-    if link.wide:  # no switch: a ring of g has the wires between its own devices only
+    # Without a switch a ring of g ranks only has the wires between its own devices.
+    if link.wide:
         inside = min(inside, link.wide * max(ranks.ranks_per_node - 1, 1))
     inside *= reach.link
     if ranks.num_nodes == 1:
         return inside
+    # A ring between nodes uses the cards of all its ranks in a node; in an all-to-all or a message
+    # each rank sends through its own share.
     if op in ("send", "all_to_all"):
         cards = 1
     else:
@@ -123,12 +126,15 @@ def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
 def find_measured_collective(
     cluster: Cluster, op: str, ranks: RankGroup
 ) -> MeasuredCollective | None:
-    """The row that was measured for groups like this one; None: nobody has."""
+    """The measurement of the most similar groups; None: there is none."""
+    # An all-gather moves the same bytes as a reduce-scatter and stands in for it.
     alike = {"reduce_scatter": ("reduce_scatter", "all_gather"), "all_gather": ("all_gather",)}
     for name in alike.get(op, (op,)):
         rows = [row for row in cluster.collectives if row.op == name]
+        # Rates inside a node and between nodes have nothing in common.
         rows = [row for row in rows if (row.nodes > 1) == (ranks.num_nodes > 1)]
         if rows:
+            # All groups of a node communicate at the same time and share its links.
             groups = max(cluster.per_node // ranks.ranks_per_node, 1)
             return min(rows, key=lambda row: _group_distance(row, ranks, groups))
     return None

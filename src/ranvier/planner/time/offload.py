@@ -1,15 +1,16 @@
-"""Cost: predicted seconds of an optimizer step on one device.
+"""Predicted seconds of a training step on one device with offloading.
 
-    compute     (FLOPs / rate + bytes / bandwidth) · (1 + EMPTY_TOKENS / tokens)   a micro-batch
-    again       the share of it that blocks compute again
+    compute     (FLOPs / rate + bytes / bandwidth) · (1 + OVERHEAD_TOKENS / tokens)  per micro-batch
+    recompute   the share of it that blocks recompute
     update      2 · states + gradients + weights, over the bandwidth of the device
-    waiting     for what comes from the host and goes there, as far as nothing hides it
+    waiting     exposed part of transfers to and from the host
 
-States that rest on the host come and go once a step. No update may begin before the norm of all
-gradients is known, and block b waits for its own update only, so the first forward pass hides all
-of it but one block's part, if it is as long: exposed = max(U / L, U - F + F / L), of L blocks.
-Weights on the host come twice a micro-batch, and gradients leave once; activations leave in forward
-and come back in backward: each hides behind the pass beside it.
+Offloaded optimizer states are transferred to the device and back once per step. No update may start
+before the norm of all gradients is known, and block b waits for its own update only, so the first
+forward pass hides all of it but one block's part, if it is as long:
+exposed = max(U / L, U - F + F / L), for L blocks. Offloaded weights are fetched twice per
+micro-batch, and gradients are written once; activations are written in forward and fetched in
+backward: each overlaps with the pass beside it.
 """
 
 from __future__ import annotations
@@ -23,46 +24,46 @@ if TYPE_CHECKING:
     from ranvier.planner.device_rates import DeviceRates
 
 CONCURRENT_ADAM_SHARE = 0.5
-"""Share of its rate that the host's AdamW reaches beside a step, whose copies use the same memory:
-2.0 of 4.0 thousand million parameters a second on the host of an H200 with 16 processors."""
+"""Share of its rate that AdamW on the host reaches during a step, whose copies use the same memory:
+2.0 of 4.0 billion parameters per second on the host of an H200 with 16 processors."""
 ACTIVATION_TRAFFIC = (2, 4)
-"""Times that what blocks keep is read or written in the device's memory, forward and backward,
-besides the matrix products."""
+"""How often saved activations are read or written in device memory, forward and backward, besides
+the matmuls."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a rank does in a step."""
+    """The work of a rank per step."""
 
     forward: int
-    """FLOPs of the forward pass of a sample."""
+    """FLOPs of the forward pass per sample."""
     backward: int
     block_share: float
-    """Share of these that lies in blocks."""
+    """Share of these in blocks."""
     samples: int
-    """Of this rank, in a step."""
+    """Samples of this rank per step."""
     seq: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
 
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """Bytes that move in a step, or in each micro-batch of it."""
+    """Bytes transferred per step, or per micro-batch."""
 
     saved_activations: int
-    """What blocks of the kind that keeps most would keep of a micro-batch."""
+    """What blocks would save per micro-batch in the mode that saves most."""
     device_states: int
-    """States that are updated where they lie, on the device."""
+    """States on the device, updated there."""
     host_states: int
-    """States that rest on the host."""
+    """States offloaded to the host."""
     host_parameters: int
-    """Numbers that are updated from there."""
+    """Parameters whose states are offloaded."""
     host_weights: int
-    """Weights that come from the host twice a micro-batch."""
+    """Weights fetched from the host twice per micro-batch."""
     host_gradients: int
-    """Gradients that leave for the host each micro-batch."""
+    """Gradients written to the host per micro-batch."""
     host_activations: int
-    """What is kept and waits on the host, of a micro-batch."""
+    """Activations offloaded to the host per micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.compute + self.recompute + self.update + self.waiting
 
 
@@ -92,15 +93,19 @@ def estimate_step_seconds(
 ) -> StepSeconds:
     """The parts of a step in micro-batches of `micro` samples.
 
-    share: what blocks compute again. cpu: states that rest on the host are updated there.
+    share: share of recomputation in blocks. cpu: offloaded states are updated on the host.
     """
     passes = work.samples // micro
+    # Small micro-batches are less efficient per token.
     slow = recompute_budget.relative_token_time(micro * work.seq)
     forward, backward = (
         (flops * micro / rates.flops + times * moved.saved_activations / rates.memory) * slow
         for flops, times in zip((work.forward, work.backward), ACTIVATION_TRAFFIC, strict=True)
     )
     again = (forward + backward) * share * work.block_share
+    # Transfers hide behind the pass they run beside, in both directions at once: weights come and
+    # activations leave in forward; in backward weights and activations come, with earlier
+    # gradients to accumulate on, and new gradients leave.
     into = moved.host_weights + moved.host_activations + moved.host_gradients * (passes > 1)
     waiting = (
         max(moved.host_weights / rates.to_device, moved.host_activations / rates.to_host) - forward
@@ -109,6 +114,7 @@ def estimate_step_seconds(
     exposed = passes * (max(waiting, 0.0) + max(back, 0.0))
     if moved.host_states:
         whole = offloaded_update_seconds(moved, rates, cpu=cpu, wide=passes > 1)
+        # At least one block's update is exposed (see the formula above).
         exposed += max(whole / blocks, whole - forward + forward / blocks)
     return StepSeconds(
         compute=passes * (forward + backward),
@@ -121,15 +127,16 @@ def estimate_step_seconds(
 def offloaded_update_seconds(
     moved: StepTraffic, rates: DeviceRates, *, cpu: bool, wide: bool = False
 ) -> float:
-    """Seconds of the update of states that rest on the host.
+    """Seconds of the update of offloaded states.
 
-    On the device all of them come and go; on the processors gradients come (wide: in 32 bits, as
-    they were added up), and 16-bit weights go.
+    On the device all of them are fetched and written back; on the CPU gradients come (wide: in 32
+    bits, as accumulated) and 16-bit weights go.
     """
     if not cpu:
         return max(moved.host_states / rates.to_device, moved.host_states / rates.to_host)
     grads = (4 if wide else 2) * moved.host_parameters
     weights = 2 * moved.host_parameters
+    # Update and transfers are pipelined, so the slowest of them decides.
     return max(
         moved.host_parameters / (CONCURRENT_ADAM_SHARE * rates.adam),
         grads / rates.to_host,

@@ -1,14 +1,14 @@
-"""Crowd: seconds of a step whose ranks share the cores of a host.
+"""Step time of ranks that share the cores of a host (CPU clusters).
 
-Nothing is hidden there: who communicates takes a core as well. What a rank does is added up, each
-term at the rate that so many ranks at once were measured at:
+Nothing overlaps there, as communication takes a core as well. The times of a rank are summed, each
+term at the rate that was measured with so many concurrent ranks:
 
-    compute   products + attention + bytes between them + operations that Python starts
-    talk      Σ calls · (latency + bytes / bandwidth + slice), of all that `moves` says
-    step      max(busy, (busy + bubble) / crowd)
+    compute         matmuls + attention + bytes between them + operations launched by Python
+    communication   Σ calls · (latency + bytes / bandwidth + slice), of all in `comm_volume`
+    step            max(busy, (busy + bubble) / crowd)
 
-crowd: ranks that want each core. Where it is above 1, others compute while a stage waits, and who
-communicates waits for those that have no core just now: a slice of the scheduler's.
+crowd: ranks per core. If it is above 1, others compute while a stage waits, and communication waits
+for ranks that are not scheduled: a time slice of the scheduler.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ ELEMENTS_PER_DIM: Mapping[str, float] = {
     "kv_heads": 27.0,
     "mlp": 14.0,
 }
-"""Numbers that a block reads or writes between products for a token, forward and backward, for each
-number of a dim; counted below torch's dispatcher."""
+"""Elements that a block reads or writes between matmuls per token, forward and backward, for each
+element of a dim; counted below torch's dispatcher."""
 ELEMENTS_PER_LOGIT = 24.0
 ELEMENTS_OUTSIDE_BLOCKS = 38.0
-"""The same of a logit, and of a number of the residual stream outside of blocks."""
+"""The same per logit, and per element of the residual stream outside of blocks."""
 RECOMPUTE_SHARES = (0.58, 0.3)
-"""Share of the operations, and of those numbers, that a block's second forward pass is."""
+"""Share of the operations, and of those elements, that recomputation of a block repeats."""
 OPS_PER_BLOCK = 210
 OPS_PER_DOCUMENT = 64
 OPS_OUTSIDE_BLOCKS = 168
 OPS_PER_UPDATE = 37
-"""That Python starts: of a block; for the documents of each sample in it, where samples are packed;
-outside of blocks; of the update of each matrix."""
+"""Operations launched by Python: per block; per packed sample in it, for its documents; outside of
+blocks; per matrix in the optimizer step."""
 SCHEDULER_SLICE = 0.75e-3
-"""Seconds that Linux leaves a core to one who wants it at least, by 1 + log2 of the cores, up to
-8."""
+"""Minimum time slice of the Linux scheduler in seconds, times 1 + log2 of the cores, up to 8."""
 PYTHON_OVERHEAD = 1.3
-"""Time of one of them, with our own code around it, over that of one and its backward."""
+"""Time of one operation including our own code around it, over that of a bare forward and backward
+pair."""
 
 
 def shared_step_seconds(
@@ -68,7 +68,7 @@ def shared_step_seconds(
     *,
     packed: bool,
 ) -> dict[str, float]:
-    """Seconds of a step by part."""
+    """Seconds per step by part."""
     return _combine_stages(
         shared_stage_seconds(model, plan, setup, cluster, runtime, packed=packed), plan, cluster
     )
@@ -83,7 +83,7 @@ def shared_stage_seconds(
     *,
     packed: bool,
 ) -> list[dict[str, float]]:
-    """Seconds of a step on each stage by part, waiting left out."""
+    """Seconds per step on each stage by part, without waiting."""
     flow = ActivationShape(
         plan.micro_batch, setup.seq, DTYPE_BYTES[setup.dtype], statistics_itemsize=4
     )
@@ -92,6 +92,7 @@ def shared_stage_seconds(
     for index in range(plan.pipe):
         here = build_stage_blocks(model, index, plan.pipe, plan.chunks, firsts, plan.spread)
         parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
+        # Every single collective counts, since nothing overlaps on shared cores.
         for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
             name, seconds = _communication_seconds(row, plan, cluster)
             parts[name] = parts.get(name, 0.0) + seconds
@@ -103,11 +104,13 @@ def shared_stage_seconds(
 def _combine_stages(
     stages: list[dict[str, float]], plan: Plan, cluster: Cluster
 ) -> dict[str, float]:
-    """The mean stage, and what others wait for it."""
+    """The mean stage, and the bubble in which stages wait for each other."""
     names = {name for parts in stages for name in parts}
     mean = {name: sum(parts.get(name, 0.0) for parts in stages) / len(stages) for name in names}
     busy = sum(mean.values())
     slowest = max(sum(parts.values()) for parts in stages)
+    # Fill and drain of the pipeline, plus the imbalance of the stages. With several ranks per core
+    # others use the core meanwhile, so only what exceeds the busy time remains.
     fill = (plan.pipe - 1) / plan.chunks / plan.num_micro_batches
     bubble = (busy - mean.get("update", 0.0)) * fill + slowest - busy
     crowd = max(plan.world_size / cluster.cores, 1.0)
@@ -122,7 +125,7 @@ def _stage_compute_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> dict[str, float]:
-    """What a rank of a stage computes in a step."""
+    """Compute seconds of a rank of a stage per step."""
     found = {"compute": 0.0, "attention": 0.0, "again": 0.0}
     for part, count in stage.block_counts:
         own = _part_seconds(part, cluster, setup, runtime, packed)
@@ -142,13 +145,15 @@ def _part_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> tuple[float, float, float, float]:
-    """A micro-batch of one part: compute, attention; again, selective or full."""
+    """Seconds of one part per micro-batch: compute, attention, selective and full recomputation."""
     device = cluster.device
     ranks = setup.ranks
     tokens = setup.tokens
+    # Bytes of one feature of this rank's tokens.
     cell = tokens / (setup.row * setup.col) * DTYPE_BYTES[setup.dtype]
     between = device.measured_rate("between", ranks=ranks, usual=device.bandwidth)
     start = PYTHON_OVERHEAD * device.measured_rate("pair", ranks=ranks, usual=4.0 * device.launch)
+    # Embedding and head: each counts half of what is outside of blocks.
     if not part.is_block:
         width = max(
             (leaf.shape[-1] for leaf in part.layers_of_kind("embedding", "head")), default=0
@@ -165,11 +170,13 @@ def _part_seconds(
     forward = times.matmuls
     back = times.dx + times.dw
     numbers = sum(ELEMENTS_PER_DIM.get(dim, 0.0) * size for dim, size in _dim_sizes(part).items())
+    # Samples per rank in attention.
     inside = setup.samples / (1 if setup.col_splits_features else setup.col)
     count = OPS_PER_BLOCK + (OPS_PER_DOCUMENT * inside if packed else 0)
     small = numbers * cell / between
     launched = count * start
     core = times.attention + times.attention_backward
+    # Selective recomputation repeats the operations between matmuls; full one also the matmuls.
     light = RECOMPUTE_SHARES[0] * launched + RECOMPUTE_SHARES[1] * small
     return forward + back + small + launched, core, light, light + forward + times.attention
 
@@ -177,7 +184,7 @@ def _part_seconds(
 def _matmul_seconds(
     device: Device, tokens: int, out: int, into: int, setup: ComputeContext
 ) -> tuple[float, float, float]:
-    """Seconds of a layer's three products."""
+    """Seconds of a layer's three matmuls."""
     shapes = ((tokens, out, into, "y"), (tokens, into, out, "dx"), (out, into, tokens, "dw"))
     return tuple(  # type: ignore[return-value]
         compute.matmul_seconds(device, m, n, k, setup.dtype, kind, setup.ranks)
@@ -186,7 +193,7 @@ def _matmul_seconds(
 
 
 def _dim_sizes(part: BlockSpec) -> dict[str, int]:
-    """Elements of each dim of a block."""
+    """Size of each dim of a block."""
     found: dict[str, int] = {}
     for leaf in part.layers:
         for one in leaf.inside or (leaf,):
@@ -200,14 +207,17 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
 
 
 def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tuple[str, float]:
-    """The part that communication belongs to, and its seconds; messages count where they leave."""
+    """The part of the step that communication belongs to, and its seconds; messages count at the
+    sender."""
     name = row.axis[0] if row.axis else "other"
     size = prod(plan.degrees[axis] for axis in row.axis)
     if row.op == "receive":
         return name, 0.0
     op, size = ("send", 2) if row.op == "send" else (row.op, size)
+    # Broadcasts are not measured; an all-gather of the same size stands in.
     if op == "broadcast":
         op = "all_gather"
+    # Oversubscribed cores: a peer may have to be scheduled first.
     if plan.world_size > cluster.cores:
         wait = SCHEDULER_SLICE * (1 + log2(min(cluster.cores, 8)))
     else:
@@ -220,15 +230,17 @@ def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tup
 def _update_seconds(
     stage: StageBlocks, plan: Plan, setup: ComputeContext, cluster: Cluster
 ) -> float:
-    """Seconds of the update of a rank's share."""
+    """Seconds of the optimizer step for a rank's shard."""
     device = cluster.device
-    lost = 1 - 1 / plan.expert  # of its experts a rank has a part
+    # A rank has 1/expert of the experts.
+    lost = 1 - 1 / plan.expert
     whole = sum(
         n * (part.num_parameters - lost * part.num_expert_parameters)
         for part, n in stage.block_counts
     )
     own = whole / (plan.row * plan.col * plan.depth * plan.data)
     matrices = sum(count * _count_matrices(part) for part, count in stage.block_counts)
+    # 28 bytes per parameter: weight, gradient and two moments read, all but the gradient written.
     rate = device.measured_rate("update", ranks=setup.ranks, usual=device.bandwidth / 28)
     start = device.measured_rate("launch", ranks=setup.ranks, usual=device.launch)
     return own / rate + OPS_PER_UPDATE * matrices * start

@@ -1,8 +1,9 @@
-"""Kernels of a profile: read from a Chrome trace, with their group, their work and their bytes.
+"""Kernels of a profile: read from a Chrome trace, with their group, FLOPs and bytes.
 
-A trace holds what the host did (operators with the shapes of their inputs, calls of the driver) and
-what the device did (kernels, copies). A kernel bears the number of the call that launched it, and
-the call lies inside the operators that made it; so a kernel knows its operator, and from its shapes
+A trace holds what the host did (operators with the shapes of their inputs, driver calls) and what
+the device did (kernels, copies). A kernel has the correlation id of the call that launched it, and
+the call is nested in the operators that made it; so a kernel knows its operator, and from its
+shapes follow
 
     matrix product  2 · m · n · k
     attention       4 · b · h · s · s · k, half of it if causal; backward 2.5 times that
@@ -10,7 +11,7 @@ the call lies inside the operators that made it; so a kernel knows its operator,
                     which no more is known, both reads and writes it)
 
 What does not follow from shapes stays None: operators outside the tables below, lists of tensors
-(the trace does not say their type), attention over ragged documents, kernels of a CUDA graph.
+(the trace does not contain their dtype), attention over ragged documents, kernels of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 
 OPTIMIZER_SCOPE = "optimizer"
-"""The name under which the profile records the update of the weights."""
+"""Name under which the profiler records the optimizer step."""
 TRITON_PREFIX = "triton::"
-"""What the profile puts before the name of a Triton function that it records."""
+"""Prefix of the names of Triton functions that the profiler records."""
 KERNEL_GROUPS = (
     *("matmul", "attention", "norm, elementwise", "cross-entropy", OPTIMIZER_SCOPE),
     *("copies", "communication", "other"),
@@ -46,12 +47,12 @@ ELEMENT_BYTES = {
     "unsigned char": 1,
     "bool": 1,
 }
-"""Bytes of an element by the name that traces give its type."""
+"""Bytes of an element by the name of its dtype in traces."""
 FLOAT_TYPES = ("double", "float", "c10::BFloat16", "c10::Half")
 HALF_TYPES = ("c10::BFloat16", "c10::Half")
 FLOAT8_TYPES = ("c10::Float8_e4m3fn", "c10::Float8_e5m2")
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
-"""Matrix products, and which input is the left factor; the right one follows."""
+"""Matrix products, and the index of the left factor; the right one follows it."""
 ATTENTION_OPS = tuple(
     f"_scaled_dot_product_{kind}_attention{where}"
     for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
@@ -59,7 +60,7 @@ ATTENTION_OPS = tuple(
 COMPARISON_OPS = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "logical_and", "logical_or"),
 }
-"""Operators of each element whose output is bool."""
+"""Elementwise operators whose output is bool."""
 POINTWISE_OPS = COMPARISON_OPS | {
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "exp", "log", "sqrt", "rsqrt"),
     *("reciprocal", "pow", "square", "sigmoid", "silu", "gelu", "relu", "tanh", "cos", "sin"),
@@ -67,25 +68,25 @@ POINTWISE_OPS = COMPARISON_OPS | {
     *("maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_not", "sigmoid_backward"),
     *("silu_backward", "gelu_backward", "tanh_backward", "threshold_backward"),
 }
-"""Operators whose output is as large as their inputs, spread over each other."""
+"""Operators whose output has the broadcast shape of their inputs."""
 REDUCTION_OPS = {"sum", "mean", "amax", "amin", "prod", "linalg_vector_norm", "max", "min", "any"}
 COPY_OPS = {"copy_", "_to_copy", "clone", "contiguous", "fill_", "zero_", "cat", "stack", "index"}
 
 
 @dataclass(frozen=True)
 class Op:
-    """An operator of the host as a trace describes it; one entry for each argument."""
+    """A host operator as a trace describes it; one entry per argument."""
 
     name: str
     dims: Sequence[Any] = ()
     types: Sequence[str] = ()
     strides: Sequence[Any] = ()
     values: Sequence[str] = ()
-    """Arguments that are no tensors, as text."""
+    """Arguments that are not tensors, as text."""
 
     @property
     def base_name(self) -> str:
-        """The name without its library."""
+        """The name without its namespace."""
         return self.name.rpartition("::")[2]
 
 
@@ -95,12 +96,12 @@ class Kernel:
 
     name: str
     op: str
-    """The operator that launched it; empty if it is not known."""
+    """The operator that launched it; empty if unknown."""
     start: float
     duration: float
-    """On a CPU without the operators inside it."""
+    """On a CPU without the operators nested in it."""
     shapes: tuple[Any, ...] = ()
-    """Of the inputs of the operator."""
+    """Shapes of the inputs of the operator."""
     stream: str = ""
     types: tuple[str, ...] = ()
     scope: tuple[str, ...] = ()
@@ -108,21 +109,21 @@ class Kernel:
     flops: float | None = None
     bytes: float | None = None
     span: float | None = None
-    """On a CPU: from its start to its end, operators inside included."""
+    """On a CPU: time from start to end, nested operators included."""
 
     @property
     def end(self) -> float:
-        """When it was over."""
+        """Time of its end."""
         return self.start + (self.duration if self.span is None else self.span)
 
     @property
     def is_local(self) -> bool:
-        """Whether the device's own memory is all it moves bytes in."""
+        """Whether it moves bytes within the device's own memory only."""
         return not self.name.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memcpy PtoP"))
 
     @property
     def group(self) -> str:
-        """Which of GROUPS it belongs to."""
+        """Its group, one of KERNEL_GROUPS."""
         return classify_kernel(self.name, self.op, self.scope)
 
 
@@ -139,15 +140,18 @@ _ELEMENTWISE = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rota
 
 
 def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
-    """The group of a kernel by its name, its operator and what lies around that."""
+    """The group of a kernel by its name, its operator and the scopes around it."""
     base = op.rpartition("::")[2]
     around = [name, op, *scope]
     plain = base.removesuffix("_")
+    # The order of the tests matters: a name can match several groups, and the first match counts.
     if any(_COMMUNICATION.search(word) for word in around):
         return "communication"
     if OPTIMIZER_SCOPE in scope:
         return OPTIMIZER_SCOPE
-    fused = _FUSED.match(name)  # such a name lists what it was made of, and of what it feeds
+    # The name of a fused kernel also lists operators next to it, so "attention" in it means
+    # nothing.
+    fused = _FUSED.match(name)
     if not fused and any(_ATTENTION.search(word) for word in around):
         return "attention"
     if base in MATMUL_OPS or _MATMUL.search(name):
@@ -172,13 +176,14 @@ def short_kernel_name(name: str) -> str:
     plain = name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
     text, arguments = _strip_brackets(plain.replace("(anonymous namespace)::", ""))
     base = (text.split() or [name])[-1].rpartition("::")[2]
+    # CUTLASS kernels all have this generic name; the template argument says which one it is.
     if base.lower() in ("kernel", "kernel2", "device_kernel") and arguments:
         return short_kernel_name(arguments.split(",")[0])
     return base or name
 
 
 def _strip_brackets(name: str) -> tuple[str, str]:
-    """What of a name stands outside of brackets, and what is inside the first angle brackets."""
+    """The part of a name outside of brackets, and what is inside the first angle brackets."""
     outside = []
     inside = []
     depth = 0
@@ -200,7 +205,7 @@ def _strip_brackets(name: str) -> tuple[str, str]:
 
 
 def argument_bytes(op: Op, i: int) -> int | None:
-    """Bytes of an argument; 0 if it is no tensor, None if its type or its shape is not known."""
+    """Bytes of an argument; 0 if it is not a tensor, None if its dtype or shape is unknown."""
     if i < len(op.types):
         kind = op.types[i]
     else:
@@ -214,13 +219,14 @@ def argument_bytes(op: Op, i: int) -> int | None:
         strides = op.strides[i]
     else:
         strides = []
-    if len(strides) == len(dims):  # a dimension of stride 0 is one element, read again
+    # A dimension of stride 0 (an expanded one) reads the same element repeatedly: count it once.
+    if len(strides) == len(dims):
         dims = [n for n, stride in zip(dims, strides, strict=True) if stride != 0 or n == 0]
     return int(math.prod(dims)) * ELEMENT_BYTES[kind]
 
 
 def _input_bytes(op: Op) -> int | None:
-    """Bytes of all inputs."""
+    """Bytes of all inputs; None if one is unknown."""
     sizes = [argument_bytes(op, i) for i in range(len(op.types))]
     if None in sizes:
         return None
@@ -228,13 +234,13 @@ def _input_bytes(op: Op) -> int | None:
 
 
 def _tensor_inputs(op: Op) -> list[tuple[list[int], str]]:
-    """Shape and type of the inputs that are tensors."""
+    """Shape and dtype of the inputs that are tensors."""
     pairs = zip(op.dims, op.types, strict=False)
     return [(list(dims), kind) for dims, kind in pairs if kind in ELEMENT_BYTES]
 
 
 def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
-    """Where an operator of torch has its arguments; None if it has no such ones."""
+    """Positions of arguments in the schema of an aten operator; None if it lacks one of them."""
     try:
         schema = getattr(torch.ops.aten, name).default._schema
         names = [argument.name for argument in schema.arguments]
@@ -244,11 +250,12 @@ def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
 
 
 def count_flops(op: Op) -> int | None:
-    """Multiplications and additions of a matrix product or of attention; else None."""
+    """FLOPs of a matrix product or of attention; None for anything else."""
     if not op.name.startswith("aten::"):
         return None
     if op.base_name in MATMUL_OPS:
         left, right = (op.dims[i] if i < len(op.dims) else [] for i in _factor_indices(op))
+        # [m, k] x [k, n], or with a batch dim in front: 2 · (b ·) m · k · n.
         if len(left) not in (2, 3) or len(right) != len(left) or left[-1] != right[-2]:
             return None
         return 2 * int(math.prod(left)) * int(right[-1])
@@ -262,7 +269,7 @@ def _factor_indices(op: Op) -> tuple[int, int]:
 
 
 def _attention_flops(op: Op) -> int | None:
-    """Of q, k: `[b, h, s, d]`: 4 · b · h · s · s · d, the half if causal, 2.5 times backward."""
+    """FLOPs for q, k `[b, h, s, d]`: 4 · b · h · s · s · d; half if causal, 2.5 times backward."""
     places = _argument_indices(op.base_name, "query", "key", "is_causal")
     if places is None or max(places) >= min(len(op.dims), len(op.values)):
         return None
@@ -272,21 +279,25 @@ def _attention_flops(op: Op) -> int | None:
     full = 4 * int(math.prod(op.dims[query])) * int(op.dims[key][2])
     if op.values[causal] == "True":
         full = full // 2
+    # Backward has five matrix products (it recomputes the scores) where forward has two.
     if op.base_name.endswith("_backward"):
         return full * 5 // 2
     return full
 
 
 def count_bytes(op: Op) -> int | None:
-    """Bytes of the inputs and outputs of an operator, each once; None where they are not known."""
+    """Bytes of the inputs and outputs of an operator, each once; None where unknown."""
     inputs = _input_bytes(op)
     if inputs is None or not op.types:
         return None
-    if op.name.startswith((TRITON_PREFIX, "triton_")):  # its outputs are among its arguments
+    # Outputs of a Triton function are among its arguments.
+    if op.name.startswith((TRITON_PREFIX, "triton_")):
         return inputs
     if not op.name.startswith("aten::"):
         return None
     first = argument_bytes(op, 0) or 0
+    # In-place operators: the destination is an argument. `copy_` and fills only write it; others
+    # also read it.
     if op.base_name == "copy_":
         return inputs
     if op.base_name in ("fill_", "zero_"):
@@ -300,7 +311,7 @@ def count_bytes(op: Op) -> int | None:
 
 
 def _output_bytes(op: Op) -> int | None:
-    """Bytes of what an operator returns."""
+    """Bytes of the output of an operator; None where unknown."""
     tensors = _tensor_inputs(op)
     plain = op.base_name.removesuffix("_backward")
     if not tensors:
@@ -320,7 +331,8 @@ def _output_bytes(op: Op) -> int | None:
         return int(math.prod(shape)) * (
             1 if op.base_name in COMPARISON_OPS else _result_itemsize(tensors)
         )
-    if plain in ATTENTION_OPS:  # out like q; gradients like q, k, v
+    # The output is like q; gradients are like q, k and v, which follow the output's gradient.
+    if plain in ATTENTION_OPS:
         size = [math.prod(dims) * ELEMENT_BYTES[kind] for dims, kind in tensors]
         if op.base_name.endswith("_backward"):
             return sum(size[1:4])
@@ -331,14 +343,17 @@ def _output_bytes(op: Op) -> int | None:
 
 
 def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
-    """Bytes of an element of what tensors are computed to: floats and many elements decide."""
+    """Bytes per element of the result, by torch's type promotion.
+
+    Floats take precedence over integers, tensors with dims over scalars.
+    """
     whole = [kind for dims, kind in tensors if dims] or [kind for _, kind in tensors]
     real = [kind for kind in whole if kind in FLOAT_TYPES]
     return max(ELEMENT_BYTES[kind] for kind in real or whole)
 
 
 def _reduction_bytes(op: Op) -> int | None:
-    """Bytes of the output of a reduction whose dims are written down."""
+    """Bytes of the output of a reduction whose dims the trace contains."""
     dims, kind = _tensor_inputs(op)[0]
     if len(op.values) > 1:
         over = op.values[1]
@@ -350,6 +365,7 @@ def _reduction_bytes(op: Op) -> int | None:
         gone = {int(i) % len(dims) for i in re.findall(r"-?\d+", over)}
     else:
         gone = set()
+    # An empty list of dims reduces all of them to one element.
     kept = [n for i, n in enumerate(dims) if gone and i not in gone]
     return int(math.prod(kept)) * ELEMENT_BYTES[kind]
 
@@ -359,34 +375,34 @@ def _reduction_bytes(op: Op) -> int | None:
 
 @dataclass
 class _HostEvent:
-    """Something the host did, and what it was part of."""
+    """An event of the host, and the event that encloses it."""
 
     raw: Mapping[str, Any]
     parent: _HostEvent | None = None
     inner_time: float = 0.0
-    """Microseconds of the operators right inside it."""
+    """Microseconds of the operators directly nested in it."""
     key: int = 0
 
     @property
     def is_op(self) -> bool:
-        """Whether it is an operator of torch."""
+        """Whether it is a torch operator."""
         return self.raw.get("cat") == "cpu_op"
 
     @property
     def is_scope(self) -> bool:
-        """Whether other things can be part of it; calls of the driver are parts only."""
+        """Whether it can enclose other events; driver calls cannot."""
         return self.raw.get("cat") in ("cpu_op", "user_annotation")
 
     def get_argument(self, name: str) -> Any:
-        """A number that the trace gives it."""
+        """An argument of the event in the trace, None if missing."""
         return self.raw.get("args", {}).get(name)
 
     def enclosing_events(self) -> list[_HostEvent]:
-        """Itself and what lies around it, innermost first."""
+        """The event itself and those that enclose it, innermost first."""
         return [self, *(self.parent.enclosing_events() if self.parent else [])]
 
     def to_op(self) -> Op:
-        """As an operator."""
+        """The event as an operator."""
         told = self.raw.get("args", {})
         names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
         dims, types, strides, values = (told.get(name, ()) for name in names)
@@ -398,7 +414,7 @@ HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
-    """The kernels of a Chrome trace by their start; of a CPU's its operators."""
+    """The kernels of a Chrome trace sorted by start; for a CPU trace its operators."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     host = _nest_events([event for event in events if event.get("cat") in HOST_CATEGORIES])
     device = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
@@ -409,15 +425,18 @@ def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
 
 
 def _nest_events(events: Iterable[Mapping[str, Any]]) -> list[_HostEvent]:
-    """What the host did, each inside the last on its thread that was not over."""
+    """Events of the host, each nested in the last one on its thread that has not ended."""
     open_on: dict[Any, list[_HostEvent]] = {}
     made = []
+    # Of events that start together the longer one encloses the others, so it comes first.
     order = sorted(events, key=lambda raw: (float(raw["ts"]), -float(raw.get("dur", 0.0))))
     for key, raw in enumerate(order):
         stack = open_on.setdefault((raw["pid"], raw["tid"]), [])
         while stack and _end_time(stack[-1].raw) <= float(raw["ts"]):
             stack.pop()
         event = _HostEvent(raw, stack[-1] if stack else None, key=key)
+        # Time of nested operators is subtracted from the innermost operator around them, across
+        # annotations.
         outer = next((one for one in event.enclosing_events()[1:] if one.is_op), None)
         if outer is not None and event.is_op:
             outer.inner_time += float(raw.get("dur", 0.0))
@@ -432,7 +451,7 @@ def _end_time(raw: Mapping[str, Any]) -> float:
 
 
 def _kernel_from_op(event: _HostEvent) -> Kernel:
-    """An operator of a CPU as a kernel."""
+    """A CPU operator as a kernel."""
     op = event.to_op()
     span = float(event.raw.get("dur", 0.0))
     return Kernel(
@@ -453,7 +472,9 @@ def _kernel_from_op(event: _HostEvent) -> Kernel:
 def _device_kernels(
     device: Iterable[Mapping[str, Any]], host: Sequence[_HostEvent]
 ) -> list[Kernel]:
-    """Kernels with the operators that launched them, and their share of the work of these."""
+    """Kernels with the operators that launched them, and their share of the operators' work."""
+    # Two ways from a kernel to its operator: by the driver call that launched it, and by the
+    # external id of the operator itself. The first one that leads to an operator counts.
     calls = {event.get_argument("correlation"): event for event in host if not event.is_scope}
     numbered = {event.get_argument("External id"): event for event in host if event.is_op}
     for table in (calls, numbered):
@@ -479,6 +500,7 @@ def _device_kernels(
                 tuple(str(event.raw["name"]) for event in reversed(around) if event.is_scope),
             )
         )
+        # An operator may launch several kernels; its work is assigned after all of them are known.
         owner = _owning_op(ops)
         if raw["cat"] != "kernel":
             kernels[-1] = replace(kernels[-1], bytes=_copied_bytes(raw))
@@ -490,7 +512,7 @@ def _device_kernels(
 
 
 def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
-    """Bytes that a copy or a fill reads and writes on the device; of a copy to the host: once."""
+    """Bytes that a copy or fill moves in device memory; a copy to or from the host counts once."""
     size = raw.get("args", {}).get("bytes")
     if size is None:
         return None
@@ -498,17 +520,17 @@ def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
 
 
 def _owning_op(ops: Sequence[_HostEvent]) -> _HostEvent | None:
-    """The operator whose work a kernel does: the innermost one of known work."""
+    """The operator whose work a kernel does: the innermost one with known work."""
     if ops and count_bytes(ops[0].to_op()) is not None:
         return ops[0]
     return next((event for event in ops if count_flops(event.to_op()) is not None), None)
 
 
 def _assign_work(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
-    """Give the work of an operator to its longest kernel.
+    """Assign the work of an operator to its longest kernel.
 
-    Others of the same name have done none of it, which keeps their sum right. Of kernels with
-    another name nothing is known; nor of any, if the operator is no product or attention.
+    Others of the same name get zero, which keeps their sum right. Of kernels with another name
+    nothing is known; nor of any, if the operator is neither a matrix product nor attention.
     """
     work = count_flops(op)
     size = count_bytes(op)

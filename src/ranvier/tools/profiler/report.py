@@ -1,13 +1,14 @@
-"""Profile: where the time of a step goes, kernel by kernel, and which limit each one meets.
+"""Profile: where the time of a step goes, kernel by kernel, and what bounds each kernel.
 
-The run is put together on one rank and takes a few steps on its own data; torch's profiler records
-the last of them. From the trace on everything is a pure function of a list of kernels. A kernel is
-held against two peaks of the device (a roofline):
+The run is built on one rank and takes a few steps on its own data; torch's profiler records the
+last of them. After that everything is a pure function of a list of kernels. A kernel is compared
+with two peaks of the device (a roofline):
 
     least time = max(FLOPs / peak FLOP/s, bytes / peak bytes/s)
 
-Compute or memory bounds it, whichever term is larger; neither, if it takes more than four times as
-long. What a trace does not tell is printed as "-". Not handled: several ranks (see `train.trace`).
+It is bound by compute or memory, whichever term is larger; by neither, if it takes more than four
+times as long. What a trace does not contain is printed as "-". Not handled: several ranks (see
+`train.trace`).
 """
 
 from __future__ import annotations
@@ -50,31 +51,33 @@ from ranvier.train.resume import run_directory as folders
 from ranvier.train.trainer import Trainer
 
 NEAR_PEAK_FRACTION = 0.25
-"""Share of a peak from which on it is what bounds a kernel."""
+"""Fraction of a peak from which on that peak counts as what bounds a kernel."""
 FLOAT8_DEVICES = ("H100", "H200", "B200", "MI300")
-"""Devices that multiply 8-bit matrices twice as fast as 16-bit ones, by their data sheets."""
+"""Devices that multiply 8-bit matrices twice as fast as 16-bit ones, according to their data
+sheets."""
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What a device can do in a second; None where that is not known."""
+    """Peak rates of a device per second; None where unknown."""
 
     flops: float | None = None
-    """Of products of 16-bit matrices."""
+    """FLOP/s of 16-bit matrix products."""
     bytes: float | None = None
     eighths: float | None = None
-    """FLOP/s of products of 8-bit matrices."""
+    """FLOP/s of 8-bit matrix products."""
 
     @classmethod
     def from_device(cls, device: torch.device, dtype: torch.dtype) -> DevicePeaks:
-        """Those of a device, where its name is known."""
+        """Peaks of a device, where its name is known."""
         flops = peak_flops(device, dtype)
         name = train.device_name(device)
+        # The table of peaks has 16-bit rates only; 8-bit ones follow from them.
         twice = flops is not None and any(word in name for word in FLOAT8_DEVICES)
         return cls(flops, peak_bandwidth(device), 2.0 * flops if flops and twice else None)
 
     def matmul_peak(self, kernels: Sequence[Kernel]) -> float | None:
-        """The peak of the types that all of these kernels multiply."""
+        """The peak for the dtype that all of these kernels multiply; None if they differ."""
         for peak, kinds in ((self.eighths, FLOAT8_TYPES), (self.flops, HALF_TYPES)):
             if all(any(kind in kinds for kind in kernel.types) for kernel in kernels):
                 return peak
@@ -83,7 +86,7 @@ class DevicePeaks:
 
 @dataclass(frozen=True)
 class KernelSummary:
-    """All launches of a kernel by an operator; numbers are of one step."""
+    """All launches of a kernel by an operator; numbers are per step."""
 
     name: str
     op: str
@@ -91,16 +94,16 @@ class KernelSummary:
     calls: float
     ms: float
     share: float
-    """Of the step."""
+    """Fraction of the step."""
     flops: float | None
     bytes: float | None
     flops_share: float | None
-    """Of the peak, while it runs."""
+    """Fraction of the peak, while it runs."""
     bytes_share: float | None
     bound: str
-    """compute, memory, neither; empty if it is not known."""
+    """compute, memory or neither; empty if unknown."""
     least_ms: float | None
-    """What it would take at the peaks."""
+    """Its time at the peaks."""
 
 
 @dataclass(frozen=True)
@@ -114,31 +117,31 @@ class IdleGap:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Where the time of a step went; times in milliseconds a step."""
+    """Where the time of a step went; times in milliseconds per step."""
 
     steps: int
     step_ms: float
-    """From the first kernel to the last, by the number of steps."""
+    """From the first kernel to the last, divided by the number of steps."""
     busy_ms: float
-    """With at least one kernel running."""
+    """Time with at least one kernel running."""
     idle_ms: float
     gaps: float
-    """Gaps a step."""
+    """Number of gaps per step."""
     longest: list[IdleGap]
     groups: dict[str, float]
     rows: list[KernelSummary]
-    """The longest first."""
+    """Kernels, longest first."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Steps as they were before the profiler was on."""
+    """Speed of the steps before the profiler was on."""
 
     what: str
     device: str
     seconds: float
     tokens: float
-    """A second."""
+    """Tokens per second."""
     mfu: float | None
 
 
@@ -150,7 +153,8 @@ def summarize_kernels(
 ) -> ProfileReport:
     """Sums by group and by kernel, and the gaps between kernels of any stream."""
     assert kernels and steps > 0, (len(kernels), steps)
-    unit = 1e3 * steps  # microseconds of all steps to milliseconds of one
+    # Converts microseconds of all steps to milliseconds per step.
+    unit = 1e3 * steps
     first = min(k.start for k in kernels)
     last = max(k.end for k in kernels)
     between = list(find_gaps(kernels))
@@ -175,13 +179,14 @@ def summarize_kernels(
 
 
 def find_gaps(kernels: Sequence[Kernel]) -> Iterator[IdleGap]:
-    """The times in which no stream ran anything."""
+    """Yield the times in which no stream ran a kernel."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     latest = ordered[0]
     for kernel in ordered[1:]:
         if kernel.start > latest.end:
             length = (kernel.start - latest.end) / 1e3
             yield IdleGap(length, short_kernel_name(latest.name), short_kernel_name(kernel.name))
+        # Kernels of several streams overlap: the one that ends last starts the next gap.
         latest = max(latest, kernel, key=lambda one: one.end)
 
 
@@ -192,10 +197,11 @@ def _summarize_kernel(
     step_ms: float,
     peaks: DevicePeaks,
 ) -> KernelSummary:
-    """One line of the table; a sum is known if every term is."""
+    """One row of the table; a sum is known only if every term is."""
     ms = sum(kernel.duration for kernel in kernels) / 1e3 / steps
     work = [kernel.flops for kernel in kernels if kernel.flops is not None]
     size = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
+    # A partial sum would look like a fast kernel.
     if len(work) == len(kernels):
         flops = sum(work) / steps
     else:
@@ -204,6 +210,7 @@ def _summarize_kernel(
         moved = sum(size) / steps
     else:
         moved = None
+    # Transfers to other memories run at the speed of a link, not of the device's own memory.
     local = all(kernel.is_local for kernel in kernels)
     least_flops = _least_ms(flops, peaks.matmul_peak(kernels))
     least_bytes = _least_ms(moved, peaks.bytes if local else None)
@@ -233,10 +240,12 @@ def _least_ms(amount: float | None, peak: float | None) -> float | None:
 def roofline_bound(
     ms: float, flops_ms: float | None, bytes_ms: float | None, *, products: bool
 ) -> tuple[str, float | None]:
-    """What bounds a kernel, and its least time; products need their FLOPs for it to be known."""
+    """What bounds a kernel, and its least time; matrix products need their FLOPs for that."""
     if (products and flops_ms is None) or (flops_ms is None and bytes_ms is None):
         return "", None
     least = max(flops_ms or 0.0, bytes_ms or 0.0)
+    # Far from both peaks: limited by latency, launch size or a bad shape rather than by the
+    # hardware.
     if least < NEAR_PEAK_FRACTION * ms:
         return "neither", least
     return "compute" if (flops_ms or 0.0) >= (bytes_ms or 0.0) else "memory", least
@@ -246,7 +255,7 @@ def roofline_bound(
 
 
 def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
-    """The report for people."""
+    """The report as text for people."""
     cpu = pace.device == "CPU"
     if cpu:
         who = "operators ran"
@@ -281,7 +290,7 @@ def _format_share(ms: float, report: ProfileReport) -> str:
 
 
 def _group_table(report: ProfileReport) -> list[str]:
-    """The table of groups; kernels at the same time count twice."""
+    """The table of groups; concurrent kernels count twice."""
     ordered = sorted(report.groups.items(), key=lambda item: -item[1])
     lines = [("group", "ms/step", "share")]
     lines += [(name, f"{ms:,.3f}", _format_share(ms, report)) for name, ms in ordered if ms > 0.0]
@@ -340,7 +349,7 @@ def _format_percent(share: float | None) -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table; the first `left` columns are words, the others numbers."""
+    """Lines of a table; the first `left` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -364,7 +373,7 @@ BOUND_SENTENCES = {
 
 
 def time_by_bound(report: ProfileReport) -> dict[str, float]:
-    """Milliseconds of a step by what bounds them."""
+    """Milliseconds per step by what bounds them."""
     parts = dict.fromkeys(BOUND_SENTENCES, 0.0)
     for row in report.rows:
         parts["communication" if row.group == "communication" else row.bound] += row.ms
@@ -372,7 +381,7 @@ def time_by_bound(report: ProfileReport) -> dict[str, float]:
 
 
 def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
-    """Milliseconds that a step would save at best, and how, the most first."""
+    """Milliseconds that a step would save at best, and how, largest first."""
     found = [(report.idle_ms, f"the idle time, {report.idle_ms:,.2f} ms a step")]
     for row in report.rows:
         if row.least_ms is not None:
@@ -391,7 +400,7 @@ def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
 
 
 def describe_bottleneck(report: ProfileReport) -> str:
-    """In words: what bounds the step, and where the most can be saved."""
+    """What bounds the step, and where the most can be saved, as text."""
     group, ms = max(report.groups.items(), key=lambda item: item[1])
     row = report.rows[0]
     largest = (
@@ -400,6 +409,7 @@ def describe_bottleneck(report: ProfileReport) -> str:
         f"{row.name} with {row.share:.1%}."
     )
     parts = time_by_bound(report)
+    # Without peaks or work no kernel has a known bound, and only the time can be reported.
     if not any(parts[name] for name in ("compute", "memory", "neither")):
         return f"The peaks of this device or the work of its kernels are not known. {largest}"
     shares = ", ".join(
@@ -420,15 +430,16 @@ def describe_bottleneck(report: ProfileReport) -> str:
 
 
 def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int, out: str) -> int:
-    """Profile steps of a run on one rank, write and print the report; the exit code.
+    """Profile steps of a run on one rank, write and print the report; returns the exit code.
 
     origin: the directory of the run or its TOML file; nothing else in it is changed.
     """
     for name, value in (("steps", steps), ("warm", warm), ("top", top)):
         if not 1 <= value <= 1000:
             raise PlanError(f"{name}={value}. It is from 1 to 1000. Use {name}=10.")
+    # Check everything before data are tokenized and a model is built.
     run = _check_single_rank(run, origin)
-    # so that a graph is what is seen
+    # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
     if run.plan.graph:
         warm = max(warm, WARMUP_STEPS + 2)
     device = train.resolve_device(run, ProcessInfo())
@@ -446,6 +457,8 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.from_plan(run.plan, rank=0, connected=False, timeout_seconds=run.train.timeout)
+    # More steps than are profiled, so that the run does not end meanwhile; nothing that interrupts
+    # steps.
     more = replace(run.train, steps=max(warm + steps + 3, run.train.steps), evaluate=0, trace=False)
     only = replace(run, train=more, checkpoint=replace(run.checkpoint, every=-1))
     trainer = Trainer.from_run(only, grid, device, data)
@@ -465,7 +478,7 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
 
 
 def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
-    """The run checked for one rank."""
+    """The run, checked for one rank."""
     me = launch.read_process_info()
     plan = run.plan
     if me is not None and me.world_size > 1:
@@ -475,6 +488,7 @@ def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
     many = {axis: size for axis, size in plan.degrees.items() if size > 1}
     if not many:
         return run.check_and_resolve(1)
+    # One rank would otherwise process the samples of all replicas.
     readers = math.prod(many.get(axis, 1) for axis in ("data", "expert", "depth"))
     options = " ".join(f"--plan.{axis} 1" for axis in many)
     options += f" --plan.batch {max(plan.batch // readers, 1)}" if readers > 1 else ""
@@ -486,7 +500,7 @@ def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
 
 
 def _make_report_dir(folder: Path) -> Path:
-    """The directory of the report, made if it is not there."""
+    """The directory of the report, created if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -502,11 +516,12 @@ def _make_report_dir(folder: Path) -> Path:
 def _profile_steps(
     trainer: Trainer, path: Path, *, steps: int, warm: int
 ) -> tuple[Throughput, list[Kernel]]:
-    """Take the steps; the pace of those before, and the kernels of the profiled ones."""
+    """Take the steps; returns the throughput before profiling, and the profiled kernels."""
     cuda = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _annotate_optimizer(trainer)
-    rows = trainer.run_steps()  # each row is one step behind; the next step is under way
+    # Each row is one step behind: the next step is already running when it is yielded.
+    rows = trainer.run_steps()
     row = [next(rows) for _ in range(warm)][-1]
     record = torch.profiler.profile(
         activities=activities,
@@ -517,13 +532,16 @@ def _profile_steps(
     with _record_triton(), record as profiler:
         for taken in range(1 + steps):
             next(rows)
-            if cuda and taken in (0, steps):  # the trace holds whole steps; between them no wait
+            # Synchronize at both ends only: the trace holds whole steps, and steps between still
+            # overlap.
+            if cuda and taken in (0, steps):
                 torch.cuda.synchronize(trainer.device)
             profiler.step()
     rows.close()  # type: ignore[attr-defined]
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         kernels = read_kernels(json.load(file))
     name = train.device_name(trainer.device)
+    # `span` is set for CPU operators only: with CUDA it means that the trace has no device events.
     if not kernels or (cuda and kernels[0].span is not None):
         raise PlanError(
             f"The profiler has seen no kernel of {name}. It needs the driver's permission, and "
@@ -534,7 +552,7 @@ def _profile_steps(
 
 
 def _annotate_optimizer(trainer: Trainer) -> None:
-    """Have the trace say where the update of the weights begins and ends."""
+    """Mark the optimizer step in the trace."""
     update = trainer.optimizer.step
 
     def marked(*arguments: Any, **options: Any) -> Any:
@@ -546,9 +564,9 @@ def _annotate_optimizer(trainer: Trainer) -> None:
 
 @contextmanager
 def _record_triton() -> Iterator[None]:
-    """Have the trace show functions in Triton with the shapes of their tensors, as it does aten's.
+    """Have the trace show Triton functions with the shapes of their tensors, as it does for aten.
 
-    Those that torch compiles show themselves.
+    Functions that torch compiles record themselves.
     """
     if importlib.util.find_spec("triton") is None:
         yield

@@ -1,8 +1,8 @@
-"""Exact: a run that repeats itself to the bit on CUDA, also when it is resumed.
+"""Bitwise reproducible runs on CUDA, also across a resume.
 
-Only algorithms that always add in the same order are allowed (torch refuses others), and nothing is
-chosen by a measurement, which may be otherwise next time. Our own kernels use no atomics. On a CPU
-runs repeat themselves anyway, with the same number of threads.
+Only algorithms with a fixed order of additions are allowed (torch raises on others), and nothing is
+chosen by a measurement, which may differ next time. Our own kernels use no atomics. On a CPU runs
+are reproducible anyway, with the same number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ranvier.errors import PlanError
 
 
 def check_deterministic(run: RunConfig) -> None:
-    """Refuse settings that would make a deterministic run depend on measurements."""
+    """Raise on settings that would make a deterministic run depend on measurements."""
     if run.guard.replay and run.train.device == "cuda" and not run.train.deterministic:
         raise PlanError(
             f"guard.replay={run.guard.replay} without train.deterministic. On cuda the same work "
@@ -47,7 +47,7 @@ def check_deterministic(run: RunConfig) -> None:
 
 
 def compiles_deterministically() -> bool:
-    """Whether the compiler can be told to measure nothing that changes numbers."""
+    """Whether Inductor has a mode without measurements that change numerics."""
     from torch._inductor import config
 
     return hasattr(config, "deterministic")
@@ -55,10 +55,11 @@ def compiles_deterministically() -> bool:
 
 @contextmanager
 def deterministic_algorithms(on: bool) -> Iterator[None]:
-    """Have torch use only algorithms that repeat their bits, inside; before CUDA has computed."""
+    """Use only deterministic algorithms inside; must be entered before the first CUDA kernel."""
     if not on:
         yield
         return
+    # cuBLAS reads its workspace setting once, when it is initialised.
     launch.use_deterministic_cublas()
     cudnn = torch.backends.cudnn
     memory = torch.utils.deterministic
@@ -67,7 +68,8 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     flags = [(cudnn, "deterministic", True), (cudnn, "benchmark", False)]
-    flags.append((memory, "fill_uninitialized_memory", False))  # nobody reads such memory here
+    # torch fills every `torch.empty` by default in this mode; no code here reads such memory.
+    flags.append((memory, "fill_uninitialized_memory", False))
     if compiles_deterministically():
         from torch._inductor import config
 

@@ -1,10 +1,10 @@
-"""Guard: what a run does about losses and gradients that are wrong.
+"""Handling of non-finite losses and gradients, and of loss spikes.
 
-A step whose numbers are not finite is left out on the device; here such steps are counted, one step
-later, and the run ends after too many. A loss that lies far above the median of those before it is
-a spike. The bound a step is compared with is made of the losses up to two steps before, which the
-host has always read by then: so it is the same however late the host reads, on all ranks, and in a
-run that was stopped and goes on.
+A step with non-finite numbers is skipped on the device; here such steps are counted, one step
+later, and the run fails after too many. A loss far above the median of the previous ones is a
+spike. The limit of step k is computed from the losses up to step k - 2, which the host has always
+read by then: so it does not depend on when the host reads, and is the same on all ranks and in a
+resumed run.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ranvier.train.metrics import PendingStep
 from ranvier.train.step import StepLimits
 
 MIN_LOSSES = 16
-"""Losses before which nothing is a spike."""
+"""Number of losses before which nothing is a spike."""
 MIN_RELATIVE_DEVIATION = 0.01
 MIN_DEVIATION = 1e-3
-"""The deviation counts as this share of the median at least, and as so many nats: losses that
-hardly differ would make a spike of any other."""
+"""Lower bounds of the deviation, relative to the median and in nats: if losses hardly differ, any
+other loss would be a spike."""
 MAD_TO_STD = 1.4826
-"""Deviations of a normal distribution in its median distance from the median."""
+"""Standard deviation of a normal distribution per median absolute deviation (MAD)."""
 
 
 class LossGuard:
-    """The losses and the counts of a run that decide what becomes of its steps."""
+    """The recent losses and the counters that decide whether a step is skipped or rewound."""
 
     def __init__(self, config: GuardConfig, device: torch.device | str) -> None:
         self.config = config
@@ -41,22 +41,23 @@ class LossGuard:
             device, budget=config.skips, strict=config.spike == "skip"
         )
         self.window: deque[float] = deque(maxlen=config.window)
-        """The newest losses that were numbers and no spikes."""
+        """The latest losses that were finite and not spikes."""
         self.recent_losses: list[tuple[int, float]] = []
-        """Steps and losses that are too new for the limit of the next step."""
+        """(step, loss) pairs that are too recent for the limit of the next step."""
         self.nonfinite_steps = self.spikes = self.rewinds = 0
-        """Steps that were no numbers, spikes, and how often the run went back."""
+        """Numbers of non-finite steps, of spikes, and of rewinds."""
         self.skipped_steps = 0
-        """Steps whose update was left out, for either reason."""
+        """Steps whose update was skipped, for either reason."""
         self.spikes_in_row = 0
-        """Spikes since the last loss that was none."""
+        """Consecutive spikes."""
         self.rewind_tokens: int | None = None
-        """Tokens of the run behind which it goes on once it has gone back."""
+        """Position in the data, in tokens, at which to continue after a pending rewind."""
 
     def update_limit(self, step: int) -> None:
-        """Tell the device above which loss the next step is a spike; nobody waits."""
+        """Write the spike limit of the next step to the device, without a synchronisation."""
         if self.config.spike == "off":
             return
+        # A loss that the host happens to have read earlier must not enter the limit earlier.
         self.window.extend(loss for known, loss in self.recent_losses if known <= step - 2)
         self.recent_losses = [
             (known, loss) for known, loss in self.recent_losses if known > step - 2
@@ -64,7 +65,7 @@ class LossGuard:
         self.step_limits.loss_limit.fill_(self.spike_limit())
 
     def spike_limit(self) -> float:
-        """The median of the window and `height` robust deviations; of too few losses infinity."""
+        """median + height * 1.4826 * MAD of the window; infinity with too few losses."""
         if len(self.window) < min(MIN_LOSSES, self.config.window):
             return math.inf
         middle = statistics.median(self.window)
@@ -74,17 +75,21 @@ class LossGuard:
         )
 
     def judge_step(self, under: PendingStep) -> str:
-        """Take note of a step that the device has taken; what is to be said about it, or ""."""
+        """Update the counters with a completed step; returns a warning, or ""."""
         loss, _, bad, spike, *_ = under.numbers.read()
         self.nonfinite_steps += bool(bad)
         self.spikes += bool(spike)
         if spike:
+            # Read by `check_spikes`: skipped spikes in a row mean that the loss level itself has
+            # risen.
             self.spikes_in_row = self.spikes_in_row + 1
         else:
             self.spikes_in_row = 0
+        # The device has decided the same way, see `train_step`.
         under.is_skipped = bool(bad) or (bool(spike) and self.step_limits.skips_spikes)
         self.skipped_steps += under.is_skipped
         under.skipped_total = self.skipped_steps
+        # Spikes stay out of the window: they would raise the limit for the next ones.
         if not bad and not spike:
             self.recent_losses.append((under.step, loss))
             return ""
@@ -101,15 +106,18 @@ class LossGuard:
         return f"{what} is a spike: the median was {statistics.median(self.window):.4g}. {done}"
 
     def needs_rewind(self) -> bool:
-        """Whether the run has to go back before it takes another step."""
+        """Whether the run has to rewind before the next step."""
         return self.rewind_tokens is not None
 
     def is_exhausted(self) -> bool:
-        """Whether a step too many was no number."""
+        """Whether more steps were non-finite than the run may skip."""
         return self.nonfinite_steps > self.config.skips
 
     def check_spikes(self, step: int, kept: str) -> None:
-        """Refuse to leave out spikes for ever, or to go back once more. kept: a checkpoint."""
+        """Raise after too many skipped spikes in a row, or too many rewinds.
+
+        kept: the checkpoint to resume from, for the message.
+        """
         if self.step_limits.skips_spikes and self.spikes_in_row > self.config.skips:
             raise NumericError(
                 f"Step {step + 1} is spike number {self.spikes_in_row} in a row. At most "
@@ -125,7 +133,7 @@ class LossGuard:
             )
 
     def record_rewind(self, counts: tuple[int, int, int, int]) -> None:
-        """Keep the counts that a checkpoint does not know, and one more time that it went back."""
+        """Restore the counters from before the checkpoint was reloaded, and count the rewind."""
         self.nonfinite_steps, self.spikes, self.skipped_steps, self.rewinds = counts
         self.rewinds += 1
         self.rewind_tokens = None
@@ -133,11 +141,11 @@ class LossGuard:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Bad steps, spikes, steps left out, times gone back."""
+        """Non-finite steps, spikes, skipped steps, rewinds."""
         return self.nonfinite_steps, self.spikes, self.skipped_steps, self.rewinds
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; JSON gives each float back to the bit."""
+        """The state for a checkpoint; JSON restores each float bit-exactly."""
         return {
             "counts": list(self.counts),
             "row": self.spikes_in_row,
@@ -146,11 +154,10 @@ class LossGuard:
         }
 
     def load_state_dict(self, facts: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Restore the state from a checkpoint."""
         bad, self.spikes, self.skipped_steps, self.rewinds = facts["counts"]
-        self.nonfinite_steps = min(
-            bad, self.config.skips
-        )  # fewer may be allowed now: the next one is too many
+        # If fewer steps may be skipped than before, only the next bad step fails the run.
+        self.nonfinite_steps = min(bad, self.config.skips)
         self.spikes_in_row = facts["row"]
         self.window = deque(facts["window"], maxlen=self.config.window)
         self.recent_losses = [(int(step), float(loss)) for step, loss in facts["fresh"]]

@@ -1,7 +1,7 @@
-"""Diagnose: take a step again with checks, and name the first tensor that is not a number.
+"""Reruns a step with checks and names the first tensor that is not finite.
 
-The update of the bad step was masked, so the weights are those it began with. All ranks pass the
-same checks in the same order; the first bad one on any rank is the cause.
+The update of the bad step was masked, so the weights are still those it started from. All ranks
+make the same checks in the same order; the first failing one on any rank is the cause.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ranvier.train.step import forward_backward
 
 NO_FAILURE = 2**62
 CHECKS_PER_STAGE = 2**32
-"""More checks than a stage makes."""
+"""Stride between the check indices of stages; larger than the number of checks of a stage."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FiniteChecks:
     name: str = ""
 
     def check_tensors(self, name: str, value: Any) -> None:
-        """Check the tensors of a value."""
+        """Check all floating-point tensors in a value."""
         for tensor in float_tensors(value):
             bad = int((~tensor.isfinite()).sum())
             if bad and self.first_failure == NO_FAILURE:
@@ -44,7 +44,7 @@ class FiniteChecks:
 
 
 def float_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of real numbers in a value."""
+    """Iterate over the floating-point tensors in a value."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value.detach()
     elif isinstance(value, (tuple, list)):
@@ -53,7 +53,7 @@ def float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) -> str:
-    """The first tensor of a step that is not finite, or "" if all are.
+    """Return the name of the first non-finite tensor of a step, or "" if all are finite.
 
     Communicates: as a step does, then one number and a name over all axes.
     """
@@ -62,11 +62,12 @@ def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tens
     stage = parallel.pipeline.executor.stage
     for name, (part, _) in parallel.sharded_state().items():
         checks.check_tensors(f"the weight {name}", part)
-    checks.next_index = CHECKS_PER_STAGE * (
-        1 + stage.index
-    )  # earlier stages come before later ones
+    # Indices order the checks of all ranks in time: weights, forward from the first stage to the
+    # last, the loss, then gradients from the last stage to the first.
+    checks.next_index = CHECKS_PER_STAGE * (1 + stage.index)
     with ExitStack() as hooks:
-        if parallel.compiled_blocks is not None:  # a graph cannot be looked into
+        # Forward hooks do not see inside a compiled graph, so run eagerly.
+        if parallel.compiled_blocks is not None:
             hooks.callback(
                 setattr, parallel.compiled_blocks, "is_enabled", parallel.compiled_blocks.is_enabled
             )
@@ -83,7 +84,9 @@ def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tens
     checks.next_index = CHECKS_PER_STAGE * (2 + 2 * stage.num_stages - stage.index)
     grads = parallel.bucket_scheduler.finish_gradients()
     if parallel.bucket_scheduler.host_offload is not None:
+        # Offloaded gradients must have arrived on the host before they are checked.
         parallel.bucket_scheduler.host_offload.synchronize()
+    # Backward produces gradients in reverse order of the layers.
     for bucket, pieces in reversed(grads):
         for weight, grad in reversed(bucket.split_by_weight(pieces)):
             checks.check_tensors(f"the gradient of {weight.name}", grad)
@@ -92,12 +95,13 @@ def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tens
 
 
 def _earliest_failure(checks: FiniteChecks, model: nn.Module, device: torch.device) -> str:
-    """The name of the first failed check on any rank."""
+    """The name of the first failed check on any rank. Communicates: two numbers and a text."""
     grid = get_parallel_model(model).grid
     mine = torch.tensor([checks.first_failure, grid.rank], device=device)
     order = collectives.all_reduce(mine[:1], world_axis(grid), "min").wait().item()
     if order == NO_FAILURE:
         return ""
+    # Several ranks may have failed at the same check: take the lowest rank.
     if checks.first_failure == order:
         whose = mine[1:]
     else:

@@ -1,7 +1,8 @@
-"""Replay: a step computed twice before its update, loss and gradients compared bit by bit.
+"""Computes a step twice before its update and compares loss and gradients bit by bit.
 
-A flipped bit in an activation leaves a finite loss and equal copies of weights: only the same work
-done again shows it. It costs a second forward and backward pass, so it is done now and then.
+A flipped bit in an activation leaves the loss finite and the replicas of weights equal: only
+repeating the same work detects it (silent data corruption). It costs a second forward and backward
+pass, so it is done only every `guard.replay` steps.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ranvier.train.health.replica_check import fingerprint_tensor
 
 @dataclass(frozen=True)
 class StepReplay:
-    """Compares two passes over the same micro-batches."""
+    """Compares two forward and backward passes over the same micro-batches."""
 
     model: nn.Module
     step: int
     """Number of the step, from 0."""
 
     def run_twice(self, work: Callable[[], Tensor]) -> Tensor:
-        """Do a forward and backward pass twice; the loss, and gradients in the queue.
+        """Run forward and backward twice; returns the loss, gradients are left in the scheduler.
 
         Communicates: twice what the pass does, then perhaps a text over all axes.
         """
@@ -54,10 +55,11 @@ class StepReplay:
         return loss
 
     def _signature(self, loss: Tensor) -> dict[str, int]:
-        """Bits of the loss and of the gradient of each weight, my range over data."""
+        """Hashes of the loss and of the gradient of each weight, for this rank's data shard."""
         found = {"the loss": loss.detach().reshape(1)}
         for bucket, pieces in get_parallel_model(self.model).bucket_scheduler.finish_gradients():
             for weight, grad in bucket.split_by_weight(pieces):
                 found[f"the gradient of {weight.name}"] = grad
+        # One transfer to the host for all hashes.
         hashes = torch.stack([fingerprint_tensor(x) for x in found.values()]).tolist()
         return dict(zip(found, hashes, strict=True))

@@ -1,12 +1,12 @@
-"""Replicas: what several ranks hold must be the same to the bit.
+"""Checks that replicated tensors are bit-identical on all ranks that hold them.
 
-All copies of a weight start equal and get equal updates, so a difference is a fault: a flipped bit
-in a device's memory, or a gradient that was not summed everywhere (as in BLOOM, whose norms drifted
-apart unnoticed for thousands of steps). Each tensor is hashed where it lies; the largest and the
-smallest hash among its holders are equal, or it is named with the ranks that differ.
+All replicas of a weight start equal and get equal updates, so a difference is a fault: a flipped
+bit in a device's memory, or a gradient that was not reduced everywhere (as in BLOOM, whose norms
+drifted apart unnoticed for thousands of steps). Each tensor is hashed on its device; the largest
+and the smallest hash among its holders are equal, or it is reported with the ranks that differ.
 
 Compared are the working weights over data and over all axes that do not split them, and master
-weights and moments over the latter. Not handled: a wrong number that was sent to all.
+weights and moments over the latter. Not handled: a wrong value that was sent to all ranks.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.sharding import Shard
 
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number of 64 bits without a pattern, as a signed one."""
+"""An odd 64-bit constant without a pattern (2^64 / golden ratio), as a signed integer."""
 HASH_CHUNK = 2**23
-"""Elements that are hashed at a time: what that needs beside them stays small."""
+"""Elements that are hashed at a time, which bounds the temporary memory."""
 TRACE_NAME = "replicas"
-"""Where a trace shows the comparison."""
+"""Scope of the comparison in a trace."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor on this rank that others hold, too."""
+    """A tensor on this rank that other ranks hold as well."""
 
     name: str
     part: Tensor
     shard: Shard
     axes: tuple[Axis, ...]
-    """Lines of ranks that hold the same; all of them are joined by these lines."""
+    """Axes whose ranks hold the same tensor; together they connect all of its holders."""
 
 
 def fingerprint_tensor(x: Tensor) -> Tensor:
-    """64 bits of a tensor, on its device: other bits or another order give others.
+    """64-bit hash of a tensor, on its device; it depends on all bits and on their order.
 
-    Σ wᵢ · mᵢ of its 64-bit words w with odd m, modulo 2⁶⁴: one flipped bit always shows.
+    Σ wᵢ · mᵢ of the 64-bit words w with odd m, modulo 2⁶⁴. As odd numbers are invertible modulo
+    2⁶⁴, a single flipped bit always changes the hash.
     """
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     if x.numel() == 0:
         return total
-    count = 8 // x.element_size()  # elements of a word
+    # Elements per 64-bit word; chunks are padded with zeros to whole words.
+    count = 8 // x.element_size()
     for number, part in enumerate(x.detach().reshape(-1).split(HASH_CHUNK)):
         whole = part.new_zeros(-(-part.numel() // count) * count)
         whole[: part.numel()] = part
@@ -65,8 +67,9 @@ def fingerprint_tensor(x: Tensor) -> Tensor:
 
 
 def list_replicas(optimizer: Optimizer) -> Iterator[Replica]:
-    """All tensors of this rank that other ranks hold as well."""
+    """Iterate over the tensors of this rank that other ranks hold as well."""
     queue = optimizer.bucket_scheduler
+    # Updates and copies of offloaded states may still be in flight.
     queue.wait_for_updates()
     optimizer.state_store.synchronize()
     for bucket in queue.buckets:
@@ -74,6 +77,7 @@ def list_replicas(optimizer: Optimizer) -> Iterator[Replica]:
         for weight in (one for one in bucket.weights if one.num_elements):
             others = (bucket.segment_of(weight).replica_axis, *tied)
             others = tuple(axis for axis in others if axis.size > 1)
+            # Working weights are replicated over data, too; optimizer states are sharded over it.
             lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
             if lines:
                 yield Replica(weight.name, weight.storage, weight.shard, lines)
@@ -92,9 +96,10 @@ def compare_replicas(
     device: torch.device | str,
     kept: Callable[[], str] = lambda: "none yet",
 ) -> None:
-    """Refuse copies that differ. kept: tells the checkpoint to go on from; all ranks ask.
+    """Raise if replicas differ.
 
-    Communicates: all-reduce of two numbers a tensor over each axis, one number over all.
+    kept: returns the checkpoint to resume from; called on all ranks.
+    Communicates: all-reduce of two numbers per tensor over each axis, one number over all.
     """
     mine = list(list_replicas(optimizer))
     nothing = torch.zeros((), dtype=torch.int64, device=device)
@@ -103,10 +108,12 @@ def compare_replicas(
         odd = torch.zeros_like(hashes, dtype=torch.bool)
         for axis in dict.fromkeys(axis for one in mine for axis in one.axes):
             at = torch.tensor([i for i, one in enumerate(mine) if axis in one.axes], device=device)
-            # ~h turns the order of numbers round without an overflow: both ends at once
+            # ~h = -h - 1 reverses the order without overflow, so one max-reduction yields both
+            # the maximum and the minimum.
             both = torch.stack([hashes[at], ~hashes[at]])
             largest = collectives.all_reduce(both, axis, "max").wait()
             odd[at] |= largest[0] != ~largest[1]
+        # The lowest rank that sees a difference reports it.
         first = torch.where(odd.any(), nothing + grid.rank, nothing + grid.world_size)
         whose = int(collectives.all_reduce(first[None], world_axis(grid), "min").wait().item())
         if whose < grid.world_size:
@@ -122,9 +129,9 @@ def _raise_mismatch(
     whose: int,
     kept: Callable[[], str],
 ) -> None:
-    """Name the first tensor that rank `whose` knows to differ, and the ranks that differ.
+    """Raise with the first differing tensor of rank `whose` and the ranks that differ.
 
-    Communicates: its name, and the hashes of all who hold it.
+    Communicates: its name, and the hashes of all holders.
     """
     if grid.rank == whose:
         name = mine[odd.index(True)].name
@@ -132,7 +139,8 @@ def _raise_mismatch(
         name = ""
     name = broadcast_text(name, grid, device, rank=whose)
     found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
-    # holders are those whose part is at the same place; other ranks take part with a zero
+    # Holders are the ranks with the same shard, identified by its checksum; ranks without the
+    # tensor take part in the all-gather with a zero.
     row = [[int(h), 1 + zlib.crc32(str(one.shard).encode())] for h, one in found] or [[0, 0]]
     rows = (
         collectives.all_gather(torch.tensor(row, device=device), world_axis(grid)).wait().tolist()
@@ -149,7 +157,7 @@ def _raise_mismatch(
 
 
 def _describe_mismatch(name: str, held: dict[int, int]) -> str:
-    """Which ranks differ from most; all values if there is no majority."""
+    """Describe which ranks differ from the majority; all values if there is none."""
     value, count = Counter(held.values()).most_common(1)[0]
     if 2 * count > len(held):
         odd, rest = ([r for r, h in held.items() if (h == value) == same] for same in (False, True))

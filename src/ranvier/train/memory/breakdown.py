@@ -1,7 +1,7 @@
-"""Account: the memory of a run by category, as predicted and as measured, in words and pages.
+"""Memory of a run by category, predicted vs. measured, as text and as a report section.
 
-The same table stands in the report and in the error of a run that had too little memory, there
-with the cheapest changes that would fit.
+The same table is part of the report and of an out-of-memory error, there with the cheapest changes
+that would fit.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ from ranvier.planner.offload_search import FitProblem, Placement
 from ranvier.train.memory.probe import live_gradients, mark_blocks
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""How torch says that memory is too small."""
+"""Parts of torch's out-of-memory messages."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is too small."""
+    """Whether an error is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         word in str(error) for word in OUT_OF_MEMORY_TEXTS
     )
 
 
 TYPICAL_RATES = DeviceRates(flops=4e14, memory=2e12, to_device=2e10, to_host=2e10, adam=1e9)
-"""Of a device of today, for proposals where nothing can be measured any more."""
+"""Rates of a current device, for suggestions when nothing can be measured any more."""
 MEMORY_RULE = "Weights, gradients, moments and activations of a rank must fit on its device."
 MEMORY_REMEDY = "Use --memory.fit auto, a smaller plan.micro_batch, or more ranks."
 OOM_LIMIT_FRACTION = 0.95
-"""What of a prediction that was too small is held to be there."""
+"""Fraction of the predicted bytes assumed to be available after the prediction was too low."""
 
 
 @dataclass
 class MemoryTracker:
-    """What is known of the memory of a run."""
+    """Predicted and measured memory of a run."""
 
     fit_problem: FitProblem | None = None
-    """What its choices depend on; None: nothing was measured."""
+    """Inputs of the placement search; None if nothing was measured."""
     placement: Placement | None = None
-    """How its steps are placed."""
+    """The placement that the run uses."""
     gradient_bytes: int = 0
-    """Bytes of gradients when most was there, as seen in the passes of a step."""
+    """Bytes of gradients at the memory peak of a step."""
     peers: int = 0
-    """Ranks that this one sends to point to point, over all communicators."""
+    """Number of point-to-point peers of this rank, over all communicators."""
 
     @property
     def predicted_usage(self) -> MemoryBreakdown | None:
-        """What a step needs, by category."""
+        """Predicted bytes of a step by category; None if nothing was measured."""
         if self.fit_problem is None or self.placement is None:
             return None
         return offload_search.predict_breakdown(self.fit_problem, self.placement)
 
     def track_gradients(self, model: Decoder, work: Callable[[], Tensor]) -> Tensor:
-        """Do the passes of a step, and look at the gradients there are when most is there.
+        """Run the passes of a step and record the gradient bytes at the memory peak.
 
-        On a host, where nobody counts, these are the gradients at the end.
+        On a CPU, which has no peak count, these are the gradients at the end.
         """
         queue = get_parallel_model(model).bucket_scheduler
         most = 0
@@ -83,34 +83,36 @@ class MemoryTracker:
                 now = torch.cuda.max_memory_allocated(queue.device)
             else:
                 now = 0
-            if now >= most + cuda:  # it has grown since the last block began
+            # On CUDA (cuda == 1) only if the peak has grown since the last mark; on a CPU always.
+            if now >= most + cuda:
                 most = now
                 self.gradient_bytes = _live_gradient_bytes(queue)
 
-        whole = (
-            get_parallel_model(model).grid.degrees["pipe"] == 1
-        )  # else other stages have blocks, too
+        # With a pipeline this rank does not run all blocks, so calls cannot be numbered.
+        whole = get_parallel_model(model).grid.degrees["pipe"] == 1
         with mark_blocks(model, note) if whole else nullcontext():
             loss = work()
         note("end")
         return loss
 
     def measure_usage(self, optimizer: Optimizer, device: torch.device) -> MemoryBreakdown:
-        """What a run has held: weights, states and gradients; of the rest only the sum is known.
+        """Measured bytes of weights, states and gradients; of the rest only the sum is known.
 
-        On a host nobody counts the rest. No driver tells what the communicators of a process take:
-        those that were made count as much as they took where that was measured.
+        On a CPU the rest is not counted. Drivers do not report the memory of communicators, so each
+        of them counts with the size it had where that was measured.
         """
         here: dict[str, int] = {"gradients": self.gradient_bytes}
         homes = optimizer.bucket_scheduler.host_offload
         if homes is not None:
+            # `here` is the device of the run, `there` the host.
             there: dict[str, int] = {"gradients": homes.grad_bytes}
         else:
             there = {}
         seen = set[int]()
         for name, tensors in tensors_by_category(optimizer).items():
             for x in tensors:
-                if x.data_ptr() not in seen:  # many may share a piece of memory, none a part of it
+                # Tensors may share a whole storage, but never a part of one.
+                if x.data_ptr() not in seen:
                     seen.add(x.data_ptr())
                     if x.device.type == device.type:
                         column = here
@@ -126,6 +128,8 @@ class MemoryTracker:
                 here["libraries"] = self.fit_problem.library_bytes
             else:
                 here["libraries"] = 0
+            # What remains of torch's peak is activations; reserved memory above the peak is
+            # fragmentation.
             here["activations"] = max(most - sum(here.values()), 0)
             here["fragmentation"] = max(torch.cuda.max_memory_reserved(device) - most, 0)
         made = [
@@ -135,7 +139,7 @@ class MemoryTracker:
         return MemoryBreakdown(here, there)
 
     def to_dict(self, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
-        """Both tables, as run.json holds them."""
+        """Both tables, as stored in run.json."""
         predicted = self.predicted_usage
         return {
             "predicted": None if predicted is None else predicted.to_dict(),
@@ -144,7 +148,7 @@ class MemoryTracker:
 
     @contextmanager
     def explain_out_of_memory(self, device: torch.device) -> Iterator[None]:
-        """Inside, an error that says that memory is too small says what would help, too."""
+        """Convert an out-of-memory error inside into one that lists what would help."""
         words = ""
         try:
             yield
@@ -152,13 +156,14 @@ class MemoryTracker:
             if not is_out_of_memory(error):
                 raise
             words = str(error).splitlines()[0][:200]
+        # Raised outside of `except`: the first error would keep the tensors of its frames alive.
         if words:
             raise self.out_of_memory_error(words, device)
 
     def out_of_memory_error(
         self, words: str, device: torch.device | None = None
     ) -> DeviceMemoryError:
-        """The error of a run that had too little memory: the table, and what would fit."""
+        """The out-of-memory error of a run, with the table and the changes that would fit."""
         if self.fit_problem is None or self.placement is None:
             return DeviceMemoryError(f"{words}. {MEMORY_RULE} {MEMORY_REMEDY}")
         predicted = offload_search.predict_breakdown(self.fit_problem, self.placement)
@@ -174,6 +179,8 @@ class MemoryTracker:
     ) -> list[str]:
         """The cheapest changes that would fit, as lines."""
         assert self.fit_problem is not None and self.placement is not None
+        # The run failed although the prediction fitted: assume that less is available than it
+        # predicted.
         held = predicted.total_bytes - self.fit_problem.communicator_bytes
         limit = min(self.fit_problem.device_limit, int(OOM_LIMIT_FRACTION * held))
         case = replace(self.fit_problem, device_limit=limit, rates=self._measure_rates(device))
@@ -193,13 +200,14 @@ class MemoryTracker:
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
                 return device_rates.measure_rates(device, torch.bfloat16)
+        # With open settings the rates were measured before.
         if self.fit_problem.open_settings:
             return self.fit_problem.rates
         return TYPICAL_RATES
 
 
 def _live_gradient_bytes(queue: BucketScheduler) -> int:
-    """Bytes of the gradients on the device now."""
+    """Bytes of the gradients that are currently on the device."""
     made = (
         x.untyped_storage() for x in live_gradients(queue) if x.device.type == queue.device.type
     )
@@ -207,7 +215,7 @@ def _live_gradient_bytes(queue: BucketScheduler) -> int:
 
 
 def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """Weights and states, where they lie."""
+    """Weights and optimizer states by category, on whichever device they are stored."""
     held = optimizer.state_store.states.values()
     scales = [*optimizer.state_store.scales.values()]
     return {
@@ -218,7 +226,7 @@ def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
 
 
 def memory_lines(facts: Any) -> list[str]:
-    """The tables of a run as text; nothing if there are none."""
+    """The memory tables of a run as lines of text; empty if there are none."""
     predicted, measured = _read_breakdowns(facts)
     if predicted or measured:
         return breakdown.format_breakdown(predicted, measured)
@@ -226,7 +234,7 @@ def memory_lines(facts: Any) -> list[str]:
 
 
 def memory_section(facts: Any) -> str:
-    """The section of a report on the memory of a run; nothing if nothing is known."""
+    """The report section on the memory of a run; empty if nothing is known."""
     predicted, measured = _read_breakdowns(facts)
     if predicted is None and measured is None:
         return ""

@@ -1,4 +1,4 @@
-"""Homes: where a run keeps weights, states and activations, by its settings and what there is."""
+"""Placement of weights, optimizer states and activations by the settings of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ranvier.parallel.parallelize import get_parallel_model
 
 
 def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:
-    """Bytes of the host where weights may rest; None: they stay on the device."""
+    """Host bytes available for offloaded weights; None if weights stay on the device."""
     if run.memory.weights == "host":
         return host_bytes_per_rank(ranks, run.memory.host)
     return None
 
 
 def offload_weights(run: RunConfig, model: Decoder, ranks: int) -> None:
-    """Take weights to the host if they are to rest there and do not yet."""
+    """Offload weights to the host if the run asks for it and they are not offloaded yet."""
     room = weight_offload_bytes(run, ranks)
     queue = get_parallel_model(model).bucket_scheduler
     if room is not None and queue.host_offload is None:
@@ -31,12 +31,17 @@ def offload_weights(run: RunConfig, model: Decoder, ranks: int) -> None:
 def states_placement(
     run: RunConfig, ranks: int, homes: HostOffload | None = None
 ) -> StatePlacement:
-    """Where states rest. ranks: those that share the host. homes: of weights and gradients."""
+    """The placement of optimizer states.
+
+    ranks: number of ranks that share the host. homes: the offload of weights and gradients.
+    """
     memory = run.memory
     if memory.states == "device":
         return StatePlacement(tile_elements=memory.tile)
     room = host_bytes_per_rank(ranks, memory.host)
     if homes is not None:
+        # Offloaded weights are allocated already, so what is free now excludes them; room for
+        # gradients is still to be reserved. A configured limit includes both.
         free = host_bytes_per_rank(ranks) - homes.pending_grad_bytes
         if memory.host > 0.0:
             room = min(free, room - homes.host_bytes - homes.pending_grad_bytes)
@@ -53,7 +58,7 @@ def states_placement(
 
 
 def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> None:
-    """Have a share of the activations of blocks wait on the host, or none."""
+    """Offload a fraction of the activations of blocks to the host, or none."""
     get_parallel_model(model).step_context.save_policy.store = InPlaceStore()
     if run.memory.activations <= 0.0:
         return
@@ -63,7 +68,8 @@ def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> Non
     runtime = parallel.pipeline.executor
     stage = runtime.stage
     device = runtime.device
-    ends = stage.index == stage.num_stages - 1 and bool(blocks)  # a stage may have no block
+    # A stage may have no blocks.
+    ends = stage.index == stage.num_stages - 1 and bool(blocks)
     parallel.step_context.save_policy.store = ActivationOffload(
         run.memory.activations,
         blocks,

@@ -1,8 +1,8 @@
-"""Fit: the memory that a step of a run needs, found by measuring a model with two of its blocks.
+"""Memory of a training step, measured on the model with only two of its blocks.
 
-All blocks are alike, so two of them tell what each adds: what it keeps, what it needs for a moment
-and the gradient it leaves. The passes are those of a step, with everything that is around blocks.
-`memory.budget` adds up the rest, and `planner.fit` chooses by it.
+All blocks are alike, so two of them show what each adds: what it saves for backward, its temporary
+peak, and its gradient. The passes are those of a real step, with embedding and head.
+`memory.recompute_budget` extrapolates to all blocks, and `planner.offload_search` chooses by it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from ranvier.planner.memory import measured_states
 from ranvier.train.step import forward_backward
 
 RESERVED_FRACTION = 0.05
-"""Share of a device's memory that is left free: gaps between tensors, space of its libraries."""
+"""Fraction of the device memory left free for fragmentation and libraries."""
 ALLOCATOR_SLACK_BYTES = 48 * 2**20
-"""Bytes of a given limit that torch's allocator may leave empty in the segments (of 2 and 20 MiB)
-that it takes from a device."""
+"""Bytes of a limit that torch's allocator may leave unused in its segments (of 2 and 20 MiB)."""
 GIB = 2**30
 
 
 def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
-    """Micro-batches to try, largest first: the given one, or those that are of use."""
+    """Micro-batches to try, largest first: the given one, or all useful ones."""
     if plan.micro_batch > 0:
         return [plan.micro_batch]
     if plan.inner == "samples":
+        # The col axis splits the samples of a micro-batch.
         multiple = plan.col
     else:
         multiple = 1
@@ -58,13 +58,14 @@ def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
 
 
 def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may use, what it holds already included. limit: GiB; 0: none.
+    """Bytes that this rank may use, including what it holds already. limit: GiB; 0: no limit.
 
-    Gaps in segments that other tensors of the process hold do not count as free, since tensors of
+    Gaps in segments that hold other tensors of the process do not count as free, since tensors of
     other sizes may not fit into them.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # segments without any tensor are not gaps
+        # Empty segments can be returned to the device and are not gaps.
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         gaps = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         there = int(free + torch.cuda.memory_allocated(device) - RESERVED_FRACTION * total)
@@ -81,7 +82,7 @@ def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int
 def resolve_in_flight_limit(
     run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
 ) -> list[str]:
-    """Settle how many micro-batches a stage may hold, by measuring one; lines on the pipeline.
+    """Choose how many micro-batches a stage may hold, by measuring one; notes on the pipeline.
 
     Communicates: as a forward and backward pass inside the stage, and a number over all axes.
     """
@@ -101,6 +102,8 @@ def resolve_in_flight_limit(
             parallel, moments=run.optim.moments, tile=run.memory.tile
         )
         wide = sum(b.size for b in parallel.bucket_scheduler.buckets if b.trainable)
+        # Bytes that do not depend on the micro-batches in flight: weights, communication buffers,
+        # gradients in the dtype of their reduction, and optimizer states.
         fixed = (
             own.weight_bytes
             + own.communication
@@ -111,6 +114,7 @@ def resolve_in_flight_limit(
         )
         available = available_bytes(limited, device, local_ranks)
         fits = (available - fixed) // max(kept, 1)
+        # The stage with the least room decides for all: the policy assumes one limit.
         limit = -max_over_ranks(-int(min(fits, 2**31)), parallel.grid, device)
         if limit < 1:
             raise PlanError(
@@ -122,7 +126,7 @@ def resolve_in_flight_limit(
             )
         pipeline.config = replace(pipeline.config, max_in_flight=limit)
         lines.append(f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB")
-    # the simulator runs on one rank, and all do what it found
+    # The policy search simulates on rank 0 only; all ranks follow what it found.
     if parallel.grid.rank == 0:
         found = pipeline.policy_for_step(plan.num_micro_batches)
     else:
@@ -138,7 +142,7 @@ def resolve_in_flight_limit(
 def _activation_bytes(
     run: RunConfig, parallel: ParallelModel, chunk: int, device: torch.device
 ) -> int:
-    """Bytes that the activations of a micro-batch take in a chunk of my stage."""
+    """Bytes that a micro-batch saves for backward in a chunk of this stage."""
     plan = run.plan
     stage = parallel.pipeline.executor.stage
     batch = blank_batch(run, plan.micro_batch, device)
@@ -149,6 +153,7 @@ def _activation_bytes(
         run.data.seq // (plan.row * plan.context),
         run.model.embed // plan.col,
     )
+    # All but the first chunk receive activations instead of tokens.
     if not stage.is_first_chunk(chunk) or stage.vocab_layers:
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
@@ -157,7 +162,8 @@ def _activation_bytes(
     else:
         more = {}
     kept = 0
-    for _ in range(2):  # compilers and libraries take memory of their own in the first
+    # The first pass also allocates memory of compilers and libraries; the second one counts.
+    for _ in range(2):
         drop_gradients(parallel, device)
         with _count_memory(parallel, [x, batch.model_inputs()], device) as watch:
             y = stage.run_parts(x, stage.chunks[chunk], **batch.model_inputs(), **more)
@@ -180,23 +186,25 @@ def measure_passes(
     passes: int,
     kinds: Sequence[RecomputeMode] = tuple(recompute_budget.RECOMPUTE_COST),
 ) -> tuple[PassMemory, ...] | None:
-    """What passes of `micro` samples each need in a step of so many; None if that is too much.
+    """Measure the `passes` micro-batches of a step, of `micro` samples each; None if out of memory.
 
-    The model runs with two of its blocks, in each of the kinds. All ranks get the same numbers.
-    Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
+    The model runs with two of its blocks, in each recomputation mode. All ranks get equal numbers.
+    Communicates: as a step with two blocks, twice for each mode; numbers over all axes.
     """
     parallel = get_parallel_model(model)
     blocks = model.blocks
     keeping = parallel.step_context.save_policy
     names = [*parallel.recompute_modes][:2]
+    # Offloaded activations are computed, not measured: everything stays on the device here.
     store, keeping.store = (
         keeping.store,
         InPlaceStore(),
-    )  # what waits elsewhere is counted, not measured
+    )
     before = {name: parallel.recompute_modes[name] for name in names}
     batches = [blank_batch(run, micro, device) for _ in range(passes)]
     found: dict[RecomputeMode, list[PassMemory]] = {}
-    gc.collect()  # nothing older shall be freed while bytes are counted
+    # Older garbage must not be freed while bytes are counted.
+    gc.collect()
     try:
         model.blocks = nn.ModuleList([blocks[0], blocks[min(1, len(blocks) - 1)]])
         for kind in kinds:
@@ -209,6 +217,7 @@ def measure_passes(
         keeping.store = store
         parallel.recompute_modes.update(before)
         drop_gradients(parallel, device)
+    # One rank without enough memory is enough to discard the measurement on all.
     if max_over_ranks(int(not found), parallel.grid, device):
         return None
     return tuple(
@@ -220,10 +229,10 @@ def measure_passes(
 def _probe_passes(
     model: Decoder, batches: Sequence[Batch], device: torch.device, kind: RecomputeMode
 ) -> list[PassMemory]:
-    """Passes over a model with two blocks of a kind.
+    """Measure passes over a model with two blocks in one recomputation mode.
 
-    The first time is not measured: compilers and libraries take memory of their own in it, and the
-    order of blocks is noted.
+    The first run is not measured: compilers and libraries allocate memory in it, and the bucket
+    scheduler records the order of blocks.
     """
     parallel = get_parallel_model(model)
     inputs = [batch.model_inputs() for batch in batches]
@@ -233,7 +242,8 @@ def _probe_passes(
     with _count_memory(parallel, inputs, device) as watch:
 
         def note(name: str) -> None:
-            if not marks or marks[-1].name != name:  # a value may come in two parts
+            # The hook fires twice if a value comes in two parts.
+            if not marks or marks[-1].name != name:
                 marks.append(_MemoryMark.record_now(name, watch))
 
         with mark_blocks(model, note):
@@ -244,7 +254,7 @@ def _probe_passes(
 
 @dataclass(frozen=True)
 class _MemoryMark:
-    """Bytes at a moment, and the most since the one before."""
+    """Live bytes at a point of a pass, and the peak since the previous point."""
 
     name: str
     live_bytes: int
@@ -252,7 +262,7 @@ class _MemoryMark:
 
     @classmethod
     def record_now(cls, name: str, watch: _MemoryCounter) -> _MemoryMark:
-        """This moment; what is most begins anew."""
+        """Record the current point and reset the peak."""
         held = watch.live_bytes()
         most = watch.peak_bytes()
         watch.reset_peak()
@@ -261,17 +271,19 @@ class _MemoryMark:
 
 @contextmanager
 def mark_blocks(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
-    """Inside, a pass tells where it is: forward 0, forward 1, ..., head, ..., backward 0, leave.
+    """Call `note` at the points of a pass: forward 0, forward 1, ..., head, ..., backward 0, leave.
 
-    head: the last block is done. leave: so is the first one's backward pass.
+    head: the forward pass of the last block is done. leave: the backward pass of the first one is.
     """
     blocks = {id(block): block for block in model.blocks}
     inner = {at: block.forward for at, block in blocks.items()}
     count = len(model.blocks)
+    # A block may occur twice in `model.blocks`, so blocks are numbered by their calls.
     calls = itertools.count()
 
     def behind(value: Any, name: str) -> None:
-        for part in value if isinstance(value, tuple) else (value,):  # one, or two to be added
+        # A block passes on one tensor, or two whose addition is deferred.
+        for part in value if isinstance(value, tuple) else (value,):
             if part.requires_grad:
                 part.register_hook(lambda _: note(name))
 
@@ -295,13 +307,13 @@ def mark_blocks(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
 
 
 PASS_MARKS = ("forward 0", "forward 1", "head", "backward 1", "backward 0", "leave")
-"""What a pass of a model with two blocks tells."""
+"""The points of a pass of a model with two blocks, in order."""
 
 
 def _passes_from_marks(
     marks: Sequence[_MemoryMark], kind: RecomputeMode, parallel: ParallelModel
 ) -> Iterator[PassMemory]:
-    """What marks of passes tell; see `budget.Pass`."""
+    """Derive the memory of passes from their marks; see `recompute_budget.PassMemory`."""
     before = 0
     first_enter = 0
     each = len(PASS_MARKS)
@@ -310,15 +322,16 @@ def _passes_from_marks(
     assert [mark.name for mark in marks] == [*PASS_MARKS * count, "end"], marks
     for at in range(0, len(marks) - 1, each):
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
+        # The second block's forward: what it leaves behind is what it saves for backward.
         kept = head.live_bytes - second.live_bytes
         last = at // each == count - 1
+        # Its backward frees the saved tensors and adds the gradient.
         made = before + first.live_bytes - back.live_bytes + kept
         gradient = measured_states.block_grad_bytes(
             parallel, name, passes=at // each + 1, last=last
         )
-        if (
-            parallel.bucket_scheduler.host_offload is None
-        ):  # else it leaves, and weights come and go
+        # With offloading the gradient leaves for the host and weights come and go: use its size.
+        if parallel.bucket_scheduler.host_offload is None:
             gradient = min(made, gradient)
         else:
             made = gradient
@@ -337,7 +350,7 @@ def _passes_from_marks(
             earlier_outside_grad=max(enter - first_enter, 0),
             reduction_buffer=made - gradient,
         )
-        # else it leaves for the host
+        # Offloaded gradients are not on the device in the next pass.
         if parallel.bucket_scheduler.host_offload is None:
             before = gradient
         else:
@@ -345,7 +358,7 @@ def _passes_from_marks(
 
 
 def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device) -> PassMemory:
-    """One pass of all kinds: the most that any rank and any kind needs outside of blocks."""
+    """Merge the modes of a pass; outside of blocks the maximum over all ranks and modes."""
     names = [one.name for one in fields(PassMemory) if one.name != "blocks"]
     numbers = [max(getattr(one, name) for one in passes) for name in names]
     blocks = {kind: block for one in passes for kind, block in one.blocks.items()}
@@ -357,7 +370,7 @@ def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device
 
 
 def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
-    """A micro-batch of one token again and again, in two documents a sample if any are packed."""
+    """A micro-batch of zeros, with two documents per sample if documents are packed."""
     tokens = torch.zeros(micro, run.data.seq, dtype=torch.int64)
     samples = torch.arange(micro)
     if not run.data.packed or run.data.seq < 2:
@@ -371,7 +384,7 @@ def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
 def _count_memory(
     parallel: ParallelModel, inputs: Any, device: torch.device
 ) -> Iterator[_MemoryCounter]:
-    """Counts bytes made inside."""
+    """Count the bytes that are allocated inside."""
     watch: _MemoryCounter = _DeviceMemoryCounter(device)
     if device.type != "cuda":
         queue = parallel.bucket_scheduler
@@ -383,7 +396,7 @@ def _count_memory(
 
 
 def live_gradients(queue: BucketScheduler) -> list[Tensor]:
-    """Gradients of weights, and weights gathered over depth, that a queue holds now."""
+    """Gradients and unsharded weights that the bucket scheduler currently holds."""
     found: list[Tensor] = []
     for bucket in queue.buckets:
         for some in (bucket.grad, bucket.final_grads):
@@ -394,13 +407,14 @@ def live_gradients(queue: BucketScheduler) -> list[Tensor]:
 
 
 def drop_gradients(parallel: ParallelModel, device: torch.device) -> None:
-    """Drop gradients and gathered weights; nothing may be under way any more."""
+    """Drop gradients and unsharded weights, after all pending work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     parallel.bucket_scheduler.discard_trial()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # what a run reports is its own
+        # The peak that a run reports must not include measurements.
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 class _MemoryCounter(Protocol):
@@ -409,17 +423,17 @@ class _MemoryCounter(Protocol):
     def __exit__(self, *_: Any) -> Any: ...
 
     def live_bytes(self) -> int:
-        """Bytes made inside that still live."""
+        """Bytes allocated inside that are still alive."""
 
     def peak_bytes(self) -> int:
-        """The most of them at any time."""
+        """Peak of the live bytes."""
 
     def reset_peak(self) -> None:
-        """Have the most begin anew with what is held now."""
+        """Reset the peak to the bytes that are alive now."""
 
 
 class _DeviceMemoryCounter:
-    """What torch counts on a device, also of compiled code."""
+    """Counts by torch's CUDA allocator, which includes compiled code."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -432,61 +446,63 @@ class _DeviceMemoryCounter:
         pass
 
     def live_bytes(self) -> int:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         return torch.cuda.memory_allocated(self.device) - self.bytes_before
 
     def peak_bytes(self) -> int:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         return torch.cuda.max_memory_allocated(self.device) - self.bytes_before
 
     def reset_peak(self) -> None:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
 class HostMemoryCounter(TorchDispatchMode):
-    """Storages that operations use or make; nobody else counts them on a host.
+    """Counts the storages that operations use or create, as there is no allocator count on a CPU.
 
-    Of compiled code that is what it hands to autograd, not what it uses for a moment. A hook on
-    what autograd saves would not do, as a selective block keeps its results elsewhere.
+    Of compiled code it sees what is handed to autograd, not temporaries. Saved-tensor hooks would
+    not be enough, as selective checkpointing saves its results elsewhere.
     """
 
     supports_higher_order_operators = True
     counts_communication = False
-    """Whether communication and deferred work are seen as well."""
+    """Whether communication and deferred work are counted as well."""
 
     def __init__(self, before: Any, unseen: Callable[[], list[Tensor]] = list) -> None:
-        """before: tensors that are there already. unseen: those that are made behind our back."""
+        """before: existing tensors. unseen: returns tensors that dispatch does not see."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.hidden_tensors, self.known_ids = unseen, list[int]()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        """Known and alive by address, with their bytes; 0 if they were there before."""
+        """Known live storages by address, with their bytes; 0 if they existed before."""
         self.max_bytes = self.upper_bound = 0
-        """Bytes: the most so far; those now, with some that may be gone already."""
+        """The peak bytes, and an upper bound of the live bytes that may include freed storages."""
         self._add_tensors(before, new=False)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code may run while this mode is on."""
+        """Allow compiled code to run while this mode is active."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run; the most is looked at after each operation that may have made it."""
+        """Run an operation and update the peak."""
         out = func(*args, **(kwargs or {}))
         self._add_tensors((args, kwargs, out), new=True)
         self._add_hidden_tensors()
+        # The exact count walks over all storages, so it is taken only if the bound exceeds the
+        # peak.
         if self.upper_bound > self.max_bytes and self.live_bytes() > self.max_bytes:
             self.max_bytes = self.upper_bound
             self.on_new_peak()
         return out
 
     def on_new_peak(self) -> None:
-        """Is called when there is more than ever."""
+        """Called when the live bytes reach a new peak."""
 
     def _add_hidden_tensors(self) -> None:
-        """Meet what was made behind our back, if that has changed."""
+        """Add tensors that were created outside of dispatch, if they have changed."""
         unseen = self.hidden_tensors()
         now = [id(x) for x in unseen]
         if now != self.known_ids:
@@ -498,6 +514,7 @@ class HostMemoryCounter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
+                # An address may have been reused by a new storage after the old one was freed.
                 known = self.storages.get(reference.cdata)
                 if known is None or known[0].expired():
                     size = storage.nbytes() if new else 0
@@ -505,7 +522,7 @@ class HostMemoryCounter(TorchDispatchMode):
                     self.upper_bound += size
 
     def live_bytes(self) -> int:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         self._add_hidden_tensors()
         self.storages = {
             at: (reference, size)
@@ -516,9 +533,9 @@ class HostMemoryCounter(TorchDispatchMode):
         return self.upper_bound
 
     def peak_bytes(self) -> int:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         return self.max_bytes
 
     def reset_peak(self) -> None:
-        """See `_Watch`."""
+        """See `_MemoryCounter`."""
         self.max_bytes = self.live_bytes()

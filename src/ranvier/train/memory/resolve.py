@@ -1,10 +1,10 @@
-"""Settle: what a run leaves open about its memory is measured and chosen before its first step.
+"""Resolves the open memory settings of a run by measuring, before its first step.
 
-Open is what asks for it: `plan.recompute = budget`, `memory.activations = -1`, `memory.states =
-split` without `resident`, `memory.update = auto` of states elsewhere; and with `memory.fit = auto`
-all of recomputation, micro-batch, states, weights, activations and update that has its default
-value. Any other value is a decision and is kept. After a fit a trial step, which changes nothing,
-shows whether it is right.
+Open are the settings that ask for it: `plan.recompute = budget`, `memory.activations = -1`,
+`memory.states = split` without `resident`, `memory.update = auto` with offloaded states; and with
+`memory.fit = auto` all of recomputation, micro-batch, states, weights, activations and update that
+have their default value. Any other value is the user's decision and is kept. A fit is verified by
+trial steps, which change no weights.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ from ranvier.train.memory.probe import (
 from ranvier.train.step import forward_backward
 
 MEASURED_PASSES = 3
-"""Micro-batches of a step from which on one is like the other."""
+"""Micro-batches of a step to measure: from the third on all need the same memory."""
 MAX_TRIES = 3
-"""Times that a fit is tried before the run gives up."""
+"""Number of fits to try before the run fails."""
 LIMIT_REDUCTION = 0.05
-"""Share of the limit by which it is lowered at least when a trial step does not fit."""
+"""Minimum fraction by which the limit is lowered when a trial step does not fit."""
 TILE_FRACTION = 0.02
 STATE_BYTES = 12
 MIN_TILE_BITS = 20
-"""Share of the device that tiles of states take, bytes of the states of a number, and bits of the
-number of numbers of the smallest tile: a smaller one would not fill the link."""
+"""Fraction of the device memory for tiles of optimizer states; bytes of states per element; and
+log2 of the elements of the smallest tile, as smaller transfers would not saturate the link."""
 RATE_DEPENDENT = frozenset({"states", "weights", "activations", "update"})
-"""What depends on how fast things move."""
+"""Settings whose choice depends on transfer and compute rates."""
 EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
-"""Where nothing but recomputation and the micro-batch are open: any rates choose alike."""
+"""Used if only recomputation and micro-batch are open: the choice does not depend on rates."""
 
 
 @dataclass
 class ResolvedRun:
-    """A run with everything settled, and what came of it."""
+    """A run without open memory settings, its optimizer, and notes on what was chosen."""
 
     run: RunConfig
     optimizer: Optimizer
@@ -87,7 +87,7 @@ class ResolvedRun:
 def build_optimizer(
     run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
 ) -> Optimizer:
-    """The optimizer of a settled run; weights and activations go where they were chosen to."""
+    """Build the optimizer of a resolved run; weights and activations are offloaded first."""
     optim = run.optim
     queue = get_parallel_model(model).bucket_scheduler
     placement.offload_weights(run, model, local_ranks)
@@ -104,6 +104,7 @@ def build_optimizer(
             "embedding": optim.embedding_lr,
             "vector": optim.vector_lr,
         },
+        # Only fp16 gradients underflow; bf16 has the exponent range of fp32.
         scale=GradScaler(device) if run.train.dtype == "fp16" else None,
         moments=optim.moments,
         home=placement.states_placement(run, local_ranks, queue.host_offload),
@@ -113,17 +114,21 @@ def build_optimizer(
 def resolve_memory(
     run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
 ) -> ResolvedRun:
-    """The run with what was open, its optimizer, and lines that say what was chosen.
+    """Resolve the open memory settings; returns the run, its optimizer, and notes on the choice.
 
-    Communicates: where something is open, passes of a model of two blocks, a few times, and numbers
+    Communicates: if something is open, passes of a model of two blocks, a few times, and numbers
     over all axes; after a fit two trial steps.
     """
     free = open_settings(run)
     if device.type == "cpu" and run.memory.limit == 0.0:
-        free -= RATE_DEPENDENT  # the host is the device
-    if free == {"update"}:  # that is a matter of rates alone
+        # The host is the device: there is nothing to offload to.
+        free -= RATE_DEPENDENT
+    # This choice needs only rates, so no memory is measured.
+    if free == {"update"}:
         run = choose_update_device(run, get_parallel_model(model), device)
         free = frozenset()
+    # Two blocks are not representative of a pipeline stage, so with stages nothing is searched
+    # here; see `resolve_in_flight_limit`.
     if not free or run.plan.pipe > 1:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
         return ResolvedRun(
@@ -131,7 +136,8 @@ def resolve_memory(
         )
     run = _choose_tile(run, device, local_ranks)
     case = build_fit_problem(run, model, device, local_ranks, free)
-    if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
+    # Next to all weights not even a model of two blocks fits: offload weights and measure again.
+    if not case.needs and "weights" in free:
         run = replace(run, memory=replace(run.memory, weights="host"))
         free = free - {"weights"}
         placement.offload_weights(run, model, local_ranks)
@@ -144,6 +150,7 @@ def resolve_memory(
         if found is None:
             raise PlanError(_refusal_text(run, case))
         chosen = apply_placement(run, found.placement)
+        # The optimizer and the trial step below see the chosen modes and placement.
         parallel.recompute_modes.update(
             zip(parallel.recompute_modes, found.placement.recompute_modes, strict=True)
         )
@@ -152,6 +159,7 @@ def resolve_memory(
         if tried is not None:
             notes += offload_search.explain_fit(case, found, every)
             return ResolvedRun(chosen, tried, account, notes)
+        # The prediction was too low by at least `missing`; search again with a smaller limit.
         lower = case.device_limit - max(missing, int(LIMIT_REDUCTION * case.device_limit))
         notes.append(
             f"a trial step did not fit into {case.device_limit / GIB:.3g} GiB, "
@@ -165,7 +173,7 @@ def resolve_memory(
 
 
 def open_settings(run: RunConfig) -> frozenset[str]:
-    """What of `planner.fit.OPEN` a run leaves open."""
+    """Names of the settings a run leaves open, as `planner.offload_search` knows them."""
     plan = run.plan
     memory = run.memory
     usual = MemoryConfig()
@@ -182,6 +190,7 @@ def open_settings(run: RunConfig) -> frozenset[str]:
     if memory.states != "device" and memory.update == "auto":
         found.add("update")
     if auto:
+        # A value other than the default is the user's decision.
         names = ("states", "weights", "activations", "update")
         found |= {name for name in names if getattr(memory, name) == getattr(usual, name)}
     return frozenset(found)
@@ -190,7 +199,7 @@ def open_settings(run: RunConfig) -> frozenset[str]:
 def choose_update_device(
     run: RunConfig, parallel: ParallelModel, device: torch.device
 ) -> RunConfig:
-    """The run with the faster way to update states that rest elsewhere.
+    """Choose the faster device for the update of offloaded states: the GPU or the CPU.
 
     Communicates: numbers over all axes.
     """
@@ -211,8 +220,10 @@ def choose_update_device(
 
 
 def _choose_tile(run: RunConfig, device: torch.device, local_ranks: int) -> RunConfig:
-    """With `memory.fit`: tiles of states that take a small share of the device, as no result
-    depends on them."""
+    """With `memory.fit`: limit the size of state tiles to a small fraction of the device memory.
+
+    The update is elementwise, so no result depends on the tile size.
+    """
     memory = run.memory
     if memory.fit == "off" or memory.tile != MemoryConfig().tile:
         return run
@@ -221,12 +232,13 @@ def _choose_tile(run: RunConfig, device: torch.device, local_ranks: int) -> RunC
         * available_bytes(memory.limit, device, local_ranks)
         / (NUM_SLOTS * STATE_BYTES)
     )
+    # Round down to a power of two, but never above the configured tile.
     tile = min(1 << max(int(most).bit_length() - 1, MIN_TILE_BITS), memory.tile)
     return replace(run, memory=replace(memory, tile=tile))
 
 
 def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
-    """The run with a choice."""
+    """Return the run with the settings of a placement."""
     memory = replace(
         run.memory,
         states=choice.states,
@@ -241,14 +253,15 @@ def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
 def predict_memory(
     run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> MemoryTracker:
-    """The account of a run that has left nothing open, with what it may be told if memory is short.
+    """Predict the memory of a run without open settings, and of the changes that would save memory.
 
-    Smaller micro-batches, and blocks that keep their input only, are estimated from its own.
-    Communicates: see `measured`.
+    Smaller micro-batches and full recomputation are estimated from the measured configuration.
+    Communicates: see `measure_passes`.
     """
     parallel = get_parallel_model(model)
     plan = run.plan
     peers = count_peers(run, parallel)
+    # Neither a stage nor a CUDA graph is like the eager model of two blocks that is measured.
     if plan.pipe > 1 or plan.graph:
         return MemoryTracker(peers=peers)
     case = build_fit_problem(run, model, device, local_ranks, frozenset(), optimizer)
@@ -258,12 +271,15 @@ def predict_memory(
         return MemoryTracker(peers=peers)
     need = case.needs[own]
     passes = need.passes
+    # Bytes of the input of a block, which a block with full recomputation still saves.
     output = run.data.seq // (plan.row * plan.context)
     output *= (
         own
         * (run.model.embed // plan.col)
         * parallel.bucket_scheduler.buckets[0].data.element_size()
     )
+    # Smaller micro-batches mean more of them per step than were measured: accumulated gradients
+    # make the first passes differ.
     if len(passes) < min(share, MEASURED_PASSES):
         more = measure_passes(
             run,
@@ -286,7 +302,7 @@ def predict_memory(
 
 
 def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
-    """Ranks that this one sends to point to point, over all communicators."""
+    """Number of point-to-point peers of this rank, over all communicators."""
     plan = run.plan
     stage = parallel.grid.index["pipe"]
     stages = pipe_peers(stage, plan.pipe, chunks=plan.chunks, spread=plan.spread)
@@ -299,7 +315,7 @@ def _estimate_passes(
     return tuple(recompute_budget.estimate_pass(one, passes[0], share, output) for one in passes)
 
 
-# ---- what a choice depends on -----------------------------------------------------------
+# ---- inputs of the search ---------------------------------------------------------------
 
 
 def build_fit_problem(
@@ -310,15 +326,16 @@ def build_fit_problem(
     free: frozenset[str],
     optimizer: Optimizer | None = None,
 ) -> FitProblem:
-    """What the choices of a run depend on. optimizer: if it is there already.
+    """Collect the inputs of the placement search. optimizer: if it exists already.
 
-    Communicates: see `measured`; numbers over all axes.
+    Communicates: see `measure_passes`; numbers over all axes.
     """
     parallel = get_parallel_model(model)
     plan = run.plan
     memory = run.memory
     grid = parallel.grid
     micros = candidate_micro_batches(plan, run.data.seq)
+    # All ranks must choose alike, so the rank with the least memory decides: min x = -max(-x).
     limit = -max_over_ranks(-available_bytes(memory.limit, device, local_ranks), grid, device)
     host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host), grid, device)
     kind = _recompute_mode(parallel)
@@ -364,28 +381,29 @@ def build_fit_problem(
 
 @dataclass
 class MemoryProbes:
-    """Measured passes, each measured once."""
+    """Measured passes, cached by micro-batch and number of passes."""
 
     run: RunConfig
     model: Decoder
     device: torch.device
     recompute_modes: Sequence[RecomputeMode]
     logit_bytes: dict[int, int]
-    """Bytes of the logits of a chunk, by micro-batch: they do not grow evenly."""
+    """Bytes of the logits of a chunk, by micro-batch; they do not grow linearly."""
     measured_passes: dict[tuple[int, int], tuple[PassMemory, ...] | None] = field(
         default_factory=dict
     )
 
     def step_passes(self, micro: int, count: int) -> tuple[PassMemory, ...] | None:
-        """Passes of a step of so many micro-batches; None if they do not fit.
+        """The passes of a step of `count` micro-batches; None if they do not fit.
 
-        Only a reduction over data makes the last one of a step unlike others.
+        Only a reduction over data makes the last pass of a step differ from the others.
         """
         plan = self.run.plan
         if plan.micro_batch > 0:
             share = plan.batch // (plan.num_replicas * micro)
         else:
             share = MEASURED_PASSES
+        # Without a reduction a longer measurement contains the shorter ones, so measure once.
         if plan.data > 1:
             whole = count
         else:
@@ -400,10 +418,10 @@ class MemoryProbes:
         return found[:count]
 
     def memory_needs(self, micros: Sequence[int]) -> dict[int, StepMemory]:
-        """What steps need, by micro-batch; what does not fit by itself is left out.
+        """Memory of a step by micro-batch, without those that do not fit on their own.
 
-        The largest and the smallest are measured, the rest lies between: compilers take their time
-        for each size.
+        The largest and the smallest are measured and the others interpolated, as compilation of
+        each size takes time.
         """
         blocks = len(self.model.blocks)
         share = self.run.plan.batch // self.run.plan.num_replicas
@@ -428,6 +446,8 @@ class MemoryProbes:
         if small is None or large is None:
             return None
         share = (micro - low) / (high - low)
+        # Logits are computed in chunks whose size is a step function of the micro-batch: replace
+        # their interpolated size by the exact one.
         chunk = self.logit_bytes[low] + (self.logit_bytes[high] - self.logit_bytes[low]) * share
         more = self.logit_bytes[micro] - round(chunk)
         mixed = (
@@ -438,7 +458,7 @@ class MemoryProbes:
 
 
 def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
-    """The kind of all blocks, for those who measure."""
+    """The recomputation mode of all blocks while measuring; the budget starts from none."""
     word = next(iter(parallel.recompute_modes.values()))
     if word == "budget":
         return "none"
@@ -446,13 +466,13 @@ def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
 
 
 def activation_shape(run: RunConfig, parallel: ParallelModel, micro: int) -> ActivationShape:
-    """What a micro-batch is to leaves."""
+    """The activation shape of a micro-batch."""
     size = parallel.bucket_scheduler.buckets[0].data.element_size()
     return ActivationShape(micro, run.data.seq, size, statistics_itemsize=4)
 
 
 def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
-    """The work of a rank on a sample and in a step."""
+    """FLOPs of this rank per sample, and the samples and tokens of its step."""
     share = run.plan.batch // run.plan.num_replicas
     flow = activation_shape(run, parallel, share)
     forward = backward = inside = 0
@@ -461,6 +481,7 @@ def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
         flops = leaf.flops(flow)
         forward = forward + flops
         backward = backward + flops * (1 if frozen else 2)
+        # Only the work inside of blocks can be recomputed.
         if any(name.startswith(f"{block}.") for block in parallel.recompute_modes):
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
@@ -468,7 +489,7 @@ def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
 
 
 def _measure_rates(parallel: ParallelModel, device: torch.device) -> DeviceRates:
-    """The rates of a device, or usual ones where it has no room for a measurement."""
+    """Measured rates of a device, or typical ones if it has no memory left to measure."""
     try:
         return device_rates.measure_rates(device, parallel.bucket_scheduler.buckets[0].data.dtype)
     except torch.OutOfMemoryError:
@@ -476,19 +497,20 @@ def _measure_rates(parallel: ParallelModel, device: torch.device) -> DeviceRates
 
 
 def _slowest_rates(found: DeviceRates, parallel: ParallelModel) -> DeviceRates:
-    """Of each rate that of the slowest rank. Communicates: numbers over all axes."""
+    """The minimum of each rate over all ranks. Communicates: numbers over all axes."""
     device = parallel.bucket_scheduler.device
     numbers = [-int(getattr(found, name)) for name in found.__dataclass_fields__]
     return DeviceRates(*(float(-number) for number in max_each(numbers, parallel.grid, device)))
 
 
 def other_bytes(parallel: ParallelModel, device: torch.device, optimizer: Optimizer | None) -> int:
-    """Bytes on a device that are neither weights nor states: workspaces of libraries, inputs."""
+    """Bytes on the device other than weights and states: library workspaces, inputs."""
     if device.type != "cuda":
         return 0
     tensors = [bucket.data for bucket in parallel.bucket_scheduler.buckets]
     if optimizer is not None:
         tensors = [x for some in tensors_by_category(optimizer).values() for x in some]
+    # Views share a storage, which must be counted once.
     here = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.is_cuda}
     known = sum(storage.nbytes() for storage in here.values())
     return max(torch.cuda.memory_allocated(device) - known, 0)
@@ -527,7 +549,7 @@ def _refusal_text(run: RunConfig, case: FitProblem) -> str:
 def _try_placement(
     run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
 ) -> tuple[Optimizer | None, int]:
-    """The optimizer of a run, if steps with it fit on all ranks; else the bytes that were missing.
+    """Build the optimizer and run trial steps; returns it, or the bytes missing on the worst rank.
 
     Communicates: as two steps; a number over all axes.
     """
@@ -545,8 +567,10 @@ def _try_placement(
     missing = max_over_ranks(missing, parallel.grid, device)
     if missing:
         if optimizer is not None:
-            with suppress(RuntimeError):  # its copies must not outlive their memory
+            # Its pending copies must end before their memory is freed.
+            with suppress(RuntimeError):
                 optimizer.state_store.synchronize()
+        # The callback is the gradient-norm accumulator of the discarded optimizer.
         optimizer = parallel.bucket_scheduler.on_bucket_complete = None
         gc.collect()
     if missing or run.memory.fit == "auto":
@@ -557,9 +581,9 @@ def _try_placement(
 def run_trial_steps(
     run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device
 ) -> None:
-    """Two steps that change nothing: their updates are vetoed. Communicates: as steps do.
+    """Run two steps whose updates are vetoed. Communicates: as steps do.
 
-    A second one, as an update may go on in the forward pass that follows it.
+    Two, because an update may overlap with the forward pass that follows it.
     """
     count = min(run.plan.num_micro_batches, MEASURED_PASSES)
     batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]
@@ -568,6 +592,7 @@ def run_trial_steps(
         before = None
     else:
         before = (scale.scale.clone(), scale.growth_tracker.clone())
+    # Dropout of the trial must not advance the random numbers of the run.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(2):
             forward_backward(model, batches, scale=None if scale is None else scale.scale)
@@ -581,7 +606,7 @@ def run_trial_steps(
 
 
 def missing_bytes(words: str) -> int:
-    """Bytes that torch tried to allocate, less what was free, as its error says; 0: not known."""
+    """Bytes that were missing according to torch's out-of-memory message; 0 if unknown."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", words)
     free = re.search(r"of which ([\d.]+) (bytes|KiB|MiB|GiB) is free", words)

@@ -1,8 +1,8 @@
-"""Kept: which results of collectives the blocks of a run keep for backward.
+"""Chooses which results of collectives recomputed blocks save, so as not to rerun the collectives.
 
-All of them, or (`memory.collectives = auto` with a limit of memory) some: the step is measured
-without them, and what it leaves free is shared by the blocks that compute again. All ranks choose
-alike: room and need are those of the rank that is worst off, rates those that rank 0 has measured.
+All of them, or (`memory.collectives = auto` with a memory limit) some: the step is measured without
+them, and the memory left is divided evenly among the blocks that recompute. All ranks choose alike:
+free memory is that of the worst rank, rates are those measured by rank 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from ranvier.train.memory.resolve import predict_memory
 def choose_saved_collectives(
     run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> list[str]:
-    """Choose which results of collectives are kept, if there is a choice; a line that says it.
+    """Choose which results of collectives are saved, if there is a choice; returns a note on it.
 
-    Communicates: nothing, but with `auto` and a limit as `foreseen` and `rates.measured`.
+    Communicates: nothing, or with `auto` and a limit as `predict_memory` and
+    `bandwidth.measure_axis_rates`.
     """
     parallel = get_parallel_model(model)
     plan = run.plan
@@ -40,11 +41,13 @@ def choose_saved_collectives(
     again = [block for block, kind in parallel.recompute_modes.items() if kind != "none"]
     if run.memory.collectives != "auto" or run.memory.limit == 0.0 or not again:
         return []
-    keeping.chosen_layers = frozenset()  # the step is measured without any
+    # The step is measured without any saved results.
+    keeping.chosen_layers = frozenset()
     account = predict_memory(run, model, optimizer, device, local_ranks)
     free = 0
     if account.predicted_usage is not None and account.fit_problem is not None:
         free = max(account.fit_problem.device_limit - account.predicted_usage.total_bytes, 0)
+    # The rank with the least free memory decides, so that all ranks run the same collectives.
     free = -max_over_ranks(-free, parallel.grid, device)
     itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
     flow = ActivationShape(
@@ -54,10 +57,10 @@ def choose_saved_collectives(
     names = set[str]()
     for block in again:
         inside = [result for result in results if result.name.startswith(f"{block}.")]
+        # Every recomputed block gets the same budget.
         found = choose_results(inside, free // len(again))
-        if parallel.compiled_blocks is None or len(found) == len(
-            inside
-        ):  # a graph keeps all or nothing
+        # A compiled graph saves all of its results or none.
+        if parallel.compiled_blocks is None or len(found) == len(inside):
             names |= found
     if len(names) == len(results):
         keeping.chosen_layers = None
@@ -73,7 +76,10 @@ def choose_saved_collectives(
 def collective_results(
     parallel: ParallelModel, blocks: Sequence[str], flow: ActivationShape, device: torch.device
 ) -> list[SavableResult]:
-    """What blocks may keep of each of their leaves. Communicates: see `rates.measured`."""
+    """The results that blocks may save of each of their layers, with their bytes and seconds.
+
+    Communicates: see `bandwidth.measure_axis_rates`.
+    """
     found = [
         (name, leaf, leaf.forward_events(flow))
         for block in blocks

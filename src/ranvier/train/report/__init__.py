@@ -1,4 +1,4 @@
-"""The report of a run as a page: curves, experts, pipeline.
+"""The report of a run as an HTML page: curves, experts, pipeline.
 
 Imports html and what is below train.
 """

@@ -1,11 +1,11 @@
-"""Routed: what the routers of a run did, as metrics of steps and as a section of the report.
+"""MoE router statistics of a run, as metrics of steps and as a report section.
 
-expert_load     rows of the busiest expert of any layer, in means of its layer
-expert_idle     share of experts that got nothing
-expert_drops    share of choices that found no slot (capacity)
-expert_entropy  of the scores of a token, in nats, mean of tokens and layers
-expert_loss     what all layers add to the loss of a token
-expert_loads    of each expert the share of all choices, mean of layers
+expert_load     tokens of the busiest expert of any layer, relative to the mean of its layer
+expert_idle     fraction of experts without any token
+expert_drops    fraction of choices dropped by the capacity limit
+expert_entropy  entropy of the router scores of a token, in nats, mean over tokens and layers
+expert_loss     auxiliary losses of all layers, per token
+expert_loads    fraction of all choices per expert, mean over layers
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ LOADS_KEY = "expert_loads"
 
 
 def router_statistics(balance: LoadBalancer | None) -> list[Tensor]:
-    """What the host is to read of the last step, on the device."""
+    """Router statistics of the last step, as scalars on the device; empty without MoE layers."""
     if balance is None or balance.last_stats is None:
         return []
     loads = balance.last_stats[:, : balance.num_experts]
+    # [layers, experts] -> [experts]: layers have equal weight; a layer without tokens counts as 0.
     shares = (loads / loads.sum(1, keepdim=True).clamp(min=1.0)).mean(0)
     return [*load_metrics(balance.last_stats, balance.num_experts).values(), *shares.unbind()]
 
 
 def router_metrics(values: Sequence[float]) -> dict[str, Any]:
-    """The same as part of a row of metrics; nothing of nothing."""
+    """The values of `router_statistics` as part of a metrics row; empty if there are none."""
     if not values:
         return {}
+    # The values are the single statistics, then one share per expert.
     single = {f"expert_{name}": value for name, value in zip(STATISTIC_NAMES, values, strict=False)}
     return {**single, LOADS_KEY: [round(share, 5) for share in values[len(STATISTIC_NAMES) :]]}
 
@@ -52,7 +54,7 @@ METRIC_LABELS = {
 
 
 def experts_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The section of a report on experts; nothing if there are none."""
+    """The report section on experts; empty if there are none."""
     routed = [row for row in rows if isinstance(row.get(LOADS_KEY), list)]
     if not routed:
         return ""

@@ -1,8 +1,8 @@
-"""Timeline: the step of a pipeline that a run has recorded, in its report.
+"""The recorded pipeline timeline of a run, in its report.
 
-A run with several stages leaves timeline.json: what each stage did and waited for in one step. The
-report draws it above the same step as the simulator plays it with the mean time of each job, so
-that what the simulator does not know (links, jitter, work between jobs) is what differs.
+A run with several stages writes timeline.json: jobs and waits of each stage in one step. The report
+draws it above a simulation of the same step with the mean time of each job, so that differences
+show what the simulator does not model (links, jitter, work between jobs).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMELINE_FILE = "timeline.json"
 
 
 def read_timeline(folder: Path) -> dict[str, Any]:
-    """What the timeline of a run holds."""
+    """Read the timeline.json of a run."""
     path = folder / TIMELINE_FILE
     try:
         table = json.loads(safe_files.read_text(path))
@@ -47,20 +47,21 @@ def read_timeline(folder: Path) -> dict[str, Any]:
 
 
 def recorded_chart(table: dict[str, Any]) -> TimelineChart:
-    """The step as it was."""
+    """The chart of the recorded step."""
     return timeline_svg.chart_of_run(f"run, step {table.get('step')}, {table.get('policy')}", table)
 
 
 def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
     """The mean time of each kind of job on each virtual stage.
 
-    halves: where weight gradients were no jobs of their own, they are half of backward.
+    halves: if weight gradients were not separate jobs, count them as half of backward.
     """
     stages = len(picture.lanes)
     size = len(picture.lanes) * picture.chunks
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for stage, lane in enumerate(picture.lanes):
         for bar in lane.jobs:
+            # Virtual stage = chunk * stages + stage, as in interleaved schedules.
             found[bar.kind, bar.chunk * stages + stage].append(bar.stop - bar.start)
     missing = [v for v in range(size) for kind in "FB" if (kind, v) not in found]
     if missing:
@@ -77,13 +78,14 @@ def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
 
 
 def simulated_chart(table: dict[str, Any], picture: TimelineChart) -> TimelineChart:
-    """The same step as the simulator plays it."""
+    """The chart of the same step in the simulator."""
     name = str(table.get("policy"))
     limit = table.get("credits")
     shape = PipelineShape(len(picture.lanes), picture.micro_batches, picture.chunks)
     times = mean_times(picture)
     known = table.get("chosen")
-    if isinstance(known, str):  # what the run itself has chosen
+    # Prefer the policy that the run itself used; older timelines have only its name.
+    if isinstance(known, str):
         policy = read_policy(known, shape)
     else:
         policy = choose_policy(name, shape, times, limit=limit if isinstance(limit, int) else 0)
@@ -93,7 +95,7 @@ def simulated_chart(table: dict[str, Any], picture: TimelineChart) -> TimelineCh
 
 
 def pipeline_section(folder: Path) -> str:
-    """The section of a report, or nothing for a run without a timeline."""
+    """The report section on the pipeline; empty for a run without a timeline."""
     if not (folder / TIMELINE_FILE).exists():
         return ""
     notes: list[str] = []

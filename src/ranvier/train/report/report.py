@@ -1,8 +1,8 @@
-"""Report: what happened in a training run, as one HTML file that needs nothing else.
+"""The report of a training run as one self-contained HTML file.
 
-`write` reads the directory of a run (metrics.jsonl, and config.toml, run.json, checkpoints/ and
-trace-rank*.json where they exist) and writes report.html beside them. It is readable without
-scripts, loads nothing, and escapes all text of the run. A missing fact leaves its place out.
+`write_report` reads the directory of a run (metrics.jsonl, and config.toml, run.json, checkpoints/
+and trace-rank*.json where they exist) and writes report.html beside them. It is readable without
+scripts, loads no other resource, and escapes all text of the run. Missing facts are omitted.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ Metrics = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the directory of a run holds."""
+    """The contents of a run directory."""
 
     folder: Path
     rows: list[Metrics]
-    """Every step that was taken, in the order of the file."""
+    """Metrics of every step, in the order of the file."""
     run_facts: dict[str, Any]
-    """run.json, or nothing."""
+    """The content of run.json; empty if there is none."""
     notes: list[str]
-    """What could not be read."""
+    """Lines on what could not be read."""
 
     columns: dict[str, list[float | None]] = field(default_factory=dict)
-    """The metrics that were asked for, by name."""
+    """Cache of `metric_column`."""
 
     def metric_column(self, name: str) -> list[float | None]:
-        """A metric of all rows; None where it is missing, perhaps not finite."""
+        """A metric of all rows, possibly not finite; None where it is missing."""
         if name not in self.columns:
             self.columns[name] = [to_float(row.get(name)) for row in self.rows]
         return self.columns[name]
 
     def finite_values(self, name: str) -> list[float]:
-        """The values of a metric that are numbers."""
+        """The finite values of a metric."""
         return [v for v in self.metric_column(name) if v is not None and math.isfinite(v)]
 
     def latest_rows(self) -> RunRecord:
-        """The record with one row a step, in order: what was repeated after a restart counts."""
+        """The record with one row per step, in order; of repeated steps the last one counts."""
         rows = {row["step"]: row for row in self.rows}
         if len(rows) == len(self.rows) and list(rows) == sorted(rows):
             return self
@@ -77,19 +77,22 @@ class RunRecord:
 
 
 def to_float(value: object) -> float | None:
-    """A JSON number as float, perhaps not finite; None for anything else."""
+    """A JSON number as float, possibly not finite; None for anything else."""
+    # The common case first: this runs for every metric of every step.
     if type(value) is float:
         return value
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         return float(value)
+    # A JSON integer may exceed the range of a float.
     except OverflowError:
         return None
 
 
 def read_record(folder: Path) -> RunRecord:
-    """The record of a run, or a DataError if it has no metrics."""
+    """Read the record of a run; raises DataError if it has no metrics."""
     path = folder / "metrics.jsonl"
     notes = []
     rule = "A report needs the metrics of at least one step."
@@ -111,7 +114,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
-    """The rows of a metrics file and how many lines are broken, not counting a cut-off last one."""
+    """The rows of a metrics file and the number of broken lines, except for a cut-off last one."""
     rows: list[Metrics] = []
     broken = 0
     step = -1
@@ -129,6 +132,7 @@ def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
         if known is not None and math.isfinite(known):
             step = int(known)
         else:
+            # Rows without a usable step number are counted on from the previous one.
             step = step + 1
         row["step"] = step
         rows.append(row)
@@ -136,7 +140,7 @@ def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
 
 
 def read_run_facts(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The facts of run.json; a file that cannot be used is noted."""
+    """The facts of run.json; a problem with the file is added to the notes."""
     if not safe_files.path_exists(path):
         return {}
     try:
@@ -151,14 +155,14 @@ def read_run_facts(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def median_or_none(values: Sequence[float]) -> float | None:
-    """The median, or None of nothing."""
+    """The median, or None if there are no values."""
     if values:
         return statistics.median(values)
     return None
 
 
 def wall_seconds(facts: Mapping[str, Any]) -> float | None:
-    """Seconds from start to finish, where both are known."""
+    """Seconds from start to finish; None if either is unknown."""
     try:
         start = datetime.fromisoformat(str(facts.get("started")))
         return (datetime.fromisoformat(str(facts.get("finished"))) - start).total_seconds()
@@ -167,7 +171,7 @@ def wall_seconds(facts: Mapping[str, Any]) -> float | None:
 
 
 def phase_seconds(record: RunRecord) -> dict[str, float]:
-    """Seconds of each part of a run: those of run.json, or what the metrics tell; and the rest."""
+    """Seconds per phase of a run, from run.json or else from the metrics; and the remainder."""
     given = record.run_facts.get("phases")
     if isinstance(given, dict):
         known = {str(k): to_float(v) for k, v in given.items()}
@@ -177,7 +181,9 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
     if not parts:
         split = {k: sum(filter(math.isfinite, v)) for k, v in step_seconds(record).items()}
         parts = {name: value for name, value in split.items() if value > 0.0}
+    # Less than 1 % is not worth a part of its own.
     rest = (wall_seconds(record.run_facts) or 0.0) - sum(parts.values())
+    # Wall time of a resumed run includes the time between launches, so it has no remainder.
     if parts and not restart_steps(record) and rest > 0.01 * sum(parts.values()):
         parts["not accounted for"] = rest
     return parts
@@ -194,7 +200,7 @@ def restart_steps(record: RunRecord) -> list[float]:
 
 
 def step_seconds(record: RunRecord) -> dict[str, list[float]]:
-    """Seconds of each step: compute, exposed communication, waiting for data; nan if unknown."""
+    """Seconds of each step by compute, exposed communication and data; nan if unknown."""
     keys = ("exposed_communication_seconds", "data_seconds")
     wait, data = (
         [v if v is not None and math.isfinite(v) else 0.0 for v in record.metric_column(key)]
@@ -208,16 +214,18 @@ def step_seconds(record: RunRecord) -> dict[str, list[float]]:
 
 
 def key_facts(record: RunRecord) -> dict[str, Any]:
-    """The key facts of a record; see `summary`."""
+    """The key facts of a record; see `summarize_run`."""
     latest = record.latest_rows()
     facts = record.run_facts
     held = latest.finite_values("held_out_loss")
+    # The loss of the last step may be non-finite, which is reported as such below.
     losses = [v for v in latest.metric_column("loss") if v is not None]
     bad = [
         row["step"]
         for row, loss in zip(latest.rows, latest.metric_column("loss"), strict=True)
         if loss is not None and not math.isfinite(loss)
     ]
+    # All rows, also of steps that were repeated after a restart: they took time.
     busy = sum(record.finite_values("seconds"))
     parameters = to_float(facts.get("parameters"))
     return {
@@ -243,7 +251,7 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
 
 
 def summarize_run(folder: Path) -> dict[str, Any]:
-    """The key facts of a run, None where unknown; medians over steps, bytes and seconds."""
+    """The key facts of a run, None where unknown; medians over steps, in bytes and seconds."""
     return key_facts(read_record(folder))
 
 
@@ -259,7 +267,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a duration."""
+    """Seconds as a readable duration."""
     if seconds < 59.95:
         if seconds >= 1:
             return f"{seconds:.1f} s"
@@ -272,21 +280,22 @@ def format_duration(seconds: float) -> str:
 
 
 def running_median(values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """A centred running median, which spikes do not move, at up to 2,000 places of a run."""
+    """A centred running median, robust to spikes, at up to 2,000 positions of a run."""
     count = len(values)
     half = min(max(count // 100, 3), 200)
     clean = [v if v is not None and math.isfinite(v) else None for v in values]
     places = sorted({*range(0, count, max(count // 1000, 1)), count - 1})
     out: list[float | None] = []
     for i in places:
-        reach = max(min(half, i, count - 1 - i), 2)  # symmetric near the ends: no lag
+        # The window stays symmetric near the ends, so that the curve does not lag.
+        reach = max(min(half, i, count - 1 - i), 2)
         window = sorted(v for v in clean[max(i - reach, 0) : i + reach + 1] if v is not None)
         out.append(None if clean[i] is None else window[len(window) // 2])
     return places, out
 
 
 def fact_cards(facts: Mapping[str, Any]) -> str:
-    """The key facts, large."""
+    """The key facts as HTML cards."""
     loss = facts["final_loss"]
     bad = facts["losses_not_finite"]
     rows: list[tuple[str, str | None, str]] = [
@@ -316,7 +325,7 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
 
 
 def format_value(value: float | None, form: Any) -> str | None:
-    """A value as text, by a format or a function; None stays None."""
+    """A value as text, by a format string or a function; None stays None."""
     if value is None:
         return None
     if isinstance(form, str):
@@ -325,11 +334,12 @@ def format_value(value: float | None, form: Any) -> str | None:
 
 
 def metric_series(record: RunRecord, name: str, label: str, *, scale: float = 1.0) -> list[Series]:
-    """A metric, each step and smoothed; a short run has its steps only."""
+    """A metric per step and smoothed; only per step for runs of fewer than 20 steps."""
     steps = [row["step"] for row in record.rows]
     values = record.metric_column(name)
     if scale != 1.0:
         values = [None if v is None else v * scale for v in values]
+    # Too few steps to smooth.
     if len(values) < 20:
         return [Series(label, steps, values, "dots")]
     places, means = running_median(values)
@@ -338,8 +348,9 @@ def metric_series(record: RunRecord, name: str, label: str, *, scale: float = 1.
 
 
 def loss_series(record: RunRecord) -> list[Series]:
-    """Losses; those held out are joined across the steps without one."""
+    """Training and validation loss; the latter is joined across steps without an evaluation."""
     held = [(row["step"], to_float(row.get("held_out_loss"))) for row in record.rows]
+    # Without gaps between evaluations, so that the dots are joined.
     held = [(step, loss) for step, loss in held if loss is not None]
     out = metric_series(record, "loss", "train")
     if held:
@@ -352,7 +363,7 @@ def loss_series(record: RunRecord) -> list[Series]:
 
 
 def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
-    """Single dots at the steps that bear a mark: at their loss, or the last that was a number."""
+    """Dots at the steps with a flag, at their loss or at the last finite one."""
     steps = list[float]()
     values = list[float | None]()
     last = None
@@ -360,6 +371,7 @@ def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
         if loss is not None and math.isfinite(loss):
             last = loss
         if row.get(name) is True and last is not None:
+            # The None is a gap, so that the dots are not joined by a line.
             steps = [*steps, row["step"], row["step"]]
             values = [*values, last, None]
     if steps:
@@ -368,12 +380,12 @@ def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
 
 
 def has_spikes(values: Sequence[float]) -> bool:
-    """Whether spikes would press the rest of a line flat on a linear axis."""
+    """Whether spikes would flatten the rest of a curve on a linear axis."""
     return bool(values) and min(values) > 0.0 and max(values) > 10 * statistics.median(values)
 
 
 def draw_plots(record: RunRecord) -> Iterator[str]:
-    """The plots over steps, of a record with one row a step."""
+    """The plots over steps, for a record with one row per step."""
     steps = [row["step"] for row in record.rows]
     marks = restart_steps(record)
 
@@ -392,6 +404,7 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
         )
         return f"<figure>{svg}</figure>"
 
+    # A log axis if spikes would flatten the curve.
     wide = has_spikes(record.finite_values("loss"))
     yield plot(loss_series(record), "Loss", "nats per token", "log" if wide else "near")
     speed = metric_series(record, "tokens_per_second", "each step")
@@ -419,8 +432,9 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
 
 
 def steps_table(record: RunRecord) -> str:
-    """A dozen steps in numbers."""
+    """A table of twelve evenly spaced steps."""
     count = len(record.rows)
+    # A set, as short runs would repeat steps.
     places = sorted({round(i * (count - 1) / 11) for i in range(12)})
     form = (
         format_number,
@@ -439,7 +453,7 @@ def steps_table(record: RunRecord) -> str:
 
 
 def time_table(parts: Mapping[str, float], steps: int) -> str:
-    """Where the time went, as a bar and in numbers."""
+    """The time by phase, as a bar and as a table."""
     whole = sum(parts.values())
     if not whole:
         return ""
@@ -455,7 +469,7 @@ def time_table(parts: Mapping[str, float], steps: int) -> str:
 
 
 def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
-    """Title, status, what ran where, and notes on what needs care."""
+    """Title, status, model and device, and warnings."""
     known = record.run_facts
     status = facts["status"]
     notes = list(record.notes)
@@ -490,7 +504,7 @@ def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
 
 
 def file_listing(folder: Path) -> str:
-    """Checkpoints and traces in the directory."""
+    """Lists of the checkpoints and traces in the directory."""
     steps = sorted(p.name for p in folder.glob("checkpoints/step-*") if p.is_dir())
     steps = [name for name in steps if re.fullmatch(r"step-\d+", name)]
     traces = sorted(p.name for p in folder.glob("trace-rank*.json"))
@@ -505,7 +519,7 @@ def file_listing(folder: Path) -> str:
 
 
 def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
-    """The inside of the page."""
+    """The HTML body of the report."""
     known = record.run_facts
     latest = record.latest_rows()
     sample = known.get("sample")
@@ -561,11 +575,12 @@ def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write report.html into the directory of a run; its path."""
+    """Write report.html into the directory of a run; returns its path."""
     record = read_record(folder)
     facts = key_facts(record)
     page = render_document(facts["title"], page_body(record, facts))
     path = folder / "report.html"
+    # Renamed at the end, so that a browser never sees half a page.
     temporary = folder / f".report.html.{os.getpid()}"
     temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, path)

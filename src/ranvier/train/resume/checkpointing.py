@@ -1,7 +1,7 @@
-"""Saves: all that a run goes on from, to a checkpoint and back, on the same grid or another.
+"""Saves and restores everything a run resumes from, on the same grid or another.
 
-Tensors (master weights, moments, the state of torch's random numbers) are saved by name with their
-place in the whole; the rest are a few facts. Data needs one number, as samples are numbered.
+Tensors (master weights, moments, torch's RNG states) are saved by name with their shard of the
+global tensor; the rest are a few facts. The data position is one number, as samples are numbered.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
 RNG_PREFIX = "random."
-"""How the names of the states of random numbers begin."""
+"""Prefix of the names of RNG states."""
 FIXED_SETTINGS = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
     *(f"lora.{key}" for key in lora.FIXED_LORA_SETTINGS),
     *("optim.moments", "data.learn", "data.truncate", "prune"),
 )
-"""Settings that a run keeps for its whole life; the corpora are compared by fingerprint. Rotary
-positions have no weights: model.max_seq says how many a user wants, and may change."""
+"""Settings that must not change when a run is resumed; corpora are compared by fingerprint.
+
+Rotary positions have no weights, so with them model.max_seq may change.
+"""
 
 
 def state_tensors(trainer: Trainer) -> ShardedStateDict:
-    """All tensors that the run goes on from."""
+    """All tensors that the run resumes from."""
     weights = {
         **trainer.optimizer.sharded_state(),
         **_frozen_weights(trainer),
@@ -57,12 +59,14 @@ def state_tensors(trainer: Trainer) -> ShardedStateDict:
 
 
 def tensors_to_write(trainer: Trainer) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
-    """Those of them that this rank writes, and of which it has some numbers only."""
+    """The tensors that this rank writes, and those that it stores compressed (pruned)."""
     (state, sparse), parallel = trainer.optimizer.sparse_state(), get_parallel_model(trainer.model)
     owners = {
         weight.name: weight.bucket.is_owner_of(weight) for weight in parallel.weights.values()
     }
-    if trainer.grid.index["data"] == 0:  # frozen weights are not split over data
+    # Frozen weights are replicated over data, unlike optimizer states: the first replica writes
+    # them.
+    if trainer.grid.index["data"] == 0:
         state |= _frozen_weights(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
     if trainer.grid.rank == 0:
@@ -70,12 +74,13 @@ def tensors_to_write(trainer: Trainer) -> tuple[ShardedStateDict, dict[str, Comp
     else:
         more = {}
     if not any(at for axis, at in trainer.grid.index.items() if axis != "pipe"):
-        more |= _router_biases(trainer)  # all ranks of a stage have them
+        # All ranks of a stage have them; the first one writes them.
+        more |= _router_biases(trainer)
     return {**mine, **_rng_states(trainer), **more}, sparse
 
 
 def state_parts(trainer: Trainer) -> Iterator[ShardedStateDict]:
-    """The same tensors, to be filled a part at a time; see `Optimizer.parts`."""
+    """The tensors to restore, one part at a time; see `Optimizer.iter_restore_parts`."""
     rest = {
         **_frozen_weights(trainer),
         **_router_biases(trainer),
@@ -84,17 +89,18 @@ def state_parts(trainer: Trainer) -> Iterator[ShardedStateDict]:
     }
     for state in trainer.optimizer.iter_restore_parts():
         yield {**state, **rest}
+        # Everything besides the optimizer state is restored with the first part only.
         rest = {}
 
 
 def _frozen_weights(trainer: Trainer) -> ShardedStateDict:
-    """Weights that are not trained."""
+    """Weights that are not trained, under the names of master weights."""
     weights = get_parallel_model(trainer.model).weights.values()
     return {f"{w.name}.master": (w.storage, w.shard) for w in weights if not w.trainable}
 
 
 def _router_biases(trainer: Trainer) -> ShardedStateDict:
-    """What routers choose experts by, besides weights."""
+    """The expert biases of MoE routers (auxiliary-loss-free balancing)."""
     balance = get_parallel_model(trainer.model).load_balancer
     if balance is None:
         return {}
@@ -102,7 +108,7 @@ def _router_biases(trainer: Trainer) -> ShardedStateDict:
 
 
 def _device_counters(trainer: Trainer) -> ShardedStateDict:
-    """Numbers that live on the device: nobody has to wait for them."""
+    """Counters that live on the device, so that saving them needs no synchronisation."""
     optimizer = trainer.optimizer
     place = Shard((), (), (), ())
     found = {"run.updates": (optimizer.num_updates, place)}
@@ -113,7 +119,7 @@ def _device_counters(trainer: Trainer) -> ShardedStateDict:
 
 
 def _rng_states(trainer: Trainer) -> ShardedStateDict:
-    """The state of torch's random numbers, one row for each rank."""
+    """torch's RNG states, one row per rank."""
     rows = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         rows["cuda"] = torch.cuda.get_rng_state(trainer.device)
@@ -129,7 +135,7 @@ def _rng_states(trainer: Trainer) -> ShardedStateDict:
 
 
 def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
-    """What the run goes on from besides tensors, but for what is read of the last step."""
+    """The facts of a checkpoint besides tensors; the guard state is added once the step is read."""
     return {
         "samples": trainer.samples,
         "fingerprint": trainer.data.fingerprint,
@@ -140,24 +146,26 @@ def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def run_to_dict(run: RunConfig) -> dict[str, Any]:
-    """A run as JSON holds it."""
+    """A run config as JSON represents it."""
+    # A round trip through JSON, so that it compares equal to a stored config (tuples become lists).
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run), default=str))
     return found
 
 
 def build_saver(trainer: Trainer) -> AsyncSaver:
-    """What saves this run. Communicates: a word over all axes."""
+    """Build the checkpoint saver of a run. Communicates: a text over all axes."""
     config = trainer.run.checkpoint
     keep = RetentionPolicy(config.keep, config.keep_every, config.keep_best)
     made = AsyncSaver(trainer.checkpoint_dir, trainer.grid, trainer.device, keep)
+    # An update must not overwrite tensors that a background save is still copying.
     trainer.optimizer.before_update = made.wait_for_copies
     return made
 
 
 def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
-    """Go on from the first of these checkpoints that is as it was written; lines on it.
+    """Resume from the first undamaged checkpoint; returns notes on the others.
 
-    Communicates: a text for each that is not; all-gather of weights over data.
+    Communicates: a text for each damaged one; all-gather of weights over data.
     """
     damaged: list[str] = []
     for checkpoint in candidates:
@@ -175,8 +183,9 @@ def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
     base = lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run)
     own = _is_same_dir(checkpoint.parent, trainer.checkpoint_dir)
     if trainer.run.checkpoint.every >= 0 and own and not base:
-        trainer.saver.step = trainer.step  # it is saved
-    # Those of another past must not be what a restart finds.
+        # This step is saved already.
+        trainer.saver.step = trainer.step
+    # Later checkpoints belong to a history that is discarded; a restart must not find them.
     moved = run_and_raise_together(
         lambda: _set_aside_checkpoints(trainer, trainer.step if own else -1),
         trainer.grid,
@@ -191,7 +200,7 @@ def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
 
 
 def _set_aside_checkpoints(trainer: Trainer, after: int) -> list[Path]:
-    """Rename the checkpoints that the run leaves behind, on rank 0."""
+    """Rename the checkpoints after step `after`, on rank 0."""
     try:
         if trainer.grid.rank == 0:
             return folders.set_aside(trainer.checkpoint_dir, after)
@@ -209,9 +218,10 @@ def _is_same_dir(one: Path, other: Path) -> bool:
 
 
 def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
-    """Load a checkpoint on all ranks; why it cannot be used, if it is damaged on one."""
+    """Load a checkpoint on all ranks; returns the reason if it is damaged for any rank."""
     why = ""
 
+    # Damage on one rank rejects the checkpoint on all of them; any other error is raised on all.
     def tried(work: Callable[[], None]) -> bool:
         def mine() -> None:
             nonlocal why
@@ -230,6 +240,7 @@ def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
         if not tried(lambda: masks.read_masks(checkpoint)):
             return why
         masks.apply_masks()
+    # Masks come first: compressed states have as many elements as the masks keep.
     if tried(lambda: _load_checkpoint(trainer, checkpoint)):
         trainer.optimizer.finish_restore()
         if lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run):
@@ -238,11 +249,12 @@ def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
 
 
 def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
-    """Fill the tensors of this rank and take the facts."""
+    """Load the tensors of this rank and the facts of a checkpoint."""
     manifest = manifests.read_manifest(checkpoint)
     config = trainer.run.checkpoint
     _check_facts(manifest, checkpoint)
-    if manifest.facts.get("weights"):  # of a model that was imported: all else begins anew
+    # An imported model has weights only: optimizer, data and step start from zero.
+    if manifest.facts.get("weights"):
         return load_weights_only(trainer, checkpoint, manifest)
     check_same_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
     _check_weight_names(trainer, manifest, checkpoint)
@@ -252,15 +264,18 @@ def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         for name, (_, place) in list(state.items()):
             entry = manifest.tensors.get(name)
             if name.startswith(RNG_PREFIX) and (entry is None or entry.shape != place.global_shape):
-                del state[name]  # of another number of ranks
+                # Saved by another number of ranks: these states cannot be mapped.
+                del state[name]
         left += load.load_checkpoint(
             checkpoint, state, partial=config.partial, cast=config.other_config
         )
         random |= {name: x for name, x in state.items() if name.startswith(RNG_PREFIX)}
+        # Loaded all the same, but not silently.
         if not bool(rank_file.max_magnitude(x for x, _ in state.values()).isfinite()):
             print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
     if left and trainer.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
+    # States or facts of the wrong form mean that the checkpoint is damaged; the next one is tried.
     try:
         for name, (row, _) in random.items():
             if name == f"{RNG_PREFIX}cpu":
@@ -273,7 +288,7 @@ def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
 
 
 def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoint: Path) -> None:
-    """Refuse weights that the model does not have."""
+    """Raise if the checkpoint has weights that the model lacks."""
     known = {f"{name}.master" for name in get_parallel_model(trainer.model).weight_summaries}
     odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
     if odd and not trainer.run.checkpoint.partial:
@@ -285,14 +300,14 @@ def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoi
 
 
 def load_weights_only(trainer: Trainer, checkpoint: Path, manifest: CheckpointManifest) -> None:
-    """Fill the weights of this rank from a checkpoint; nothing else is taken."""
+    """Load only the weights of this rank from a checkpoint."""
     _check_weight_names(trainer, manifest, checkpoint)
     for state in state_parts(trainer):
         fill_weights(trainer.run, checkpoint, manifest, state)
 
 
 def load_initial_weights(trainer: Trainer, source: Path) -> None:
-    """Begin with the weights of a run, a checkpoint or a published model; all else is new.
+    """Start with the weights of a run, a checkpoint or a published model; all else is new.
 
     Communicates: all-gather of weights over data.
     """
@@ -301,6 +316,7 @@ def load_initial_weights(trainer: Trainer, source: Path) -> None:
     def fill(state: ShardedStateDict) -> None:
         nonlocal bare
         if (source / "config.json").exists() or source.is_file():
+            # Published models have no optimizer state: only names of weights match.
             ours = {n.removesuffix(".master"): x for n, x in state.items()}
             with PublishedModel.open(source) as model:
                 model.fill_state({n: x for n, x in ours.items() if n in model.shapes})
@@ -321,6 +337,7 @@ def load_initial_weights(trainer: Trainer, source: Path) -> None:
 
     masks = MaskLoader(trainer)
     if trainer.run.prune.is_enabled:
+        # Masks are computed from the loaded weights, so these are read twice.
         run_and_raise_together(lambda: fill(masks.weights_to_fill()), trainer.grid, trainer.device)
         masks.apply_masks()
     run_and_raise_together(work, trainer.grid, trainer.device)
@@ -330,7 +347,7 @@ def load_initial_weights(trainer: Trainer, source: Path) -> None:
 
 
 def _restore_facts(trainer: Trainer, manifest: CheckpointManifest) -> None:
-    """Take the facts of a checkpoint."""
+    """Restore step, sample position, validation loss and guard state from a checkpoint."""
     facts = manifest.facts
     trainer.step, trainer.samples = manifest.step, int(facts["samples"])
     trainer.val_loss = facts.get("held_out_loss")
@@ -356,7 +373,7 @@ def _check_facts(manifest: CheckpointManifest, checkpoint: Path) -> None:
 def check_same_data(
     manifest: CheckpointManifest, checkpoint: Path, fingerprint: str, *, allowed: bool
 ) -> None:
-    """Refuse data that the checkpoint was not trained on."""
+    """Raise if the data differs from the data the checkpoint was trained on."""
     before = manifest.facts.get("fingerprint")
     if before != fingerprint and not allowed:
         raise DataError(
@@ -367,7 +384,7 @@ def check_same_data(
 
 
 def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunConfig) -> None:
-    """Refuse settings that the checkpoint depends on, if they differ."""
+    """Raise if settings differ that the checkpoint depends on."""
     if run.checkpoint.other_config:
         return
     fatal = [
@@ -388,7 +405,7 @@ def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunCo
 def setting_differences(
     old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
-    """Dotted name, old and new value of each setting that differs; new ones are left out."""
+    """(name, old, new) of each setting that differs; settings without an old value are ignored."""
     return [
         (f"{section}.{key}", value, new[section][key])
         for section, settings in (old.items() if isinstance(old, Mapping) else ())

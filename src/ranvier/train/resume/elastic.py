@@ -1,7 +1,7 @@
-"""Elastic: the smaller grids that a run may go on with when ranks are lost for good.
+"""Smaller grids on which a run may continue when ranks are lost for good.
 
-The batch of a step stays what it is, so that the losses go on as they would have; each rank takes
-more of it.
+The global batch stays the same, so that the loss curve continues as it would have; each rank
+processes more samples.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ranvier.errors import PlanError
 
 
 def format_grid(degrees: Mapping[str, int]) -> str:
-    """A grid as `launch.grids` writes it."""
+    """A grid in the notation of `launch.grids`."""
     return ",".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "data=1"
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """The degrees in a text such as data=2,row=2; axes that are not named have one rank."""
+    """Parse the axis sizes of a text such as data=2,row=2; unnamed axes have size 1."""
     degrees = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
@@ -43,10 +43,11 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def change_grid(run: RunConfig, degrees: Mapping[str, int]) -> RunConfig:
-    """A checked run on another grid: the same batch, the same micro-batch if it still divides."""
+    """A validated run on another grid, with the same batch, and the same micro-batch if it fits."""
     world = math.prod(degrees.values())
     plan = dataclasses.replace(run.plan, **dict[str, Any](degrees))
     if plan.pipe != run.plan.pipe:
+        # Explicit stage boundaries are valid only for the number of stages they were given for.
         plan = dataclasses.replace(plan, stages=())
     if plan.pipe == 1:
         plan = dataclasses.replace(plan, chunks=1, spread=False)
@@ -54,7 +55,7 @@ def change_grid(run: RunConfig, degrees: Mapping[str, int]) -> RunConfig:
 
 
 def fit_micro_batch(run: RunConfig, world: int) -> RunConfig:
-    """A checked run, with another micro-batch if that alone is what does not fit so many ranks."""
+    """A validated run for `world` ranks, with another micro-batch if only that does not fit."""
     try:
         return run.check_and_resolve(world)
     except PlanError as error:
@@ -62,16 +63,18 @@ def fit_micro_batch(run: RunConfig, world: int) -> RunConfig:
             plan = dataclasses.replace(run.plan, micro_batch=-1)
             return dataclasses.replace(run, plan=plan).check_and_resolve(world)
         except PlanError:
+            # Another micro-batch does not help: report the problem of the given settings.
             raise error from None
 
 
 def fallback_runs(run: RunConfig) -> list[RunConfig]:
-    """A checked run on each grid of `launch.grids`, or every problem at once."""
+    """A validated run for each grid of `launch.grids`; raises with all problems at once."""
     runs = []
     problems = []
     for text in run.launch.grids:
         try:
             degrees = parse_grid(text)
+            # A fallback grid is for fewer ranks than the plan.
             if math.prod(degrees.values()) >= run.plan.world_size:
                 raise PlanError(
                     f"launch.grids={text!r} has {math.prod(degrees.values())} ranks, the plan "

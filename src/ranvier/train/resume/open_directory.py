@@ -1,8 +1,9 @@
-"""The directory that a run has begun in, held open until it ends.
+"""The output directory of a run, held open until the run ends.
 
 A path is only a name: while a run trains, its directory may be deleted, renamed or replaced by
-another. What is saved under the name then could not be continued, and might lie among the files of
-another run. An open directory keeps its identity, so that the two can be compared at any time.
+another. A checkpoint saved under that name could then not be resumed, and might be mixed with the
+files of another run. An open file descriptor keeps the identity of the directory, so that the two
+can be compared at any time.
 """
 
 from __future__ import annotations
@@ -17,27 +18,29 @@ from pathlib import Path
 from ranvier.errors import WriteError
 
 CHECK_INTERVAL_SECONDS = 1.0
-"""How often a run looks at its directory between saves, at most."""
+"""Minimum seconds between two checks of the directory, besides those at saves."""
 MISSING_PATH_ERRORS = (FileNotFoundError, NotADirectoryError)
-"""Errors that say that a path leads nowhere; others may pass, as on a network."""
+"""Errors of a path that does not exist; others may be transient, as on a network file system."""
 
 
 class OpenDirectory:
-    """Directories of a run, and whether their paths still lead to them."""
+    """Open directories of a run; checks whether their paths still refer to them."""
 
     def __init__(self, *paths: Path) -> None:
         self._descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in paths}
         self._last_check = time.monotonic()
 
     def close(self) -> None:
-        """Let them go."""
+        """Close the descriptors."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
     def find_missing(self) -> Path | None:
-        """The first path that no longer leads to the directory that it led to; None: all do."""
+        """The first path that no longer refers to its directory; None if all do."""
         for path, number in self._descriptors.items():
             try:
+                # The same device and inode: a directory recreated under the old name is another
+                # one.
                 if not os.path.samestat(os.stat(path), os.fstat(number)):
                     return path
             except MISSING_PATH_ERRORS:
@@ -47,7 +50,7 @@ class OpenDirectory:
         return None
 
     def check_present(self) -> None:
-        """Refuse to go on without them."""
+        """Raise if one of the directories is gone or replaced."""
         path = self.find_missing()
         if path is not None:
             raise WriteError(
@@ -58,7 +61,7 @@ class OpenDirectory:
             )
 
     def exit_code(self) -> int:
-        """The exit code of a run without them, 0 if they are there or were a moment ago."""
+        """The exit code if a directory is gone, else 0; checks at most once per second."""
         now = time.monotonic()
         if now - self._last_check < CHECK_INTERVAL_SECONDS:
             return 0
@@ -70,6 +73,6 @@ class OpenDirectory:
 
 @contextmanager
 def hold_open(*paths: Path) -> Iterator[OpenDirectory]:
-    """Directories that stay open inside."""
+    """Hold directories open inside."""
     with contextlib.closing(OpenDirectory(*paths)) as directory:
         yield directory

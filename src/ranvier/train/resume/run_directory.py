@@ -1,10 +1,10 @@
-"""The directory of a run: who may write there, what is in it, where a run goes on.
+"""The directory of a run: its lock, its files, and where to resume.
 
-config.toml     the resolved run
-run.json        what is known of it: device, data, groups, phases, status
-metrics.jsonl   one object a step
-checkpoints/    what it goes on from
-report.html     plots
+config.toml     the resolved run config
+run.json        facts on the run: device, data, groups, phases, status
+metrics.jsonl   one JSON object per step
+checkpoints/    the checkpoints
+report.html     the report with plots
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from ranvier.train.lora import is_base_checkpoint
 from ranvier.train.resume import checkpointing
 
 UNFINISHED = "unfinished"
-"""Status of a run until it ends: true while it trains, and for good if it is killed with all of its
-processes, so that nobody is left to write another. Who trains holds the lock."""
+"""Status of a run until it ends.
+
+It remains if the run is killed with all of its processes; a run that is training holds the lock.
+"""
 
 
 def check_output_dir(run: RunConfig) -> None:
-    """Refuse a directory that cannot be made or written in, before any work."""
+    """Raise if the output directory cannot be created or written, before any work is done."""
     folder = Path(run.train.out or "runs")
     try:
+        # The nearest existing ancestor decides whether the directory can be created.
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except (OSError, ValueError) as error:
         raise PlanError(
@@ -56,6 +59,7 @@ def check_output_dir(run: RunConfig) -> None:
             "Choose another train.out."
         )
     if not is_writable(there):
+        # Master weights of all parameters and two moments of the trained ones.
         wide = {"fp64": 8}.get(run.train.dtype, 4)
         moments = 2 * (2 if run.optim.moments == "bf16" else wide)
         needed = run.model.num_parameters * wide + run.trainable_parameters * moments
@@ -67,7 +71,7 @@ def check_output_dir(run: RunConfig) -> None:
 
 
 def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
-    """A handle that keeps other runs out of a directory as long as it is open.
+    """Lock a directory; other runs are refused while the returned handle is open.
 
     seconds: how long to wait for a run that is just ending.
     """
@@ -82,8 +86,11 @@ def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
             if time.monotonic() > limit:
                 raise _locked_error(folder, handle) from None
             time.sleep(0.05)
-        except OSError:  # a file system without locks
+        # The file system does not support locks: run without one.
+        except OSError:
             break
+    # The holder is only for the error message of others; the lock itself is that of the kernel,
+    # which releases it when the process dies.
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     handle.flush()
@@ -91,7 +98,7 @@ def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run is writing into a directory just now."""
+    """Whether a run currently holds the lock of a directory."""
     with suppress(OSError), (folder / ".lock").open() as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,7 +108,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def check_unlocked(run: RunConfig) -> None:
-    """Refuse a directory that another run is writing, before any rank is started."""
+    """Raise if another run holds the directory, before any rank is started."""
     if run.train.out and (Path(run.train.out) / ".lock").exists():
         lock_dir(Path(run.train.out)).close()
 
@@ -117,9 +124,10 @@ def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
 
 
 def with_auto_resume(run: RunConfig, began: float) -> RunConfig:
-    """The run as it is started again: it goes on from what it has saved itself, if it has.
+    """The run config for a restart by the launcher: resume from its own checkpoints, if any.
 
-    began: this launch. One that was to begin anew may have ended before it put the old aside.
+    began: start time of this launch. A run with `resume=never` may have failed before it moved the
+    old checkpoints aside; these are not its own.
     """
     folder = Path(run.train.out)
     own = any(one.get("began") == began for one in read_launches(folder))
@@ -129,10 +137,10 @@ def with_auto_resume(run: RunConfig, began: float) -> RunConfig:
 
 
 def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[Path], list[str]]:
-    """The directory of a run, the checkpoints to go on from, best first, and lines on them.
+    """The directory of a run, the checkpoints to resume from (best first), and notes on them.
 
-    A directory that was not asked for is a new one, which only one run can claim. restarted: the
-    launcher has started the ranks again; they may have taken all steps, but not written the report.
+    Without `train.out` a new directory is created, which only one run can claim. restarted: the
+    launcher has restarted the ranks; all steps may be done, but not the report.
     """
     word = run.checkpoint.resume
     if run.train.out:
@@ -152,13 +160,15 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
         candidates, lines = newest_checkpoints(own / "checkpoints")
         if not candidates and is_finished(own):
             raise _finished_error(run, "")
+    # Refuse conflicts now, before the model is built.
     manifest = _first_readable_manifest(candidates)
     if manifest is not None:
         _refuse_base_checkpoint(manifest, run)
         checkpointing.check_same_config(manifest, candidates[0], run)
         if not restarted:
             _refuse_finished(manifest, run)
-        if own is None or not (own / "config.toml").exists():  # else `begin` tells them
+        # Otherwise `write_header` reports the changes.
+        if own is None or not (own / "config.toml").exists():
             changed = checkpointing.setting_differences(
                 manifest.facts.get("config", {}), checkpointing.run_to_dict(run)
             )
@@ -170,7 +180,7 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
 
 
 def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> None:
-    """Refuse to go on with adapters from a checkpoint that has none."""
+    """Raise if a run with adapters would resume from a checkpoint without any."""
     if is_base_checkpoint(manifest, run) and not manifest.facts.get("weights"):
         word = run.checkpoint.resume
         if word == "auto":
@@ -185,7 +195,7 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
 
 
 def _refuse_finished(manifest: CheckpointManifest, run: RunConfig) -> None:
-    """Refuse a checkpoint after which nothing is left to do."""
+    """Raise if a checkpoint has all steps of the run already."""
     word = run.checkpoint.resume
     auto = run.checkpoint.resume == "auto"
     if manifest.step >= run.train.steps and not auto:
@@ -199,7 +209,7 @@ def _refuse_finished(manifest: CheckpointManifest, run: RunConfig) -> None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run of a directory has ended well."""
+    """Whether the run of a directory has finished."""
     return (folder / "config.toml").exists() and read_run_json(folder).get("status") == "finished"
 
 
@@ -211,7 +221,7 @@ def _finished_error(run: RunConfig, other: str) -> PlanError:
 
 
 def _resolve_resume_path(path: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoint that a path is, or those of the run that it is."""
+    """The checkpoint at a path, or the checkpoints of the run at a path."""
     if (path / MANIFEST_NAME).exists() or CHECKPOINT_NAME.fullmatch(path.name):
         candidates = [path] if path.is_dir() else []
         lines = list[str]()
@@ -228,7 +238,7 @@ def _resolve_resume_path(path: Path) -> tuple[list[Path], list[str]]:
 
 
 def _first_readable_manifest(candidates: list[Path]) -> CheckpointManifest | None:
-    """The first manifest that can be read; that of none is a matter for the loading."""
+    """The first readable manifest; None if there is none, which is reported when loading."""
     for path in candidates:
         with suppress(DamageError):
             return read_manifest(path)
@@ -236,7 +246,7 @@ def _first_readable_manifest(candidates: list[Path]) -> CheckpointManifest | Non
 
 
 def _move_aside(folder: Path) -> list[str]:
-    """Rename what an earlier run has left in a directory, so that one begins anew beside it."""
+    """Rename what an earlier run has left in a directory, so that a new run can start there."""
     names = [name for name in ("checkpoints", "metrics.jsonl") if (folder / name).exists()]
     if not names:
         return []
@@ -247,9 +257,10 @@ def _move_aside(folder: Path) -> list[str]:
 
 
 def make_run_dir(name: str) -> Path:
-    """A directory for a run that asked for none, which only one run can make."""
+    """Create a new directory runs/NAME, runs/NAME-2, ... for a run without `train.out`."""
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        # mkdir is atomic: of two runs that start together only one gets the name.
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
@@ -257,9 +268,9 @@ def make_run_dir(name: str) -> Path:
 
 
 def write_header(folder: Path, run: RunConfig, step: int, origin: Path | None = None) -> list[str]:
-    """Write the config and keep the metrics before `step`; what has changed since, as lines.
+    """Write the config and truncate the metrics to steps before `step`; returns changed settings.
 
-    origin: the run it goes on from, if that is another one.
+    origin: the directory of the run it resumes from, if that is another one.
     """
     lines = []
     config = folder / "config.toml"
@@ -272,23 +283,25 @@ def write_header(folder: Path, run: RunConfig, step: int, origin: Path | None = 
         )
         lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write_text_atomically(config, runs.to_toml(run))
+    # Steps after the checkpoint will be repeated; their old metrics are dropped.
     rows = _rows_before((origin or folder) / "metrics.jsonl", step)
     write_text_atomically(folder / "metrics.jsonl", "".join(rows))
     return lines
 
 
 def _rows_before(path: Path, step: int) -> Iterator[str]:
-    """Lines of the steps that are not taken again."""
+    """Lines of metrics of the steps before `step`."""
     if step <= 0 or not safe_files.path_exists(path):
         return
     for line in safe_files.read_text(path, errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # the last may be cut off
+        # The last line may be cut off if the run was killed.
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] < step:
                 yield line + "\n"
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace a file at once: a reader sees the old one or the new one."""
+    """Replace a file atomically: a reader sees the old content or the new one."""
     writing = path.with_name(f".{path.name}.writing")
     try:
         with safe_files.open_to_write(writing) as file:
@@ -300,7 +313,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:
-    """What run.json says; nothing if it is not there or broken."""
+    """The content of run.json; empty if it is missing or broken."""
     with suppress(OSError, ValueError, RecursionError):
         table = json.loads(safe_files.read_text(folder / "run.json"))
         if isinstance(table, dict):
@@ -317,9 +330,10 @@ def update_run_json(folder: Path, **more: Any) -> None:
 
 
 def run_status(folder: Path, about: Mapping[str, Any]) -> str:
-    """How a run stands, by its run.json and by whether somebody holds its lock; empty: unknown."""
+    """The status of a run, by its run.json and its lock; empty if unknown."""
     status = str(about.get("status") or "")
-    if status not in (UNFINISHED, "running"):  # of earlier versions
+    # Earlier versions wrote "running".
+    if status not in (UNFINISHED, "running"):
         return status
     if is_locked(folder):
         return "running"
@@ -327,26 +341,30 @@ def run_status(folder: Path, about: Mapping[str, Any]) -> str:
 
 
 def record_failure(folder: Path, began: float, code: int, message: str) -> None:
-    """Write down how a run ended whose first rank could not do so.
+    """Record the failure of a run whose rank 0 could not do so.
 
-    began: when its launcher began; a run that has taken the directory since is left alone.
+    began: start time of its launcher; a run that has taken the directory since is left alone.
     """
     known = read_run_json(folder)
     mine = read_launches(folder)[-1:]
+    # The directory belongs to another launch if its newest record is older than this launcher.
     theirs = not mine or float(mine[0].get("began", 0.0)) < began
     if not code or known.get("status") != UNFINISHED or theirs or is_locked(folder):
         return
     words = message.strip().splitlines()[:1] or [f"it ended with exit code {code}"]
     if not message and code > 128:
+        # By convention a process killed by signal N exits with 128 + N.
         words = [f"it was ended at once by signal {code - 128}"]
     finished = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    with suppress(OSError):  # the directory may be gone, or its disk full
+    # The directory may be gone, or its disk full.
+    with suppress(OSError):
         update_run_json(folder, status=f"failed: {words[0]}", finished=finished)
 
 
 def record_launch(folder: Path, me: ProcessInfo) -> None:
-    """Add to run.json when this launch began and why its ranks were started again."""
+    """Add to run.json when this launch began and why its ranks were restarted."""
     began = me.start_time or time.time() - process_age_seconds()
+    # A restart by the same launcher replaces its own record.
     before = [one for one in read_launches(folder) if one.get("began") != began]
     failures = [dataclasses.asdict(failure) for failure in me.failures]
     update_run_json(
@@ -355,15 +373,15 @@ def record_launch(folder: Path, me: ProcessInfo) -> None:
 
 
 def read_launches(folder: Path) -> list[dict[str, Any]]:
-    """The launches in run.json, oldest first."""
+    """The launches recorded in run.json, oldest first."""
     known = read_run_json(folder).get("launches")
     return _dicts_in(known)
 
 
 def compute_goodput(folder: Path) -> dict[str, Any]:
-    """The launches with the time that the last one has taken, and the goodput.
+    """The launches, with the duration of the last one, and the goodput.
 
-    That is the share of the time of all launches that went to steps which counted.
+    goodput = seconds of steps that counted / seconds of all launches.
     """
     known = read_launches(folder)
     if not known:
@@ -376,12 +394,12 @@ def compute_goodput(folder: Path) -> dict[str, Any]:
 
 
 def with_dir(run: RunConfig, folder: Path) -> RunConfig:
-    """The run in its directory."""
+    """The run config with its output directory set."""
     return replace(run, train=replace(run.train, out=str(folder)))
 
 
 def restart_lines(about: Mapping[str, Any]) -> list[str]:
-    """How often ranks were started again, why last, and the goodput, as a line."""
+    """A line on the number of restarts, the last reason, and the goodput; none without restarts."""
     reasons = [
         one.get("why")
         for some in _dicts_in(about.get("launches"))
@@ -398,7 +416,7 @@ def restart_lines(about: Mapping[str, Any]) -> list[str]:
 
 
 def _dicts_in(value: Any) -> list[dict[str, Any]]:
-    """The tables of a list; of what is none nothing."""
+    """The dicts in a list; empty if it is not a list."""
     if isinstance(value, list):
         return [one for one in value if isinstance(one, dict)]
     return []
