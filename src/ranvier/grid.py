@@ -132,8 +132,7 @@ class Grid:
         if self.connected and self.rank != self._process_rank():
             raise PlanError(
                 f"rank={self.rank}, but this process is rank {self._process_rank()}. A "
-                "connected grid is "
-                "seen from its own rank. Leave rank out."
+                "connected grid is seen from its own rank. Leave rank out."
             )
         if not 0 <= self.rank < world:
             raise PlanError(

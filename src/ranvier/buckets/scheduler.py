@@ -163,11 +163,10 @@ class BucketScheduler:
             whole = values.wait()
             if bucket.is_depth_sharded:
                 bucket.unsharded_params = bucket.unpack_gathered(whole)
-            else:
-                bucket.unsharded_params = []
-            if bucket.is_depth_sharded:
                 # The gathered weights are a copy; the shard that was fetched is no longer needed.
                 self._evict_weights(bucket)
+            else:
+                bucket.unsharded_params = []
 
     def _buckets_to_fetch(self, block: str) -> list[Bucket]:
         """Buckets of a block that have to be gathered over depth or fetched from the host."""

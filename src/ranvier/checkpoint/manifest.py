@@ -179,8 +179,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     if not path.is_symlink() and not path.exists():
         raise DamageError(
             f"{checkpoint} has no {MANIFEST_NAME}. A checkpoint is finished by one: this was "
-            "cut off, or is "
-            "none. Use another."
+            "cut off, or is none. Use another."
         )
     body = read_digested(path)
     if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
@@ -190,8 +189,7 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
             found = body
         raise VersionError(
             f"{path} is of format {found!r:.40}. This version reads format {MANIFEST_FORMAT}. "
-            "Use the "
-            "version that wrote it."
+            "Use the version that wrote it."
         )
     try:
         manifest = _parse_manifest(body)

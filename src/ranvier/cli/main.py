@@ -123,8 +123,7 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
     if me is None and world > MAX_LOCAL_RANKS:
         raise PlanError(
             f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} are started on one "
-            "machine. Use "
-            "smaller degrees, or a launcher such as srun or torchrun."
+            "machine. Use smaller degrees, or a launcher such as srun or torchrun."
         )
     return me, world
 
@@ -338,9 +337,6 @@ def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) 
             return 0
         if words:
             near = suggest_nearest(words[0], verbs)
-        else:
-            near = ""
-        if words:
             what = f"{name} {words[0]!r} is no verb.{near}"
         else:
             what = f"{name} needs a verb."

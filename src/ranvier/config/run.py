@@ -446,8 +446,6 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
             value = float(value)
         elif good:
             value = math.inf
-        else:
-            value = value
     else:
         # Not isinstance: true is not a valid integer.
         good = type(value) is kind

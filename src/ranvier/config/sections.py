@@ -227,9 +227,9 @@ class PruneConfig:
     def initial_density(self) -> float:
         """Lower bound on the fraction of a matrix that has states when a run begins."""
         # The density of a mask file is unknown before it is read; a growing sparsity starts dense.
-        if self.masks or self.every or not self.is_enabled:
-            if self.masks:
-                return 0.0
+        if self.masks:
+            return 0.0
+        if self.every or not self.is_enabled:
             return 1.0
         if self.pattern_n_m:
             return self.pattern_n_m[0] / self.pattern_n_m[1]

@@ -201,8 +201,7 @@ def index_pairs(
         if tally.num_tokens == 0:
             raise DataError(
                 f"{prefixes[0]} holds no token ({tally.num_documents} documents). A corpus "
-                "needs at "
-                "least one. Choose another pair."
+                "needs at least one. Choose another pair."
             )
         if tokenizer is not None:
             _check_vocab(tokenizer, tally, prefixes[0])

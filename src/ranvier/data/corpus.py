@@ -116,8 +116,7 @@ class Corpus:
         if (known.vocab_size, known.eos_token_id) != (said.vocab, said.end):
             raise DataError(
                 f"{path} has {known.vocab_size} ids and the end {known.eos_token_id}. {rule} "
-                f"with {said.vocab} "
-                f"ids and the end {said.end}. {remedy}"
+                f"with {said.vocab} ids and the end {said.end}. {remedy}"
             )
         return known
 
@@ -130,8 +129,7 @@ class Corpus:
         if found.fingerprint != self.manifest.template:
             raise DataError(
                 f"{self.folder / TOKENIZER_CONFIG} is changed or damaged: its template has the "
-                "fingerprint "
-                f"{found.fingerprint}. {self.folder / CORPUS_MANIFEST} names "
+                f"fingerprint {found.fingerprint}. {self.folder / CORPUS_MANIFEST} names "
                 f"{self.manifest.template}. "
                 "Restore it, or remove the folder and prepare the corpus again."
             )
@@ -239,8 +237,7 @@ class Corpus:
             f"{pair_file(pair.prefix, 'bin')}: document {document} has token "
             f"{pair.tokens[place]} at "
             f"offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} names "
-            "tokens below "
-            f"{vocab}. Use {need} or more, or the tokenizer of the model."
+            f"tokens below {vocab}. Use {need} or more, or the tokenizer of the model."
         )
 
 

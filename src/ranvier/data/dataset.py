@@ -63,8 +63,7 @@ class RunData:
             lines.append(
                 f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
                 f"share {self.train.quotas[number] / PERIOD_SAMPLES:.2%}, {aside:,} documents "
-                "held out, "
-                f"corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
+                f"held out, corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
                 f"in {corpus.folder}"
             )
             if isinstance(stream, ConversationStream):

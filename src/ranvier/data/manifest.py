@@ -99,8 +99,7 @@ class CorpusManifest:
             if type(version) is not int or version not in (FIRST_CORPUS_FORMAT, CORPUS_FORMAT):
                 raise DataError(
                     f"{path} has format {version!r:.80}. This version reads format "
-                    f"{FIRST_CORPUS_FORMAT} "
-                    f"and {CORPUS_FORMAT}. {remedy}"
+                    f"{FIRST_CORPUS_FORMAT} and {CORPUS_FORMAT}. {remedy}"
                 )
             if version == CORPUS_FORMAT:
                 # Removed from the content, as it covers all other fields.
@@ -213,8 +212,7 @@ def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> 
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. {folder / CORPUS_MANIFEST} names it as "
-            "a part of the "
-            "corpus. Restore it, or remove the folder and prepare the corpus again."
+            "a part of the corpus. Restore it, or remove the folder and prepare the corpus again."
         ) from None
     if verify and size == stamp.size:
         shown = f", digest {digest}"

@@ -171,8 +171,7 @@ class ConversationStream:
         what = done.get(self.truncate, f"cut on the {self.truncate}")
         return (
             f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows "
-            f"of {self.seq} "
-            f"({share:.1%} filled), {found.num_long:,} longer ones {what}, "
+            f"of {self.seq} ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
             f"{found.num_unlearned:,} with "
             "nothing to learn left out"
         )

@@ -44,8 +44,7 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     if not sound or len(sound) != len(each):
         raise DataError(
             f"{folder / STATE_FILE} lists the files {listed!r:.120}. Each is the name of an "
-            "arrow file "
-            "beside it. Save the dataset again with save_to_disk(...)."
+            "arrow file beside it. Save the dataset again with save_to_disk(...)."
         )
     return [folder / name for name in sound]
 
@@ -58,8 +57,7 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
     if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
         raise DataError(
             f"{folder / SPLITS_FILE} lists the splits {splits!r:.120}. They are names of "
-            "folders beside "
-            "it. Save the dataset again with save_to_disk(...)."
+            "folders beside it. Save the dataset again with save_to_disk(...)."
         )
     if len(splits) != 1:
         shown = ", ".join(splits) or "none"

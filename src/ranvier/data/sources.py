@@ -55,11 +55,9 @@ class DocumentReader:
         self.is_stdlib = path == STDLIB
         if self.is_stdlib:
             self.max_bytes = max_bytes
-        else:
-            self.max_bytes = None
-        if self.is_stdlib:
             self.files = _library_files(self.max_bytes)
         else:
+            self.max_bytes = None
             self.files = _list_files(Path(path))
         self.total_bytes = sum(_file_size(file) for file in self.files)
         """Bytes to read."""
@@ -114,8 +112,7 @@ class DocumentReader:
         if not found:
             raise DataError(
                 f"{self.name} holds no record ({len(self.files)} files, {self.total_bytes} "
-                "bytes). A "
-                "corpus needs at least one. Choose another file or folder."
+                "bytes). A corpus needs at least one. Choose another file or folder."
             )
 
     def _read_file(self, file: Path) -> Iterator[tuple[str, int]]:
@@ -246,8 +243,7 @@ def _open_content(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path} is no whole gzip file ({_file_size(path)} bytes): {error}. It must be "
-            "readable to "
-            "its end. Copy or make it again."
+            "readable to its end. Copy or make it again."
         ) from None
     except OSError as error:
         raise _read_error(path, error) from None

@@ -357,8 +357,7 @@ def _describe_series(
         low, high = (f(y for run in runs for _, y in run) for f in (min, max))
         parts.append(
             f"{one.name}: {format_number(y0)} at {x_label} {x0:.9g}, {format_number(y1)} at "
-            f"{x_label} {x1:.9g}, "
-            f"smallest {format_number(low)}, largest {format_number(high)}."
+            f"{x_label} {x1:.9g}, smallest {format_number(low)}, largest {format_number(high)}."
         )
     return escape_html(" ".join(parts))
 

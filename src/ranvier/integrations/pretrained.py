@@ -69,15 +69,11 @@ def from_pretrained(
         origin = path
     if (origin / "config.toml").exists():
         run = load_config_from_dir(origin)
-    else:
-        run = None
-    if run is not None:
         there = None
-    else:
-        there = PublishedModel.open(path)
-    if run is not None:
         config: DecoderConfig = run.model
     else:
+        run = None
+        there = PublishedModel.open(path)
         config = _published_config(there)
     sizes = {name: getattr(config, name) for name in CHECKED_DIMS}
     if grid is None:

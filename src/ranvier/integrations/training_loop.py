@@ -129,9 +129,7 @@ class GridModel(nn.Module):
         even = pad_inputs(inputs, parallel)
         even = {name: x for name, x in even.items() if name in signature.parameters}
         numbers = self._sample_numbers(shape[0])
-        if numbers is None:
-            numbers = None
-        else:
+        if numbers is not None:
             numbers = pad_to_grid(numbers, parallel)
         if "targets" not in even:
             return compute_logits(self.model, even, shape, numbers)

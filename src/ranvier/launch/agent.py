@@ -209,8 +209,7 @@ class WorkerGroup:
             print(
                 f"Rank {self.members[alive[worst]].rank} lags: no sign of life for "
                 f"{max(eye.silence_seconds(mine)):.0f} s in section {mine[worst].section} "
-                "after step "
-                f"{mine[worst].step}. The others wait for it.",
+                f"after step {mine[worst].step}. The others wait for it.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -64,8 +64,7 @@ class NodeInfo:
         if not 0 <= self.node_rank < self.num_nodes:
             raise PlanError(
                 f"launch.node={self.node_rank} is not below launch.nodes={self.num_nodes}. "
-                "Nodes count from "
-                "0, and each has a number of its own. Mend one."
+                "Nodes count from 0, and each has a number of its own. Mend one."
             )
 
     @property

@@ -217,8 +217,7 @@ class RestartHistory:
         return Decision(
             True,
             f"{end.message} Starting all ranks again from the newest checkpoint "
-            f"({self.idle_restarts} of "
-            f"{self.policy.max_restarts} without a new step).",
+            f"({self.idle_restarts} of {self.policy.max_restarts} without a new step).",
         )
 
     def decide_without_nodes(self, end: AttemptResult, left: int) -> Decision:

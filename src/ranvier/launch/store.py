@@ -261,6 +261,5 @@ def check_same_key(store: Any, first: bool, where: str) -> None:
     except RuntimeError:
         raise CommunicationError(
             f"Whoever listens at {where} does not have the key of this process. {KEY_RULE}, or "
-            "look "
-            "who else listens there."
+            "look who else listens there."
         ) from None

@@ -113,11 +113,9 @@ class LMHead(Linear):
                 # Gradients of a loss with factor 1; backward multiplies by the real factor unless
                 # `loss_scale` is known here already.
                 factor = torch.ones((), device=x.device)
-            else:
-                factor = None
-            if needed:
                 known = self.site.step_context.loss_scale
             else:
+                factor = None
                 known = None
             loss: Tensor = apply_autograd(
                 _ChunkedLoss, x, targets, self, factor, known, self.weight
@@ -211,9 +209,7 @@ class _ChunkedLoss(torch.autograd.Function):
             whole = whole.flatten(0, 1).unsqueeze(0)
             targets = targets.flatten().unsqueeze(0)
         samples, tokens, _ = whole.shape
-        if dx is None:
-            dx = None
-        else:
+        if dx is not None:
             dx = dx.view(whole.shape)
         cuts = chunk_slices(tokens, samples * matrix.shape[0] * x.element_size())
         matrix = leaf.align_rows(matrix)

@@ -361,8 +361,7 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
         raise DataError(
             f"A batch of {feed.num_samples} samples, of which the grid needs a multiple "
             f"({feed.padded_samples}). Copies of samples would count in the loss. Use another "
-            "batch size, "
-            "or return the outputs and compute the loss from the full ones."
+            "batch size, or return the outputs and compute the loss from the full ones."
         )
     # A vocabulary loss is identical on the ranks that split the vocabulary; any other number
     # differs on every rank.

@@ -43,8 +43,7 @@ class ActivationLayout:
             raise ShardingError(
                 f"The dims {dims} of an input or output. They are 'batch', 'seq', '' for a dim "
                 f"that nothing splits, and at most one of {', '.join(FEATURE_DIMS)}, each "
-                "once. Change "
-                "input_dims or output_dims of the model."
+                "once. Change input_dims or output_dims of the model."
             )
         if not features:
             region = {**TOKEN_AXES}

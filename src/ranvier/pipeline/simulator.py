@@ -394,6 +394,5 @@ class Simulation:
         return (
             f"Stage {stage} waits for ever for the {what} of micro-batch {job.micro}, chunk "
             f"{job.chunk}, with {progress.num_done} of {shape.num_jobs} jobs done. Each job "
-            "must come "
-            "after those it needs. Change the order of the policy."
+            "must come after those it needs. Change the order of the policy."
         )

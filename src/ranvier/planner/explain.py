@@ -160,8 +160,7 @@ def summarize_choice(result: SearchResult) -> str:
     it = result.best.prediction
     return (
         f"{describe_candidate(best)}, micro-batch {best.plan.micro_batch}, recompute "
-        f"{best.plan.recompute}: "
-        f"{format_seconds(it.step_seconds)} a step predicted, best of "
+        f"{best.plan.recompute}: {format_seconds(it.step_seconds)} a step predicted, best of "
         f"{result.num_candidates:,} layouts; {describe_bottleneck(result)}"
     )
 
@@ -226,8 +225,7 @@ def describe_bottleneck(result: SearchResult) -> str:
             f"Memory binds: {describe_candidate(one)} with micro-batch {one.plan.micro_batch} "
             "and recompute "
             f"{one.plan.recompute} would take {format_seconds(one.prediction.step_seconds)}, "
-            "but needs "
-            f"{one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
+            f"but needs {one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
         )
     # Otherwise the largest part that is neither compute nor recomputation.
     waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "again")]
@@ -237,8 +235,7 @@ def describe_bottleneck(result: SearchResult) -> str:
     if name == "bubble":
         return _describe_slowest_stage(result) or (
             f"The batch binds: stages wait {format_percent(share)} of the time, since "
-            f"{best.plan.batch} "
-            f"sequences are only {best.plan.num_micro_batches} micro-batches."
+            f"{best.plan.batch} sequences are only {best.plan.num_micro_batches} micro-batches."
         )
     return (
         f"{PART_LABELS[name].capitalize()} binds: {format_percent(share)} of a step that "
@@ -269,8 +266,7 @@ def _describe_slowest_stage(result: SearchResult) -> str:
     return (
         f"The slowest stage binds: stage {at} of {plan.pipe} ({_join_words(held)}) takes "
         f"{format_seconds(slowest)} for a micro-batch, the mean stage {format_seconds(mean)}; "
-        "stages wait "
-        f"{format_percent(bubble / best.prediction.step_seconds)} of the time."
+        f"stages wait {format_percent(bubble / best.prediction.step_seconds)} of the time."
     )
 
 
@@ -288,8 +284,7 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
             one = best[name]
             yield (
                 f"The best {name} layout ({describe_candidate(one)}) takes {times:.2f} times "
-                "as long"
-                f"{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
+                f"as long{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
             )
     missing = [name for name in ("Megatron", "FSDP", "AxoNN") if name not in best]
     if missing:

@@ -441,8 +441,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
     where = predict_breakdown(case, fit.placement).where
     lines = [
         f"memory: {_format_gib(fit.device_bytes)} of {_format_gib(case.device_limit)} GiB, "
-        f"most {where}: "
-        f"{describe_placement(case, fit.placement)}"
+        f"most {where}: {describe_placement(case, fit.placement)}"
     ]
     parts = {"computing": time.compute, "computing again": time.recompute}
     parts |= {"updating": time.update, "waiting": time.waiting}

@@ -54,8 +54,7 @@ class SearchProgressPrinter:
         text = (
             f"best so far: {explain.format_seconds(found.prediction.step_seconds)} per step with "
             f"{explain.describe_candidate(found)}, micro-batch {plan.micro_batch}, recompute "
-            f"{plan.recompute} "
-            f"({spent:.1f} s, {count:,} layouts)"
+            f"{plan.recompute} ({spent:.1f} s, {count:,} layouts)"
         )
         if not self.is_terminal:
             self._write_text(f"{text}\n")

@@ -110,8 +110,7 @@ def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
         f"{wish.workload.model.name or 'The model'} with {wish.workload.seq} tokens a sample fits "
         f"{wish.world_size} x {device.name} in no layout: the least is "
         f"{least.memory.total_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB of a device that "
-        "may be "
-        "used, with everything computed again and states on the host where they find room. "
+        "may be used, with everything computed again and states on the host where they find room. "
         f"{_format_remedies(remedies)}"
     )
 
@@ -186,8 +185,7 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
         shape = " · ".join(f"{axis}={size}" for axis, size in settled.items() if size > 1)
         yield (
             f"{shape or 'All degrees 1'} on {wish.world_size} devices. Degrees multiply to the "
-            "number "
-            "of devices."
+            "number of devices."
         )
     # With all other degrees 1, a broken rule is due to the fixed ones.
     alone = replace(_unconstrained_plan(wish), **dict[str, Any](settled), batch=wish.workload.batch)
@@ -208,8 +206,7 @@ def _explain_indivisible(wish: SearchRequest) -> str:
     return (
         f"{wish.world_size} devices cannot share this job{settled}: batch={wish.workload.batch}, "
         f"seq={wish.workload.seq}, heads={heads}, layers={layers}. Ranks divide samples, "
-        "tokens, heads "
-        "and layers evenly."
+        "tokens, heads and layers evenly."
     )
 
 

@@ -70,10 +70,9 @@ def measure_as_rank(to: str, me: ProcessInfo) -> int:
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", me.local_rank)
+        torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
     began = time.perf_counter()
     with join_process_group(me, "nccl" if cuda else "gloo", 600.0):
         made = ClusterBenchmark(me, device).measure_cluster()

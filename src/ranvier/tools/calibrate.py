@@ -180,8 +180,7 @@ def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
     if len(rows) < MIN_STEPS - WARMUP_STEPS:
         raise PlanError(
             f"{folder} has {len(rows) + WARMUP_STEPS} steps. The first {WARMUP_STEPS} warm up, "
-            "and a median needs "
-            f"some. Use a run of at least {MIN_STEPS} steps."
+            f"and a median needs some. Use a run of at least {MIN_STEPS} steps."
         )
     seconds = median(float(row["seconds"]) for row in rows)
     exposed = median(float(row.get("exposed_communication_seconds") or 0.0) for row in rows)

@@ -128,8 +128,7 @@ def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShap
     if left:
         lines.append(
             f"not in fp8, as their sizes are no multiples of {float8.SIZE_MULTIPLE}: "
-            f"{', '.join(left[:4])}"
-            f"{' ...' if len(left) > 4 else ''}"
+            f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}"
         )
     return lines
 

@@ -170,8 +170,7 @@ class PublishedModel:
             if odd:
                 raise UnsafeInputError(
                     f"{path / INDEX_FILE} names {odd[0]!r:.100}. It must be the name of a file "
-                    "beside "
-                    "it. Do not use this model."
+                    "beside it. Do not use this model."
                 )
             files = {path / name for name in {*listed.values()}}
             other = sorted(file.name for file in files if file.suffix != ".safetensors")
@@ -251,8 +250,7 @@ class PublishedModel:
             raise CheckpointError(
                 f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but there are "
                 f"{len(self.file_by_tensor):,} tensors. Each layer has some. Restore the files "
-                "that belong "
-                "together."
+                "that belong together."
             )
 
     def _check_tensors(self) -> None:

@@ -130,8 +130,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(
             f"{path / CONFIG_FILE}: {error.strerror}. An adapter of PEFT is a directory with "
-            f"{CONFIG_FILE} "
-            f"and {WEIGHTS_FILE}. Give its path."
+            f"{CONFIG_FILE} and {WEIGHTS_FILE}. Give its path."
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -215,8 +214,7 @@ def _find_family(path: Path, config: DecoderConfig, modules: set[str]) -> Family
     some = ", ".join(sorted(modules)[:3]) or "none"
     raise CheckpointError(
         f"{path / WEIGHTS_FILE} adapts layers ({some}) that no family with the config of this "
-        "model "
-        "has. An adapter fits the model that it was made for. Use that model."
+        "model has. An adapter fits the model that it was made for. Use that model."
     )
 
 
@@ -333,8 +331,7 @@ def _adapted_layers(
     if len(kinds) != 1:
         raise CheckpointError(
             f"{path / WEIGHTS_FILE} adapts other layers in some blocks than in others. Here "
-            "they are "
-            "the same in all that have adapters. Train another."
+            "they are the same in all that have adapters. Train another."
         )
     (names,) = kinds
     # An empty tuple means all blocks.

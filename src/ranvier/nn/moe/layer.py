@@ -152,9 +152,7 @@ class MoELayer(ParallelLayer):
             self.rng_stream.to(device),
             self.routing_stats.to(device),
         )
-        if self.bias is None:
-            self.bias = None
-        else:
+        if self.bias is not None:
             self.bias = self.bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -405,8 +405,7 @@ def describe_bottleneck(report: ProfileReport) -> str:
     row = report.rows[0]
     largest = (
         f"The largest group is {group} with {_format_share(ms, report)} of the step, the "
-        "longest kernel "
-        f"{row.name} with {row.share:.1%}."
+        f"longest kernel {row.name} with {row.share:.1%}."
     )
     parts = time_by_bound(report)
     # Without peaks or work no kernel has a known bound, and only the time can be reported.
@@ -421,8 +420,7 @@ def describe_bottleneck(report: ProfileReport) -> str:
     most = max(parts, key=lambda name: parts[name])
     return (
         f"{BOUND_SENTENCES[most]} Of a step, by what bounds it: {shares}. {largest} The "
-        "largest saving to "
-        f"look at is {saving}."
+        f"largest saving to look at is {saving}."
     )
 
 

@@ -163,8 +163,7 @@ def resolve_memory(
         lower = case.device_limit - max(missing, int(LIMIT_REDUCTION * case.device_limit))
         notes.append(
             f"a trial step did not fit into {case.device_limit / GIB:.3g} GiB, "
-            f"{missing / GIB:.3g} were "
-            f"missing: chosen again for {lower / GIB:.3g} GiB"
+            f"{missing / GIB:.3g} were missing: chosen again for {lower / GIB:.3g} GiB"
         )
         if tries == MAX_TRIES - 1:
             break

@@ -30,8 +30,7 @@ def parse_grid(text: str) -> dict[str, int]:
         if axis not in AXES:
             raise PlanError(
                 f"launch.grids={text!r}: {axis!r} is no axis.{suggest_nearest(axis, AXES)} A "
-                "grid is "
-                "written as data=2,row=2."
+                "grid is written as data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
             raise PlanError(
