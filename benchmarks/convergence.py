@@ -23,7 +23,7 @@ from peers import Shape, run_of
 
 from ranvier.data.dataset import open_data
 from ranvier.grid import Grid
-from ranvier.train.train import resolve_device_and_dtype
+from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 EAGER = {"plan.compile": "off"}

@@ -28,7 +28,7 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from ranvier.grid import Grid
 from ranvier.nn.moe.layer import MoELayer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.build_model import build_model
 from ranvier.train.memory.probe import blank_batch
 from ranvier.train.step import forward_backward

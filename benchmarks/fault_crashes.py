@@ -175,7 +175,7 @@ def _evaluation(stage: Stage) -> str:
 @case("A6", "SIGKILL between messages of 2 stages, 4 micro-batches", "restart, bit-equal")
 def _messages(stage: Stage) -> str:
     code = """
-from ranvier.pipeline.executor import PipelineStep
+from ranvier.pipeline.step import PipelineStep
 _sent = []
 def _third(*_, **__):
     _sent.append(0)

@@ -34,14 +34,14 @@ from ranvier.data.batch import Batch
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.launch import use_expandable_segments
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
 from ranvier.train.memory import probe
 from ranvier.train.memory.breakdown import MemoryTracker
 from ranvier.train.memory.resolve import predict_memory
+from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.step import forward_backward
-from ranvier.train.train import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 GOOD = (0.95, 1.05)

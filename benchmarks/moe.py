@@ -52,12 +52,12 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError, RanvierError
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.build_model import build_model
 from ranvier.train.metrics import DeviceEvent, peak_flops
 from ranvier.train.model_converters import choose_arithmetic
+from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.step import forward_backward
-from ranvier.train.train import resolve_device_and_dtype
 
 KINDS = {"titan": ("titan", "titan-block"), "hf": ("hf",)}
 FASTER = {"titan": 1.10, "hf": 1.5}

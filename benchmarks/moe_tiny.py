@@ -32,9 +32,10 @@ from ranvier.config import run as runs
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.config import MODEL_SIZES, DecoderConfig, ExpertConfig
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.prepare_data import tokenize_corpora
-from ranvier.train.train import open_dataset, resolve_device_and_dtype
+from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.train import open_dataset
 from ranvier.train.trainer import Trainer
 
 LIMIT = 1.5

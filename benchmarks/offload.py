@@ -41,7 +41,7 @@ from ranvier.planner import offload_search
 from ranvier.planner.memory.breakdown import format_breakdown
 from ranvier.planner.offload_search import FitProblem
 from ranvier.train.memory.resolve import build_fit_problem, open_settings
-from ranvier.train.train import resolve_device_and_dtype
+from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 GIB = 2**30

@@ -27,8 +27,8 @@ from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.train.loggers import open_loggers
+from ranvier.train.resolve import resolve_device, resolve_device_and_dtype
 from ranvier.train.step import train_step
-from ranvier.train.train import resolve_device, resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 

@@ -32,7 +32,7 @@ from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
-from ranvier.train.train import resolve_device_and_dtype
+from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "peers"

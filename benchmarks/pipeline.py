@@ -69,7 +69,7 @@ from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
 from ranvier.nn.layer import StepContext
-from ranvier.pipeline.executor import MicroBatch, PipelineExecutor
+from ranvier.pipeline.executor import PipelineExecutor
 from ranvier.pipeline.partition import ModelStage, PipelineConfig
 from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape, SchedulingPolicy
 from ranvier.pipeline.policy_search import choose_policy
@@ -82,6 +82,7 @@ from ranvier.pipeline.simulator import (
     replay_choices,
 )
 from ranvier.pipeline.stage import create_stage_groups
+from ranvier.pipeline.step import MicroBatch
 
 SIGMA, SLOW = 0.5, 1.5
 CASES = ("balanced", "jitter", "slow")

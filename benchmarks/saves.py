@@ -30,8 +30,8 @@ from ranvier.config.sections import CheckpointConfig, DataConfig, ModelConfig, T
 from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
+from ranvier.train.resolve import resolve_device, resolve_device_and_dtype
 from ranvier.train.resume import checkpointing
-from ranvier.train.train import resolve_device, resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 NEVER = 10**9

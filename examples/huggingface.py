@@ -16,7 +16,7 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch.external_launch import build_grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 
 

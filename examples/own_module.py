@@ -16,7 +16,7 @@ from ranvier import call_on_full_batch, parallelize
 from ranvier.grid import Grid
 from ranvier.launch.external_launch import build_grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 
 
 class MLP(nn.Module):

@@ -23,7 +23,8 @@ from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build_decoder as build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline.partition import PipelineConfig
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.tools.verify import predict_events

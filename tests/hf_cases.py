@@ -16,7 +16,8 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.parallel import huggingface
-from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardingTable
 from ranvier.train.step import forward_backward
 

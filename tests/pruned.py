@@ -19,7 +19,8 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.optim import pruning
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events

@@ -20,9 +20,9 @@ from ranvier.grid import Grid
 from ranvier.infer.generate_distributed import pad_vocab_shard
 from ranvier.infer.load import build_empty_model
 from ranvier.models import Decoder
-from ranvier.parallel.parallelize import ParallelModel
-from ranvier.pipeline.executor import MicroBatch
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.pipeline.partition import PipelineConfig
+from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
 

@@ -15,10 +15,10 @@ from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.grid import Grid
 from ranvier.memory.activation_offload import ActivationOffload
-from ranvier.memory.host import Arena
-from ranvier.memory.host_pool import HostBufferPool
+from ranvier.memory.host import Arena, HostBufferPool
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.memory import placement
 from training import run_of, stored, trainer_of
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.optim import pruning
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of

@@ -10,7 +10,8 @@ from equivalence import batch_of
 from ranvier.comm.accumulator import GradientAccumulator, flatten_pieces
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
 
 WIDE, CPU = torch.float32, torch.device("cpu")

@@ -31,7 +31,7 @@ from ranvier.comm.p2p import (
     encode_form,
 )
 from ranvier.grid import Grid
-from ranvier.pipeline.executor import PipelineStep
+from ranvier.pipeline.step import PipelineStep
 from ranvier.pipeline.traffic import (
     MESSAGE_KINDS,
     StageSpec,

@@ -18,7 +18,7 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
 from ranvier.tools.verify import shrink_run
-from ranvier.train.train import resolve_device_and_dtype
+from ranvier.train.resolve import resolve_device_and_dtype
 
 
 def test_a_saved_run_is_the_run() -> None:

@@ -16,7 +16,7 @@ from ranvier.config.sections import ModelConfig
 from ranvier.grid import Grid
 from ranvier.infer.load import MASTER_SUFFIX, build_empty_model, load_model
 from ranvier.models import DecoderConfig
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from training import SHAPE
 
 WIDE = {**SHAPE, "layers": 4, "embed": 1024, "heads": 8, "head_dim": 128, "mlp": 4096}

@@ -13,7 +13,7 @@ from ranvier.config.sections import LaunchConfig, TrainConfig
 from ranvier.errors import PlanError
 from ranvier.launch import ProcessInfo
 from ranvier.launch.environment import prepare_nccl
-from ranvier.train.train import resolve_backend
+from ranvier.train.resolve import resolve_backend
 
 CUDA = torch.device("cuda", 0)
 

@@ -18,8 +18,8 @@ from pool import Pool as Workers
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory.activation_offload import ActivationOffload
-from ranvier.memory.host_pool import HostBufferPool
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.memory.host import HostBufferPool
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward
 

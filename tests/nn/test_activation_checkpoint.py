@@ -26,7 +26,8 @@ from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn.activation_checkpoint import checkpoint_block, is_saved_op
 from ranvier.nn.layer import StepContext
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward

@@ -28,7 +28,8 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.trace import communication_events, diff_events
 from ranvier.train.step import forward_backward

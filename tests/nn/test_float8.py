@@ -20,7 +20,8 @@ from ranvier.nn import float8
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
 from states import assemble

@@ -21,7 +21,8 @@ from ranvier.grid import Grid
 from ranvier.infer.generate_distributed import extend_tokens
 from ranvier.models.decoder import Decoder, DecoderConfig, LMHead
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline.balance import partition_by_cost
 from ranvier.pipeline.partition import PipelineConfig, partition_model
 from ranvier.pipeline.policy import Job, JobKind

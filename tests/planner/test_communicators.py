@@ -20,7 +20,7 @@ from ranvier.config.sections import DataConfig, LoraConfig, ModelConfig
 from ranvier.errors import PlanError
 from ranvier.grid import CONTROL_CHANNEL, GLOO_CHANNELS, HOST_CHANNEL, Communicator, Grid
 from ranvier.launch.fake_backend import PROCESS_GROUP_METHODS
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.traffic import BACKWARD, FORWARD, channel_links
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster

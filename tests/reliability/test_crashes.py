@@ -105,7 +105,7 @@ def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Pa
 
 SENT = """
 import os
-from ranvier.pipeline.executor import PipelineStep
+from ranvier.pipeline.step import PipelineStep
 _send, _count = PipelineStep._send_result, []
 def _sent(self, *arguments):
     _count.append(0)

@@ -25,7 +25,8 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.optim.grad_scaler import MIN_SCALE, GradScaler
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train import step as steps
 from ranvier.train.health.loss_guard import MIN_LOSSES, LossGuard
 from ranvier.train.health.replica_check import fingerprint_tensor

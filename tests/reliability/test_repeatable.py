@@ -13,7 +13,7 @@ from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.checkpoint.manifest import read_manifest
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from training import losses_of, run_of, stored, trainer_of
 
 Curve = list[tuple[float, float]]

@@ -17,7 +17,7 @@ from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.planner import cluster, local_cluster
+from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, MatmulRate, MeasuredRate
 from ranvier.planner.frameworks import RANVIER
 from ranvier.planner.microbenchmarks import BenchmarkShapes, Microbenchmark
@@ -25,7 +25,7 @@ from ranvier.planner.model_spec import load_shipped_spec
 from ranvier.planner.predict import Candidate, Workload, predict_step
 from ranvier.planner.time import shared_cores
 from ranvier.planner.time.compute import ComputeContext, Fp8Scaling, block_times
-from ranvier.tools import benchmark_cluster, benchmark_host_update, calibrate
+from ranvier.tools import benchmark_cluster, calibrate
 
 CPU = torch.device("cpu")
 TINY = BenchmarkShapes(
@@ -66,11 +66,11 @@ def test_a_cluster_of_rows_is_written_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
-    assert local_cluster.load_measured_cluster() is None
+    assert cluster.load_measured_cluster() is None
     made = machine()
-    cluster.write_cluster(made, local_cluster.measured_cluster_path("cpu"))
-    read = local_cluster.load_measured_cluster("cpu")
-    assert read is not None and local_cluster.load_measured_cluster("another") is None
+    cluster.write_cluster(made, cluster.measured_cluster_path("cpu"))
+    read = cluster.load_measured_cluster("cpu")
+    assert read is not None and cluster.load_measured_cluster("another") is None
     assert read.device.products == made.device.products
     assert [round(row.value, 9) for row in read.device.rates] == [
         round(row.value, 9) for row in made.device.rates
@@ -203,14 +203,12 @@ def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
 
 
 def test_the_host_of_a_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0.0 < benchmark_host_update._passes_seconds(CPU, 1, "off") < 60.0
+    assert 0.0 < benchmark_cluster._passes_seconds(CPU, 1, "off") < 60.0
     ends, each = 7.0, {"off": 0.3, "tensorwise": 0.6}
     monkeypatch.setattr(
-        benchmark_host_update, "_passes_seconds", lambda device, n, fp8: ends + n * each[fp8]
+        benchmark_cluster, "_passes_seconds", lambda device, n, fp8: ends + n * each[fp8]
     )
-    found = {
-        row.kind: row.value for row in benchmark_host_update.measure_block_rates(CPU, fp8=True)
-    }
+    found = {row.kind: row.value for row in benchmark_cluster.measure_block_rates(CPU, fp8=True)}
     assert found == {"block": pytest.approx(0.1), "block8": pytest.approx(0.2)}
 
 

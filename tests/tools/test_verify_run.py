@@ -15,7 +15,7 @@ from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.optim import pruning as prune
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.tools.verify import AFTER_STEPS_LIMIT, ONE_PASS_LIMIT, shrink_run
 from ranvier.tools.verify_run import RunVerification, train_and_judge
 from ranvier.train import pruning

@@ -27,11 +27,12 @@ from ranvier.launch import ProcessInfo
 from ranvier.models import build_decoder
 from ranvier.models.hf.registry import FAMILIES
 from ranvier.models.lora import named_adapters
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.metrics import step_flops
+from ranvier.train.resolve import check_memory
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
-from ranvier.train.train import check_memory, count_trainable
+from ranvier.train.train import count_trainable
 
 TOKENS = torch.arange(32).view(2, 16) * 5
 CUBE = {"depth": 2, "row": 2, "col": 2}

@@ -17,9 +17,9 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.tools.verify import compare_with_serial, shrink_run
-from ranvier.train.build_stage import load_stage_times
+from ranvier.train.build_model import load_stage_times
 from ranvier.train.step import forward_backward
 from training import losses_of, run_of, stored, trainer_of
 

@@ -13,7 +13,8 @@ from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
 
 pytestmark = [  # of the compiler

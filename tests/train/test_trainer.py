@@ -16,9 +16,10 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.models import MODEL_SIZES, Decoder
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.metrics import finite_or_none, peak_flops, step_flops
-from ranvier.train.train import default_local_ranks, resolve_device_and_dtype
+from ranvier.train.resolve import default_local_ranks, resolve_device_and_dtype
 from ranvier.train.trainer import freeze_gc
 from training import losses_of, poisoned, run_of, stored, trainer_of
 

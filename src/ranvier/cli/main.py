@@ -164,13 +164,13 @@ def _is_continued(words: Sequence[str]) -> bool:
 def _train_command(words: Sequence[str]) -> int:
     """Check the settings, tokenize, then train here or start local ranks that do."""
     arguments = parse_run_options("train", words)
-    from ranvier.train import loggers, prepare_data, train
+    from ranvier.train import loggers, prepare_data, resolve, train
     from ranvier.train.resume import elastic, run_directory
 
     run = _run_config(arguments)
     nodes = _resolve_nodes(arguments, launch.read_process_info())
     if nodes is None:
-        me, world = _resolve_world(arguments, train.default_local_ranks(run))
+        me, world = _resolve_world(arguments, resolve.default_local_ranks(run))
     else:
         me = None
         world = nodes.num_nodes * arguments.nproc
@@ -189,9 +189,9 @@ def _train_command(words: Sequence[str]) -> int:
         who = me or ProcessInfo(
             local_world_size=min(arguments.nproc or world, choice.plan.world_size)
         )
-        device = train.resolve_device(choice, who)
-        backend = train.resolve_backend(choice, who, device)
-        train.check_memory(train.resolve_device_and_dtype(choice, device, backend), who, device)
+        device = resolve.resolve_device(choice, who)
+        backend = resolve.resolve_backend(choice, who, device)
+        resolve.check_memory(resolve.resolve_device_and_dtype(choice, device, backend), who, device)
     # Under a launcher this process is one rank; the first rank of each machine tokenizes.
     if me is not None:
         with launch.report_errors(me):
@@ -262,7 +262,7 @@ def _train_rank(
 ) -> int:
     """Train as one rank of the grid that the launcher has chosen."""
     from ranvier.tools import auto_plan
-    from ranvier.train import train
+    from ranvier.train import resolve, train
     from ranvier.train.health import determinism
     from ranvier.train.resume import run_directory
 
@@ -270,8 +270,8 @@ def _train_rank(
     # A restart resumes from the checkpoints that earlier attempts saved.
     if me.attempt:
         run = run_directory.with_auto_resume(run, me.start_time)
-    device = train.resolve_device(run, me)
-    backend = train.resolve_backend(run, me, device)
+    device = resolve.resolve_device(run, me)
+    backend = resolve.resolve_backend(run, me, device)
     share_gpu = run.launch.share_gpu
     with (
         determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
@@ -314,12 +314,12 @@ def _verify_command(words: Sequence[str]) -> int:
 
 def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
     from ranvier.tools import verify
-    from ranvier.train import train
+    from ranvier.train import resolve
 
     # The comparison runs on the CPU unless NCCL is asked for.
     backend = "gloo"
     if run.train.backend == "nccl":
-        backend = train.resolve_backend(run, me, verify.comparison_device(run, me))
+        backend = resolve.resolve_backend(run, me, verify.comparison_device(run, me))
     with launch.join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
         return verify.verify_grid(run, me)
 

@@ -116,9 +116,9 @@ def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResul
 def resolve_cluster(wanted: PlanOptions) -> Cluster:
     """The cluster that is meant: by name, from a file, or this machine as it was measured."""
     if not wanted.cluster:
-        from ranvier.planner import local_cluster
+        from ranvier.planner import cluster
 
-        found = local_cluster.load_measured_cluster()
+        found = cluster.load_measured_cluster()
         if found is None:
             raise PlanError(
                 "No cluster is given and this machine was never measured. A plan needs to know "

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier.data.batch import Ints, Window
 from ranvier.data.chat.template import load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder, Learn
 from ranvier.data.checksums import file_size
@@ -25,7 +26,6 @@ from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest
 from ranvier.data.packing import ConversationStream, Truncate
 from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parse_tokenizer
 from ranvier.data.tokenizer_config import TOKENIZER_CONFIG
-from ranvier.data.window import Ints, Window
 from ranvier.errors import DataError
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.system import safe_files

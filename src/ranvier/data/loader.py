@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ranvier.data.batch import Batch
-from ranvier.data.window import Window
+from ranvier.data.batch import Batch, Window
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.counter_rng import random_key
+from ranvier.data.batch import Window
 from ranvier.data.corpus import DocumentStream
 from ranvier.data.packing import ConversationStream
-from ranvier.data.window import Window
 from ranvier.errors import PlanError
 
 PERIOD_SAMPLES = 10_000

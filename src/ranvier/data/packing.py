@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.window import Ints, Window
+from ranvier.data.batch import Ints, Window
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import ORDERS_CHANNEL
 from ranvier.infer.generate_distributed import generate_tokens, make_sampler
 from ranvier.infer.logprobs import TokenLogprobs, score_sequences, sequences_per_round
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 
 T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]

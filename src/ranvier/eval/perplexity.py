@@ -21,7 +21,7 @@ from ranvier.data.corpus import Corpus, CorpusSplit
 from ranvier.errors import DataError
 from ranvier.eval.model_server import ModelServer
 from ranvier.infer.logprobs import sequences_per_round
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 
 READ_AHEAD_ROUNDS = 64
 """Windows held in memory at once, in multiples of what all ranks process at once."""

@@ -33,8 +33,8 @@ from ranvier.pipeline.partition import PipelineConfig
 from ranvier.system.terminal import escape_controls, print
 from ranvier.train import prepare_data
 from ranvier.train.build_model import DTYPES
+from ranvier.train.resolve import resolve_backend, resolve_device
 from ranvier.train.resume.run_directory import write_text_atomically
-from ranvier.train.train import resolve_backend, resolve_device
 
 
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:

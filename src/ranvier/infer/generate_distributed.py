@@ -17,8 +17,8 @@ from ranvier.comm.autograd import local_slice
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.data.loader import rank_rows
 from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
-from ranvier.pipeline.executor import MicroBatch
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.pipeline.step import MicroBatch
 
 TokenSampler = Callable[[Tensor, Sequence[int], int], Tensor]
 """Maps logits `[b, v]`, the numbers of their prompts and the count of tokens generated so far to

@@ -20,7 +20,8 @@ from ranvier.grid import Grid
 from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build_decoder
 from ranvier.nn.materialize import materialize_parameters
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline.partition import PipelineConfig
 
 MASTER_SUFFIX = ".master"

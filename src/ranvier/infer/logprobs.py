@@ -19,8 +19,8 @@ from ranvier.comm import collectives
 from ranvier.data.loader import rank_rows
 from ranvier.errors import DataError
 from ranvier.nn.cross_entropy import IGNORE_INDEX
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
-from ranvier.pipeline.executor import MicroBatch
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.pipeline.step import MicroBatch
 
 REPLICA_AXES = ("data", "expert", "depth")
 """Axes along which ranks read different samples."""

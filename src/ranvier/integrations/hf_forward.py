@@ -28,8 +28,8 @@ from ranvier.grid import Axis
 from ranvier.infer.generate_distributed import pad_vocab_shard
 from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
 from ranvier.nn.cross_entropy import IGNORE_INDEX
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
-from ranvier.pipeline.executor import MicroBatch
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.pipeline.step import MicroBatch
 
 PADDING_DOCUMENT = -1
 """Document number of padding tokens."""

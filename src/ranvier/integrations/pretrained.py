@@ -41,7 +41,7 @@ from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.hf.family import Family, UnsupportedModelError
 from ranvier.models.hf.registry import find_family, find_fitting_family
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.system import safe_files
 from ranvier.train import import_export
 

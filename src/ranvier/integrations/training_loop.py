@@ -49,7 +49,8 @@ from ranvier.integrations.hf_forward import (
 from ranvier.launch.external_launch import AxisSizes, resolve_axes
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import huggingface
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import Shard, ShardedStateDict
 
 STEP_KIND = "loop"

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ranvier.launch.environment import (
     Failure,
     ProcessInfo,
+    cache_compiled_kernels,
+    cache_dir,
+    has_triton,
     is_follower,
+    is_writable,
     keep_freed_memory,
     minimal_environment,
     parse_host_list,
@@ -26,12 +30,6 @@ from ranvier.launch.signals import GracefulStop, exit_on_stop_signals, report_er
 
 if TYPE_CHECKING:
     from ranvier.launch.agent import launch_ranks
-    from ranvier.launch.cache_directories import (
-        cache_compiled_kernels,
-        cache_dir,
-        has_triton,
-        is_writable,
-    )
     from ranvier.launch.heartbeat import Heartbeat
     from ranvier.launch.process_group import (
         available_backends,
@@ -85,7 +83,6 @@ __all__ = [
 
 _HOMES = {
     "rendezvous": ("NodeInfo",),
-    "cache_directories": ("cache_dir", "cache_compiled_kernels", "has_triton", "is_writable"),
     "process_group": (
         "available_backends",
         "init_process_group",

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ranvier.comm.collectives import hide_from_dispatch_modes
 from ranvier.comm.streams import SideStream, StreamEvent, record_current_event, wait_for_event
 from ranvier.errors import PlanError
-from ranvier.memory.host_pool import HostBufferPool
+from ranvier.memory.host import HostBufferPool
 from ranvier.memory.saved_results import check_unchanged
 
 MIN_OFFLOAD_BYTES = 2**20

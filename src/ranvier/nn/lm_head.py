@@ -29,8 +29,8 @@ from ranvier.nn.cross_entropy import (
 )
 from ranvier.nn.example import LayerExample
 from ranvier.nn.layer import LayerContext, apply_autograd, check_range
-from ranvier.nn.linear import Linear
-from ranvier.nn.linear_outputs import (
+from ranvier.nn.linear import (
+    Linear,
     buffer_dim,
     pack_output_grads,
     pack_outputs,

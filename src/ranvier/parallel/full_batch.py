@@ -44,7 +44,7 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.sharding import Sharding
 
 LOSS_REDUCTIONS = ("sum", "mean")

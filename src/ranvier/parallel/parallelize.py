@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,16 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import sharding
-from ranvier.buckets import spec
 from ranvier.buckets.assignment import assign_buckets
 from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
-from ranvier.buckets.spec import VECTORS, ElementSizes, ParamGroup
-from ranvier.comm.consensus import world_axis
+from ranvier.buckets.spec import VECTORS, ParamGroup
 from ranvier.config.plan import AXES, Dispatch, InnerSplit, Recompute
-from ranvier.cost.layers import ActivationShape, AxisGroup
 from ranvier.errors import ShardingError
-from ranvier.grid import Axis, Grid
+from ranvier.grid import Grid
 from ranvier.memory.saved_results import CollectiveReuse, SavePolicy
 from ranvier.models import decoder, feed_forward, lora, moe
 from ranvier.nn.attention import AttentionCore
@@ -45,18 +42,18 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.nn.moe import load_balancing as balances
-from ranvier.nn.moe.layer import ROUTING_STATS, MoELayer
+from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.moe.load_balancing import LoadBalancer
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
 from ranvier.parallel import huggingface
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.executor import PipelineExecutor
 from ranvier.pipeline.partition import OtherStageLayer, PipelineConfig
 from ranvier.pipeline.pipeline import Pipeline
 from ranvier.pipeline.stage import build_stage, create_stage_groups
-from ranvier.sharding import Dim, ShardedStateDict, ShardingTable
-from ranvier.trace import Event
+from ranvier.sharding import Dim, ShardingTable
 
 PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     nn.Linear: Linear,
@@ -75,187 +72,28 @@ PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
 }
 """Serial layers and their parallel versions: a new layer is one file and one line here."""
 
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
 INPUT_PARTS_REMEDY = (
     "Give each rank its part, or give ranvier.call_on_full_batch(model, ...) the full batch on "
     "every rank."
 )
 """Remedy in errors about inputs that are not the part of their rank."""
+
+
 SEED_REMEDY = (
     "Call torch.manual_seed with the same number on every rank before the model is built, or load "
     "the same values."
 )
 """Remedy in errors about models whose values differ between ranks."""
+
+
 LayerDims = dict[str, tuple[Dim, ...]]
+
+
 LayerFactories = Mapping[type[nn.Module], Callable[..., ParallelLayer]]
-
-
-@dataclass(eq=False)
-class ParallelModel:
-    """The parallel state of a model, stored as `model.parallel`."""
-
-    grid: Grid
-    table: ShardingTable
-    bucket_scheduler: BucketScheduler
-    step_context: StepContext
-    weights: dict[str, ShardedParameter]
-    layers: dict[str, ParallelLayer]
-    pipeline: Pipeline
-    """Which stages of the model are on this rank, and their schedule."""
-    sizes: Mapping[str, int]
-    """Number of units of each named dim."""
-    weight_summaries: dict[str, tuple[ParamGroup, bool, int]]
-    """Parameter group, trainable, and number of elements of every weight, of all stages."""
-    compiled_blocks: CompiledBlocks | None = None
-    """The compiled function of its blocks."""
-    load_balancer: LoadBalancer | None = None
-    """Of its MoE layers; None: it has none."""
-    recompute_modes: dict[str, Recompute] = field(default_factory=dict)
-    """Activation checkpointing of each block, in order; read at each call."""
-    samples_seen: int = 0
-    """Training samples in full batches so far: dropout depends on their numbers."""
-    parts_checked: bool = False
-    """The inputs of the current call are already checked, or need no check."""
-
-    def __post_init__(self) -> None:
-        """Create the process groups that steps use in addition to those of layers."""
-        # Creating groups is collective, so it is done here on all ranks, not lazily in a step.
-        for axis in (self.token_axis, world_axis(self.grid), self.grid.axis("pipe")):
-            assert axis.size == 1 or not self.grid.connected or axis.group is not None, axis
-
-    @property
-    def token_axis(self) -> Axis:
-        """Ranks with losses of different tokens: the sum over it is the loss of the batch."""
-        region = self.table.activation_rule("vocab")
-        return self.grid.axis(*region["batch"], *region["seq"])
-
-    @property
-    def communicating_layers(self) -> dict[str, ParallelLayer]:
-        """Layers that communicate themselves; members of a `FusedLinear` communicate through it."""
-        together = {name for name, leaf in self.layers.items() if isinstance(leaf, FusedLinear)}
-        return {n: leaf for n, leaf in self.layers.items() if n.rpartition(".")[0] not in together}
-
-    @property
-    def data_dependent_layers(self) -> frozenset[str]:
-        """Layers whose communication volume depends on the routing of tokens."""
-        expert = self.grid.degrees["expert"] > 1
-        return frozenset(
-            self.load_balancer.layer_names if expert and self.load_balancer is not None else ()
-        )
-
-    def sharded_state(self) -> ShardedStateDict:
-        """My shard of every parameter."""
-        self.bucket_scheduler.wait_for_updates()
-        state = {name: (weight.storage, weight.shard) for name, weight in self.weights.items()}
-        if self.load_balancer is None:
-            return state
-        return {**state, **self.load_balancer.sharded_state}
-
-    def load_full_state(self, whole: Mapping[str, Tensor]) -> None:
-        """Load my shards from full tensors."""
-        missing = sorted(set(self.weights) - set(whole))
-        if missing:
-            raise ShardingError(
-                f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
-                "Every weight must be there. Load the state of the same model."
-            )
-        self.bucket_scheduler.wait_for_updates()
-        with torch.no_grad():
-            for name, weight in self.weights.items():
-                weight.storage.copy_(weight.shard.slice_from(whole[name]))
-            for name, (bias, _) in (
-                self.load_balancer.sharded_state if self.load_balancer else {}
-            ).items():
-                # A state without router biases (of a dense model) starts them from zero.
-                bias.copy_(whole.get(name, torch.zeros_like(bias)))
-        # The optimizer compares this counter and refreshes its master weights at the next step.
-        self.bucket_scheduler.load_count += 1
-        self.bucket_scheduler.begin_step("")
-
-    def events(self, flow: ActivationShape, *, micro_batches: int = 1) -> list[Event]:
-        """Predicted communication of the forward and backward passes of a step."""
-        events: list[Event] = []
-        for name, leaf in self.communicating_layers.items():
-            events += leaf.events(flow, recomputed=self._is_recomputed(name))
-        events += self.pipeline.micro_batch_events(flow)
-        gathers, scatters = self._depth_events()
-        if self.bucket_scheduler.keep_unsharded:
-            # Gathered weights that are kept are gathered once per step.
-            kept = 1
-        else:
-            kept = micro_batches
-        return (events + scatters) * micro_batches + gathers * kept
-
-    def _is_recomputed(self, name: str) -> bool:
-        """Whether activation checkpointing repeats the communication of a layer."""
-        if self.step_context.save_policy.saves_layer(name):
-            return False
-        kinds = (
-            kind for block, kind in self.recompute_modes.items() if name.startswith(f"{block}.")
-        )
-        return next(kinds, "none") != "none"
-
-    def _depth_events(self) -> tuple[list[Event], list[Event]]:
-        """Weight gathers of a micro-batch (forward, then backward), and gradient reductions.
-
-        Embedding and head need their weights in forward only. A bucket's gradients are reduced
-        once.
-        """
-        queue = self.bucket_scheduler
-        line = AxisGroup(queue.gather_axis.names, queue.gather_axis.size)
-        if line.size == 1:
-            return [], []
-        forward = self._block_use_order(lambda leaf: True)
-        alone = self.pipeline.executor.stage.num_stages == 1
-        # With a single stage backward starts right after the head, whose weights are still
-        # gathered.
-        once = Embedding if alone else (Embedding, LMHead)
-        backward = self._block_use_order(lambda leaf: not isinstance(leaf, once))[::-1]
-        split = [bucket.traffic for bucket in queue.buckets if bucket.is_depth_sharded]
-        gathers = [
-            spec.weight_gather_event(bulk, line, self._element_sizes)
-            for block in spec.blocks_to_gather(
-                forward, backward, alone=alone, keep=queue.keep_unsharded
-            )
-            for bulk in split
-            if bulk.block == block
-        ]
-        reduced = [bulk for bulk in split if bulk.trainable and not bulk.reduce_at_step_end]
-        return gathers, [
-            spec.grad_scatter_event(bulk, line, self._element_sizes) for bulk in reduced
-        ]
-
-    @property
-    def _element_sizes(self) -> ElementSizes:
-        wide = self.bucket_scheduler.reduce_dtype.itemsize
-        return ElementSizes(
-            next((b.data.element_size() for b in self.bucket_scheduler.buckets), wide), wide
-        )
-
-    def _block_use_order(self, which: Callable[[ParallelLayer], bool]) -> list[str]:
-        """Blocks in the order in which layers use their depth-sharded weights."""
-        leaves = [leaf for leaf in self.layers.values() if which(leaf)]
-        weights = [weight for leaf in leaves for weight in leaf.handles.values()]
-        return [weight.bucket.name for weight in weights if weight.is_depth_sharded]
-
-    def update_events(self, *, votes: int = 0) -> list[Event]:
-        """Predicted communication of the optimizer step: gradients, norm, updated weights."""
-        queue = self.bucket_scheduler
-        depth, data = (AxisGroup(x.names, x.size) for x in (queue.gather_axis, queue.data_axis))
-        found = [
-            event
-            for bucket in queue.buckets
-            for event in spec.optimizer_step_events(
-                bucket.traffic, depth, data, self._element_sizes
-            )
-        ]
-        if self.load_balancer is not None and self.load_balancer.axis.size > 1:
-            numbers = len(self.load_balancer.layer_names) * (
-                self.load_balancer.num_experts + len(ROUTING_STATS)
-            )
-            # Loads and routing statistics are summed in 8-byte numbers.
-            found.append(Event("all_reduce", self.load_balancer.axis.names, numbers * 8, "experts"))
-        return found + spec.grad_norm_events(self.grid.degrees, self._element_sizes, votes=votes)
 
 
 def parallelize(
@@ -519,13 +357,6 @@ def _keep_local_layers(
     }
     queue.on_optimizer_step = balance.step
     return balance
-
-
-def get_parallel_model(model: nn.Module) -> ParallelModel:
-    """The `ParallelModel` of a model."""
-    parallel = model.parallel
-    assert isinstance(parallel, ParallelModel), type(model)
-    return parallel
 
 
 def named_dims(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:

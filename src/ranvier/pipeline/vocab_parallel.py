@@ -19,7 +19,7 @@ from ranvier.comm.p2p import RendezvousTransport
 from ranvier.pipeline.traffic import EMBEDDING_GRAD, EMBEDDING_ROWS, HEAD_GRAD_PART, HEAD_INPUT
 
 if TYPE_CHECKING:
-    from ranvier.pipeline.executor import PipelineStep
+    from ranvier.pipeline.step import PipelineStep
 
 
 class VocabParallel:

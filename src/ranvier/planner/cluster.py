@@ -3,12 +3,16 @@
 Numbers come from data sheets (`devices.toml` beside this file, each with its source) or from a file
 that `ranvier measure` writes. A measurement takes precedence over a data sheet. Rates are bytes or
 FLOPs per second, sizes bytes, times seconds; the rate of a link is that of one direction.
+
+The cluster file of this machine, which `ranvier measure` writes and other commands read.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import platform
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ranvier import launch
 from ranvier.errors import PlanError
 
 DATA_SHEETS = Path(__file__).with_name("devices.toml")
@@ -396,3 +401,28 @@ def _format_value(x: Any) -> str:
     if isinstance(x, float) and (abs(x) >= 1e6 or abs(x) < 1e-3):
         return f"{x:.6g}"
     return repr(x)
+
+
+def measured_cluster_path(device: str) -> Path:
+    """Path of the measurements of a device on this host."""
+    return (
+        launch.cache_dir()
+        / f"cluster-{_slugify_name(platform.node())}-{_slugify_name(device)}.toml"
+    )
+
+
+def load_measured_cluster(device: str = "") -> Cluster | None:
+    """The measurements of a device on this host, or the latest (empty); None if there are none."""
+    if device:
+        if measured_cluster_path(device).exists():
+            return read_cluster(measured_cluster_path(device))
+        return None
+    own = launch.cache_dir().glob(f"cluster-{_slugify_name(platform.node())}-*.toml")
+    newest = max(own, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        return None
+    return read_cluster(newest)
+
+
+def _slugify_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "none"

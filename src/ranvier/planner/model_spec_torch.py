@@ -23,7 +23,8 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.norm import Norm
 from ranvier.parallel.huggingface import SequenceGather
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.model_spec import ENTRY, EXIT, BlockSpec, LayerKind, LayerSpec, ModelSpec
 
 MEMORY_TRAITS = (

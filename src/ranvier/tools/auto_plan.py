@@ -20,7 +20,7 @@ from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import HOST_CHANNEL, Grid
 from ranvier.launch import ProcessInfo
-from ranvier.planner import cluster, explain, local_cluster
+from ranvier.planner import cluster, explain
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Candidate, Prediction, Workload, predict_step
@@ -28,7 +28,7 @@ from ranvier.planner.search import DeviceOrHost, SearchRequest, SearchResult, se
 from ranvier.planner.time.compute import FP8_SCALING
 from ranvier.system.terminal import print
 from ranvier.tools import benchmark_cluster
-from ranvier.train import train
+from ranvier.train import resolve, train
 from ranvier.train.health.determinism import compiles_deterministically
 from ranvier.train.prediction import StepPrediction
 
@@ -44,7 +44,7 @@ def needs_planning(run: RunConfig, world: int) -> bool:
 
 def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPrediction]:
     """The run with the layout that the planner finds best, and the prediction for it."""
-    known = train.resolve_device_and_dtype(run, train.resolve_device(run, ProcessInfo()))
+    known = resolve.resolve_device_and_dtype(run, resolve.resolve_device(run, ProcessInfo()))
     plan = run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
     # A setting that differs from its default was given: the search must keep it.
@@ -129,7 +129,7 @@ def plan_run(
     if _has_problems(run):
         return freeze_plan(run), None
     try:
-        machine = detect_cluster(train.resolve_device(run, ProcessInfo()), world)
+        machine = detect_cluster(resolve.resolve_device(run, ProcessInfo()), world)
     except PlanError as error:
         if not launch.is_follower():
             print(f"All ranks lie on data, as no layout was planned: {error}")
@@ -189,7 +189,7 @@ def detect_cluster(device: torch.device, ranks: int) -> Cluster:
         name = train.device_name(device)
     else:
         name = "cpu"
-    found = local_cluster.load_measured_cluster(name)
+    found = cluster.load_measured_cluster(name)
     if found is not None:
         return found
     if device.type == "cpu":

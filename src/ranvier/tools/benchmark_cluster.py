@@ -2,6 +2,15 @@
 
 On CPUs ranks share cores, so the speed of a rank is measured with 1, 2, 4, ... ranks at once. Each
 collective is measured in groups of each size, all groups at once, which is how axes of a grid work.
+
+Measure the host time of one block of a model that is not compiled.
+
+A model so small that its device is idle runs forward and backward with few blocks and with more;
+the difference is Python, autograd and kernel launches, which do not depend on the size:
+
+    block = (seconds of MORE blocks - seconds of FEW blocks) / (MORE - FEW) / 3
+
+which is the forward pass; the backward pass takes twice that.
 """
 
 from __future__ import annotations
@@ -9,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +30,15 @@ import torch
 
 from ranvier.comm import bandwidth as wires
 from ranvier.comm import collectives
+from ranvier.config import run as runs
 from ranvier.config.plan import divisors
+from ranvier.cost.layers import ActivationShape
+from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
 from ranvier.launch import ProcessInfo, join_process_group
-from ranvier.planner import cluster, device_rates, local_cluster
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.planner import cluster, device_rates
 from ranvier.planner.cluster import (
     AttentionRate,
     Cluster,
@@ -42,7 +56,74 @@ from ranvier.planner.microbenchmarks import (
     ranks_per_core,
 )
 from ranvier.system.terminal import print
-from ranvier.tools import benchmark_host_update
+from ranvier.train.build_model import build_model
+from ranvier.train.model_converters import choose_arithmetic
+from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.step import forward_backward
+
+FEW_BLOCKS = 2
+MORE_BLOCKS = 8
+"""Numbers of blocks of the two models."""
+BLOCK_SEQ = 32
+BLOCK_WIDTH = 64
+BLOCK_REPEATS = 10
+
+
+def measure_block_rates(device: torch.device, *, fp8: bool) -> list[MeasuredRate]:
+    """Host seconds of the forward pass of a block: `block`, and in 8 bits `block8`."""
+    found = [MeasuredRate("block", _block_seconds(device, "off"))]
+    if fp8:
+        return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))]
+    return found
+
+
+def _block_seconds(device: torch.device, fp8: str) -> float:
+    few, more = (_passes_seconds(device, blocks, fp8) for blocks in (FEW_BLOCKS, MORE_BLOCKS))
+    return max(more - few, 0.0) / (MORE_BLOCKS - FEW_BLOCKS) / 3.0
+
+
+def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
+    """Seconds of both passes of a model with `blocks` blocks."""
+    sizes = {
+        "layers": blocks,
+        "embed": BLOCK_WIDTH,
+        "heads": 4,
+        "kv_heads": 4,
+        "mlp": 2 * BLOCK_WIDTH,
+    }
+    tables = {
+        "model": {**sizes, "head_dim": BLOCK_WIDTH // 4, "vocab": 256, "max_seq": BLOCK_SEQ},
+        "data": {"seq": BLOCK_SEQ, "packed": False},
+        "plan": {"batch": 1, "micro_batch": 1, "compile": "off", "recompute": "none"},
+        "train": {"device": device.type, "dtype": "bf16", "fp8": fp8},
+    }
+    run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
+    grid = Grid({})
+    model = build_model(run, grid, device, local_ranks=1)
+    choose_arithmetic(
+        run, model, grid, device, ActivationShape(1, BLOCK_SEQ, itemsize=2, statistics_itemsize=4)
+    )
+    ids = torch.zeros(1, BLOCK_SEQ, dtype=torch.int64, device=device)
+    batches = Batch(ids, ids).split_micro_batches(grid, 1)
+    taken = []
+    for _ in range(BLOCK_REPEATS):
+        _synchronize_device(device)
+        begun = time.perf_counter()
+        forward_backward(model, batches)
+        _synchronize_device(device)
+        taken.append(time.perf_counter() - begun)
+        get_parallel_model(model).bucket_scheduler.begin_step("")
+        # No step collects these events here, so they would pile up.
+        grid.trace.waited_events = []
+    # The first pass warms up; the median ignores passes in which the host was busy with something
+    # else.
+    return statistics.median(taken[1:])
+
+
+def _synchronize_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 R = TypeVar("R", bound=MeasuredRow)
 M = TypeVar("M", MatmulRate, AttentionRate, MeasuredRate, MeasuredCollective)
@@ -80,7 +161,7 @@ def measure_as_rank(to: str, me: ProcessInfo) -> int:
             if to:
                 path = Path(to)
             else:
-                path = local_cluster.measured_cluster_path(made.device.name)
+                path = cluster.measured_cluster_path(made.device.name)
             cluster.write_cluster(made, path)
             print(*describe_cluster(made), sep="\n")
             print(f"Measured in {time.perf_counter() - began:.0f} s: {path}")
@@ -143,9 +224,7 @@ class ClusterBenchmark:
         # `shared_cores`).
         if self.device.type == "cuda":
             gauge.on_progress("blocks that are not compiled")
-            rows += benchmark_host_update.measure_block_rates(
-                self.device, fp8="fp8" in gauge.dtypes
-            )
+            rows += measure_block_rates(self.device, fp8="fp8" in gauge.dtypes)
         torch.set_num_threads(before)
         return [_average_ranks(row, axis) for row in rows]
 

@@ -27,7 +27,7 @@ from ranvier.config import run as runs
 from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
-from ranvier.planner import cluster, local_cluster
+from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, Link, MeasuredCollective
 from ranvier.planner.predict import Prediction
 from ranvier.system import safe_files
@@ -74,7 +74,7 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
     if name.endswith(".toml"):
         path = Path(name)
     else:
-        path = local_cluster.measured_cluster_path(before.device.name)
+        path = cluster.measured_cluster_path(before.device.name)
     print(
         f"{folder}: a step took {seen.seconds * 1e3:.4g} ms, {seen.exposed_seconds * 1e3:.4g} "
         "exposed"

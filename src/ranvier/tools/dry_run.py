@@ -32,7 +32,7 @@ from ranvier.models import Decoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.attention_backends import flash_attention
 from ranvier.nn.moe.layer import MoELayer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.memory_replay import late_gradient_schedule
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import MemoryBreakdown

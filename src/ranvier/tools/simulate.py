@@ -24,14 +24,15 @@ from ranvier.grid import Grid
 from ranvier.html import page
 from ranvier.html.plot import standalone_svg
 from ranvier.models import build_decoder
-from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline import policy_search, timeline_svg
 from ranvier.pipeline.policy import PipelineShape
 from ranvier.pipeline.simulator import JobTimes
 from ranvier.pipeline.simulator import simulate_step as play
 from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system.terminal import print
-from ranvier.train.build_stage import pipeline_config
+from ranvier.train.build_model import pipeline_config
 from ranvier.train.report import pipeline
 from ranvier.train.resume.run_directory import write_text_atomically
 

@@ -33,13 +33,14 @@ from ranvier.launch import ProcessInfo
 from ranvier.models import DecoderConfig, build_decoder
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import Shard
 from ranvier.system.terminal import print
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
-from ranvier.train import train
-from ranvier.train.build_stage import pipeline_config
+from ranvier.train import resolve
+from ranvier.train.build_model import pipeline_config
 from ranvier.train.step import forward_backward
 
 ONE_PASS_LIMIT = 1e-12
@@ -342,7 +343,7 @@ def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
     """Device of the comparison: the CPU, unless the backend is NCCL."""
     if run.train.backend != "nccl":
         return torch.device("cpu")
-    return train.resolve_device(run, me)
+    return resolve.resolve_device(run, me)
 
 
 def compare_with_serial(

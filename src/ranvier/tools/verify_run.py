@@ -43,7 +43,8 @@ from ranvier.models import build_decoder
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim import pruning
 from ranvier.optim.lr_schedule import lr_factor
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train import train
 from ranvier.train.resume import run_directory as folders
 

@@ -1,15 +1,30 @@
-"""Builds the parallel model of a run, for the trainer and for dry runs."""
+"""Builds the parallel model of a run, for the trainer and for dry runs.
+
+Pipeline stages of a run: how the model is partitioned, and the timeline of a step.
+"""
 
 from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from ranvier import counter_rng
+from ranvier.comm.consensus import broadcast_text
 from ranvier.config.run import RunConfig
+from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, build_decoder
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.parallel.parallelize import parallelize
-from ranvier.train.build_stage import pipeline_config
+from ranvier.pipeline.executor import PipelineExecutor
+from ranvier.pipeline.partition import PipelineConfig
+from ranvier.pipeline.policy_search import policy_to_text
+from ranvier.system import safe_files
 from ranvier.train.memory import placement
 
 DTYPES = {
@@ -41,3 +56,128 @@ def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks
         keep=run.plan.gathered == "keep",
         room=placement.weight_offload_bytes(run, local_ranks),
     )
+
+
+TIMELINE_FILE = "timeline.json"
+
+
+def pipeline_config(run: RunConfig) -> PipelineConfig:
+    """The pipeline configuration of a plan."""
+    plan = run.plan
+    return PipelineConfig(
+        chunks=plan.chunks,
+        stage_starts=plan.stages,
+        part_costs=load_stage_times(Path(plan.stage_times)) if plan.stage_times else (),
+        seq=run.data.seq,
+        policy=plan.policy,
+        max_in_flight=plan.credits,
+        jitter=plan.jitter,
+        vocab_over_pipe=plan.spread,
+    )
+
+
+def load_stage_times(path: Path) -> tuple[float, ...]:
+    """Seconds per part of a model, from the timeline of a run or from a TOML table."""
+    remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
+    try:
+        if path.is_dir():
+            found = json.loads(safe_files.read_text(path / TIMELINE_FILE))["part_seconds"]
+            seconds = tuple(float(one) for one in found)
+        else:
+            table = tomllib.loads(path.read_text())
+            # Per part, the sum of all kinds of jobs that the file has.
+            sums = zip(*(table[kind] for kind in JOB_KINDS if kind in table), strict=True)
+            seconds = tuple(float(sum(one)) for one in sums)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"plan.stage_times={str(path)!r} cannot be read: {error}. It holds the measured times "
+            f"of the parts of the model. {remedy}"
+        ) from None
+    if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
+        raise PlanError(
+            f"plan.stage_times={str(path)!r} has the times {list(seconds)}. Each part has one, a "
+            f"finite number, and not all are 0. {remedy}"
+        )
+    return seconds
+
+
+JOB_KINDS = ("forward", "backward", "weight")
+
+
+def gather_timeline(
+    parallel: ParallelModel, step: int, micro_batches: int, device: torch.device
+) -> dict[str, Any]:
+    """The jobs of all stages in the last timed step, on all ranks.
+
+    Communicates: broadcast of a text from each stage over all axes.
+    """
+    grid = parallel.grid
+    runtime = parallel.pipeline.executor
+    # A job is [kind, micro, chunk, start, stop], in seconds since the stage began its step.
+    mine = [
+        [
+            done.kind,
+            done.micro,
+            done.chunk,
+            done.start - runtime.start_time,
+            done.stop - runtime.start_time,
+        ]
+        for done in sorted(runtime.job_records, key=lambda done: done.start)
+    ]
+    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime), "begun": runtime.start_time})
+    stages = [
+        json.loads(broadcast_text(words, grid, device, rank=rank)) for rank in stage_leaders(grid)
+    ]
+    _align_clocks(stages)
+    # Each stage knows only its own parts.
+    parts: dict[str, float] = {}
+    for one in stages:
+        parts.update(one["parts"])
+    seconds = max((job[4] for one in stages for job in one["jobs"]), default=0.0)
+    return {
+        "policy": parallel.pipeline.config.policy,
+        "step": step,
+        "micro_batches": micro_batches,
+        "chunks": len(runtime.stage.chunks),
+        "seconds": seconds,
+        "credits": parallel.pipeline.config.max_in_flight,
+        "chosen": policy_to_text(parallel.pipeline.policy_for_step(micro_batches)),
+        "stages": [one["jobs"] for one in stages],
+        "part_seconds": [parts[str(i)] for i in range(len(parts))],
+    }
+
+
+def _align_clocks(stages: list[dict[str, Any]]) -> None:
+    """Shift times to the start of the first stage, if all stages share a clock (one machine)."""
+    begun = [one["begun"] for one in stages]
+    # Stages of one step begin almost together: a larger gap means clocks of different machines.
+    if max(begun) - min(begun) > 1.0:
+        return
+    for one in stages:
+        for job in one["jobs"]:
+            job[3] += one["begun"] - min(begun)
+            job[4] += one["begun"] - min(begun)
+
+
+def stage_leaders(grid: Grid) -> list[int]:
+    """The first rank of each stage."""
+    stages = grid.ranks.reshape(grid.degrees["pipe"], -1)
+    return [int(ranks[0]) for ranks in stages]
+
+
+def _part_seconds(runtime: PipelineExecutor) -> dict[str, float]:
+    """Seconds per micro-batch of the parts of this stage.
+
+    Only chunks are timed; the time of a chunk is divided among its parts by their cost.
+    """
+    stage = runtime.stage
+    found = dict[str, float]()
+    for chunk, parts in enumerate(stage.chunks):
+        jobs = [d for d in runtime.job_records if d.chunk == chunk and d.kind in ("F", "B", "W")]
+        # Every micro-batch has one forward job, so their number is the number of micro-batches.
+        count = max(sum(d.kind == "F" for d in jobs), 1)
+        seconds = sum(d.stop - d.start for d in jobs) / count
+        work = stage.part_costs[parts]
+        for i, share in zip(range(parts.start, parts.stop), work, strict=True):
+            found[str(i)] = seconds * share / sum(work)
+    return found

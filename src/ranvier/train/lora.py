@@ -16,7 +16,7 @@ from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, PlanError
 from ranvier.models.lora import named_adapters
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer

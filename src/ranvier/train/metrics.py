@@ -20,7 +20,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.launch import Heartbeat
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallelize import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.train.report import moe
 
 PEAK_TFLOPS = {

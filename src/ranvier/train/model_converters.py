@@ -25,7 +25,7 @@ from ranvier.nn.attention import AttentionCore
 from ranvier.nn.autotune import Autotuner
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.train.memory.probe import candidate_micro_batches
 
 DEFAULT_FLOAT8_LAYERS = TrainConfig().fp8_layers

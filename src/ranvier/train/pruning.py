@@ -27,7 +27,7 @@ from ranvier.errors import PlanError
 from ranvier.optim import pruning
 from ranvier.optim.optimizer import MASK
 from ranvier.optim.pruning import MaskFunction
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.sharding import ShardedStateDict
 from ranvier.train import lora
 

@@ -16,8 +16,9 @@ from ranvier.errors import PlanError
 from ranvier.models import Decoder
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, check_input_parts, get_parallel_model
-from ranvier.pipeline.executor import MicroBatch
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallelize import check_input_parts
+from ranvier.pipeline.step import MicroBatch
 
 
 def forward_backward(
@@ -158,7 +159,7 @@ def train_step(
     """Run one step; all ranks skip the update if a loss or gradient is not finite on any rank.
 
     An overflow that a smaller loss scale can fix is skipped as well, but does not count as bad.
-    twice: wraps forward and backward (see `health.replay`).
+    twice: wraps forward and backward (see `health.replica_check`).
     """
     scale = optimizer.grad_scaler
     if scale is None:

@@ -37,17 +37,15 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.sharding import ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora, pruning
-from ranvier.train.build_model import DTYPES, build_model
-from ranvier.train.build_stage import TIMELINE_FILE, gather_timeline
+from ranvier.train.build_model import DTYPES, TIMELINE_FILE, build_model, gather_timeline
 from ranvier.train.cuda_graph import CudaGraphStep
 from ranvier.train.health.loss_guard import LossGuard
 from ranvier.train.health.nan_diagnosis import find_first_nonfinite
-from ranvier.train.health.replay import StepReplay
-from ranvier.train.health.replica_check import compare_replicas
+from ranvier.train.health.replica_check import StepReplay, compare_replicas
 from ranvier.train.memory import saved_collectives
 from ranvier.train.memory.breakdown import MemoryTracker
 from ranvier.train.memory.probe import candidate_micro_batches, resolve_in_flight_limit

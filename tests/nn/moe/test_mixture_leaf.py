@@ -13,7 +13,8 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.nn.moe import layer
-from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
 
 SMALL = DecoderConfig(

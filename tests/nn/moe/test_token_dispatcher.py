@@ -13,7 +13,7 @@ from expert_cases import even
 from pool import Pool
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
-from ranvier.nn.moe.dispatch_payload import decode_rows, encode_rows
+from ranvier.nn.moe.token_dispatcher import decode_rows, encode_rows
 from ranvier.optim.optimizer import Optimizer
 from ranvier.tools.verify import predict_events
 from ranvier.trace import Event, diff_events

@@ -22,7 +22,7 @@ from ranvier.memory import recompute_budget
 from ranvier.memory.recompute_budget import RecomputeMode, StepMemory
 from ranvier.models import Decoder
 from ranvier.optim.state_store import NUM_SLOTS
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.planner.memory.measured_states import model_state_sizes
 from ranvier.train.memory import breakdown, probe, resolve
 from ranvier.train.memory.breakdown import tensors_by_category

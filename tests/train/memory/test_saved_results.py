@@ -17,7 +17,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory.activation_offload import ActivationOffload
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.trace import communication_events, diff_events
 from ranvier.train.memory import placement, saved_collectives
 from ranvier.train.memory.breakdown import MemoryTracker

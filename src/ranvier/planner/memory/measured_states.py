@@ -16,7 +16,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.nn.lm_head import LMHead
 from ranvier.optim.low_precision_states import BLOCK_SIZE
 from ranvier.optim.state_store import NUM_SLOTS
-from ranvier.parallel.parallelize import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from ranvier.tools.profiler.chrome_trace import (
     read_kernels,
     short_kernel_name,
 )
-from ranvier.train import build_model, prepare_data, train
+from ranvier.train import build_model, prepare_data, resolve, train
 from ranvier.train.cuda_graph import WARMUP_STEPS
 from ranvier.train.metrics import peak_bandwidth, peak_flops
 from ranvier.train.resume import run_directory as folders
@@ -440,11 +440,11 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
     # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
     if run.plan.graph:
         warm = max(warm, WARMUP_STEPS + 2)
-    device = train.resolve_device(run, ProcessInfo())
-    run = train.resolve_device_and_dtype(
-        run, device, train.resolve_backend(run, ProcessInfo(), device)
+    device = resolve.resolve_device(run, ProcessInfo())
+    run = resolve.resolve_device_and_dtype(
+        run, device, resolve.resolve_backend(run, ProcessInfo(), device)
     )
-    train.check_memory(run, ProcessInfo(), device)
+    resolve.check_memory(run, ProcessInfo(), device)
     if origin.is_dir():
         where = origin / "profile"
     else:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.data.batch import Batch
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 
 NO_FAILURE = 2**62

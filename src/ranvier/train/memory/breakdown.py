@@ -20,7 +20,7 @@ from ranvier.html import page
 from ranvier.html.plot import escape_html
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.planner import device_rates, offload_search
 from ranvier.planner.communicators import communicator_bytes
 from ranvier.planner.device_rates import DeviceRates

@@ -5,12 +5,11 @@ from __future__ import annotations
 from ranvier.buckets.offload import HostOffload
 from ranvier.config.run import RunConfig
 from ranvier.memory.activation_offload import ActivationOffload
-from ranvier.memory.host import GIB, Arena, host_bytes_per_rank
-from ranvier.memory.host_pool import HostBufferPool
+from ranvier.memory.host import GIB, Arena, HostBufferPool, host_bytes_per_rank
 from ranvier.memory.saved_results import InPlaceStore
 from ranvier.models import Decoder
 from ranvier.optim.state_tiles import StatePlacement
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 
 
 def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:

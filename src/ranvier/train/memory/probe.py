@@ -33,7 +33,7 @@ from ranvier.memory import recompute_budget
 from ranvier.memory.recompute_budget import BlockMemory, PassMemory, RecomputeMode
 from ranvier.memory.saved_results import InPlaceStore
 from ranvier.models import Decoder
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner.memory import measured_states
 from ranvier.train.step import forward_backward

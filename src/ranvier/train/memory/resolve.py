@@ -32,7 +32,7 @@ from ranvier.nn.linear import Linear
 from ranvier.optim.grad_scaler import GradScaler
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.state_store import NUM_SLOTS
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.planner import device_rates, offload_search
 from ranvier.planner.communicators import pipe_peers, worst_stage_bytes
 from ranvier.planner.device_rates import DeviceRates

@@ -22,7 +22,7 @@ from ranvier.memory.recompute_collectives import (
 )
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.train.memory.probe import GIB
 from ranvier.train.memory.resolve import predict_memory
 

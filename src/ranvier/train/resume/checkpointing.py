@@ -26,7 +26,7 @@ from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
 from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
-from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora
