@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+import ranvier
 from commands import SMALL, call, ended, losses, metrics, started
+from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
 from ranvier.cli.main import main, parse_run_options
+from ranvier.config.arguments import RunOptions
 from ranvier.config.run import RunConfig, load_run_config
 from ranvier.config.sections import ModelConfig, TrainConfig
 from ranvier.errors import PlanError
@@ -271,11 +276,107 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = ("train", "generate", "data prepare", "verify", "doctor", "report", "profile", "")
     for words in map(str.split, verbs):
         with pytest.raises(SystemExit) as end:
-            main([*words, "--help"])
+            main([*words, "--help-all" if words == ["train"] else "--help"])
         assert end.value.code == 0
     text = capsys.readouterr().out
     assert "usage: ranvier VERB" in text and "--plan.row" in text and "Megatron" in text
     assert "--prompt" in text and "--tokenizer" in text
+
+
+def test_the_first_page_of_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and len(text.splitlines()) <= 48
+    assert max(map(len, text.splitlines())) <= 100
+    assert {"--model.size", "--plan.row", "--train.steps", "--nproc"} <= {*text.split()}
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help", "guard"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "--guard.spike" in text and "--plan.row" not in text
+    assert call("train", "--help", "gard") == PlanError.exit_code
+    assert "'gard' is not a section. Sections are model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("--plan.tp", "--plan.row"),
+        ("--plan.pp=2", "--plan.pipe"),
+        ("--dp", "--plan.data"),
+        ("--plan.fsdp", "--plan.depth"),
+        ("--ep", "--plan.expert"),
+        ("--plan.cp", "--plan.context"),
+        ("--lr", "--optim.lr"),
+        ("--train.lr", "--optim.lr"),
+        ("--steps", "--train.steps"),
+        ("--batch-size", "--plan.batch"),
+        ("--batch_size", "--plan.batch"),
+    ],
+)
+def test_options_of_other_frameworks_are_answered_by_meaning(
+    option: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", option, "2") == PlanError.exit_code
+    assert capsys.readouterr().err.endswith(f"is {ours} here. Use {ours}.\n")
+
+
+def test_every_synonym_leads_to_a_setting() -> None:
+    known = option_names(RunOptions())
+    assert {ours for ours, _ in SYNONYMS.values()} <= {*known}
+    assert not {*SYNONYMS} & {*known}
+    assert {*COMMON_SETTINGS} <= {*known}
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"ranvier {ranvier.__version__}\n"
+
+
+MISSING = [
+    "train nope.toml",
+    "generate nope",
+    "eval nope",
+    "export nope",
+    "report nope",
+    "plan nope.toml",
+    "checkpoint ls nope",
+    "data show nope",
+]
+
+
+def test_a_missing_file_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    """One process for all of them: none imports it."""
+    code = (
+        "import sys\nfrom ranvier.cli.main import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    try:\n        main(line.split())\n"
+        "    except SystemExit as end:\n        assert end.code, line\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    words = [sys.executable, "-c", code, *MISSING]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("nope") >= len(MISSING)
+
+
+def test_a_shell_completes_verbs_and_options(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ranvier", "completion", "bash"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ask = (
+        "COMP_WORDS=(ranvier $2 $3); COMP_CWORD=$1; _ranvier; echo ${COMPREPLY[@]}"  # as bash does
+    )
+    for words, found in ((["1", "tra"], "train"), (["2", "train", "--plan.r"], "--plan.row")):
+        line = ["bash", "-c", f"{done.stdout}\n{ask}", "bash", *words]
+        text = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert found in text.split(), text
+    assert call("completion", "fish") == PlanError.exit_code
 
 
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:

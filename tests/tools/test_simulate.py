@@ -1,4 +1,4 @@
-"""`ranvier simulate` and the pipeline in a report: times from anywhere, mistakes in words."""
+"""`ranvier simulate pipeline` and the pipeline in a report: times, and mistakes in words."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ UNEVEN = JobTimes((0.01, 0.02, 0.02, 0.03), (0.02, 0.04, 0.04, 0.06))
 
 def test_the_command_plays_all_policies(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     words = [f"--plan.{key.replace('_', '-')}={value}" for key, value in FOUR["plan"].items()]
-    assert call("simulate", *words, "--policies", "1f1b", "gpipe") == 0
+    assert call("simulate", "pipeline", *words, "--policies", "1f1b", "gpipe") == 0
     out = capsys.readouterr().out
     assert "4 stage(s), 1 chunk(s) each, 8 micro-batch(es)" in out
     assert "stage 3: " in out and "% of the work" in out
@@ -100,7 +100,20 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
     (here / "run.toml").write_text("[plan]\npipe = 2\nchunks = 2\nbatch = 4\nmicro_batch = 1\n")
-    assert call("simulate", "run.toml", "--policies", "1f1b", "--out", "two", "--link", "0.1") == 0
+    assert (
+        call(
+            "simulate",
+            "pipeline",
+            "run.toml",
+            "--policies",
+            "1f1b",
+            "--out",
+            "two",
+            "--link",
+            "0.1",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "1f1b         does not fit: 1f1b has chunks=2." in out
     assert drawn(here / "two") == ["simulated, message"]
@@ -126,7 +139,7 @@ def test_mistakes_are_told_without_traceback(
 ) -> None:
     (here / "times.toml").write_text("forward = [1, 2, 3]")
     options = ["--plan.pipe", "4", "--plan.policy", "1f1b"]
-    assert call("simulate", *options, *words) == PlanError.exit_code
+    assert call("simulate", "pipeline", *options, *words) == PlanError.exit_code
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
 
@@ -174,14 +187,24 @@ def test_the_run_is_drawn_above_what_is_simulated(
 ) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN)
     before = (folder / "timeline.json").read_text()
-    assert call("simulate", "run", "--plan.policy", "1f1b", "--policies", "gpipe") == 0
+    assert call("simulate", "pipeline", "run", "--plan.policy", "1f1b", "--policies", "gpipe") == 0
     assert drawn(folder) == ["run, step 99, 1f1b", "simulated, 1f1b", "simulated, gpipe"]
     assert (folder / "timeline.json").read_text() == before
     lines = [line for line in capsys.readouterr().out.splitlines() if "bubble " in line]
     real, played = (line.partition(": ")[2] for line in lines[:2])
     assert real == played
     # another grid than that of the run: its times are of no use
-    call("simulate", "run", "--plan.pipe", "2", "--plan.policy", "1f1b", "--policies", "1f1b")
+    call(
+        "simulate",
+        "pipeline",
+        "run",
+        "--plan.pipe",
+        "2",
+        "--plan.policy",
+        "1f1b",
+        "--policies",
+        "1f1b",
+    )
     assert "timeline.json is of 4 virtual stages and is left out" in capsys.readouterr().out
 
 

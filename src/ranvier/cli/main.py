@@ -26,6 +26,7 @@ from ranvier.cli.parsing import (
     split_words,
     two_paths,
 )
+from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
@@ -48,7 +49,8 @@ usage: ranvier VERB ...
   eval RUN --tasks ...       what it is worth: tasks, perplexity, programs that it writes
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
-  simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
+  simulate pipeline [run.toml | RUN]
+                             play a step of its pipeline: time, bubble, what stages wait for; drawn
   plan [run.toml]            the fastest layouts on a cluster, predicted, and why
   dryrun [run.toml | RUN]    one rank of --world many, without devices: its shards, messages, memory
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
@@ -63,7 +65,10 @@ usage: ranvier VERB ...
   doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
                              communicators
 
-`ranvier VERB --help` lists all settings. Examples:
+  completion bash | zsh      the script that completes verbs and options in a shell
+
+`ranvier VERB --help` explains a verb, --help SECTION and --help-all its settings. `ranvier
+--version` prints the version. Examples:
   ranvier train
   ranvier train --data.corpus my.jsonl --train.steps 500
   ranvier train --plan.row 2 --plan.col 2 --plan.depth 2 --train.steps 5
@@ -81,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
+    if words[0] in ("--version", "-V", "version"):
+        print(f"ranvier {sys.modules['ranvier'].__version__}")
+        raise SystemExit(0)
     trains = words[0] == "train"
     with launch.report_errors(ProcessInfo(), quiet=launch.is_follower(), trains=trains):
         # Inside of report_errors, so that a wrong command ends with the usual message and exit
@@ -88,9 +96,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if words[0] not in COMMANDS:
             near = suggest_nearest(words[0], COMMANDS)
             raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(COMMANDS)}.")
+        _check_run_exists(words)
         code = COMMANDS[words[0]](words[1:])
         sys.stdout.flush()
     raise SystemExit(code)
+
+
+RUN_COMMANDS = {"generate", "eval", "export", "report"}
+"""Commands whose first path is the directory of a run."""
+PATH_COMMANDS = {"data show", "checkpoint ls", "checkpoint verify", "checkpoint diff"}
+"""Subcommands whose paths have to exist."""
+
+
+def _check_run_exists(words: Sequence[str]) -> None:
+    """Report a missing path before torch is imported, which takes seconds."""
+    files, _ = split_words(words[1:])
+    if words[0] in RUN_COMMANDS and files:
+        runs.check_is_run(Path(files[0]))
+    if " ".join(words[:2]) in PATH_COMMANDS:
+        for file in files[1:]:
+            if not os.path.lexists(file):
+                raise PlanError(
+                    f"{file} does not exist. `ranvier {words[0]} {words[1]}` reads it. Give the "
+                    "path of what is there."
+                )
 
 
 def parse_run_options(verb: str, words: Sequence[str]) -> RunOptions:
@@ -515,9 +544,14 @@ def _plan_command(words: Sequence[str]) -> int:
 
 
 def _simulate_command(words: Sequence[str]) -> int:
+    """Run `simulate pipeline`."""
+    return _run_subcommand("simulate", {"pipeline": _simulate_pipeline_command}, words)
+
+
+def _simulate_pipeline_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import SimulateOptions
 
-    settings = load_run_with_options(SimulateOptions, "simulate [run.toml | RUN]", words)
+    settings = load_run_with_options(SimulateOptions, "simulate pipeline [run.toml | RUN]", words)
     from ranvier.tools import simulate
 
     return simulate.simulate_run(_run_config(settings), settings)
@@ -568,6 +602,15 @@ def _doctor_command(words: Sequence[str]) -> int:
     return doctor.print_findings(doctor.examine_machine(doctor.resolve_run(run) if asks else None))
 
 
+def _completion_command(words: Sequence[str]) -> int:
+    """Print a script that completes verbs and options."""
+    from ranvier.cli import completion
+
+    shell = one_path("completion", "the name of a shell: bash or zsh", words)
+    print(completion.completion_script(shell, list(COMMANDS)), end="")
+    return 0
+
+
 COMMANDS: dict[str, Command] = {
     "train": _train_command,
     "import": _import_command,
@@ -585,4 +628,5 @@ COMMANDS: dict[str, Command] = {
     "verify": _verify_command,
     "measure": _measure_command,
     "doctor": _doctor_command,
+    "completion": _completion_command,
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ranvier.cli import help
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
@@ -39,6 +40,19 @@ def parse_options(
     """
     if not words:
         return default
+    help.check_option_names(words, default)
+    # A run has more settings than fit on a screen. Other commands have a page of options.
+    if isinstance(default, RunConfig):
+        asked = next((i for i, word in enumerate(words) if word in ("--help", "-h")), None)
+        if "--help-all" in words:
+            words = ["--help"]
+        elif asked is not None and words[asked + 1 :]:
+            section = help.section_config(default, words[asked + 1])
+            # Ends the process after it has printed the help.
+            parse_options(type(section), section, verb, ["--help"])
+        elif asked is not None:
+            help.print_short_help(verb, default)
+            raise SystemExit(0)
     # Imported here: without options a command starts faster.
     import tyro
 

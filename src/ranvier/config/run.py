@@ -363,6 +363,18 @@ class RunConfig:
             )
 
 
+def check_is_run(folder: Path) -> None:
+    """Raise an error that names the runs nearby if a directory is not the directory of a run."""
+    if (folder / "config.toml").exists():
+        return
+    near = sorted(folder.parent.glob("*/config.toml"))
+    others = ", ".join(str(path.parent) for path in near) or "none here"
+    raise PlanError(
+        f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
+        f"made. Runs nearby: {others}."
+    )
+
+
 def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False) -> RunConfig:
     """The run config of a TOML file, perhaps with another size; the rest keeps its defaults.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -248,13 +248,7 @@ def print_generated(
 
 def load_config_from_dir(folder: Path) -> RunConfig:
     """Load the settings of a run from its directory."""
-    if not (folder / "config.toml").exists():
-        near: Sequence[Path] = sorted(folder.parent.glob("*/config.toml"))
-        others = ", ".join(str(path.parent) for path in near) or "none here"
-        raise PlanError(
-            f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
-            f"made. Runs nearby: {others}."
-        )
+    runs.check_is_run(folder)
     run = runs.load_run_config(folder / "config.toml", in_run=True)
     if run.model.positions == "rope" and run.data.seq > run.model.max_seq:
         # Runs trained before this combination was refused have seen sequences of this length, so

@@ -1,0 +1,68 @@
+"""Shell completion: a script with the verbs of this version and the options of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ranvier.cli.help import option_names
+from ranvier.config import arguments
+from ranvier.errors import PlanError
+
+OPTION_CLASSES = {
+    "train": arguments.RunOptions,
+    "verify": arguments.RunOptions,
+    "import": arguments.ImportOptions,
+    "export": arguments.ExportOptions,
+    "convert": arguments.UpcycleOptions,
+    "generate": arguments.GenerateOptions,
+    "eval": arguments.EvalOptions,
+    "profile": arguments.ProfileOptions,
+    "simulate": arguments.SimulateOptions,
+    "dryrun": arguments.DryRunOptions,
+    "measure": arguments.MeasureOptions,
+    "doctor": arguments.DoctorOptions,
+    "data": arguments.PrepareOptions,
+}
+SUBCOMMANDS = {
+    "data": ("prepare", "show"),
+    "checkpoint": ("ls", "verify", "diff", "convert"),
+    "simulate": ("pipeline",),
+    "completion": ("bash", "zsh"),
+}
+SCRIPT = """\
+# Completion of ranvier: eval "$(ranvier completion {shell})"
+{setup}_ranvier() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" words
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{verbs}"
+    else
+        case "${{COMP_WORDS[1]}}" in
+{cases}
+            *) words="--help" ;;
+        esac
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+    [ "${{#COMPREPLY[@]}}" -gt 0 ] || COMPREPLY=($(compgen -f -- "$current"))
+}}
+complete -o filenames -F _ranvier ranvier
+"""
+
+
+def completion_script(shell: str, verbs: Sequence[str]) -> str:
+    """The script of a shell: `eval "$(ranvier completion bash)"` in its start file."""
+    if shell not in ("bash", "zsh"):
+        raise PlanError(
+            f"{shell!r} is not a shell with completion. They are bash and zsh. Use one of them."
+        )
+    from ranvier.cli.plan import PlanOptions
+
+    cases = []
+    for verb in verbs:
+        words = list(SUBCOMMANDS.get(verb, ()))
+        kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
+        if kind is not None:
+            words += ["--" + name.replace("_", "-") for name in option_names(kind())]
+        cases.append(f'            {verb}) words="{" ".join([*words, "--help"])}" ;;')
+    # zsh runs completions written for bash after this call.
+    setup = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return SCRIPT.format(shell=shell, setup=setup, verbs=" ".join(verbs), cases="\n".join(cases))

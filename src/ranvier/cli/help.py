@@ -1,0 +1,202 @@
+"""Help of commands with many settings: a short page first, then sections, then everything.
+
+`--help` shows the settings that people change first and the names of the sections, `--help SECTION`
+shows one section, and `--help-all` shows all of them. Parsing stays with tyro: this module only
+chooses what to show, and answers options of other frameworks with those that mean the same here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from ranvier.errors import PlanError
+from ranvier.system.terminal import print
+
+COMMON_SETTINGS = (
+    "model.size",
+    "data.corpus",
+    "data.seq",
+    "train.steps",
+    "train.out",
+    "train.start",
+    "train.device",
+    "optim.lr",
+    "plan.batch",
+    "plan.data",
+    "plan.depth",
+    "plan.row",
+    "plan.pipe",
+    "checkpoint.every",
+)
+"""What people change first, in the order of a page."""
+
+SYNONYMS = {
+    "tp": ("plan.row", "Tensor parallelism"),
+    "tensor_parallel": ("plan.row", "Tensor parallelism"),
+    "tensor_parallel_size": ("plan.row", "Tensor parallelism"),
+    "tensor_model_parallel_size": ("plan.row", "Tensor parallelism"),
+    "sp": ("plan.row", "Sequence parallelism"),
+    "pp": ("plan.pipe", "Pipeline parallelism"),
+    "pipeline_parallel_size": ("plan.pipe", "Pipeline parallelism"),
+    "pipeline_model_parallel_size": ("plan.pipe", "Pipeline parallelism"),
+    "dp": ("plan.data", "Data parallelism"),
+    "ddp": ("plan.data", "Data parallelism"),
+    "data_parallel_size": ("plan.data", "Data parallelism"),
+    "fsdp": ("plan.depth", "Fully sharded data parallelism"),
+    "zero3": ("plan.depth", "Fully sharded data parallelism"),
+    "dp_shard": ("plan.depth", "Fully sharded data parallelism"),
+    "ep": ("plan.expert", "Expert parallelism"),
+    "expert_parallel_size": ("plan.expert", "Expert parallelism"),
+    "cp": ("plan.context", "Context parallelism"),
+    "context_parallel_size": ("plan.context", "Context parallelism"),
+    "learning_rate": ("optim.lr", "The learning rate"),
+    "weight_decay": ("optim.decay", "The weight decay"),
+    "wd": ("optim.decay", "The weight decay"),
+    "grad_clip": ("optim.clip", "The norm that gradients are clipped to"),
+    "max_grad_norm": ("optim.clip", "The norm that gradients are clipped to"),
+    "clip_grad": ("optim.clip", "The norm that gradients are clipped to"),
+    "warmup_steps": ("optim.warmup", "The number of warmup steps"),
+    "max_steps": ("train.steps", "The number of steps"),
+    "train_iters": ("train.steps", "The number of steps"),
+    "iters": ("train.steps", "The number of steps"),
+    "batch_size": ("plan.batch", "The batch of all ranks together"),
+    "global_batch_size": ("plan.batch", "The batch of all ranks together"),
+    "micro_batch_size": ("plan.micro_batch", "The micro-batch of a rank"),
+    "per_device_train_batch_size": ("plan.micro_batch", "The micro-batch of a rank"),
+    "seq_len": ("data.seq", "The sequence length"),
+    "seq_length": ("data.seq", "The sequence length"),
+    "max_seq_len": ("data.seq", "The sequence length"),
+    "block_size": ("data.seq", "The sequence length"),
+    "dataset": ("data.corpus", "The training data"),
+    "output_dir": ("train.out", "The directory of the run"),
+    "save": ("train.out", "The directory of the run"),
+    "save_interval": ("checkpoint.every", "The steps between checkpoints"),
+    "save_steps": ("checkpoint.every", "The steps between checkpoints"),
+    "eval_interval": ("train.evaluate", "The steps between evaluations"),
+    "eval_steps": ("train.evaluate", "The steps between evaluations"),
+    "gradient_checkpointing": ("plan.recompute", "Activation recomputation"),
+    "activation_checkpoint": ("plan.recompute", "Activation recomputation"),
+    "precision": ("train.dtype", "The type of the matrix products"),
+    "bf16": ("train.dtype", "The type of the matrix products"),
+    "fp16": ("train.dtype", "The type of the matrix products"),
+    "nnodes": ("launch.nodes", "The number of nodes"),
+    "node_rank": ("launch.node", "The number of this node"),
+    "rdzv_endpoint": ("launch.address", "Where nodes meet"),
+    "max_restarts": ("launch.retries", "How often ranks are started again"),
+    "nproc_per_node": ("nproc", "The number of local ranks"),
+}
+"""An option of other frameworks, without its section -> our setting, and what it is."""
+
+
+def option_names(default: Any, path: str = "") -> dict[str, Any]:
+    """Dotted names of all options of a command, with their default values."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(default):
+        value = getattr(default, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= option_names(value, f"{path}{field.name}.")
+        else:
+            found[f"{path}{field.name}"] = value
+    return found
+
+
+def check_option_names(words: Sequence[str], default: Any) -> None:
+    """Answer an option that means something here with the name that it has here.
+
+    Other unknown options are left to the parser, which compares spellings.
+    """
+    known = option_names(default)
+    sections = {name.partition(".")[0] for name in known}
+    for word in words:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if not word.startswith("--") or not name or name in known or name in sections:
+            continue
+        section, _, last = name.rpartition(".")
+        ours, meaning = SYNONYMS.get(last, ("", ""))
+        if not ours:
+            # The right setting in another section, or without one: `--train.lr`, `--steps`. Where
+            # several sections have it, the parser lists them.
+            same = [one for one in known if one.rpartition(".")[2] == last]
+            if len(same) == 1 and (section in sections or not section):
+                ours = same[0]
+                meaning = "The setting of this name"
+        if ours in known:
+            shown = "--" + ours.replace("_", "-")
+            given = "--" + name.replace("_", "-")
+            raise PlanError(f"{given} is not an option. {meaning} is {shown} here. Use {shown}.")
+
+
+def print_short_help(usage: str, default: Any) -> None:
+    """Print the common settings, the command's own options, and the names of all sections."""
+    known = option_names(default)
+    common = [name for name in COMMON_SETTINGS if name in known]
+    own = [name for name in known if "." not in name]
+    print(f"usage: ranvier {usage} [--SECTION.NAME VALUE ...]\n")
+    summary = inspect.getdoc(type(default))
+    if summary:
+        print(summary + "\n")
+    for title, names in (("Options", own), ("Settings that are changed first", common)):
+        if names:
+            print(f"{title}:")
+            for name in names:
+                print(_format_option(name, known[name], _field_text(default, name)))
+            print()
+    sections = dict.fromkeys(name.partition(".")[0] for name in known if "." in name)
+    print(f"Sections: {', '.join(sections)}.")
+    print("  --help SECTION   all settings of a section")
+    print("  --help-all       all settings")
+    print("The same names are the keys of a TOML file: --plan.row 2 is row = 2 under [plan].")
+
+
+def _format_option(name: str, value: Any, text: str) -> str:
+    """An option, its default value and the first sentence of its description, in 100 columns."""
+    option = "--" + name.replace("_", "-")
+    if value in (None, "", ()):
+        shown = "-"
+    elif isinstance(value, tuple):
+        shown = " ".join(map(str, value))
+    else:
+        shown = str(value)
+    first = text.split(". ")[0].rstrip(".")
+    # Two lines for each keep the page short; sections have the whole text.
+    lines = textwrap.wrap(first, 100 - 34, max_lines=2, placeholder=" ...")
+    return f"  {option:<20} {shown[:10]:<10} " + f"\n{'':<34}".join(lines)
+
+
+def _field_text(default: Any, name: str) -> str:
+    """The docstring under a field, found in the source of its class."""
+    *sections, last = name.split(".")
+    for section in sections:
+        default = getattr(default, section)
+    for cls in type(default).__mro__[:-1]:
+        body = ast.parse(inspect.getsource(cls)).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if field.target.id == last and isinstance(below, ast.Expr):
+                return " ".join(str(ast.literal_eval(below.value)).split())
+    return ""
+
+
+def section_config(default: Any, section: str) -> Any:
+    """A dataclass with one section only, whose help is the help of this section."""
+    sections = [
+        f.name
+        for f in dataclasses.fields(default)
+        if dataclasses.is_dataclass(getattr(default, f.name))
+    ]
+    if section not in sections:
+        raise PlanError(
+            f"{section!r} is not a section. Sections are {', '.join(sections)}. Use one of these, "
+            "or --help-all."
+        )
+    value = getattr(default, section)
+    kind = dataclasses.make_dataclass("Section", [(section, type(value), value)], frozen=True)
+    kind.__doc__ = f"Settings of the section {section}."
+    return kind()
