@@ -143,7 +143,7 @@ def test_slow_data_is_seen_in_the_metrics(
     plain = loader.load_micro_batches
 
     def slow(*args: Any, **kwargs: Any) -> list[Batch]:
-        time.sleep(0.2)
+        time.sleep(0.4)
         return plain(*args, **kwargs)
 
     monkeypatch.setattr("ranvier.train.trainer.load_micro_batches", slow)
