@@ -76,7 +76,10 @@ def test_kinds_have_colours_and_chunks_shades() -> None:
         )
     )
     groups = [group for group in root.iter("g") if group.get("fill-opacity")]
-    assert {group.get("class") for group in groups} == set(timeline_svg.JOB_CLASSES.values())
+    assert {group.get("class") for group in groups} == {
+        timeline_svg.JOB_CLASSES[kind] for kind in "FBW"
+    }
+    assert len(set(timeline_svg.JOB_CLASSES.values())) == len(timeline_svg.JOB_NAMES)
     assert len({group.get("fill-opacity") for group in groups}) == 2
     assert {"forward", "backward", "weights"} <= {text.text for text in root.iter("text")}
 

@@ -243,6 +243,16 @@ def test_a_report_has_the_pipeline(here: Path) -> None:
     assert "<h2>Pipeline</h2>" not in report.write_report(folder).read_text()
 
 
+def test_a_report_draws_the_head_of_stages_that_share_the_vocabulary(here: Path) -> None:
+    folder = run_folder(here / "run", SHAPE, UNEVEN)
+    table = pipeline.read_timeline(folder)
+    for stage in table["stages"]:
+        stage.append(["H", 0, 0, table["seconds"], table["seconds"] + 0.01])
+    (folder / "timeline.json").write_text(json.dumps(table))
+    page = pipeline.pipeline_section(folder)
+    assert "broken" not in page and "head 0, stage 0" in page
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"stages": 3}'])
 def test_a_report_survives_a_broken_timeline(text: str, here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN)

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from ranvier.errors import PlanError
 from ranvier.pipeline.simulator import Timeline
 
-JOB_NAMES = {"F": "forward", "B": "backward", "W": "weights"}
+JOB_NAMES = {"F": "forward", "B": "backward", "W": "weights", "H": "head"}
+"""Kinds of jobs; H: this stage's part of the head, where the vocabulary is split over pipe."""
 WAIT_CAUSES = ("activation", "gradient", "credit", "order", "end", "other")
 """What a stage can wait for; other: time of a real run between its jobs."""
 RECORDED_CAUSES = ("activation", "gradient", "credit", "order")
 """Waits that a real run records."""
-JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1"}
+JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1", "H": "f3"}
 """CSS classes of the jobs."""
 MAX_BOXES = 5_000
 MAX_CELLS = 12_000
