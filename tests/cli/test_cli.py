@@ -294,8 +294,8 @@ def test_the_first_page_of_help_is_short(capsys: pytest.CaptureFixture[str]) -> 
         main(["train", "--help", "guard"])
     text = capsys.readouterr().out
     assert end.value.code == 0 and "--guard.spike" in text and "--plan.row" not in text
-    assert call("train", "--help", "gard") == PlanError.exit_code
-    assert "'gard' is not a section. Sections are model" in capsys.readouterr().err
+    assert call("train", "--help", "guards") == PlanError.exit_code
+    assert "'guards' is not a section. Sections are model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
