@@ -29,7 +29,7 @@ from ranvier.cli.parsing import (
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
-from ranvier.errors import PlanError
+from ranvier.errors import CheckpointError, DataError, PlanError
 from ranvier.launch import ProcessInfo
 from ranvier.system.terminal import print, quote_word
 
@@ -114,9 +114,11 @@ def _check_run_exists(words: Sequence[str]) -> None:
     if words[0] in RUN_COMMANDS and files:
         runs.check_is_run(Path(files[0]))
     if " ".join(words[:2]) in PATH_COMMANDS:
+        # The codes with which the commands refuse what they cannot read.
+        error = DataError if words[0] == "data" else CheckpointError
         for file in files[1:]:
             if not os.path.lexists(file):
-                raise PlanError(
+                raise error(
                     f"{file} does not exist. `ranvier {words[0]} {words[1]}` reads it. Give the "
                     "path of what is there."
                 )
