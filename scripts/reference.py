@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import errors
+from ranvier.cli.help import field_texts
 from ranvier.config.run import RunConfig
 from ranvier.models import MODEL_SIZES
 from ranvier.train.metrics import Meter
@@ -127,19 +128,6 @@ CODES = {
     130: "Ctrl-C (SIGINT) twice, or a command that does not train: ended at once.",
     143: "SIGTERM twice, or a command that does not train: ended at once.",
 }
-
-
-def field_texts(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of those it inherits from."""
-    texts: dict[str, str] = {}
-    for cls in reversed(kind.__mro__[:-1]):
-        body = ast.parse(inspect.getsource(cls)).body[0]
-        assert isinstance(body, ast.ClassDef), cls
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                assert isinstance(field.target, ast.Name), ast.dump(field)
-                texts[field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return texts
 
 
 def kind_of(hint: Any) -> str:

@@ -12,8 +12,10 @@ import pytest
 
 import ranvier
 from commands import SMALL, call, ended, losses, metrics, started
+from ranvier.cli.completion import OPTION_CLASSES
 from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
-from ranvier.cli.main import main, parse_run_options
+from ranvier.cli.main import COMMANDS, main, parse_run_options
+from ranvier.config import arguments
 from ranvier.config.arguments import RunOptions
 from ranvier.config.run import RunConfig, load_run_config
 from ranvier.config.sections import ModelConfig, TrainConfig
@@ -377,6 +379,16 @@ def test_a_shell_completes_verbs_and_options(tmp_path: Path) -> None:
         text = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         assert found in text.split(), text
     assert call("completion", "fish") == PlanError.exit_code
+
+
+def test_the_options_of_every_command_are_completed() -> None:
+    kinds = {
+        kind
+        for kind in vars(arguments).values()
+        if isinstance(kind, type) and kind.__name__.endswith("Options")
+    }
+    assert kinds and kinds == set(OPTION_CLASSES.values())
+    assert set(OPTION_CLASSES) | {"plan"} < set(COMMANDS)
 
 
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 from ranvier.cli.help import option_names
 from ranvier.config import arguments
@@ -22,13 +22,9 @@ OPTION_CLASSES = {
     "measure": arguments.MeasureOptions,
     "doctor": arguments.DoctorOptions,
     "data": arguments.PrepareOptions,
+    "checkpoint": arguments.ConvertOptions,
 }
-SUBCOMMANDS = {
-    "data": ("prepare", "show"),
-    "checkpoint": ("ls", "verify", "diff", "convert"),
-    "simulate": ("pipeline",),
-    "completion": ("bash", "zsh"),
-}
+SHELLS = ("bash", "zsh")
 SCRIPT = """\
 # Completion of ranvier: eval "$(ranvier completion {shell})"
 {setup}_ranvier() {{
@@ -48,9 +44,11 @@ complete -o filenames -F _ranvier ranvier
 """
 
 
-def completion_script(shell: str, verbs: Sequence[str]) -> str:
+def completion_script(
+    shell: str, verbs: Iterable[str], subcommands: Mapping[str, Iterable[str]]
+) -> str:
     """The script of a shell: `eval "$(ranvier completion bash)"` in its start file."""
-    if shell not in ("bash", "zsh"):
+    if shell not in SHELLS:
         raise PlanError(
             f"{shell!r} is not a shell with completion. They are bash and zsh. Use one of them."
         )
@@ -58,7 +56,7 @@ def completion_script(shell: str, verbs: Sequence[str]) -> str:
 
     cases = []
     for verb in verbs:
-        words = list(SUBCOMMANDS.get(verb, ()))
+        words = list({**subcommands, "completion": SHELLS}.get(verb, ()))
         kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
         if kind is not None:
             words += ["--" + name.replace("_", "-") for name in option_names(kind())]

@@ -144,7 +144,7 @@ def print_short_help(usage: str, default: Any) -> None:
         if names:
             print(f"{title}:")
             for name in names:
-                print(_format_option(name, known[name], _field_text(default, name)))
+                print(_format_option(name, known[name], _setting_text(default, name)))
             print()
     sections = dict.fromkeys(name.partition(".")[0] for name in known if "." in name)
     print(f"Sections: {', '.join(sections)}.")
@@ -168,20 +168,25 @@ def _format_option(name: str, value: Any, text: str) -> str:
     return f"  {option:<20} {shown[:10]:<10} " + f"\n{'':<34}".join(lines)
 
 
-def _field_text(default: Any, name: str) -> str:
-    """The docstring under a field, found in the source of its class."""
+def field_texts(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of those that it inherits from."""
+    texts: dict[str, str] = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef), cls
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(field.target, ast.Name), ast.dump(field)
+                texts[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts
+
+
+def _setting_text(default: Any, name: str) -> str:
+    """The text of a setting by its dotted name."""
     *sections, last = name.split(".")
     for section in sections:
         default = getattr(default, section)
-    for cls in type(default).__mro__[:-1]:
-        body = ast.parse(inspect.getsource(cls)).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for field, below in zip(body.body, body.body[1:], strict=False):
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            if field.target.id == last and isinstance(below, ast.Expr):
-                return " ".join(str(ast.literal_eval(below.value)).split())
-    return ""
+    return field_texts(type(default)).get(last, "")
 
 
 def section_config(default: Any, section: str) -> Any:

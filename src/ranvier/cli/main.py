@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ranvier import launch
+from ranvier import __version__, launch
 from ranvier.cli.parsing import (
     USAGE_ERROR,
     drop_options,
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
     if words[0] in ("--version", "-V", "version"):
-        print(f"ranvier {sys.modules['ranvier'].__version__}")
+        print(f"ranvier {__version__}")
         raise SystemExit(0)
     trains = words[0] == "train"
     with launch.report_errors(ProcessInfo(), quiet=launch.is_follower(), trains=trains):
@@ -355,13 +355,9 @@ def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
         return verify.verify_grid(run, me)
 
 
-def _data_command(words: Sequence[str]) -> int:
-    """Run `data prepare` or `data show`."""
-    return _run_subcommand("data", {"prepare": _prepare_command, "show": _data_show_command}, words)
-
-
-def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) -> int:
+def _run_subcommand(name: str, words: Sequence[str]) -> int:
     """Run a subcommand of a command."""
+    verbs = SUBCOMMANDS[name]
     if not words or words[0] not in verbs:
         if words[:1] in (["--help"], ["-h"]):
             print(USAGE, end="")
@@ -375,31 +371,26 @@ def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) 
     return verbs[words[0]](words[1:])
 
 
-def _checkpoint_command(words: Sequence[str]) -> int:
-    """Run `checkpoint ls`, `verify`, `diff` or `convert`."""
+def _checkpoint_ls_command(words: Sequence[str]) -> int:
     from ranvier.cli import checkpoint
 
-    def ls(words: Sequence[str]) -> int:
-        return checkpoint.list_checkpoints(Path(one_path("checkpoint ls", "a run", words)))
-
-    def verify(words: Sequence[str]) -> int:
-        return checkpoint.verify_checkpoints(
-            Path(one_path("checkpoint verify", "a run or a checkpoint", words))
-        )
-
-    def diff(words: Sequence[str]) -> int:
-        return checkpoint.diff_checkpoints(*two_paths("checkpoint diff A B", words))
-
-    verbs: dict[str, Command] = {
-        "ls": ls,
-        "verify": verify,
-        "diff": diff,
-        "convert": _convert_command,
-    }
-    return _run_subcommand("checkpoint", verbs, words)
+    return checkpoint.list_checkpoints(Path(one_path("checkpoint ls", "a run", words)))
 
 
-def _convert_command(words: Sequence[str]) -> int:
+def _checkpoint_verify_command(words: Sequence[str]) -> int:
+    from ranvier.cli import checkpoint
+
+    path = Path(one_path("checkpoint verify", "a run or a checkpoint", words))
+    return checkpoint.verify_checkpoints(path)
+
+
+def _checkpoint_diff_command(words: Sequence[str]) -> int:
+    from ranvier.cli import checkpoint
+
+    return checkpoint.diff_checkpoints(*two_paths("checkpoint diff A B", words))
+
+
+def _checkpoint_convert_command(words: Sequence[str]) -> int:
     from ranvier.checkpoint import convert
     from ranvier.cli import checkpoint
     from ranvier.config.arguments import ConvertOptions
@@ -545,11 +536,6 @@ def _plan_command(words: Sequence[str]) -> int:
     return plan.run_plan_command(settings, given_settings(words), carried)
 
 
-def _simulate_command(words: Sequence[str]) -> int:
-    """Run `simulate pipeline`."""
-    return _run_subcommand("simulate", {"pipeline": _simulate_pipeline_command}, words)
-
-
 def _simulate_pipeline_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import SimulateOptions
 
@@ -609,10 +595,20 @@ def _completion_command(words: Sequence[str]) -> int:
     from ranvier.cli import completion
 
     shell = one_path("completion", "the name of a shell: bash or zsh", words)
-    print(completion.completion_script(shell, list(COMMANDS)), end="")
+    print(completion.completion_script(shell, COMMANDS, SUBCOMMANDS), end="")
     return 0
 
 
+SUBCOMMANDS: dict[str, dict[str, Command]] = {
+    "data": {"prepare": _prepare_command, "show": _data_show_command},
+    "checkpoint": {
+        "ls": _checkpoint_ls_command,
+        "verify": _checkpoint_verify_command,
+        "diff": _checkpoint_diff_command,
+        "convert": _checkpoint_convert_command,
+    },
+    "simulate": {"pipeline": _simulate_pipeline_command},
+}
 COMMANDS: dict[str, Command] = {
     "train": _train_command,
     "import": _import_command,
@@ -622,11 +618,11 @@ COMMANDS: dict[str, Command] = {
     "eval": _eval_command,
     "report": _report_command,
     "profile": _profile_command,
-    "simulate": _simulate_command,
+    "simulate": functools.partial(_run_subcommand, "simulate"),
     "plan": _plan_command,
     "dryrun": _dryrun_command,
-    "data": _data_command,
-    "checkpoint": _checkpoint_command,
+    "data": functools.partial(_run_subcommand, "data"),
+    "checkpoint": functools.partial(_run_subcommand, "checkpoint"),
     "verify": _verify_command,
     "measure": _measure_command,
     "doctor": _doctor_command,

@@ -402,7 +402,7 @@ class Decoder(nn.Module):
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
             x = self.head(x, targets) if scored else x
-            if not (targets is None or not scored):
+            if targets is not None and scored:
                 x = self._add_aux_loss(x)
         assert x is not None
         return x
