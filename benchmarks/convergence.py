@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "eager": EAGER,
     "other seed": {**EAGER, "train.seed": "1"},
     "compiled": {},
-    "fp8 tensorwise": {"train.fp8": "tensorwise"},
+    "fp8 tensorwise": {"train.float8": "tensorwise"},
 }
 
 
@@ -50,8 +50,8 @@ def losses(asked: argparse.Namespace, shape: Shape, changes: dict[str, str]) -> 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = {
         "train.steps": str(asked.steps),
-        "train.evaluate": "0",
-        "data.packed": "true",
+        "train.eval_interval": "0",
+        "data.document_mask": "true",
         **changes,
     }
     run = resolve_device_and_dtype(run_of(shape, asked.batch, options, device.type), device)

@@ -112,13 +112,15 @@ def train_plain(steps: int, threads: int, out: Path, *, fused: bool) -> None:
     torch.set_num_threads(threads)
     run = RunConfig()
     folders = cache_corpora(
-        list(run.data.corpus),
+        list(run.data.sources),
         cache=launch.cache_dir(),
         tokenizer=run.data.tokenizer,
         max_bytes=run.data.max_bytes,
     )
-    data = open_data(folders, seq=run.data.seq, seed=run.train.seed, held_out=run.data.held_out)
-    size = run.plan.batch
+    data = open_data(
+        folders, seq=run.data.seq_len, seed=run.train.seed, held_out=run.data.validation_fraction
+    )
+    size = run.plan.global_batch
     batches = [
         load_micro_batches(data.train, step * size, size, Grid({}), size)[0]
         for step in range(steps)
@@ -160,7 +162,7 @@ class Contestant:
         if not self.metrics.exists():
             return []
         rows = self.metrics.read_text().split("\n")[:-1]
-        return [float(json.loads(row)["seconds"]) for row in rows]
+        return [float(json.loads(row)["step_seconds"]) for row in rows]
 
     def running(self) -> bool:
         """Whether it has not ended yet."""
@@ -207,8 +209,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="default-job-") as name:
         folder, steps = Path(name), ["--steps", str(asked.steps)]
-        ours = ["-m", "ranvier", "train", "--train.steps", str(asked.steps), "--train.prompt", ""]
-        ours += ["--train.out", str(folder / "run"), *asked.options]
+        ours = [
+            "-m",
+            "ranvier",
+            "train",
+            "--train.steps",
+            str(asked.steps),
+            "--train.sample-prompt",
+            "",
+        ]
+        ours += ["--train.output-dir", str(folder / "run"), *asked.options]
         theirs = [__file__, *steps, "--plain"]
         fused = [*theirs, str(folder / "fused"), "--fused"]
         contestants: list[Contestant] = []
@@ -228,7 +238,7 @@ def main() -> None:
             for one in contestants:
                 one.send(signal.SIGKILL)
                 one.process.wait()
-    tokens = run.plan.batch * run.data.seq
+    tokens = run.plan.global_batch * run.data.seq_len
     mine = statistics.median(found["ranvier"])
     print(f"{tokens} tokens a step, {cores} cores")
     for name, seconds in found.items():

@@ -11,8 +11,8 @@ from fault_runs import RUN, SAVED, STEPS, TRAINER, Stage, case, check, same
 
 from ranvier.checkpoint import directory as folders
 
-ONCE = "--launch.retries=1"
-NEVER = "--launch.retries=0"
+ONCE = "--launch.max-restarts=1"
+NEVER = "--launch.max-restarts=0"
 KILL = "before(Trainer, {name!r}, at({step}, {who}, kill))"
 HOOKED = """
 _assemble = Trainer.from_run
@@ -56,7 +56,7 @@ def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2)
 def _before_meeting(stage: Stage) -> str:
     code = "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and kill())"
     faults = {"ranvier.launch.process_group": code}
-    ended = stage.run(*RUN, NEVER, "--train.timeout=15", faults=faults)
+    ended = stage.run(*RUN, NEVER, "--train.comm-timeout-seconds=15", faults=faults)
     ended.expect(71, "Rank 1 was killed by signal 9 (SIGKILL) before its first step", within=15.0)
     return f"71 after {ended.seconds:.1f} s"
 
@@ -162,10 +162,10 @@ def metrics_file(path):
 
 @case("A5 evaluation", "SIGKILL rank 1 in an evaluation", "restart, bit-equal")
 def _evaluation(stage: Stage) -> str:
-    words = ["--train.evaluate=3", "--data.held-out=0.3"]
+    words = ["--train.eval-interval=3", "--data.validation-fraction=0.3"]
     done = restarted(stage, at_step("compute_val_loss", 6), *words)
     ours, theirs = (
-        [json.loads(line)["held_out_loss"] for line in (run / "metrics.jsonl").open()]
+        [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").open()]
         for run in (stage.folder / "run", stage.whole(*words))
     )
     check(ours == theirs, f"held-out losses {ours}, not {theirs}")
@@ -183,7 +183,7 @@ def _third(*_, **__):
         kill()
 before(PipelineStep, "_send_result", _third)
 """
-    words = ["--plan.pipe=2", "--plan.batch=8", "--plan.micro-batch=2"]
+    words = ["--plan.pipe=2", "--plan.global-batch=8", "--plan.micro-batch=2"]
     return restarted(stage, {TRAINER: code}, *words)
 
 
@@ -214,7 +214,7 @@ for _name in CALLS:
 
 def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
     """Kill a rank at the n-th call to the disk of saves of these steps; the run goes on."""
-    words = ["--checkpoint.every=2", "--checkpoint.keep=2", f"--train.steps={total}"]
+    words = ["--checkpoint.interval=2", "--checkpoint.keep-latest=2", f"--train.steps={total}"]
     faults = {TRAINER: POINTS.format(steps=steps, who=who)}
     process = stage.start(*RUN, *words, faults=faults)
     process.end(240.0).expect(0)
@@ -263,7 +263,7 @@ def _half(path):
         kill()
 before(_folders, "_remove_path", _half)
 """
-    words = ["--checkpoint.every=2", "--checkpoint.keep=1"]
+    words = ["--checkpoint.interval=2", "--checkpoint.keep-latest=1"]
     stage.run(*RUN, *words, faults={TRAINER: code}).expect(0, "Going on after step 4")
     run = stage.folder / "run"
     names = sorted(path.name for path in (run / "checkpoints").iterdir())

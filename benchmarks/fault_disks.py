@@ -20,7 +20,7 @@ from ranvier.cli import checkpoint
 
 WIDE = ["--model.embed=128", "--model.mlp=256"]
 """A model whose checkpoints have about 3 MB."""
-ON_DISK = ["--train.out=disk/run"]
+ON_DISK = ["--train.output-dir=disk/run"]
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def again(stage: Stage, run: Path, *words: str) -> str:
         with Path(os.devnull).open("w") as null, redirect_stdout(null):
             check(checkpoint.verify_checkpoints(path) == 0, f"{path} is damaged")
     name = str(run.relative_to(stage.folder))
-    stage.run(*RUN, *SAVED, *words, f"--train.out={name}").expect(0)
+    stage.run(*RUN, *SAVED, *words, f"--train.output-dir={name}").expect(0)
     return f"{len(kept)} checkpoint(s) as they were, then {same(run, stage.whole(*words))}"
 
 
@@ -59,7 +59,7 @@ def clean(ended: Ended) -> None:
 def full(stage: Stage, background: str) -> str:
     """A disk on which the third checkpoint does not fit."""
     with disk(stage.folder / "disk", "size=8m") as where:
-        words = [*WIDE, f"--checkpoint.background={background}"]
+        words = [*WIDE, f"--checkpoint.async-save={background}"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK)
         ended.expect(73, "No space left on device", "bytes are free", "Warning:")
         clean(ended)
@@ -155,7 +155,7 @@ def _remount(self, *_, **__):
 before(Trainer, "save_checkpoint", _remount)
 """
         faults = {TRAINER: code}
-        words = ["--checkpoint.background=False"]
+        words = ["--checkpoint.async-save=False"]
         ended = stage.run(*RUN, *SAVED, *words, faults=faults).expect(73, "Read-only file system")
         clean(ended)
         check(not _mounted("-o", "remount,rw", str(where)), "no remount")
@@ -168,7 +168,7 @@ def _removed(stage: Stage) -> str:
 import shutil
 before(Trainer, "issue_step", at(3, 0, lambda: shutil.rmtree("run/checkpoints")))
 """
-    words = [*SAVED, "--checkpoint.background=False"]
+    words = [*SAVED, "--checkpoint.async-save=False"]
     ended = stage.run(*RUN, *words, faults={TRAINER: code}).expect(73, "No such file or directory")
     clean(ended)
     return "73"
@@ -196,9 +196,9 @@ for _name in ("file", "checkpoints", "link"):
     case(
         f"C4 {_name}",
         {
-            "file": "train.out is a file",
-            "checkpoints": "train.out/checkpoints is a file",
-            "link": "train.out/checkpoints leads nowhere",
+            "file": "train.output_dir is a file",
+            "checkpoints": "train.output_dir/checkpoints is a file",
+            "link": "train.output_dir/checkpoints leads nowhere",
         }[_name],
         "refused",
     )(partial(odd, what=_name))
@@ -273,7 +273,7 @@ def _fill():
             pass
 before(Trainer, "issue_step", at(3, 0, _fill))
 """
-        words = ["--checkpoint.every=-1", "--train.steps=20", *ON_DISK]  # rows of several pages
+        words = ["--checkpoint.interval=-1", "--train.steps=20", *ON_DISK]  # rows of several pages
         ended = stage.run(*RUN, *words, faults={TRAINER: code})
         count = ended.errors.count("cannot be written")
         done = "20/20" in ended.out
@@ -299,7 +299,7 @@ def _fill(self, *_, **__):
                 file.write(bytes(4096))
 before(Trainer, "issue_step", _fill)
 """
-        words = [*WIDE, "--checkpoint.background=False"]
+        words = [*WIDE, "--checkpoint.async-save=False"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK, faults={TRAINER: code})
         ended.expect(73, "No space left on device")
         check("bytes free; the checkpoint of step" in ended.errors, ended.errors)

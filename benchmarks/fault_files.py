@@ -200,19 +200,24 @@ def _empty(stage: Stage) -> str:
 @case("D9", "a checkpoint of another model", "66 with all settings that differ")
 def _other(stage: Stage) -> str:
     base(stage)
-    words = ["--model.layers=1", "--model.embed=64", "--model.vocab=300", "--model.tied=True"]
+    words = [
+        "--model.layers=1",
+        "--model.embed=64",
+        "--model.vocab=300",
+        "--model.tie-embeddings=True",
+    ]
     names = [word[2:].partition("=")[0] for word in words]
     ended = stage.run("train", "run", *words).expect(66, *names)
     check("Traceback" not in ended.errors, ended.errors)
     return f"66, {', '.join(names)} are named"
 
 
-@case("D10", "names and shapes differ; then --checkpoint.partial", "66 with a list; then runs")
+@case("D10", "names and shapes differ; then --checkpoint.strict", "66 with a list; then runs")
 def _names(stage: Stage) -> str:
     run = base(stage)
-    words = ["--model.layers=3", "--checkpoint.other-config=True"]
+    words = ["--model.layers=3", "--checkpoint.allow-config-mismatch=True"]
     stage.run("train", "run", *words).expect(66, "blocks.2.")
-    stage.run("train", "run", *words, "--checkpoint.partial=True").expect(0, "so left as they are")
+    stage.run("train", "run", *words, "--checkpoint.strict=False").expect(0, "so left as they are")
     return f"66 with names; partial: {len(rows(run))} steps"
 
 
@@ -232,7 +237,7 @@ GRIDS = {
 
 def axes(grid: str) -> list[str]:
     """A grid as options."""
-    batch = ["--plan.batch=12"] if "4" in grid or "3" in grid or "," in grid else []
+    batch = ["--plan.global-batch=12"] if "4" in grid or "3" in grid or "," in grid else []
     return [*(f"--plan.{one}" for one in grid.split(",")), *batch]
 
 
@@ -241,7 +246,7 @@ def regridded(stage: Stage, name: str) -> str:
     old, new, ranks = GRIDS[name]
     world = 4 if "," in old else 1 if old == "data=1" else 2
     run = base(stage, *axes(old), ranks=world)
-    words = [word for word in axes(old) if "plan.batch" not in word]
+    words = [word for word in axes(old) if "plan.global_batch" not in word]
     undo = [word.partition("=")[0] + "=1" for word in words]
     undo += ["--plan.micro-batch=-1"]  # the share of a rank may be smaller
     stage.run("train", "run", *undo, *axes(new), ranks=ranks).expect(0, "Going on after step 6")
@@ -278,7 +283,7 @@ before(Trainer, "run_steps", _again)
 @case("D13 moments", "another type of moments", "66")
 def _moments(stage: Stage) -> str:
     base(stage)
-    stage.run("train", "run", "--optim.moments=bf16").expect(66, "optim.moments='bf16'")
+    stage.run("train", "run", "--optim.state-dtype=bf16").expect(66, "optim.state_dtype='bf16'")
     return "66, told which setting"
 
 
@@ -320,7 +325,9 @@ def tensors(trainer):
 checkpointing.tensors_to_write = tensors
 """
     faults = {TRAINER: poison.format(step=4)}
-    stage.run(*RUN, *SAVED, "--guard.replicas=0", faults=faults).expect(74, "not finite")
+    stage.run(*RUN, *SAVED, "--guard.replica-check-interval=0", faults=faults).expect(
+        74, "not finite"
+    )
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     other = Stage(stage.folder / "other", stage.root)
@@ -328,7 +335,7 @@ checkpointing.tensors_to_write = tensors
         "from ranvier.checkpoint import rank_file as _part\n_part.refuse_bad = lambda *_: None\n"
     )
     text = through + poison.format(step=8)
-    other.run(*RUN, "--guard.replicas=0", faults={TRAINER: text}).expect(0)
+    other.run(*RUN, "--guard.replica-check-interval=0", faults={TRAINER: text}).expect(0)
     ended = other.run("train", "run", "--train.steps=9")
     check("holds numbers that are not finite" in ended.errors, ended.errors[-600:])
     return f"74, not saved; loading warns, then {ended.code}"
@@ -373,7 +380,7 @@ for _name in ("symlink", "hard link", "pipe"):
 
 @case("D18", "checkpoints are read while newer ones replace them", "whole, or a clean error")
 def _reader(stage: Stage) -> str:
-    words = ["--checkpoint.every=1", "--checkpoint.keep=1", "--train.steps=60"]
+    words = ["--checkpoint.interval=1", "--checkpoint.keep-latest=1", "--train.steps=60"]
     process, good, gone = stage.start(*RUN, *words), 0, 0
     where = stage.folder / "run" / "checkpoints"
     while process.child.poll() is None:

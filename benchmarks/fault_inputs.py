@@ -17,7 +17,7 @@ def corpus(stage: Stage, times: int = 200) -> list[str]:
     stage.folder.mkdir(exist_ok=True)
     lines = (f"Line {n} of {times} says {n * n}.\n" for n in range(times))
     (stage.folder / "text.txt").write_text("".join(lines))
-    return ["--data.corpus=text.txt"]
+    return ["--data.sources=text.txt"]
 
 
 @case("E2", "on with other micro-batches and half the ranks", "losses within 1e-6")
@@ -35,7 +35,9 @@ def _changed(stage: Stage) -> str:
     stage.run(*RUN, *words, faults={TRAINER: code}).expect(75)
     corpus(stage, 201)
     stage.run("train", "run").expect(65, "fingerprint")
-    stage.run("train", "run", "--checkpoint.other-data=True").expect(0, "Going on after step")
+    stage.run("train", "run", "--checkpoint.allow-data-mismatch=True").expect(
+        0, "Going on after step"
+    )
     return "65, then on with other_data"
 
 
@@ -60,7 +62,7 @@ for _name in ("missing", "empty"):
 
 @case("E6", "a text shorter than one batch", "read again, finite losses")
 def _short(stage: Stage) -> str:
-    stage.run(*RUN, *corpus(stage, 12), "--data.held-out=0").expect(0)
+    stage.run(*RUN, *corpus(stage, 12), "--data.validation-fraction=0").expect(0)
     check(len(rows(stage.folder / "run")) == 8, "other steps")
     return "8 steps"
 
@@ -78,7 +80,7 @@ def _bad(self):
     return made
 Trainer._batch_maker = _bad
 """
-    words = ["--train.timeout=6", "--launch.watchdog=60"]
+    words = ["--train.comm-timeout-seconds=6", "--launch.watchdog-seconds=60"]
     ended = stage.run(*RUN, *SAVED, *words, faults={TRAINER: text}).expect(code, "rank 1")
     check("Traceback" not in ended.errors, ended.errors[-500:])
     return f"{code}: {ended.errors.strip()[:80]}"
@@ -102,10 +104,10 @@ def refused(stage: Stage, words: tuple[str, ...], says: str) -> str:
 
 for _name, _words, _says in (
     ("F1 world", ("--plan.row=3",), "row"),
-    ("F1 batch", ("--plan.batch=7",), "batch"),
+    ("F1 batch", ("--plan.global-batch=7",), "batch"),
     ("F2 name", ("--optim.lrr=1",), "optim.lr"),
     ("F3 number", ("--optim.lr=nan",), "optim.lr"),
-    ("F7 interval", ("--checkpoint.every=-2",), "checkpoint.every"),
+    ("F7 interval", ("--checkpoint.interval=-2",), "checkpoint.interval"),
 ):
     case(_name, " ".join(_words), "64 before anything starts")(
         partial(refused, words=_words, says=_says)
@@ -138,8 +140,10 @@ def _unequal(stage: Stage) -> str:
 @case("F9", "on with another number of steps and another batch", "told, goes on")
 def _longer(stage: Stage) -> str:
     base(stage)
-    words = ["--train.steps=9", "--plan.batch=4", "--plan.micro-batch=-1"]
-    stage.run("train", "run", *words).expect(0, "changed: train.steps", "changed: plan.batch")
+    words = ["--train.steps=9", "--plan.global-batch=4", "--plan.micro-batch=-1"]
+    stage.run("train", "run", *words).expect(
+        0, "changed: train.steps", "changed: plan.global_batch"
+    )
     return "both are told"
 
 
@@ -162,7 +166,7 @@ Trainer.from_run = _poisoned
 @case("G1", "a NaN on rank 1 in one step", "left out on all ranks, counted")
 def _one_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4,))}
-    stage.run(*RUN, *SAVED, faults=faults).expect(0, "that makes 1 of guard.skips=10")
+    stage.run(*RUN, *SAVED, faults=faults).expect(0, "that makes 1 of guard.max_skipped_steps=10")
     found = [row["step"] for row in rows(stage.folder / "run") if row["skipped"]]
     check(found == [4], f"left out: {found}")
     return "step 5 left out, told, the run ends well"
@@ -171,7 +175,7 @@ def _one_bad(stage: Stage) -> str:
 @case("G3", "a NaN on rank 1 in more steps than allowed", "74, a checkpoint is named")
 def _many_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4, 5, 6))}
-    ended = stage.run(*RUN, *SAVED, "--guard.skips=1", faults=faults)
+    ended = stage.run(*RUN, *SAVED, "--guard.max-skipped-steps=1", faults=faults)
     ended.expect(74, "go on from run/checkpoints/step-0000000")
     check(folders.find_checkpoints(stage.folder / "run" / "checkpoints"), "no checkpoint")
     return "74, checkpoint named"
@@ -187,7 +191,7 @@ def _flip(self, *_, **__):
         weight.data.view(torch.int32).view(-1)[0] ^= 1
 before(Trainer, "compare_replicas", _flip)
 """
-    ended = stage.run(*RUN, "--guard.replicas=4", faults={TRAINER: code}).expect(
+    ended = stage.run(*RUN, "--guard.replica-check-interval=4", faults={TRAINER: code}).expect(
         74, "different bits"
     )
     return f"74: {ended.errors.strip()[:80]}"

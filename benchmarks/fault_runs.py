@@ -26,14 +26,14 @@ from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 
 SMALL = [
-    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
-    *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
+    *("--model.vocab", "260", "--train.eval-interval", "0", "--train.sample-prompt", ""),
 ]
 """A run of a few hundredths of a second a step."""
 STEPS = 8
-RUN = ["train", *SMALL, "--train.out", "run", "--train.steps", str(STEPS)]
-SAVED = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]
+RUN = ["train", *SMALL, "--train.output-dir", "run", "--train.steps", str(STEPS)]
+SAVED = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
 HANG_SECONDS = 90.0
 """A run that takes longer has hung."""
 ORPHAN_SECONDS = 5.0

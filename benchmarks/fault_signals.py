@@ -155,7 +155,11 @@ WAITS = {
 def waiting(stage: Stage, name: str) -> str:
     """SIGTERM while ranks wait for something."""
     module, code, saves = WAITS[name]
-    words = ["--train.evaluate=4", "--data.held-out=0.3"] if name == "evaluation" else []
+    words = (
+        ["--train.eval-interval=4", "--data.validation-fraction=0.3"]
+        if name == "evaluation"
+        else []
+    )
     process = stage.start(*RUN, *words, faults={module: code})
     process.when()
     time.sleep(0.2)
@@ -202,7 +206,7 @@ def _launcher(stage: Stage) -> str:
 @case("A22", "SIGSTOP rank 1 for 6 s, watchdog 16 s", "a warning names rank 1, bit-equal")
 def _stopped(stage: Stage) -> str:
     code = "before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), kill(signal.SIGSTOP))))"
-    process = stage.start(*RUN, "--launch.watchdog=16", faults={TRAINER: code})
+    process = stage.start(*RUN, "--launch.watchdog-seconds=16", faults={TRAINER: code})
     pid = process.when()
     time.sleep(6.0)
     os.kill(pid, signal.SIGCONT)
@@ -213,7 +217,7 @@ def _stopped(stage: Stage) -> str:
 def hung(stage: Stage, action: str) -> str:
     """A rank that does not come back."""
     code = f"before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), {action})))"
-    process = stage.start(*RUN, *SAVED, "--launch.watchdog=8", faults={TRAINER: code})
+    process = stage.start(*RUN, *SAVED, "--launch.watchdog-seconds=8", faults={TRAINER: code})
     process.when()
     began = time.monotonic()
     ended = process.end().expect(
@@ -249,7 +253,7 @@ def _random(stage: Stage) -> str:
         for step in steps
     )
     words = ["--train.steps=60"]
-    process = stage.start(*RUN, *words, "--checkpoint.every=3", faults={TRAINER: code})
+    process = stage.start(*RUN, *words, "--checkpoint.interval=3", faults={TRAINER: code})
     ended = process.end(180.0).expect(0)
     run = stage.folder / "run"
     told = json.loads((run / "run.json").read_text())
@@ -295,7 +299,7 @@ def _port(stage: Stage) -> str:
         port = taken.getsockname()[1]
         ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        words = [*RUN, "--train.timeout=5"]
+        words = [*RUN, "--train.comm-timeout-seconds=5"]
         ended = stage.run(*words, ranks=0, environment=ranks).expect(71, f"127.0.0.1:{port}")
     return f"71 after {ended.seconds:.1f} s, {'in use' if 'EADDRINUSE' in ended.errors else 'told'}"
 
@@ -312,7 +316,7 @@ before(Trainer, "issue_step", _waits)
     first: Process = stage.start(*RUN, faults={TRAINER: slow})
     first.when()
     other = Stage(stage.folder / "other", stage.root)
-    words = [*RUN, "--train.out=../run"]
+    words = [*RUN, "--train.output-dir=../run"]
     other.run(*words).expect(77, "is being written by process")
     (stage.folder / "go").touch()
     first.end().expect(0)
@@ -341,7 +345,7 @@ def _four(stage: Stage) -> str:
     return f"{done}; all ended after {ended.seconds:.1f} s"
 
 
-@case("X2", "rank 1 dies whenever there are two, --launch.grids data=1", "goes on alone")
+@case("X2", "rank 1 dies whenever there are two, --launch.fallback-grids data=1", "goes on alone")
 def _smaller(stage: Stage) -> str:
     code = """
 def _dies(self, *_, **__):
@@ -349,7 +353,12 @@ def _dies(self, *_, **__):
         kill()
 before(Trainer, "issue_step", _dies)
 """
-    words = ["--launch.grids", "data=1", "--launch.retries=1", "--checkpoint.every=2"]
+    words = [
+        "--launch.fallback-grids",
+        "data=1",
+        "--launch.max-restarts=1",
+        "--checkpoint.interval=2",
+    ]
     ended = stage.run(*RUN, *words, faults={TRAINER: code})
     ended.expect(0, "Going on with the grid data=1")
     run, whole = stage.folder / "run", stage.whole()

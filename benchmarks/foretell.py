@@ -45,7 +45,7 @@ from ranvier.train.metrics import DeviceEvent
 
 TIME, MEMORY = 0.08, 0.05
 """Largest errors."""
-FP8 = {"train__fp8": "tensorwise"}
+FP8 = {"train__float8": "tensorwise"}
 CONFIGS = [
     config("0.5b", 16, "none", "compiled"),
     config("0.5b", 8, "full", "eager"),
@@ -53,7 +53,7 @@ CONFIGS = [
     config("1.5b", 4, "none", "compiled", **FP8),
     config("3b", 4, "full", "compiled"),
     config("3b", 2, "none", "eager", **FP8),
-    config("1.5b", 8, "selective", "compiled", train__fp8="rowwise"),
+    config("1.5b", 8, "selective", "compiled", train__float8="rowwise"),
     config("0.5b", 1, "none", "compiled", train__dtype="fp32"),
 ]
 TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager")]
@@ -79,8 +79,10 @@ def foretold(run: RunConfig, made: Cluster) -> dict[str, Any]:
     from ranvier.planner.predict import Candidate, Workload, predict_step
     from ranvier.planner.time.compute import FP8_SCALING
 
-    job = Workload(resolve_model_spec(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
-    layout = Candidate(run.plan, fp8=FP8_SCALING[run.train.fp8])
+    job = Workload(
+        resolve_model_spec(run), run.data.seq_len, run.plan.global_batch, dtype=run.train.dtype
+    )
+    layout = Candidate(run.plan, fp8=FP8_SCALING[run.train.float8])
     found = predict_step(job, layout, made.with_size(devices=1))
     return {
         "seconds": found.step_seconds,
@@ -94,7 +96,7 @@ class Taken:
     """A configuration that takes steps."""
 
     def __init__(self, one: Config, device: torch.device, asked: argparse.Namespace) -> None:
-        settings = {"data.packed": "false", **one.settings}
+        settings = {"data.document_mask": "false", **one.settings}
         shape = shape_of(one.size)
         self.bench = Bench(shape, Config(one.name, one.size, one.batch, settings), device)
         self.device, self.asked = device, asked

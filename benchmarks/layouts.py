@@ -50,7 +50,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"data": 8},
     {"depth": 2, "row": 2, "col": 2},
     {"pipe": 2, "data": 2, "depth": 2, "micro_batch": 1},
-    {"data": 4, "col": 2, "inner": "features"},
+    {"data": 4, "col": 2, "col_splits": "features"},
 )
 
 
@@ -169,7 +169,7 @@ def _batch(run: RunConfig) -> Any:
 
     from ranvier.data.batch import Batch
 
-    seq, count = run.data.seq, run.plan.batch
+    seq, count = run.data.seq_len, run.plan.global_batch
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(0, run.model.vocab, (count, seq + 1), generator=source)
     cut = torch.randint(1, seq, (count, 1), generator=source)
@@ -305,7 +305,7 @@ def main() -> int:
 
             path = str(Path(folder) / "cluster.toml")
             try:
-                cli.main(["measure", "--to", path])
+                cli.main(["measure", "--output", path])
             except SystemExit as end:
                 if end.code:
                     return int(end.code)

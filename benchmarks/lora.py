@@ -130,7 +130,7 @@ def main() -> None:
     ours: Mapping[str, str] = {
         "lora.rank": str(words.rank),
         "lora.dora": str(words.dora),
-        "guard.spike": "off",
+        "guard.on_spike": "off",
     }
     peer = "PEFT" + " compiled" * words.compile + " checkpointing" * words.checkpointing
     makers: dict[str, Any] = {

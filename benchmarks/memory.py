@@ -72,14 +72,23 @@ CONFIGS = [
     config("0.5b", 16, "full", "eager", plan__micro_batch="4"),
     config("1.5b", 4, "none", "compiled"),
     config("1.5b", 8, "selective", "compiled", plan__micro_batch="4"),
-    config("1.5b", 4, "full", "eager", memory__states="host"),
-    config("1.5b", 4, "none", "eager", memory__states="split", memory__resident="8"),
-    config("1.5b", 2, "selective", "eager", memory__states="file"),
+    config("1.5b", 4, "full", "eager", memory__optimizer_states="host"),
+    config(
+        "1.5b",
+        4,
+        "none",
+        "eager",
+        memory__optimizer_states="split",
+        memory__optimizer_states_on_device_gib="8",
+    ),
+    config("1.5b", 2, "selective", "eager", memory__optimizer_states="disk"),
     config("3b", 4, "full", "compiled"),
-    config("3b", 2, "none", "compiled", memory__states="host"),
-    config("3b", 4, "full", "eager", memory__states="host", memory__weights="host"),
+    config("3b", 2, "none", "compiled", memory__optimizer_states="host"),
+    config("3b", 4, "full", "eager", memory__optimizer_states="host", memory__parameters="host"),
     config("8b", 1, "full", "eager"),
-    config("8b", 2, "selective", "eager", memory__states="host", optim__moments="bf16"),
+    config(
+        "8b", 2, "selective", "eager", memory__optimizer_states="host", optim__state_dtype="bf16"
+    ),
 ]
 LIMITS = [("0.5b", 8, 4.0), ("1.5b", 8, 8.0), ("1.5b", 8, 24.0), ("8b", 8, 80.0)]
 """Size, sequences of a step, GiB."""
@@ -98,7 +107,7 @@ def settings() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--table", action="store_true", help="predicted and measured bytes of configurations")
-    add("--fit", action="store_true", help="memory.fit=auto with small limits")
+    add("--fit", action="store_true", help="memory.auto=True with small limits")
     add("--only", default="", help="configurations whose name has this word")
     add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting of all")
     add("--steps", type=int, default=3, help="steps of each; the first is not measured")
@@ -210,9 +219,9 @@ def chosen(configs: Sequence[Config], asked: argparse.Namespace, folder: str) ->
     found = []
     for one in configs:
         if asked.only in one.name:
-            words = {"data.packed": "false", **one.settings, **more}
-            if words.get("memory.states") == "file":
-                words["memory.path"] = folder
+            words = {"data.document_mask": "false", **one.settings, **more}
+            if words.get("memory.optimizer_states") == "disk":
+                words["memory.offload_dir"] = folder
             found.append(Config(one.name, one.size, one.batch, words))
     return found
 
@@ -223,7 +232,11 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     for size, batch, limit in TINY_LIMITS if asked.tiny else LIMITS:
         name = f"{size} in {limit:g} GiB"
-        words = {"memory.fit": "auto", "memory.limit": str(limit), "plan.compile": "off"}
+        words = {
+            "memory.auto": "True",
+            "memory.device_limit_gib": str(limit),
+            "plan.compile": "off",
+        }
         (one,) = chosen([Config(name, size, batch, words)], asked, "") or [None]
         if one is None:
             continue

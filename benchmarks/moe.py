@@ -72,7 +72,9 @@ class Mixed(Shape):
     def active(self) -> int:
         """Weights that a token meets, the table left out."""
         attention = self.embed * (self.heads + self.kv_heads) * self.head_dim * 2
-        experts = 3 * self.embed * (self.experts_top * self.expert_mlp + self.shared_mlp)
+        experts = (
+            3 * self.embed * (self.experts_per_token * self.expert_mlp + self.shared_expert_mlp)
+        )
         norms = 2 * self.embed
         layer = attention + experts + norms + self.experts * self.embed
         return self.layers * layer + self.vocab * self.embed + self.embed
@@ -80,7 +82,7 @@ class Mixed(Shape):
     @property
     def parameters(self) -> int:
         """All weights."""
-        idle = 3 * self.embed * (self.experts - self.experts_top) * self.expert_mlp
+        idle = 3 * self.embed * (self.experts - self.experts_per_token) * self.expert_mlp
         return self.active + self.layers * idle + self.vocab * self.embed
 
     def flops(self, *, full: bool = True) -> int:
@@ -90,13 +92,18 @@ class Mixed(Shape):
 
 
 def _shape(experts: int, top: int, width: int, **rest: Any) -> Mixed:
-    sizes = {"experts": experts, "experts_top": top, "expert_mlp": width, "shared_mlp": width}
+    sizes = {
+        "experts": experts,
+        "experts_per_token": top,
+        "expert_mlp": width,
+        "shared_expert_mlp": width,
+    }
     return Mixed.of(16, 2048, 32, width, **{**sizes, **rest})  # type: ignore[return-value]
 
 
 SHAPES: dict[str, tuple[Mixed, int]] = {
     "32x1408": (_shape(32, 4, 1408), 4),
-    "64x704": (_shape(64, 8, 704, shared_mlp=1408), 4),
+    "64x704": (_shape(64, 8, 704, shared_expert_mlp=1408), 4),
 }
 """Shapes and sequences of a step."""
 TINY = {
@@ -206,8 +213,12 @@ def titan(task: Task, *, whole: bool = False) -> Contestant:
     shape = task.shape
     assert isinstance(shape, Mixed), shape
     router = {"score_func": "softmax", "route_norm": True, "load_balance_coeff": None}
-    shared = shape.shared_mlp // shape.expert_mlp
-    sizes = {"num_experts": shape.experts, "top_k": shape.experts_top, "num_shared_experts": shared}
+    shared = shape.shared_expert_mlp // shape.expert_mlp
+    sizes = {
+        "num_experts": shape.experts,
+        "top_k": shape.experts_per_token,
+        "num_shared_experts": shared,
+    }
     with torch.device(task.device), torch.no_grad():
         model = transformer(
             arguments(
@@ -250,7 +261,7 @@ def transformers(task: Task, *, eager: bool = False) -> Contestant:
     """transformers' Qwen3-MoE with grouped products; it has no shared expert."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
-    shape = replace(task.shape, shared_mlp=0)
+    shape = replace(task.shape, shared_expert_mlp=0)
     assert isinstance(shape, Mixed), shape
     config = module.Qwen3MoeConfig(
         hidden_size=shape.embed,
@@ -260,7 +271,7 @@ def transformers(task: Task, *, eager: bool = False) -> Contestant:
         head_dim=shape.head_dim,
         moe_intermediate_size=shape.expert_mlp,
         num_experts=shape.experts,
-        num_experts_per_tok=shape.experts_top,
+        num_experts_per_tok=shape.experts_per_token,
         norm_topk_prob=True,
         vocab_size=shape.vocab,
         max_position_embeddings=shape.max_seq,

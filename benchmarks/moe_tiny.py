@@ -1,11 +1,12 @@
 """Whether a mixture learns more than the dense model of its active weights, and stays balanced.
 
 Both have the same depth, width, attention and vocabulary; what one token meets of a layer's MLP is
-equally wide (experts_top · expert_mlp + shared_mlp = mlp). Both take the same steps, with the same
-settings of the optimizer, on the same samples of the default corpus, of which some documents are
-held out. A table shows the mean of the training losses of the last tenth of the steps, the loss of
-held-out samples, and for each mixed layer the rows of its busiest expert in means of the layer: the
-mean over the steps after warm-up, and the largest. Seeds are of initial weights and of the order.
+equally wide (experts_per_token · expert_mlp + shared_expert_mlp = mlp). Both take the same steps,
+with the same settings of the optimizer, on the same samples of the default corpus, of which some
+documents are held out. A table shows the mean of the training losses of the last tenth of the
+steps, the loss of held-out samples, and for each mixed layer the rows of its busiest expert in
+means of the layer: the mean over the steps after warm-up, and the largest. Seeds are of initial
+weights and of the order.
 
     python benchmarks/moe_tiny.py                     on one core 20 minutes
     python benchmarks/moe_tiny.py --tiny              a few steps, to see that it runs
@@ -95,13 +96,14 @@ def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
         {key: value for key, value in dataclasses.asdict(config).items() if key not in own}
         for config in (dense, mixture)
     )
-    width = mixture.experts_top * mixture.expert_width + mixture.shared_mlp
+    width = mixture.experts_per_token * mixture.expert_width + mixture.shared_expert_mlp
     mixed = any(map(mixture.has_experts, range(mixture.layers)))
-    rest = mixture.mlp if mixture.moe_every > 1 or mixture.moe_first else width
+    rest = mixture.mlp if mixture.moe_layer_interval > 1 or mixture.dense_first_layers else width
     if one != other or dense.experts or not mixed or not width == rest == dense.mlp:
         raise PlanError(
             f"The mixture meets a token with MLPs {width} wide, the dense model with {dense.mlp}. "
-            "Both must be equal but for experts. Choose experts_top · expert_mlp + shared_mlp."
+            "Both must be equal but for experts. Choose experts_per_token · expert_mlp + "
+            "shared_expert_mlp."
         )
 
 
@@ -110,11 +112,15 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables: dict[str, dict[str, Any]] = {
         "model": {"size": model, **({"layers": 1} if asked.tiny else {})},
-        "data": {"seq": asked.seq, "held_out": asked.held_out, "corpus": [asked.corpus]},
-        "plan": {"batch": asked.batch},
+        "data": {
+            "seq_len": asked.seq,
+            "validation_fraction": asked.held_out,
+            "sources": [asked.corpus],
+        },
+        "plan": {"global_batch": asked.batch},
         "train": {"steps": asked.steps, "seed": seed, "device": device.type}
-        | {"evaluate": asked.steps, "evaluate_samples": asked.samples},
-        "checkpoint": {"every": -1},
+        | {"eval_interval": asked.steps, "eval_samples": asked.samples},
+        "checkpoint": {"interval": -1},
     }
     run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
     trainer = Trainer.from_run(run, Grid({}), device, open_dataset(run, tokenize_corpora(run)))
@@ -126,7 +132,7 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
             rows = balance.last_stats[:, : balance.num_experts]
             loads.append((rows.amax(1) / rows.mean(1)).tolist())
     assert trainer.val_loss is not None, "no document is held out"
-    after = loads[run.optim.warmup if run.optim.warmup < asked.steps else -1 :]
+    after = loads[run.optim.warmup_steps if run.optim.warmup_steps < asked.steps else -1 :]
     seconds = time.perf_counter() - began
     return Curve(model, seed, losses, trainer.val_loss, after, seconds)
 

@@ -46,11 +46,11 @@ from pathlib import Path
 from typing import Self
 
 MODEL = (
-    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
-    *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
-    *("--train.deterministic", "True", "--train.seed", "0", "--plan.batch", "8"),
-    *("--checkpoint.every", "4", "--plan.compile", "off"),
+    *("--model.vocab", "260", "--train.eval-interval", "0", "--train.sample-prompt", ""),
+    *("--train.deterministic", "True", "--train.seed", "0", "--plan.global-batch", "8"),
+    *("--checkpoint.interval", "4", "--plan.compile", "off"),
 )
 """Settings of a model whose steps are quick, with a checkpoint every few steps."""
 GRIDS = ("data=2,row=2", "depth=2,row=2", "pipe=2,row=2")
@@ -352,7 +352,7 @@ class Setup:
 
     def build_arguments(self, grid: Mapping[str, int], out: Path) -> list[str]:
         """The arguments of `ranvier train`."""
-        arguments = [*MODEL, "--train.steps", str(self.steps), "--train.out", str(out)]
+        arguments = [*MODEL, "--train.steps", str(self.steps), "--train.output-dir", str(out)]
         arguments += ["--nproc", str(math.prod(grid.values()))]
         for axis, size in grid.items():
             arguments += [f"--plan.{axis}", str(size)]
@@ -562,7 +562,7 @@ class Trial:
     def _build_arguments(self, folder: Path) -> list[str]:
         arguments = self.setup.build_arguments(self.grid, folder / "run")
         if self.kind.name == "stop":
-            arguments += ["--launch.watchdog", f"{WATCHDOG_SECONDS:g}"]
+            arguments += ["--launch.watchdog-seconds", f"{WATCHDOG_SECONDS:g}"]
         return arguments
 
     def _interrupt_run(self, folder: Path) -> bool:

@@ -25,17 +25,17 @@ from pathlib import Path
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.checkpoint.load import load_full_tensors
 
-POLICIES = ("message", "1f1b", "gpipe", "zero-bubble", "interleaved")
+POLICIES = ("message_driven", "1f1b", "gpipe", "zero-bubble", "interleaved")
 STEPS = {"fp64": 10, "fp32": 20, "bf16": 100}
 LIMITS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02}
 """Largest relative difference of losses; of bf16 of the last one."""
 END_SECONDS = 10.0
 RUN_SECONDS = 300.0
-COMMON = ("--train.evaluate", "0", "--train.prompt", "", "--plan.compile", "off")
+COMMON = ("--train.eval-interval", "0", "--train.sample-prompt", "", "--plan.compile", "off")
 SMALL = (
-    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
-    *("--model.vocab", "260", "--plan.batch", "8", "--plan.micro-batch", "1"),
+    *("--model.vocab", "260", "--plan.global-batch", "8", "--plan.micro-batch", "1"),
 )
 """A model whose steps are quick."""
 GRID = ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1")
@@ -63,7 +63,7 @@ def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ende
     """Train in one process, or on all ranks of the grid."""
     device = "cuda" if backend == "nccl" else "cpu"
     command = [sys.executable, "-m", "ranvier", "train", *COMMON, *words, "--train.device", device]
-    command += ["--train.out", str(folder)]
+    command += ["--train.output-dir", str(folder)]
     if ranks == 1:
         command += ["--nproc", "1"]
     else:
@@ -133,9 +133,9 @@ def main() -> int:
             if one.code:
                 print(f"one process, {dtype}: exit code {one.code}\n{one.output[-2000:]}")
                 return 1
-            for policy in policies if dtype != "bf16" else ["message"]:
-                more = ["--plan.policy", policy]
-                more += ["--plan.chunks", "2"] if policy == "interleaved" else []
+            for policy in policies if dtype != "bf16" else ["message_driven"]:
+                more = ["--plan.schedule", policy]
+                more += ["--plan.virtual-stages", "2"] if policy == "interleaved" else []
                 folder = Path(name) / f"{policy}-{dtype}"
                 ended = run(folder, [*words, *more], asked.backend, ranks=RANKS)
                 text, good = check(ended, one, dtype)

@@ -45,8 +45,8 @@ from ranvier.train.resolve import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 GIB = 2**30
-HOST = {"memory.states": "host"}
-WEIGHTS = {**HOST, "memory.weights": "host"}
+HOST = {"memory.optimizer_states": "host"}
+WEIGHTS = {**HOST, "memory.parameters": "host"}
 
 
 def device() -> torch.device:
@@ -140,7 +140,7 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             samples = max(tokens // seq, 1)
             more = {"plan.recompute": arguments.recompute}
             row: dict[str, Any] = {"size": name, "tokens": samples * seq}
-            hosted = {**HOST, "memory.update": arguments.update}
+            hosted = {**HOST, "memory.optimizer_step_on": arguments.update}
             ways = (("plain", {}, arguments.micro), ("host", hosted, arguments.host_micro))
             for way, where, most in ways:
                 more["plan.micro_batch"] = str(min(samples, most or arguments.micro))
@@ -267,8 +267,8 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 WAYS: dict[str, dict[str, str]] = {
     "plain": {"plan.recompute": "none"},
-    "fp32 states": {"memory.fit": "auto", "plan.recompute": "full"},
-    "8-bit moments": {"memory.fit": "auto", "plan.recompute": "full", "optim.moments": "int8"},
+    "fp32 states": {"memory.auto": "True", "plan.recompute": "full"},
+    "8-bit moments": {"memory.auto": "True", "plan.recompute": "full", "optim.state_dtype": "int8"},
 }
 """Plain AdamW, and states where they fit; nothing but places and numbers of moments differs."""
 
@@ -303,8 +303,8 @@ def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     small = Shape.of(1, 2560, 20, 10240, kv_heads=4, vocab=50304, max_seq=2048)
     shape = toy if arguments.smoke else small if arguments.limit else wide(1)
     where = {**WAYS[way], "plan.compile": "off"}
-    if arguments.limit and "memory.fit" in where:
-        where |= {"memory.limit": str(arguments.limit)}
+    if arguments.limit and "memory.auto" in where:
+        where |= {"memory.device_limit_gib": str(arguments.limit)}
     blocks = foretold(shape, where, arguments)
     row = confirmed(shape, where, blocks)
     print(
@@ -330,7 +330,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
         nothing: Any = None
         cleared()
         made = Trainer.from_run(replace_fit(run), Grid({}), device(), nothing)
-        free = open_settings(run) if run.memory.fit == "auto" else frozenset[str]()
+        free = open_settings(run) if run.memory.auto else frozenset[str]()
         cases.append(build_fit_problem(run, made.model, device(), 1, free, made.optimizer))
         del made
     cleared()
@@ -350,7 +350,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
 
 def replace_fit(run: RunConfig) -> RunConfig:
     """The run with everything on the device: small as it is, nothing has to be chosen."""
-    return replace(run, memory=replace(run.memory, fit="off", limit=0.0))
+    return replace(run, memory=replace(run.memory, auto=False, device_limit_gib=0.0))
 
 
 def fitting(cases: Sequence[FitProblem], blocks: int) -> bool:

@@ -45,9 +45,9 @@ def settings() -> argparse.Namespace:
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
     run = RunConfig(
         model=ModelConfig.from_size(asked.size),
-        data=DataConfig(seq=asked.seq, tokenizer="bytes"),
-        plan=Plan(batch=asked.batch),
-        train=TrainConfig(steps=10**6, out=out, evaluate=0),
+        data=DataConfig(seq_len=asked.seq, tokenizer="bytes"),
+        plan=Plan(global_batch=asked.batch),
+        train=TrainConfig(steps=10**6, output_dir=out, eval_interval=0),
     ).check_and_resolve(1)
     device = resolve_device(run, ProcessInfo())
     run = resolve_device_and_dtype(run, device)
@@ -87,7 +87,9 @@ def main() -> None:
     asked = settings()
     with tempfile.TemporaryDirectory() as out:
         trainer = trainer_for(asked, out)
-        trainer.run = replace(trainer.run, optim=replace(trainer.run.optim, lr=1e-5, warmup=0))
+        trainer.run = replace(
+            trainer.run, optim=replace(trainer.run.optim, lr=1e-5, warmup_steps=0)
+        )
         rows = trainer.run_steps()
         with open_loggers(trainer.run, Path(out)) as sink:
             bare(trainer, 10)

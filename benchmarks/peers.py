@@ -71,7 +71,7 @@ class Shape(DecoderConfig):
     @property
     def table(self) -> int:
         """Weights that are in no matrix product: the embedding, unless it is the head as well."""
-        return 0 if self.tied else self.vocab * self.embed
+        return 0 if self.tie_embeddings else self.vocab * self.embed
 
     @property
     def parameters(self) -> int:
@@ -133,8 +133,8 @@ def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> 
     """The run of a shape on one device; settings are dotted, as `plan.recompute` and `full`."""
     tables: dict[str, dict[str, Any]] = {
         "model": asdict(shape),
-        "data": {"seq": shape.max_seq},
-        "plan": {"batch": batch},
+        "data": {"seq_len": shape.max_seq},
+        "plan": {"global_batch": batch},
         "train": {"device": kind, "dtype": "bf16" if kind == "cuda" else "fp32"},
     }
     for name, text in settings.items():
@@ -311,7 +311,7 @@ def titan(task: Task, *, fsdp: bool = False, float8: bool = False) -> Peer:
             )
         )
         model.init_weights()
-    if shape.tied:
+    if shape.tie_embeddings:
         model.tok_embeddings.weight = model.output.weight
     if float8:
         ao = import_float8()  # torchtitan's filter auto_filter_small_kn: small matrices stay
@@ -347,7 +347,7 @@ def _shard(model: Any, task: Task, parallelize: Any) -> None:
         atexit.register(distributed.destroy_process_group)
     mesh = init_device_mesh(task.device.type, (1,))
     dtype = torch.bfloat16 if task.cuda else torch.float32
-    if not task.shape.tied:
+    if not task.shape.tie_embeddings:
         parallelize.apply_fsdp(model, mesh, dtype, torch.float32, pp_enabled=False)
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -396,7 +396,7 @@ def litgpt(task: Task) -> Peer:
             )
         )
     model.apply(model._init_weights)
-    if shape.tied:
+    if shape.tie_embeddings:
         model.transformer.wte.weight = model.lm_head.weight
     forward, of_logits = _compiled(model, task), _compiled(cross_entropy, task)
 
@@ -443,7 +443,7 @@ def transformers(task: Task, *, liger: bool = False) -> Peer:
         max_position_embeddings=shape.max_seq,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
         rms_norm_eps=1e-5,
-        tie_word_embeddings=shape.tied,
+        tie_word_embeddings=shape.tie_embeddings,
         attn_implementation="sdpa",
         use_cache=False,
     )

@@ -94,8 +94,8 @@ TORCH = {
     "torch ZBV": (ScheduleZBVZeroBubble, 2),
 }
 OURS = {
-    1: ("message", "message =mem", "1f1b", "gpipe", "zero-bubble"),
-    2: ("message", "message =mem", "interleaved", "zero-bubble"),
+    1: ("message_driven", "message_driven =mem", "1f1b", "gpipe", "zero-bubble"),
+    2: ("message_driven", "message_driven =mem", "interleaved", "zero-bubble"),
 }
 WARM = 2
 """Steps of everyone before any is measured."""
@@ -553,7 +553,7 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contesta
     if setting.case == "jitter":
         times = replace(times, jitter=SIGMA)
     # as a run does that is not told otherwise
-    expected = replace(times, jitter=max(times.jitter, Plan().jitter))
+    expected = replace(times, jitter=max(times.jitter, Plan().stage_time_jitter))
     order = tried[0].policy
     assert isinstance(order, FixedSchedule)
     policies: dict[str, SchedulingPolicy] = {}
@@ -755,7 +755,7 @@ def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes]) 
     if least := LEAST.get((setting.case, setting.ranks)):
         for chunks in OURS:
             peers = [row for row in rows if not row.ours and row.chunks == chunks]
-            best, own = min(peers, key=lambda r: r.middle), by["message", chunks]
+            best, own = min(peers, key=lambda r: r.middle), by["message_driven", chunks]
             text = f"{own.name} over {best.name}, {chunks} chunks"
             found.append(Verdict(text, ratio(best, own), least))
         peers, mine = ([r for r in rows if r.ours is own] for own in (False, True))
@@ -769,7 +769,7 @@ def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes]) 
         )
     if setting.case == "slow":
         for chunks in OURS:
-            value = by["message", chunks].middle / bound(setting, chunks, times[chunks])
+            value = by["message_driven", chunks].middle / bound(setting, chunks, times[chunks])
             text = f"message over the bound, {chunks} chunks"
             found.append(Verdict(text, value, 1.05, most=True))
     mine = [row for row in rows if row.ours]

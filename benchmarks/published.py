@@ -123,7 +123,7 @@ def work(row: Row) -> float:
     plan = published.layout(row, "none").plan
     again = 4 / 3 if plan.recompute == "full" else 1.0
     flops = guess(row).prediction.flops * again / plan.world_size
-    return flops * (1 + (plan.pipe - 1) / (plan.chunks * plan.num_micro_batches))
+    return flops * (1 + (plan.pipe - 1) / (plan.virtual_stages * plan.num_micro_batches))
 
 
 def null_errors(rows: Sequence[Row]) -> dict[str, float]:

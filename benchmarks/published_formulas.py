@@ -91,7 +91,7 @@ def memory(job: Workload, layout: Candidate, runtime: Framework) -> MemoryBreakd
         row=plan.row,
         col=plan.col,
         context=plan.context,
-        col_splits_features=plan.inner == "features",
+        col_splits_features=plan.col_splits == "features",
         dtype=job.dtype,
         fp8=layout.fp8,
     )
@@ -108,7 +108,7 @@ def _stage(
     plan, model = layout.plan, job.model
     split = plan.row * plan.col
     blocks = [part for part in model.parts if part.is_block]
-    share = _share(model, plan.pipe, plan.chunks)
+    share = _share(model, plan.pipe, plan.virtual_stages)
     lost = 1 - 1 / plan.expert  # of its experts a rank has a part
     middle = sum(p.count * (p.num_parameters - lost * p.num_expert_parameters) for p in blocks)
     middle *= share / model.num_layers / split
@@ -121,7 +121,9 @@ def _stage(
     depth = plan.depth * (plan.context if inside else 1)
     shards = depth * (plan.data * (1 if inside else plan.context) if runtime.shards_states else 1)
     kinds = [kept(part, setup, runtime, plan.recompute) for part in blocks]
-    flying = flights(plan.pipe, plan.chunks, plan.num_micro_batches) if where == "first" else 1.0
+    flying = (
+        flights(plan.pipe, plan.virtual_stages, plan.num_micro_batches) if where == "first" else 1.0
+    )
     held = max(one for one, _ in kinds)
     busy = max(most for _, most in kinds)
     logits = 0.0
@@ -135,7 +137,7 @@ def _stage(
             logits += 4 * setup.tokens * model.units["embed"]
     held_gradient = runtime.held_gradient or runtime.grad_bytes
     gathered = 0.0
-    if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet
+    if plan.depth > 1 and plan.reshard_after == "step":  # with gradients that are not reduced yet
         gathered = (2 + (held_gradient if plan.num_micro_batches > 1 else 0)) * numbers
     elif plan.depth > 1:
         gathered = runtime.copies * 2 * max(p.num_parameters for p in blocks) / split
@@ -215,7 +217,7 @@ def _depth(
     shards = places["context", "depth"]
     if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
         return 0.0
-    keep = plan.gathered == "keep" or runtime.gathers == "keep"
+    keep = plan.reshard_after == "step" or runtime.gathers == "keep"
     gathers = 1.0 / plan.num_micro_batches if keep else 2.0
     if plan.recompute == "full" and runtime.regathers and not keep:
         gathers = 3.0

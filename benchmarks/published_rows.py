@@ -264,11 +264,11 @@ def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Candidate:
         context=row.number("cp"),
         depth=split.depth,
         row=row.number("tp"),
-        batch=batch,
+        global_batch=batch,
         micro_batch=way.micro_batch,
-        chunks=way.chunks,
+        virtual_stages=way.chunks,
         recompute=word,  # type: ignore[arg-type]
-        gathered="keep" if split.keep or (split.depth > 1 and pipe > 1) else "again",
+        reshard_after="step" if split.keep or (split.depth > 1 and pipe > 1) else "micro_batch",
         compile="on" if _compiled(row) else "off",
     )
     scales = "row" if "rowwise" in row.facts["precision"] else "tensor"

@@ -54,11 +54,11 @@ def settings() -> argparse.Namespace:
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
     model = ModelConfig.from_size(asked.size)
     run = RunConfig(
-        model=replace(model, tied=False) if asked.untied else model,
-        data=DataConfig(seq=asked.seq, tokenizer="bytes"),
-        plan=Plan(batch=asked.batch),
-        train=TrainConfig(steps=10**6, out=out, evaluate=0),
-        checkpoint=CheckpointConfig(every=NEVER, keep=1),
+        model=replace(model, tie_embeddings=False) if asked.untied else model,
+        data=DataConfig(seq_len=asked.seq, tokenizer="bytes"),
+        plan=Plan(global_batch=asked.batch),
+        train=TrainConfig(steps=10**6, output_dir=out, eval_interval=0),
+        checkpoint=CheckpointConfig(interval=NEVER, keep_latest=1),
     ).check_and_resolve(1)
     device = resolve_device(run, ProcessInfo())
     run = resolve_device_and_dtype(run, device)
@@ -89,7 +89,7 @@ def window(rows: Iterator[object], trainer: Trainer, steps: int, *, save: bool) 
 
 
 def _every(trainer: Trainer, steps: int) -> None:
-    trainer.run = replace(trainer.run, checkpoint=replace(trainer.run.checkpoint, every=steps))
+    trainer.run = replace(trainer.run, checkpoint=replace(trainer.run.checkpoint, interval=steps))
 
 
 def written(trainer: Trainer) -> float:

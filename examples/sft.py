@@ -6,8 +6,8 @@ Writes an instruction set and a tokenizer for it, trains on the answers only, wi
 conversations packed into samples, and asks every question again. On two CPU cores it takes less
 than half a minute. The same as commands:
 
-    ranvier data prepare OUT/chats.jsonl --tokenizer train --vocab 512 --out OUT/corpus
-    ranvier train --data.corpus OUT/corpus --data.learn answers ... --train.out OUT/run
+    ranvier data prepare OUT/chats.jsonl --tokenizer train --vocab 512 --output OUT/corpus
+    ranvier train --data.sources OUT/corpus --data.loss-on assistant ... --train.output-dir OUT/run
     ranvier generate OUT/run --chat "What is 7 plus 8?" --temperature 0
 """
 
@@ -94,14 +94,21 @@ def learned(out: Path, *, count: int, steps: int, nproc: int) -> float:
             said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": said}) + "\n")
     corpus, folder = out / "corpus", out / "run"
-    files = [str(out / "chats.jsonl"), "--out", str(corpus)]
+    files = [str(out / "chats.jsonl"), "--output", str(corpus)]
     run("data", "prepare", *files, "--tokenizer", "train", "--vocab", "512")
     vocab = json.loads((corpus / "corpus.json").read_text(encoding="utf-8"))["vocab"]
     shape = [f"--model.{name}={size}" for name, size in {**MODEL, "vocab": vocab}.items()]
-    data = ["--data.corpus", str(corpus), "--data.seq", "64", "--data.held-out", "0"]
-    plan = ["--plan.batch", "8", "--optim.lr", "5e-3", "--optim.decay", "0"]
-    quiet = ["--train.evaluate", "0", "--train.prompt", ""]
-    how = ["--train.steps", str(steps), "--nproc", str(nproc), "--train.out", str(folder)]
+    data = [
+        "--data.sources",
+        str(corpus),
+        "--data.seq-len",
+        "64",
+        "--data.validation-fraction",
+        "0",
+    ]
+    plan = ["--plan.global-batch", "8", "--optim.lr", "5e-3", "--optim.weight-decay", "0"]
+    quiet = ["--train.eval-interval", "0", "--train.sample-prompt", ""]
+    how = ["--train.steps", str(steps), "--nproc", str(nproc), "--train.output-dir", str(folder)]
     run("train", *shape, *data, *plan, *quiet, *how)
     return share(folder, known)
 

@@ -20,7 +20,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -32,12 +31,43 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / ".cache" / "golden"
 
-RENAMED: dict[str, str] = {}
-"""Current name of a setting -> its name before, `section.field` each."""
-RENAMED_VALUES: dict[tuple[str, str], str] = {}
+RENAMED = {
+    "train.output_dir": "train.out",
+    "train.sample_prompt": "train.prompt",
+    "train.trace_comm": "train.trace",
+    "train.eval_interval": "train.evaluate",
+    "train.eval_samples": "train.evaluate_samples",
+    "data.seq_len": "data.seq",
+    "model.tie_embeddings": "model.tied",
+    "plan.global_batch": "plan.batch",
+    "plan.schedule": "plan.policy",
+    "plan.virtual_stages": "plan.chunks",
+    "plan.col_splits": "plan.inner",
+    "memory.optimizer_states": "memory.states",
+    "memory.parameters": "memory.weights",
+}
+"""Current name of a setting -> its name before settings had a format number."""
+RENAMED_VALUES = {("plan.schedule", "message_driven"): "message"}
 """(current setting, current value) -> the value before."""
-RENAMED_KEYS: dict[str, str] = {}
+RENAMED_KEYS = {
+    "held_out_loss": "val_loss",
+    "rivals": "baselines",
+    "again": "recompute",
+    "inner": "col_splits",
+    "order": "rank_order",
+    "batch": "global_batch",
+    "policy": "schedule",
+    "chunks": "virtual_stages",
+    "gathered": "reshard_after",
+    "states": "optimizer_states",
+}
 """Key in metrics.jsonl or in the JSON of a plan before -> its current name."""
+RENAMED_WORDS = {
+    ("reshard_after", "again"): "micro_batch",
+    ("reshard_after", "keep"): "step",
+    ("schedule", "message"): "message_driven",
+}
+"""(current key, value before) -> the current value."""
 UNCOMPARED_PLAN_KEYS = {"command", "why"}
 """Keys in the JSON of a plan that hold sentences and commands, which may be reworded."""
 
@@ -55,18 +85,18 @@ SMALL = {
     "train.steps": "20",
     "train.dtype": "fp32",
     "train.device": "cpu",
-    "train.prompt": "",
-    "train.trace": "True",
-    "train.evaluate": "10",
-    "train.evaluate_samples": "8",
+    "train.sample_prompt": "",
+    "train.trace_comm": "True",
+    "train.eval_interval": "10",
+    "train.eval_samples": "8",
     "model.layers": "4",
     "model.embed": "32",
     "model.heads": "4",
     "model.kv_heads": "4",
     "model.head_dim": "8",
     "model.mlp": "64",
-    "data.seq": "32",
-    "plan.batch": "8",
+    "data.seq_len": "32",
+    "plan.global_batch": "8",
     "plan.micro_batch": "2",
 }
 
@@ -81,17 +111,21 @@ TRAININGS = {
     ),
     "lora": Training({"lora.rank": "4", "plan.row": "2"}, 2),
     "dora": Training({"lora.rank": "4", "lora.dora": "True", "plan.depth": "2"}, 2),
-    "tied": Training({"model.tied": "True", "plan.pipe": "2", "plan.micro_batch": "2"}, 2),
-    "pipeline-message": Training({**PIPELINE, "plan.policy": "message"}, 2),
-    "pipeline-1f1b": Training({**PIPELINE, "plan.policy": "1f1b", "plan.data": "2"}, 4),
-    "pipeline-interleaved": Training(
-        {**PIPELINE, "plan.policy": "interleaved", "plan.chunks": "2"}, 2
+    "tied": Training(
+        {"model.tie_embeddings": "True", "plan.pipe": "2", "plan.micro_batch": "2"}, 2
     ),
-    "pipeline-zero-bubble": Training({**PIPELINE, "plan.policy": "zero-bubble"}, 2),
-    "cube-samples": Training({**CUBE, "plan.inner": "samples", "plan.recompute": "selective"}, 8),
-    "cube-features": Training({**CUBE, "plan.inner": "features", "plan.recompute": "full"}, 8),
+    "pipeline-message": Training({**PIPELINE, "plan.schedule": "message_driven"}, 2),
+    "pipeline-1f1b": Training({**PIPELINE, "plan.schedule": "1f1b", "plan.data": "2"}, 4),
+    "pipeline-interleaved": Training(
+        {**PIPELINE, "plan.schedule": "interleaved", "plan.virtual_stages": "2"}, 2
+    ),
+    "pipeline-zero-bubble": Training({**PIPELINE, "plan.schedule": "zero-bubble"}, 2),
+    "cube-samples": Training(
+        {**CUBE, "plan.col_splits": "samples", "plan.recompute": "selective"}, 8
+    ),
+    "cube-features": Training({**CUBE, "plan.col_splits": "features", "plan.recompute": "full"}, 8),
     "pruned": Training({"prune.sparsity": "0.5", "plan.data": "2"}, 2),
-    "host-states": Training({"memory.states": "host", "memory.weights": "host"}, 1),
+    "host-states": Training({"memory.optimizer_states": "host", "memory.parameters": "host"}, 1),
     "bf16": Training({"train.dtype": "bf16", "plan.data": "2", "plan.depth": "2"}, 4),
 }
 
@@ -125,19 +159,18 @@ class Revision:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
 
-    def knows(self, setting: str) -> bool:
-        """Whether one of its dataclasses has a field of this name."""
-        name = setting.rpartition(".")[2]
-        pattern = re.compile(rf"^    {name}: ", re.MULTILINE)
-        files = (self.tree / "src" / "ranvier").rglob("*.py")
-        return any(pattern.search(path.read_text()) for path in files)
+    @property
+    def has_settings_format(self) -> bool:
+        """Whether its settings have their current names."""
+        path = self.tree / "src" / "ranvier" / "config" / "run.py"
+        return path.exists() and "SETTINGS_FORMAT" in path.read_text()
 
     def options(self, settings: Mapping[str, str]) -> list[str]:
         """The settings as options of its command line."""
         options: list[str] = []
         for setting, value in settings.items():
             old = RENAMED.get(setting)
-            if old is not None and not self.knows(setting):
+            if old is not None and not self.has_settings_format:
                 value = RENAMED_VALUES.get((setting, value), value)
                 setting = old
             options += [f"--{setting}", value]
@@ -170,7 +203,7 @@ def record_training(revision: Revision, training: Training) -> dict[str, Any]:
     """Losses, gradient norms, checkpoint tensors and events of a run."""
     with tempfile.TemporaryDirectory(prefix="golden-run-") as folder:
         output = Path(folder) / "run"
-        settings = {**SMALL, **training.settings, "train.out": str(output)}
+        settings = {**SMALL, **training.settings, "train.output_dir": str(output)}
         arguments = ["train", "--nproc", str(training.ranks), *revision.options(settings)]
         revision.run(arguments)
         rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -178,7 +211,7 @@ def record_training(revision: Revision, training: Training) -> dict[str, Any]:
         return {
             "loss": [float(row["loss"]).hex() for row in rows],
             "grad_norm": [float(row["grad_norm"]).hex() for row in rows],
-            "held_out_loss": [_hex(row["held_out_loss"]) for row in rows],
+            "val_loss": [_hex(row["val_loss"]) for row in rows],
             "tensors": _checkpoint_tensors(output / "checkpoints"),
             "events": {
                 path.stem: _events(path) for path in sorted(output.glob("trace-rank*.json"))
@@ -235,10 +268,14 @@ def record_plan(revision: Revision, words: Sequence[str]) -> Any:
 
 def _rename_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
+        renamed = {
             RENAMED_KEYS.get(key, key): _rename_keys(item)
             for key, item in value.items()
             if key not in UNCOMPARED_PLAN_KEYS
+        }
+        return {
+            key: RENAMED_WORDS.get((key, item), item) if isinstance(item, str) else item
+            for key, item in renamed.items()
         }
     if isinstance(value, list):
         return [_rename_keys(item) for item in value]

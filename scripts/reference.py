@@ -41,13 +41,13 @@ by options of the same names:
 size = "llama3-1b"
 
 [data]
-corpus = ["data/books", "data/code"]
-weights = [0.7, 0.3]
-seq = 4096
+sources = ["data/books", "data/code"]
+mixture_weights = [0.7, 0.3]
+seq_len = 4096
 
 [plan]
 row = 2
-batch = 64
+global_batch = 64
 ```
 
 ```bash
@@ -64,8 +64,8 @@ ranvier train run.toml --plan.row 4 --train.steps 2000
   written out; what was left to be derived (a degree, the micro-batch, learning
   rate and warm-up, device and type) has its value there.
 * **On the command line** booleans are written `true` and `false` as in TOML (or as in Python):
-  `--train.trace true`; lists as several words (`--data.corpus a.jsonl b.jsonl`); no word is the
-  empty list (`--plan.overlap`). A dash may stand for an underscore: `--plan.micro-batch 2`.
+  `--train.trace-comm true`; lists as several words (`--data.sources a.jsonl b.jsonl`); no word is
+  the empty list (`--plan.overlap`). A dash may stand for an underscore: `--plan.micro-batch 2`.
   Options follow the file: `ranvier train run.toml --plan.row 2`.
 * **Paths** are relative to the directory in which the command is started.
 
@@ -79,21 +79,23 @@ METRICS = {
     "loss": "Mean over the tokens with a target of the whole step; null if it is not finite.",
     "lr": "Learning rate of this step, before the factor of a group.",
     "grad_norm": "Norm of the gradient of the whole model before clipping; null if not finite.",
-    "seconds": "From the end of the step before, or from its own start after an evaluation or a "
+    "step_seconds": "Seconds from the end of the step before, or from its own start after an "
+    "evaluation or a "
     "checkpoint, to its end.",
     "tokens_per_second": "Of all ranks together.",
     "mfu": "Share of the device's peak that is used, attention counted causally; null where the "
     "peak is not known (CPU, fp32, unknown GPUs).",
-    "mfu_full": "The same with attention counted fully, as many papers do.",
-    "memory": "Most bytes that any rank has held so far: of its GPU, or of the process on a CPU.",
+    "mfu_noncausal": "The same with attention counted fully, as many papers do.",
+    "peak_memory_bytes": "Peak memory of any rank so far, in bytes: of its GPU, or of the process "
+    "on a CPU.",
     "exposed_communication_seconds": "Seconds in which rank 0 waited for communication.",
     "data_seconds": "Seconds in which rank 0 waited for its batch.",
-    "held_out_loss": "Mean loss of the held-out samples; null where this step has no evaluation.",
+    "val_loss": "Mean loss of the held-out samples; null where this step has no evaluation.",
     "loss_scale": "Factor of the loss in fp16; null in other types.",
     "skipped": "Whether the update of this step was left out: its loss or a gradient is no number "
-    "(and no smaller loss scale mends that), or it is a spike and `guard.spike` is `skip`.",
-    "spike": "Whether the loss lies far above those before it, see `guard.height`.",
-    "skips": "Steps of the run so far whose update was left out.",
+    "(and no smaller loss scale mends that), or it is a spike and `guard.on_spike` is `skip`.",
+    "spike": "Whether the loss lies far above those before it, see `guard.spike_threshold`.",
+    "skipped_total": "Steps of the run so far whose update was left out.",
 }
 FILES = {
     "config.toml": "The resolved settings.",
@@ -105,8 +107,8 @@ FILES = {
     "`rank-NNNNN.safetensors` for each rank, and `manifest.json`.",
     "tokenizer.json": "The tokenizer of the corpora, if it is known.",
     "report.html": "Plots and facts in one file that needs no network.",
-    "tensorboard/, wandb/": "Logs that `train.log` asked for.",
-    "trace-rank*.json": "The communication of the last step, with `train.trace`.",
+    "tensorboard/, wandb/": "Logs that `train.loggers` asked for.",
+    "trace-rank*.json": "The communication of the last step, with `train.trace_comm`.",
 }
 CODES = {
     0: "The run ended as planned.",
@@ -173,7 +175,17 @@ def _toml(value: Any) -> str:
 
 def sizes() -> Iterator[str]:
     """The named sizes of the model."""
-    keys = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "tied")
+    keys = (
+        "layers",
+        "embed",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "mlp",
+        "experts",
+        "vocab",
+        "tie_embeddings",
+    )
     rows = [
         [f"`{name}`", *(_toml(getattr(MODEL_SIZES[name], key)) for key in keys)]
         for name in MODEL_SIZES

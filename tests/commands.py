@@ -14,9 +14,9 @@ import pytest
 from ranvier.cli.main import main
 
 SMALL = [
-    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
-    *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
+    *("--model.vocab", "260", "--train.eval-interval", "0", "--train.sample-prompt", ""),
 ]
 """A run of a few hundredths of a second a step."""
 

@@ -44,13 +44,13 @@ class Case:
     inner: str = "samples"
     overlap: bool = True
     recompute: str = "none"
-    collectives: str = "again"
+    collectives: str = "rerun"
     micro_batches: int = 1
     packed: bool = False
     fast: bool = True
     both: bool = False
     """Compute the gradients without overlap as well; they must be equal to the bit."""
-    policy: str = "message"
+    policy: str = "message_driven"
     chunks: int = 1
     spread: bool = False
     keep: bool = False
@@ -63,7 +63,7 @@ class Case:
     def label(self) -> str:
         """A short name."""
         words = [self.model, self.inner, self.recompute, f"micro{self.micro_batches}"]
-        words += ["kept"] * (self.collectives == "keep")
+        words += ["kept"] * (self.collectives == "save")
         words += (
             ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)
         )
@@ -82,7 +82,7 @@ class Case:
             "collectives": self.collectives,
             "fast": self.fast,
         }
-        options["overlap"] = ("dx", "dw", "gather", "tokens") if self.overlap else ()
+        options["overlap"] = ("dx", "dw", "weight_gather", "moe_dispatch") if self.overlap else ()
         options["how"] = PipelineConfig(
             chunks=self.chunks, policy=self.policy, vocab_over_pipe=self.spread
         )
@@ -103,8 +103,8 @@ def _deep(**changes: Any) -> Callable[[], nn.Module]:
 
 DEEP: dict[str, Callable[[], nn.Module]] = {
     "deep": _deep(),
-    "deep tied": _deep(tied=True),
-    "deep learned": _deep(positions="learned", norm="layer", activation="gelu", bias=True),
+    "deep tied": _deep(tie_embeddings=True),
+    "deep learned": _deep(position_embedding="learned", norm="layer", activation="gelu", bias=True),
 }
 """Models with parts for many stages."""
 
@@ -116,14 +116,24 @@ def _adapted() -> nn.Module:
 
 def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
     """A model with experts: words say what is not as usual."""
-    changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "balance": 0.05}
-    changes |= {"router_z": 0.01, "experts": experts, "experts_top": top, "expert_mlp": 16}
+    changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "aux_loss_coeff": 0.05}
+    changes |= {
+        "z_loss_coeff": 0.01,
+        "experts": experts,
+        "experts_per_token": top,
+        "expert_mlp": 16,
+    }
     more: dict[str, dict[str, Any]] = {
-        "capacity": {"capacity": 0.75},
-        "shared": {"shared_mlp": 8},
-        "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "router_bias": 0.02},
-        "every": {"moe_every": 2, "layers": 3},
-        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu", "router_gain": 0.5},
+        "capacity": {"capacity_factor": 0.75},
+        "shared": {"shared_expert_mlp": 8},
+        "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "expert_bias_update_rate": 0.02},
+        "every": {"moe_layer_interval": 2, "layers": 3},
+        "raw": {
+            "router_norm": False,
+            "dense_first_layers": 1,
+            "activation": "gelu",
+            "router_logit_scale": 0.5,
+        },
         "deep": {"layers": 6},
         "jitter": {"router_jitter": 0.3},
     }
@@ -340,7 +350,7 @@ def reload(
 def switched(grid: Grid, case: Case) -> list[str]:
     """What differs in one bit when one overlap, or all, are switched off."""
     batch = batch_of(case.model, samples=16, packed=False)
-    every = ("dx", "dw", "gather")
+    every = ("dx", "dw", "weight_gather")
     results = []
     for overlap in (every, (), *(tuple(o for o in every if o != one) for one in every)):
         model = case.on(grid, overlap=overlap)

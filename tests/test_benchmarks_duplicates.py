@@ -38,5 +38,5 @@ def test_bytes_fall_and_duplicates_do_not(
     # two layers, there and back, forward and backward, of 4 x 16 tokens with 4 choices of 192 bf16
     assert one["ours"] == one["duplicated"] == 2 * 4 * 4 * 16 * 4 * 192 * 2
     assert four["ours"] * 4 == four["duplicated"] == one["ours"]
-    assert facts["calls"]["none"] == facts["calls"]["full, keep"] < facts["calls"]["full, again"]
+    assert facts["calls"]["none"] == facts["calls"]["full, save"] < facts["calls"]["full, rerun"]
     assert "reached" in capsys.readouterr().out

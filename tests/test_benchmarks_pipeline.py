@@ -51,7 +51,7 @@ def test_real_work_is_whole_layers_and_backward_is_that_of_forward(bench: Module
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("name", ["message", "zero-bubble"])
+@pytest.mark.parametrize("name", ["message_driven", "zero-bubble"])
 @pytest.mark.parametrize("case", ["balanced", "slow"])
 def test_a_prediction_without_jitter_is_that_of_simulate(
     bench: ModuleType, chunks: int, name: str, case: str
@@ -78,7 +78,7 @@ def test_the_bound_counts_what_comes_before_the_slow_stage(bench: ModuleType) ->
 
 def test_pairs_count_as_wrong_only_beyond_five_percent(bench: ModuleType) -> None:
     def row(seconds: float, said: float) -> object:
-        return bench.Row("message", 1, "", [seconds] * 3, [1], 0.0, [said] * 3)
+        return bench.Row("message_driven", 1, "", [seconds] * 3, [1], 0.0, [said] * 3)
 
     assert bench.wrong([row(1.0, 2.0), row(1.04, 1.0)]) == 0
     assert bench.wrong([row(1.0, 2.0), row(1.06, 1.0)]) == 1

@@ -117,8 +117,11 @@ def test_translated_configurations_make_the_grid_beside_them() -> None:
     rows = re.findall(r"\| `(--plan\.[^`]*)` \| ([^|]+) \|", text)
     assert len(rows) >= 6
     for options, shape in rows:
-        words = re.findall(r"--plan\.(\w+) (\d+)", options)
-        tables = {"model": {"size": "llama3-8b"}, "plan": {k: int(n) for k, n in words}}
+        words = re.findall(r"--plan\.([\w-]+) (\d+)", options)
+        tables = {
+            "model": {"size": "llama3-8b"},
+            "plan": {k.replace("-", "_"): int(n) for k, n in words},
+        }
         degrees = run.run_from_tables(tables).check_and_resolve(64).plan.degrees
         assert " · ".join(f"{a} {n}" for a, n in degrees.items() if n > 1) == shape.strip()
 

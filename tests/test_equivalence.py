@@ -31,7 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "inner": ["samples", "features"],
     "overlap": [True, False],
     "recompute": ["none", "selective", "full"],
-    "collectives": ["again", "keep"],
+    "collectives": ["rerun", "save"],
     "micro_batches": [1, 2],
     "packed": [False, True],
     "fast": [True, False],
@@ -47,7 +47,7 @@ def valid(row: dict[str, Any]) -> bool:
     """
     if row["model"] in HF_MODELS and row["inner"] != "features":
         return False
-    if row["recompute"] == "none" and row.get("collectives") == "keep":
+    if row["recompute"] == "none" and row.get("collectives") == "save":
         return False
     return row["fast"] or row.get("overlap", True)
 
@@ -90,7 +90,7 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
         micro_batches, packed, spare = next(alternate)
         if row["fast"] or row["recompute"] == OPTIONS["recompute"][spare]:
             more = {"micro_batches": micro_batches, "packed": packed, "steps": 3}
-            more["collectives"] = ("again", "keep")[spare % 2]
+            more["collectives"] = ("rerun", "save")[spare % 2]
             found.append((grid, Case(**row, **more, both=row["fast"])))
     return found
 

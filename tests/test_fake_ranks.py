@@ -73,7 +73,7 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
         mlp=64,
         vocab=101,
         bias=True,
-        tied=True,
+        tie_embeddings=True,
     )
     with launch.fake_process_group(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)

@@ -76,7 +76,7 @@ def losses(
                 and event.exposed_seconds >= 0.0
             )  # type: ignore[operator]
             words.append(f"{event.op} {event.axis}")
-    assert all(row["memory"] > 0 for row in rows)
+    assert all(row["peak_memory_bytes"] > 0 for row in rows)
     return [row["loss"] for row in rows], words
 
 
@@ -133,7 +133,7 @@ def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: 
 def test_the_kernel_sees_a_window_as_its_twin(window: int) -> None:
     """Whole samples and documents."""
     torch.manual_seed(0)
-    shape = DecoderConfig(heads=8, kv_heads=2, head_dim=32, window=window)
+    shape = DecoderConfig(heads=8, kv_heads=2, head_dim=32, sliding_window=window)
     core = decoder.AttentionCore(shape).cuda()
     q = torch.randn(3, 96, 8, 32, device="cuda")
     k, v = (torch.randn(3, 96, 2, 32, device="cuda") for _ in range(2))
@@ -529,9 +529,9 @@ def test_products_in_fp8_are_those_of_the_cpu(kind: float8.ScalingGranularity) -
     [
         {"plan__compile": "on"},
         {"plan__compile": "on", "plan__recompute": "selective"},
-        {"plan__compile": "on", "train__fp8": "tensorwise"},
-        {"plan__graph": True, "data__packed": False},
-        {"plan__compile": "on", "plan__graph": True, "data__packed": False},
+        {"plan__compile": "on", "train__float8": "tensorwise"},
+        {"plan__cuda_graph": True, "data__document_mask": False},
+        {"plan__compile": "on", "plan__cuda_graph": True, "data__document_mask": False},
     ],
     ids=str,
 )
@@ -539,12 +539,17 @@ def test_the_fast_ways_train_alike(corpus: str, change: dict[str, Any]) -> None:
     """Compiled, recomputed, in fp8 and as one graph: the losses of the plain run."""
     curves = []
     for extra in ({}, change):
-        packed = change.get("data__packed", True)
-        settings = {"train__dtype": "bf16", "model__head_dim": 16, "data__packed": packed, **extra}
+        packed = change.get("data__document_mask", True)
+        settings = {
+            "train__dtype": "bf16",
+            "model__head_dim": 16,
+            "data__document_mask": packed,
+            **extra,
+        }
         run = run_of("", {}, 8, **settings)
         trainer = trainer_of(Grid({}), corpus, run, device="cuda")
         curves.append([row["loss"] for row in trainer.run_steps()])
-    limit = 0.1 if "train__fp8" in change else 0.03
+    limit = 0.1 if "train__float8" in change else 0.03
     assert curves[1] == pytest.approx(curves[0], abs=limit)
 
 
@@ -553,9 +558,9 @@ def test_the_fast_ways_train_alike(corpus: str, change: dict[str, Any]) -> None:
     "change",
     [
         ["--plan.compile", "off"],
-        ["--plan.compile", "on", "--optim.moments", "bf16"],
-        ["--plan.compile", "off", "--train.dtype", "fp32", "--data.packed", "False"],
-        ["--plan.graph", "True", "--data.packed", "False", "--plan.compile", "off"],
+        ["--plan.compile", "on", "--optim.state-dtype", "bf16"],
+        ["--plan.compile", "off", "--train.dtype", "fp32", "--data.document-mask", "False"],
+        ["--plan.cuda-graph", "True", "--data.document-mask", "False", "--plan.compile", "off"],
     ],
     ids=str,
 )
@@ -564,10 +569,10 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
 ) -> None:
     """G9 on CUDA: twice the same bits, also for a run that broke in the middle and went on."""
     monkeypatch.chdir(tmp_path)
-    words = ["train", *SMALL, "--nproc", "1", "--train.steps", "6", "--checkpoint.every", "3"]
+    words = ["train", *SMALL, "--nproc", "1", "--train.steps", "6", "--checkpoint.interval", "3"]
     words += ["--model.head-dim", "16", "--train.dtype", "bf16", "--train.deterministic", "True"]
     for name in ("one", "two"):
-        assert call(*words, *change, "--train.out", name) == 0
+        assert call(*words, *change, "--train.output-dir", name) == 0
     issue = Trainer.issue_step
 
     def breaks(self: Trainer, *arguments: Any, **options: Any) -> Any:
@@ -577,7 +582,7 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "issue_step", breaks)
-        assert call(*words, *change, "--train.out", "three") == 70
+        assert call(*words, *change, "--train.output-dir", "three") == 70
     assert call("train", "three", "--nproc", "1") == 0
     assert not torch.are_deterministic_algorithms_enabled()
     wanted = load_full_tensors(folders.find_checkpoints(tmp_path / "one" / "checkpoints")[-1])
@@ -594,8 +599,8 @@ MIDDLE: dict[str, Any] = {
     "model__head_dim": 64,
     "model__mlp": 1536,
     "model__vocab": 4096,
-    "data__seq": 512,
-    "data__packed": False,
+    "data__seq_len": 512,
+    "data__document_mask": False,
     "train__dtype": "bf16",
 }
 """A model whose activations are more than its libraries take."""
@@ -637,12 +642,12 @@ def test_a_fit_stays_below_its_limit(corpus: str, limit: float, left: int) -> No
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(limit * 2**30 / total)
     try:
-        changes = {**MIDDLE, "memory__fit": "auto", "memory__limit": limit}
+        changes = {**MIDDLE, "memory__auto": "auto", "memory__device_limit_gib": limit}
         trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **changes), device="cuda")
         rows = list(trainer.run_steps())
         assert sum("chosen again" in note for note in trainer.notes) <= 1, trainer.notes
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert len(rows) == 3 and all(row["memory"] <= limit * 2**30 for row in rows)
+    assert len(rows) == 3 and all(row["peak_memory_bytes"] <= limit * 2**30 for row in rows)
     found = device_rates.measure_rates(trainer.device, torch.bfloat16)
     assert found.flops > 1e13 and found.memory > 1e11 and found.to_device > 1e9 < found.to_host

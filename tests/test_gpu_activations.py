@@ -52,7 +52,7 @@ def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[floa
         trainer = trainer_of(grid, corpus, run, "cuda")
         losses = [row["loss"] for row in trainer.run_steps()]
         store = get_parallel_model(trainer.model).step_context.save_policy.store
-        if run.memory.activations > 0.0:
+        if run.memory.activation_offload_fraction > 0.0:
             assert (
                 isinstance(store, ActivationOffload)
                 and store.offloaded_bytes > 0
@@ -71,7 +71,9 @@ def test_activations_from_the_host_change_no_bit(corpus: str, kind: str, compile
     how = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": 4}
     want = trained(Grid({}), corpus, how)
     for share in (0.5, 1.0):
-        losses, weights = trained(Grid({}), corpus, {**how, "memory__activations": share})
+        losses, weights = trained(
+            Grid({}), corpus, {**how, "memory__activation_offload_fraction": share}
+        )
         assert losses == want[0]
         assert all(torch.equal(a, b) for a, b in zip(weights, want[1], strict=True))
 
@@ -82,7 +84,11 @@ def test_kept_collectives_and_activations_on_two_ranks(
 ) -> None:
     """Two ranks share the GPU over Gloo."""
     plain = {"plan__recompute": "full", "plan__micro_batch": 2}
-    away = {**plain, "memory__collectives": "keep", "memory__activations": 1.0}
+    away = {
+        **plain,
+        "memory__recompute_collectives": "save",
+        "memory__activation_offload_fraction": 1.0,
+    }
     want = pool.on_grid(degrees, trained, corpus, plain)
     for mine, others in zip(pool.on_grid(degrees, trained, corpus, away), want, strict=True):
         assert mine[0] == others[0]
@@ -91,8 +97,8 @@ def test_kept_collectives_and_activations_on_two_ranks(
 
 def test_the_host_does_not_wait_for_the_copies(corpus: str) -> None:
     """A step is issued without one synchronization, once all buffers are there."""
-    settings = {**options(memory__activations=1.0), "train__deterministic": False}
-    settings |= {"model__embed": 256, "data__seq": 512}
+    settings = {**options(memory__activation_offload_fraction=1.0), "train__deterministic": False}
+    settings |= {"model__embed": 256, "data__seq_len": 512}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 6, **settings), "cuda")
     store = get_parallel_model(trainer.model).step_context.save_policy.store
     assert isinstance(store, ActivationOffload)

@@ -53,12 +53,16 @@ def plain(corpus: str) -> Callable[[str], Numbers]:
     return cache(lambda compiled: trained(corpus, plan__compile=compiled, plan__micro_batch=4))
 
 
-TILE = {"memory__tile": 4096, "memory__update": "device"}
+TILE = {"memory__offload_tile": 4096, "memory__optimizer_step_on": "device"}
 WAYS: dict[str, dict[str, Any]] = {
-    "host": {"memory__states": "host", **TILE},
-    "split": {"memory__states": "split", "memory__resident": 1e-3, **TILE},
-    "weights": {"memory__states": "host", "memory__weights": "host", **TILE},
-    "weights alone": {"memory__weights": "host", **TILE},
+    "host": {"memory__optimizer_states": "host", **TILE},
+    "split": {
+        "memory__optimizer_states": "split",
+        "memory__optimizer_states_on_device_gib": 1e-3,
+        **TILE,
+    },
+    "weights": {"memory__optimizer_states": "host", "memory__parameters": "host", **TILE},
+    "weights alone": {"memory__parameters": "host", **TILE},
 }
 
 
@@ -74,14 +78,19 @@ def test_what_comes_from_the_host_changes_no_bit(
 def test_states_in_a_file_change_no_bit(
     corpus: str, plain: Callable[[str], Numbers], tmp_path: Path
 ) -> None:
-    file = {"memory__states": "file", "memory__path": str(tmp_path), **TILE}
+    file = {"memory__optimizer_states": "disk", "memory__offload_dir": str(tmp_path), **TILE}
     found = trained(corpus, plan__compile="off", plan__micro_batch=4, **file)
     assert differing(plain("off"), found) == []
 
 
 @pytest.mark.parametrize("weights", ["device", "host"])
 def test_the_cpu_updates_alike(corpus: str, plain: Callable[[str], Numbers], weights: str) -> None:
-    how = {"memory__states": "host", "memory__weights": weights, **TILE, "memory__update": "cpu"}
+    how = {
+        "memory__optimizer_states": "host",
+        "memory__parameters": weights,
+        **TILE,
+        "memory__optimizer_step_on": "cpu",
+    }
     losses, state = trained(corpus, plan__compile="off", plan__micro_batch=4, **how)
     assert losses == pytest.approx(plain("off")[0], abs=2e-2)
     for name, x in plain("off")[1].items():
@@ -90,19 +99,21 @@ def test_the_cpu_updates_alike(corpus: str, plain: Callable[[str], Numbers], wei
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_from_the_host_change_no_bit(corpus: str, moments: str) -> None:
-    how = {"optim__moments": moments, "plan__compile": "off"}
+    how = {"optim__state_dtype": moments, "plan__compile": "off"}
     here = trained(corpus, **how)
     assert differing(here, trained(corpus, **how, **WAYS["host"])) == []
     assert differing(here, trained(corpus, **how, **WAYS["weights"])) == []
 
 
 def test_a_run_with_states_on_the_host_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
-    how = {"plan__compile": "off", "optim__moments": "int8", **WAYS["weights"]}
+    how = {"plan__compile": "off", "optim__state_dtype": "int8", **WAYS["weights"]}
     whole = trained(corpus, steps=6, **how)
     shape = {f"model__{key}": value for key, value in SHAPE.items()}
     options = {**shape, "train__dtype": "bf16", "train__deterministic": True, **how}
     out = str(tmp_path / "run")
-    first = trainer_of(Grid({}), corpus, run_of(out, {}, 6, checkpoint__every=3, **options), "cuda")
+    first = trainer_of(
+        Grid({}), corpus, run_of(out, {}, 6, checkpoint__interval=3, **options), "cuda"
+    )
     steps = first.run_steps()
     for _ in range(4):
         next(steps)

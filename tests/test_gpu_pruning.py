@@ -54,13 +54,17 @@ def differing(one: Numbers, other: Numbers) -> list[str]:
 
 
 FIXED = {"prune__sparsity": 0.8, "train__deterministic": True}
-GROWING = {**FIXED, "prune__every": 2, "prune__until": 5}
-TILE = {"memory__tile": 4096, "memory__update": "device"}
+GROWING = {**FIXED, "prune__update_interval": 2, "prune__final_step": 5}
+TILE = {"memory__offload_tile": 4096, "memory__optimizer_step_on": "device"}
 WAYS: dict[str, dict[str, Any]] = {
-    "host": {"memory__states": "host", **TILE},
-    "split": {"memory__states": "split", "memory__resident": 1e-4, **TILE},
-    "weights": {"memory__states": "host", "memory__weights": "host", **TILE},
-    "weights alone": {"memory__weights": "host", **TILE},
+    "host": {"memory__optimizer_states": "host", **TILE},
+    "split": {
+        "memory__optimizer_states": "split",
+        "memory__optimizer_states_on_device_gib": 1e-4,
+        **TILE,
+    },
+    "weights": {"memory__optimizer_states": "host", "memory__parameters": "host", **TILE},
+    "weights alone": {"memory__parameters": "host", **TILE},
 }
 
 
@@ -76,9 +80,9 @@ def test_states_elsewhere_change_no_bit(corpus: str, how: dict[str, Any], way: s
     assert differing(here, trained(corpus, **how, **WAYS[way])) == []
 
 
-@pytest.mark.parametrize("how", [{"plan__compile": "on"}, {"plan__graph": True}], ids=str)
+@pytest.mark.parametrize("how", [{"plan__compile": "on"}, {"plan__cuda_graph": True}], ids=str)
 def test_compiled_and_recorded_steps_prune_alike(corpus: str, how: dict[str, Any]) -> None:
-    more = {"data__packed": False, "prune__sparsity": 0.8}
+    more = {"data__document_mask": False, "prune__sparsity": 0.8}
     plain, other = trained(corpus, **more), trained(corpus, **more, **how)
     assert other[0] == pytest.approx(plain[0], abs=3e-2)
     for name, x in plain[1].items():
@@ -89,7 +93,7 @@ def test_compiled_and_recorded_steps_prune_alike(corpus: str, how: dict[str, Any
 def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
     whole = trained(corpus, **GROWING)
     out = str(tmp_path / "run")
-    first = made(corpus, out, checkpoint__every=3, **GROWING)
+    first = made(corpus, out, checkpoint__interval=3, **GROWING)
     rows = first.run_steps()
     for _ in range(4):
         next(rows)
@@ -105,7 +109,7 @@ def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
 def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
     corpus: str, sparsity: float
 ) -> None:
-    trainer = made(corpus, prune__sparsity=sparsity, data__packed=False)
+    trainer = made(corpus, prune__sparsity=sparsity, data__document_mask=False)
     batches = [batch.to(trainer.device) for batch in trainer._batch_maker()(0)]
     for _ in range(3):  # kernels are compiled, buffers made
         forward_backward(trainer.model, batches)

@@ -59,7 +59,7 @@ def test_partial_axes_are_consecutive_ranks() -> None:
 
 
 def test_a_plan_places_ranks_in_its_order() -> None:
-    plan = Plan(pipe=2, data=3, row=4, order=("row", "pipe"))
+    plan = Plan(pipe=2, data=3, row=4, rank_order=("row", "pipe"))
     grid = Grid.from_plan(plan, rank=0, ranks_per_node=8)
     assert plan.axis_order[-3:] == ("col", "row", "pipe")
     assert grid.axis("pipe").ranks == (0, 1) and grid.axis("row").ranks == (0, 2, 4, 6)

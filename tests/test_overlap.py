@@ -35,7 +35,7 @@ def gather_of(events: list[Event], block: str) -> Event:
 
 
 def test_weights_are_gathered_before_the_block_that_uses_them(pool: Pool) -> None:
-    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "gather")):
+    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "weight_gather")):
         for block, before in (
             ("blocks.0", "embed"),
             ("blocks.1", "blocks.0"),
@@ -62,7 +62,7 @@ def test_weights_are_gathered_before_the_block_that_uses_them(pool: Pool) -> Non
 
 
 def test_dx_is_in_flight_while_dw_is_computed(pool: Pool) -> None:
-    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "gather")):
+    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "weight_gather")):
         spans = [e for e in events if e.op == COMPUTE and e.where.startswith("dW ")]
         assert len(spans) == 8  # four a block
         for span in spans:
@@ -73,7 +73,7 @@ def test_dx_is_in_flight_while_dw_is_computed(pool: Pool) -> None:
 
 
 def test_dw_is_reduced_behind_the_backward_of_the_next_block(pool: Pool) -> None:
-    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "gather")):
+    for events in pool.on_grid(CUBE, traced, ("dx", "dw", "weight_gather")):
         depth = [e for e in events if e.op == "reduce_scatter" and e.axis == ("depth",)]
         assert [e.where for e in depth] == ["head", "blocks.1", "blocks.0", "embed"]
         next_leaf = one(events, lambda e: e.where == "dW blocks.0.mlp.down")

@@ -113,7 +113,7 @@ def test_the_tour_runs_from_its_first_command_to_its_last(
                     Path(words[1]) / "config.toml", runs.to_toml(RunConfig(**settings))
                 )
         elif words[0] == "profile":
-            assert call(*words, "--steps", "1", "--warm", "1") == 0
+            assert call(*words, "--steps", "1", "--warmup-steps", "1") == 0
         elif words[0] == "verify" or any("plan." in word or "recipes" in word for word in words):
             check_only(words)
         elif words[0] == "train":

@@ -22,7 +22,7 @@ READ: list[tuple[str, dict[str, object]]] = [
     ("--plan.recompute full --precision fp8", {"plan.recompute": "full", "precision": "fp8"}),
     ("--html= --model.rope-theta 1e6", {"html": "", "model.rope_theta": 1e6}),
     ("--goal=-x", {"goal": "-x"}),
-    ("--data.corpus a b", {"data.corpus": ("a", "b")}),
+    ("--data.sources a b", {"data.sources": ("a", "b")}),
     ("--plan.overlap", {"plan.overlap": ()}),
 ]
 
@@ -34,21 +34,23 @@ def test_options_are_read(line: str, values: dict[str, object]) -> None:
 
 
 FLAGS = [
-    ("--train.trace", True),
-    ("--train.trace --nodes 4", True),
-    ("--nodes 4 --train.trace", True),
-    ("--train.trace true", True),
-    ("--train.trace=TRUE", True),
-    ("--train.trace True --nodes=4", True),
-    ("--train.trace --train.trace false", False),
-    ("--train.trace=false", False),
+    ("--train.trace-comm", True),
+    ("--train.trace-comm --nodes 4", True),
+    ("--nodes 4 --train.trace-comm", True),
+    ("--train.trace-comm true", True),
+    ("--train.trace-comm=TRUE", True),
+    ("--train.trace-comm True --nodes=4", True),
+    ("--train.trace-comm --train.trace-comm false", False),
+    ("--train.trace-comm=false", False),
 ]
 
 
 @pytest.mark.parametrize(("line", "value"), FLAGS)
 def test_booleans_stand_alone_or_have_a_value(line: str, value: bool) -> None:
     found = parsing.parse_options(PlanOptions, PlanOptions(), "plan", line.split())
-    assert found.train.trace is value and found.nodes == (4 if "4" in line else PlanOptions().nodes)
+    assert found.train.trace_comm is value and found.nodes == (
+        4 if "4" in line else PlanOptions().nodes
+    )
 
 
 def test_every_verb_reads_booleans_alike() -> None:
@@ -75,5 +77,5 @@ def test_no_words_need_no_parser_and_others_no_torch() -> None:
         "run.nproc == 3\n"
         "assert not {'torch', 'numpy', 'multiprocessing'} & {*sys.modules}"
     )
-    line = ["--plan.row", "2", "--nproc=3", "--data.packed", "false"]
+    line = ["--plan.row", "2", "--nproc=3", "--data.document-mask", "false"]
     subprocess.run([sys.executable, "-c", code, *line], check=True, timeout=60)

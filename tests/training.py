@@ -43,10 +43,10 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run
     model = ModelConfig(size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257)))
     run = RunConfig(
         model=model,
-        data=DataConfig(seq=16, held_out=0.1),
+        data=DataConfig(seq_len=16, validation_fraction=0.1),
         optim=OptimConfig(lr=1e-2),
-        plan=Plan(**degrees, batch=8),
-        train=TrainConfig(steps=steps, out=out, dtype="fp64", evaluate=0),
+        plan=Plan(**degrees, global_batch=8),
+        train=TrainConfig(steps=steps, output_dir=out, dtype="fp64", eval_interval=0),
         checkpoint=CheckpointConfig(),
     )
     for name, value in changes.items():
@@ -63,12 +63,12 @@ def trainer_of(grid: Grid, corpus: str, run: RunConfig, device: str = "") -> Tra
     """A trainer on a corpus. device: empty: that of the grid's backend."""
     data = open_data(
         [corpus],
-        seq=run.data.seq,
+        seq=run.data.seq_len,
         seed=run.train.seed,
-        held_out=run.data.held_out,
-        packed=run.data.packed,
+        held_out=run.data.validation_fraction,
+        packed=run.data.document_mask,
         truncate=run.data.truncate,
-        learn=run.data.learn,
+        loss_on=run.data.loss_on,
     )
     return Trainer.from_run(run, grid, torch.device(device or device_of(grid)), data)
 
@@ -93,7 +93,7 @@ def losses_of(
 
 def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) -> dict[str, Any]:
     """What a run says whose layer `where` gives a bad number on one rank from step `at` on."""
-    run = run_of(out, dict(grid.degrees), 6, guard__skips=0)
+    run = run_of(out, dict(grid.degrees), 6, guard__max_skipped_steps=0)
     trainer = trainer_of(grid, corpus, run)
     leaf = trainer.model.get_submodule(where)
 

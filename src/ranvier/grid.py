@@ -161,7 +161,7 @@ class Grid:
         """Return the grid of a resolved plan, with ranks placed in the plan's order."""
         # Number the ranks with the plan's axes, outermost first, then transpose to the order of
         # AXES.
-        if plan.order and "order" not in options:
+        if plan.rank_order and "order" not in options:
             shape = [plan.degrees[axis] for axis in plan.axis_order]
             places = [plan.axis_order.index(axis) for axis in AXES]
             ranks = np.arange(plan.world_size).reshape(shape).transpose(places)

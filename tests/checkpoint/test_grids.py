@@ -34,10 +34,10 @@ GRIDS: list[dict[str, int]] = [
     {"pipe": 2, "depth": 2, "col": 2},
 ]
 CHANGES: dict[str, Any] = {
-    "plan__batch": 24,
+    "plan__global_batch": 24,
     "model__layers": 3,
-    "model__tied": True,
-    "checkpoint__keep": 0,
+    "model__tie_embeddings": True,
+    "checkpoint__keep_latest": 0,
 }
 """Three layers on two or four stages, 257 tokens, 2 kv heads on 4 rows: nothing divides."""
 STEPS = 2
@@ -165,7 +165,7 @@ def test_each_grid_loads_what_each_other_saved(
 
 def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[int, list[int]]:
     """Go on with a run to step `stop` without a last save; where it began, samples by step."""
-    changes = {**CHANGES, "checkpoint__every": 2, "checkpoint__background": False}
+    changes = {**CHANGES, "checkpoint__interval": 2, "checkpoint__async_save": False}
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **changes))
     paths = find_checkpoints(Path(out) / "checkpoints")[::-1]
     if paths:

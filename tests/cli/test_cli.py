@@ -46,8 +46,8 @@ Trainer.save_checkpoint = save
 """
 """A rank that crashes at the end of a run, when it saves."""
 FIELDS = {
-    *("step", "tokens", "loss", "lr", "grad_norm", "seconds", "tokens_per_second", "mfu"),
-    *("mfu_full", "memory", "exposed_communication_seconds"),
+    *("step", "tokens", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second", "mfu"),
+    *("mfu_noncausal", "peak_memory_bytes", "exposed_communication_seconds"),
 }
 
 
@@ -60,10 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.full
 def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     """One process, `--nproc`, `torchrun`'s and `srun`'s variables."""
-    words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.every", "-1"]
-    many = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2", "--train.trace", "True"]
-    four = started(folder, *words, *many, "--train.out", "many")
-    assert call(*words, "--train.out", "one", "--nproc", "1") == 0
+    words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.interval", "-1"]
+    many = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2", "--train.trace-comm", "True"]
+    four = started(folder, *words, *many, "--train.output-dir", "many")
+    assert call(*words, "--train.output-dir", "one", "--nproc", "1") == 0
     # One rank is told by srun's variables and the other by torchrun's: both mean the same.
     slurm = {
         "SLURM_JOB_ID": str(find_free_port()),
@@ -75,7 +75,7 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     assert meant is not None
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": meant.address}
     torchrun |= {"MASTER_PORT": str(meant.port)}
-    launched = [*words, "--train.out", "launched", "--plan.row", "2"]
+    launched = [*words, "--train.output-dir", "launched", "--plan.row", "2"]
     both = [started(folder, *launched, environment=env) for env in (torchrun, slurm)]
     code, out, errors = ended(four)
     assert code == 0, errors
@@ -97,7 +97,7 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
 def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     start = time.monotonic()
     patch = TRAINER, FAULT.format(action="raise RuntimeError('disk on fire')")
-    words = ["train", *SMALL, "--nproc", "2", "--plan.row", "2", "--train.out", "run"]
+    words = ["train", *SMALL, "--nproc", "2", "--plan.row", "2", "--train.output-dir", "run"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 70
     assert "rank 1: " in errors and "disk on fire" in errors
@@ -110,8 +110,8 @@ def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
     patch = TRAINER, FAULT.format(action="os.kill(os.getpid(), 9)")
-    words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.out", "run"]
-    words += ["--launch.retries", "0"]
+    words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.output-dir", "run"]
+    words += ["--launch.max-restarts", "0"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 71 and "Traceback" not in errors
     assert "Rank 1 was killed by signal 9 (SIGKILL) at step 0. Memory may have run" in errors
@@ -160,22 +160,25 @@ BAD_FILES = {
     "text.docx": b"what",
     "words.json": b"{}",
     "good.txt": b"some text " * 50,
-    "date.toml": b"[data]\ncorpus = 2020-01-01\n",
+    "date.toml": b"[data]\nsources = 2020-01-01\n",
     "huge.toml": b"[optim]\nlr = 1" + b"0" * 400,
     "deep.toml": b"x = " + b"[" * 3000,
     "long.toml": b"[train]\nsteps = 1" + b"0" * 5000,
-    "null.toml": b'[data]\ncorpus = ["a\\u0000b.txt"]\n',
-    "out.toml": b'[train]\nout = "a\\u0000b"\n',
+    "null.toml": b'[data]\nsources = ["a\\u0000b.txt"]\n',
+    "out.toml": b'[train]\noutput_dir = "a\\u0000b"\n',
 }
 MISTAKES: list[tuple[list[str], str]] = [
-    (["fly"], "'fly' is no verb. Verbs are train, "),
+    (["fly"], "'fly' is not a command. Commands are train, "),
     (["trian"], "Did you mean 'train'?"),
     (["train", "--nproc", "3", "--plan.row", "2"], "needs a multiple of 2 ranks, but 3 are there"),
     (
         ["train", "--plan.context", "2", "--nproc", "2"],
         "context=2: the context axis has no runtime",
     ),
-    (["train", "--plan.pipe", "8", "--nproc", "8"], "pipe=8 with chunks=1 makes 8 virtual stages"),
+    (
+        ["train", "--plan.pipe", "8", "--nproc", "8"],
+        "pipe=8 with virtual_stages=1 makes 8 virtual stages",
+    ),
     (["train", "--model.size", "llama9"], "model.size='llama9' is not known"),
     (["train", "--model.vocab", "100"], "model.vocab=100 is smaller than"),
     (["train", "missing.toml"], "missing.toml cannot be read"),
@@ -186,8 +189,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "--plan.rwo", "2"], "plan.row"),
     (["train", "--train.steps", "ten"], "ten"),
     (["train", "--train.dtype", "fp8"], "bf16"),
-    (["train", "--data.seq", "0"], "data.seq=0 is too small"),
-    (["train", "--data.held-out", "1.5"], "data.held_out=1.5 is no share"),
+    (["train", "--data.seq-len", "0"], "data.seq_len=0 is too small"),
+    (["train", "--data.validation-fraction", "1.5"], "data.validation_fraction=1.5 is no share"),
     (["train", "--nproc", "-1"], "nproc=-1, but none are started yet"),
     (["verify", "--nproc", "-1"], "nproc=-1, but none are started yet"),
     (["train", "--model.kv-heads", "0"], "model.kv_heads=0 is too small"),
@@ -196,53 +199,68 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "--optim.lr", "nan"], "optim.lr=nan is no finite number"),
     (["train", "--optim.lr", "-1"], "optim.lr=-1.0 is too small"),
     (["train", "--optim.lr", "0"], "optim.lr=0.0 trains nothing"),
-    (["train", "--optim.warmup", "500"], "optim.warmup=500 is longer than train.steps"),
-    (["train", "--plan.batch", "7", "--plan.data", "2"], "batch=7"),
+    (["train", "--optim.warmup-steps", "500"], "optim.warmup_steps=500 is longer than train.steps"),
+    (["train", "--plan.global-batch", "7", "--plan.data", "2"], "global_batch=7"),
     (["train", "--train.backend", "nccl"], "nccl needs CUDA devices"),
     (["train", "--train.device", "cuda"], "torch sees no CUDA device"),
-    (["train", "--checkpoint.every", "-2"], "checkpoint.every=-2 is too small"),
-    (["train", "--data.corpus", "missing.txt"], "missing.txt"),
-    (["train", "--data.corpus", "empty.txt"], "empty.txt"),
-    (["train", "--data.corpus", "latin.txt"], "latin.txt"),
-    (["train", "--data.corpus", "text.jsonl"], "text.jsonl"),
-    (["train", "--data.corpus", "broken.jsonl"], "broken.jsonl"),
-    (["train", "--data.corpus", "list.jsonl"], "list.jsonl"),
-    (["train", "--data.corpus", "cut.jsonl.gz"], "cut.jsonl.gz"),
-    (["train", "--data.corpus", "bad.parquet"], "bad.parquet"),
-    (["train", "--data.corpus", "pair.bin"], "pair.idx"),
-    (["train", "--data.corpus", "text.docx"], "text.docx"),
-    (["train", "--data.corpus", "nothing-here"], "nothing-here"),
+    (["train", "--checkpoint.interval", "-2"], "checkpoint.interval=-2 is too small"),
+    (["train", "--data.sources", "missing.txt"], "missing.txt"),
+    (["train", "--data.sources", "empty.txt"], "empty.txt"),
+    (["train", "--data.sources", "latin.txt"], "latin.txt"),
+    (["train", "--data.sources", "text.jsonl"], "text.jsonl"),
+    (["train", "--data.sources", "broken.jsonl"], "broken.jsonl"),
+    (["train", "--data.sources", "list.jsonl"], "list.jsonl"),
+    (["train", "--data.sources", "cut.jsonl.gz"], "cut.jsonl.gz"),
+    (["train", "--data.sources", "bad.parquet"], "bad.parquet"),
+    (["train", "--data.sources", "pair.bin"], "pair.idx"),
+    (["train", "--data.sources", "text.docx"], "text.docx"),
+    (["train", "--data.sources", "nothing-here"], "nothing-here"),
     (["train", "--data.tokenizer", "words.json"], "words.json"),
     (["train", "--data.tokenizer", "bpe"], "bpe"),
-    (["train", "--data.corpus", "good.txt", "--data.weights", "1", "2"], "data.weights has 2"),
-    (["train", "--data.corpus", "good.txt", "--data.weights", "-1"], "data.weights"),
-    (["train", "--data.corpus", "good.txt", "--data.weights", "0"], "data.weights are all 0"),
-    (["train", "date.toml"], "data.corpus=datetime.date(2020, 1, 1) is no list"),
+    (
+        ["train", "--data.sources", "good.txt", "--data.mixture-weights", "1", "2"],
+        "data.mixture_weights has 2",
+    ),
+    (
+        ["train", "--data.sources", "good.txt", "--data.mixture-weights", "-1"],
+        "data.mixture_weights",
+    ),
+    (
+        ["train", "--data.sources", "good.txt", "--data.mixture-weights", "0"],
+        "data.mixture_weights are all 0",
+    ),
+    (["train", "date.toml"], "data.sources=datetime.date(2020, 1, 1) is no list"),
     (["train", "huge.toml"], "optim.lr=inf is no finite number"),
     (["train", "deep.toml"], "is no TOML"),
     (["train", "long.toml"], "is no TOML"),
     (["train", "null.toml"], "has characters that no path"),
     (["train", "out.toml"], "has characters that no path"),
-    (["train", "--train.out", "good.txt"], "good.txt is no directory"),
-    (["train", "--train.out", "good.txt/deeper"], "is no directory"),
-    (["train", "--train.out", "a" * 300], "cannot be a directory"),
-    (["train", "--train.out", "/proc/nope/x"], "/proc cannot be written in"),
-    (["train", "--data.corpus", "a" * 300 + ".txt"], "aaa"),
+    (["train", "--train.output-dir", "good.txt"], "good.txt is no directory"),
+    (["train", "--train.output-dir", "good.txt/deeper"], "is no directory"),
+    (["train", "--train.output-dir", "a" * 300], "cannot be a directory"),
+    (["train", "--train.output-dir", "/proc/nope/x"], "/proc cannot be written in"),
+    (["train", "--data.sources", "a" * 300 + ".txt"], "aaa"),
     (["train", "a" * 300 + ".toml"], "cannot be read"),
     (["train", "--plan.row", "1000000007"], "The plan needs 1000000007 ranks"),
-    (["train", "--data.seq", "1000000000001"], "data.seq=1000000000001 is too large"),
-    (["train", "--plan.batch", "9" * 400], "is too large"),
+    (["train", "--data.seq-len", "1000000000001"], "data.seq_len=1000000000001 is too large"),
+    (["train", "--plan.global-batch", "9" * 400], "is too large"),
     (["train", "--model.layers", "1000000000"], "model.layers=1000000000 is too large"),
     (["train", "--model.size", "llama3-405b", "--nproc", "2"], "fits 2 x cpu in no layout"),
     (["train", "--model.size", "llama3-405b"], "GiB at least"),
     (["train", "--model.dropout", "nan"], "Use 0.1"),
     (["train", "--nproc", "100000"], "nproc=100000"),
     (["train", "--plan.row", "512"], "At most 256 are started"),
-    (["train", "--train.timeout", "1e300"], "train.timeout=1e+300 is too large"),
-    (["train", "--data.corpus", "good.txt", "stdlib", "--data.weights", "1e308", "inf"], "weights"),
+    (
+        ["train", "--train.comm-timeout-seconds", "1e300"],
+        "train.comm_timeout_seconds=1e+300 is too large",
+    ),
+    (
+        ["train", "--data.sources", "good.txt", "stdlib", "--data.mixture-weights", "1e308", "inf"],
+        "weights",
+    ),
     (["data", "prepare"], "was given no file"),
     (["data", "prepare", "missing.txt"], "missing.txt"),
-    (["data", "polish"], "'polish' is no verb"),
+    (["data", "polish"], "'polish' is not a command"),
     (["data", "show", "."], "corpus.json"),
     (["generate", "nowhere"], "is no run"),
     (["report", "nowhere"], "is no run"),
@@ -258,7 +276,7 @@ def test_mistakes_end_with_one_message(
 ) -> None:
     for name, content in BAD_FILES.items():
         (folder / name).write_bytes(content)
-    if words[0] == "train" and "--data.corpus" not in words and "--data.tokenizer" not in words:
+    if words[0] == "train" and "--data.sources" not in words and "--data.tokenizer" not in words:
         words = [*words, "--data.tokenizer", "bytes", "--data.max-bytes", "50000"]
     assert call(*words) in (64, 65, 73)
     text = "".join(capsys.readouterr())
@@ -267,7 +285,7 @@ def test_mistakes_end_with_one_message(
 
 
 def test_all_problems_come_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--plan.row", "3", "--plan.col", "5", "--plan.context", "2", "--data.seq", "32"]
+    words = ["--plan.row", "3", "--plan.col", "5", "--plan.context", "2", "--data.seq-len", "32"]
     assert call("train", "--nproc", "30", *words) == 64
     text = capsys.readouterr().err
     for part in ("context=2", "heads=8", "embed=192", "seq=32", "micro_batch=8"):
@@ -281,7 +299,7 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
             main([*words, "--help-all" if words == ["train"] else "--help"])
         assert end.value.code == 0
     text = capsys.readouterr().out
-    assert "usage: ranvier VERB" in text and "--plan.row" in text and "Megatron" in text
+    assert "usage: ranvier COMMAND" in text and "--plan.row" in text and "Megatron" in text
     assert "--prompt" in text and "--tokenizer" in text
 
 
@@ -295,7 +313,7 @@ def test_the_first_page_of_help_is_short(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as end:
         main(["train", "--help", "guard"])
     text = capsys.readouterr().out
-    assert end.value.code == 0 and "--guard.spike" in text and "--plan.row" not in text
+    assert end.value.code == 0 and "--guard.on-spike" in text and "--plan.row" not in text
     assert call("train", "--help", "guards") == PlanError.exit_code
     assert "'guards' is not a section. Sections are model" in capsys.readouterr().err
 
@@ -312,8 +330,8 @@ def test_the_first_page_of_help_is_short(capsys: pytest.CaptureFixture[str]) -> 
         ("--lr", "--optim.lr"),
         ("--train.lr", "--optim.lr"),
         ("--steps", "--train.steps"),
-        ("--batch-size", "--plan.batch"),
-        ("--batch_size", "--plan.batch"),
+        ("--batch-size", "--plan.global-batch"),
+        ("--batch_size", "--plan.global-batch"),
     ],
 )
 def test_options_of_other_frameworks_are_answered_by_meaning(
@@ -344,6 +362,17 @@ MISSING = [
     "export nope",
     "report nope",
     "plan nope.toml",
+    "verify nope.toml",
+    "dry-run nope.toml",
+    "simulate pipeline nope.toml",
+    "profile nope.toml",
+    "import ./nope",
+    "upcycle ./nope --experts 8",
+    "train --data.sources nope.jsonl",
+    "train --train.init-from ./nope",
+    "data prepare nope.jsonl",
+    "checkpoint verify nope",
+    "checkpoint diff nope nope",
     "checkpoint ls nope",
     "data show nope",
 ]
@@ -407,11 +436,21 @@ def test_runs_claim_directories_of_their_own(folder: Path) -> None:
     ]
     (folder / "runs/tiny/metrics.jsonl").touch()
     with pytest.raises(PlanError, match="holds metrics without a config"):
-        acquire_dir(RunConfig(train=TrainConfig(out="runs/tiny")))
+        acquire_dir(RunConfig(train=TrainConfig(output_dir="runs/tiny")))
 
 
 @pytest.mark.parametrize("word", ["true", "True"])
 def test_booleans_are_written_as_in_toml_or_as_in_python(word: str) -> None:
-    words = ["--train.trace", word, f"--checkpoint.other-data={word}", "--train.prompt", "true"]
+    words = [
+        "--train.trace-comm",
+        word,
+        f"--checkpoint.allow-data-mismatch={word}",
+        "--train.sample-prompt",
+        "true",
+    ]
     run = parse_run_options("train", words)
-    assert run.train.trace and run.checkpoint.other_data and run.train.prompt == "true"
+    assert (
+        run.train.trace_comm
+        and run.checkpoint.allow_data_mismatch
+        and run.train.sample_prompt == "true"
+    )

@@ -63,24 +63,32 @@ def test_a_named_size_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("plan", *EIGHT, "--top", "3", "--plan.batch", "64") == 0
+    assert call("plan", *EIGHT, "--top", "3", "--plan.global-batch", "64") == 0
     out = capsys.readouterr().out
     head = out.splitlines()
     assert head[0].startswith("llama3-8b (8.03B parameters) on 1 x 8 H100")
-    assert "Nobody gave --data.seq 4096: assumed" in out
+    assert "Nobody gave --data.seq-len 4096: assumed" in out
     assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
     assert "binds" in out and "best of" in out and "FSDP" in out
     told = next(line for line in head if line.startswith("ranvier train"))
     run = parse_run_options("train", shlex.split(told)[2:])
-    assert run.plan.batch == 64 and run.data.seq == 4096 and run.nproc == 8
+    assert run.plan.global_batch == 64 and run.data.seq_len == 4096 and run.nproc == 8
     assert run.check_and_resolve(8).plan.world_size == 8
 
 
 def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = ("--plan.row", "2", "--plan.recompute=full", "--plan.batch", "32", "--data.seq", "2048")
+    fixed = (
+        "--plan.row",
+        "2",
+        "--plan.recompute=full",
+        "--plan.global-batch",
+        "32",
+        "--data.seq-len",
+        "2048",
+    )
     assert call("plan", *EIGHT, *fixed, "--json", "-") == 0
     facts = json.loads(capsys.readouterr().out)
-    for one in (facts["best"], *facts["top"], *facts["rivals"].values()):
+    for one in (facts["best"], *facts["top"], *facts["baselines"].values()):
         assert one["settings"]["plan.row"] == 2
         assert one["settings"]["plan.recompute"] == "full"
         assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
@@ -88,23 +96,32 @@ def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[st
         assert one["interval"][0] < one["seconds"] < one["interval"][1]
     assert facts["job"]["batch"] == 32 and facts["cluster"]["devices"] == 8
     run = parse_run_options("train", shlex.split(facts["command"])[2:])
-    assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.batch == 32
+    assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.global_batch == 32
 
 
 def test_what_was_given_stays_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--plan.pipe", "2", "--plan.credits", "3", "--plan.overlap", "dx", "--plan.compile")
+    given = (
+        "--plan.pipe",
+        "2",
+        "--plan.max-in-flight",
+        "3",
+        "--plan.overlap",
+        "dx",
+        "--plan.compile",
+    )
     assert call("plan", *EIGHT, *given, "off", "--json", "-") == 0
     run = parse_run_options(
         "train", shlex.split(json.loads(capsys.readouterr().out)["command"])[2:]
     )
     plan = run.plan
-    assert (plan.pipe, plan.credits, plan.overlap, plan.compile) == (2, 3, ("dx",), "off")
+    assert (plan.pipe, plan.max_in_flight, plan.overlap, plan.compile) == (2, 3, ("dx",), "off")
 
 
 def test_a_file_gives_settings_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my $(touch hit) run.toml"
     file.write_text(
-        '[model]\nsize = "llama3-1b"\n[plan]\ndepth = 4\nbatch = 32\n[data]\nseq = 1024\n'
+        '[model]\nsize = "llama3-1b"\n[plan]\ndepth = 4\nglobal_batch = 32\n'
+        "[data]\nseq_len = 1024\n"
     )
     assert call("plan", str(file), *EIGHT[:4], "--json", "-") == 0
     facts = json.loads(capsys.readouterr().out)
@@ -133,10 +150,10 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
         ((*EIGHT, "--top", "0"), "top=0. These are counts. Use 1 or more."),
         ((*EIGHT[:2], "--nodes", "0"), "nodes=0. These are counts"),
         ((*EIGHT[:2], "--devices", "12"), "Use 8 or 16"),
-        ((*EIGHT, "--data.seq", "0"), "data.seq=0 is too small"),
+        ((*EIGHT, "--data.seq-len", "0"), "data.seq_len=0 is too small"),
         (("--cluster", "dgx-h100", "--model.size", "llama3-9b"), "Did you mean 'llama3-8b'?"),
         ((*EIGHT, "--plan.rowe", "2"), "--plan.row"),
-        ((*EIGHT, "--plan.stages", "3", "4"), "Only a pipeline has stages. Use devices=6"),
+        ((*EIGHT, "--plan.stage-starts", "3", "4"), "Only a pipeline has stages. Use devices=6"),
         ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
         (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
         ((*EIGHT, "--goal", "soon"), "'soon' is no size"),
@@ -152,7 +169,7 @@ def test_errors_help(words: tuple[str, ...], said: str, capsys: pytest.CaptureFi
 
 TINY = ("--cluster", "dgx-h100", "--model.size", "tiny")
 ONE = "--plan.pipe 1 --plan.col 1"
-LONG = "--model.max-seq 300000 --data.seq 300000"
+LONG = "--model.max-seq 300000 --data.seq-len 300000"
 
 
 @pytest.mark.parametrize(
@@ -162,17 +179,20 @@ LONG = "--model.max-seq 300000 --data.seq 300000"
         ("--nodes 4096", "32768 devices cannot share"),
         ("--nodes 1 --plan.row 3", "row=3 on 8 devices. Degrees multiply"),
         ("--nodes 1 --plan.row 0", "row=0 is not a number of ranks"),
-        ("--nodes 1 --plan.data 3", "batch=8 cannot be shared by data·expert·depth=3"),
+        ("--nodes 1 --plan.data 3", "global_batch=8 cannot be shared by data·expert·depth=3"),
         ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),
         ("--nodes 1 --plan.row 2 --plan.data 2 --plan.depth 1 " + ONE, "data=2 · row=2 on 8"),
-        ("--nodes 1 --plan.pipe 100", "pipe=100 with chunks=1 makes 100 virtual stages"),
+        ("--nodes 1 --plan.pipe 100", "pipe=100 with virtual_stages=1 makes 100 virtual stages"),
         ("--nodes 1 --plan.context 2", "the context axis has no runtime yet"),
         ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
-        ("--nodes 1 --plan.batch 0", "batch=0 cannot be shared"),
-        ("--nodes 4 --plan.batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
+        ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be shared"),
+        ("--nodes 4 --plan.global-batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
         (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "fits 1 x H100"),
         ("--model.size llama3-70b --devices 1", "fits 1 x H100-SXM5-80GB in no layout"),
-        ("--model.size llama3-70b --devices 5 --plan.batch 40 --plan.pipe 5", "in no layout"),
+        (
+            "--model.size llama3-70b --devices 5 --plan.global-batch 40 --plan.pipe 5",
+            "in no layout",
+        ),
     ],
 )
 def test_what_is_offered_works_when_it_is_typed(
@@ -182,7 +202,9 @@ def test_what_is_offered_works_when_it_is_typed(
     assert call("plan", *words) == 64
     said = capsys.readouterr().err
     assert reason in said and said.count(" Use ") == 1 and "Traceback" not in said
-    offered = re.findall(r"([a-z.-]+)=(\d+)(?= \(\d+ devices\)|,|\.\n)", said.partition(" Use ")[2])
+    offered = re.findall(
+        r"([a-z._-]+)=(\d+)(?= \(\d+ devices\)|,|\.\n)", said.partition(" Use ")[2]
+    )
     assert offered
     for name, value in offered:
         dropped = {name.replace("-", "_")} | ({"nodes", "devices"} if "." not in name else set())
@@ -195,7 +217,7 @@ def test_json_of_the_impossible_says_why(capsys: pytest.CaptureFixture[str]) -> 
     assert call("plan", *TINY, "--nodes", "64", "--json", "-") == 64
     out, err = capsys.readouterr()
     (problem,) = json.loads(out)["problems"]
-    assert err == f"PlanError: {problem}\n" and "Use plan.batch=16, or nodes=48" in problem
+    assert err == f"PlanError: {problem}\n" and "Use plan.global_batch=16, or nodes=48" in problem
 
 
 def test_without_a_cluster_it_says_how_to_measure(
@@ -298,8 +320,10 @@ def test_the_batch_and_its_reason_are_told(capsys: pytest.CaptureFixture[str]) -
     assert call("plan", *words) == 0
     out = capsys.readouterr().out
     assert "8192 sequences of 4096 tokens" in out
-    assert "--plan.batch 8192: assumed (at least one sequence for each of 8,192 devices)" in out
-    assert call("plan", *words, "--plan.batch", "16384", "--json", "-") == 0
+    assert (
+        "--plan.global-batch 8192: assumed (at least one sequence for each of 8,192 devices)" in out
+    )
+    assert call("plan", *words, "--plan.global-batch", "16384", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["job"]["batch"] == 16384
 
 

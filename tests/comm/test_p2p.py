@@ -149,14 +149,14 @@ def full(degrees: dict[str, int], how: dict[str, Any]) -> Any:
 
 CASES = [
     full({"pipe": 2}, {"policy": "1f1b", "micro_batches": 8}),
-    full({"pipe": 4}, {"policy": "message", "micro_batches": 8, "delay": 3}),
+    full({"pipe": 4}, {"policy": "message_driven", "micro_batches": 8, "delay": 3}),
     full({"pipe": 2}, {"policy": "interleaved", "chunks": 2, "micro_batches": 4, "delay": 1}),
-    ({"pipe": 2, "data": 2}, {"policy": "message", "chunks": 2, "micro_batches": 4}),
+    ({"pipe": 2, "data": 2}, {"policy": "message_driven", "chunks": 2, "micro_batches": 4}),
     full({"pipe": 2, "row": 2}, {"policy": "zero-bubble", "micro_batches": 4}),
-    full({"pipe": 2, "depth": 2}, {"policy": "message", "spread": True, "micro_batches": 2}),
-    full({"pipe": 3}, {"policy": "message", "chunks": 2, "micro_batches": 8, "delay": 10}),
+    full({"pipe": 2, "depth": 2}, {"policy": "message_driven", "spread": True, "micro_batches": 2}),
+    full({"pipe": 3}, {"policy": "message_driven", "chunks": 2, "micro_batches": 8, "delay": 10}),
     full({"pipe": 3}, {"policy": "interleaved", "chunks": 2, "micro_batches": 8, "delay": 5}),
-    ({"pipe": 4}, {"policy": "message", "spread": True, "micro_batches": 4, "delay": 3}),
+    ({"pipe": 4}, {"policy": "message_driven", "spread": True, "micro_batches": 4, "delay": 3}),
 ]
 
 

@@ -34,11 +34,14 @@ def only(plan: Plan, world: int, **sizes: int) -> str:
 
 
 def test_good_plan_is_resolved() -> None:
-    plan = Plan(depth=2, row=2, batch=24).check_and_resolve(SIZES, 12)
+    plan = Plan(depth=2, row=2, global_batch=24).check_and_resolve(SIZES, 12)
     assert (plan.data, plan.world_size, plan.num_replicas) == (3, 12, 6)
     assert (plan.micro_batch, plan.num_micro_batches) == (4, 1)
     assert plan.check_and_resolve(SIZES, 12) == plan
-    assert Plan(depth=2, batch=24, micro_batch=2).check_and_resolve(SIZES, 4).num_micro_batches == 3
+    assert (
+        Plan(depth=2, global_batch=24, micro_batch=2).check_and_resolve(SIZES, 4).num_micro_batches
+        == 3
+    )
 
 
 def test_any_degree_can_be_inferred() -> None:
@@ -107,50 +110,56 @@ def test_unknown_axis() -> None:
 
 
 def test_unknown_words() -> None:
-    plan = Plan(inner="sample", recompute="ful", overlap=("dx", "gathr"))  # type: ignore[arg-type]
+    plan = Plan(col_splits="sample", recompute="ful", overlap=("dx", "gathr"))  # type: ignore[arg-type]
     lines = problems(plan, 1)
     assert [line.split(" ")[0] for line in lines] == [
-        "inner='sample'",
+        "col_splits='sample'",
         "recompute='ful'",
         "overlap='gathr'",
     ]
-    assert [line.rsplit(" ", 1)[1] for line in lines] == ["'samples'.", "'full'.", "'gather'."]
+    assert [line.rsplit(" ", 1)[1] for line in lines] == [
+        "'samples'.",
+        "'full'.",
+        "'weight_gather'.",
+    ]
 
 
 def test_batch_that_cannot_be_shared() -> None:
-    text = only(Plan(data=3, batch=10), 3)
-    assert text.startswith("batch=10 cannot be shared by data·expert·depth=3 ranks.")
-    assert text.endswith("Use batch=9.")
-    assert only(Plan(data=1, batch=0), 1).endswith("Use batch=1.")
+    text = only(Plan(data=3, global_batch=10), 3)
+    assert text.startswith("global_batch=10 cannot be shared by data·expert·depth=3 ranks.")
+    assert text.endswith("Use global_batch=9.")
+    assert only(Plan(data=1, global_batch=0), 1).endswith("Use global_batch=1.")
 
 
 def test_micro_batch_that_does_not_divide() -> None:
-    text = only(Plan(data=2, batch=12, micro_batch=4), 2)
-    assert "micro_batch=4 does not divide the 6 sequences of a rank (batch=12 over 2)" in text
+    text = only(Plan(data=2, global_batch=12, micro_batch=4), 2)
+    assert (
+        "micro_batch=4 does not divide the 6 sequences of a rank (global_batch=12 over 2)" in text
+    )
     assert text.endswith("Use micro_batch in 1, 2, 3, 6.")
 
 
 def test_col_splits_samples_or_features() -> None:
     """The remedies are valid: features only where they divide, a micro-batch that the share has."""
-    plan = Plan(data=1, col=4, batch=12, micro_batch=6)
+    plan = Plan(data=1, col=4, global_batch=12, micro_batch=6)
     text = only(plan, 4)
     assert text.startswith("col=4 does not divide micro_batch=6.")
-    assert text.endswith("Use micro_batch=4, or col in 1, 2, 3, 6, or inner='features'.")
+    assert text.endswith("Use micro_batch=4, or col in 1, 2, 3, 6, or col_splits='features'.")
     replace(plan, micro_batch=4).check_and_resolve(SIZES, 4)
-    replace(plan, inner="features").check_and_resolve(SIZES, 4)
-    assert "inner='features'" not in only(plan, 4, heads=6, kv_heads=6).split("Use")[1]
+    replace(plan, col_splits="features").check_and_resolve(SIZES, 4)
+    assert "col_splits='features'" not in only(plan, 4, heads=6, kv_heads=6).split("Use")[1]
 
 
 def test_no_micro_batch_of_the_share_fits_col() -> None:
-    plan = Plan(data=2, col=4, batch=6)
+    plan = Plan(data=2, col=4, global_batch=6)
     text = only(plan, 8)
-    assert "Use batch=8 and micro_batch=4, or col in 1, 3" in text
-    replace(plan, batch=8, micro_batch=4).check_and_resolve(SIZES, 8)
+    assert "Use global_batch=8 and micro_batch=4, or col in 1, 3" in text
+    replace(plan, global_batch=8, micro_batch=4).check_and_resolve(SIZES, 8)
 
 
 def test_neither_samples_nor_features_fit_col() -> None:
     """Features: then heads and mlp must divide by row·col, and the message names both numbers."""
-    plan = Plan(data=1, row=2, col=3, batch=4, inner="features")
+    plan = Plan(data=1, row=2, col=3, global_batch=4, col_splits="features")
     text = only(plan, 6, kv_heads=2)
     assert text.startswith("row·col=6 does not divide heads=8.")
     assert text.endswith("Use row·col in 1, 2, 4, 8 or heads=6.")
@@ -165,7 +174,7 @@ def test_neither_samples_nor_features_fit_col() -> None:
     ],
 )
 def test_dims_that_do_not_divide(plan: Plan, world: int, start: str, end: str) -> None:
-    lines = problems(replace(plan, batch=40, micro_batch=5), world)
+    lines = problems(replace(plan, global_batch=40, micro_batch=5), world)
     (text,) = [line for line in lines if line.startswith(start)]
     assert text.endswith(end)
 
@@ -178,13 +187,15 @@ def test_kv_heads_neither_split_nor_shared() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    plan = Plan(data=3, expert=2, context=2, row=5, col=7, batch=10, micro_batch=3, recompute="all")  # type: ignore[arg-type]
+    plan = Plan(
+        data=3, expert=2, context=2, row=5, col=7, global_batch=10, micro_batch=3, recompute="all"
+    )  # type: ignore[arg-type]
     starts = [line.split(".")[0] for line in problems(plan, 8)]
     expected = [
         "recompute='all' is not known",
         "context=2: the context axis has no runtime yet",
         "data=3 · expert=2 · context=2 · row=5 · col=7 needs 420 ranks, but 8 are there",
-        "batch=10 cannot be shared by data·expert·depth=6 ranks",
+        "global_batch=10 cannot be shared by data·expert·depth=6 ranks",
         "col=7 does not divide micro_batch=3",
         "context·row=10 does not divide seq=12",
         "col=7 does not divide embed=24",
@@ -198,21 +209,21 @@ def test_all_problems_at_once() -> None:
 def test_experts_divide() -> None:
     sizes = {**SIZES, "expert": 6, "expert_mlp": 18}
     with pytest.raises(PlanError) as caught:
-        Plan(expert=4, row=2, col=2, batch=32).check_and_resolve(sizes, 16)
+        Plan(expert=4, row=2, col=2, global_batch=32).check_and_resolve(sizes, 16)
     text = "\n".join(caught.value.problems)
     assert "expert=4 does not divide experts=6." in text
     assert "row·col=4 does not divide expert_mlp=18." in text
     assert "or experts=8." in text
-    assert Plan(expert=2, col=2, batch=8).check_and_resolve(sizes, 4).num_replicas == 2
+    assert Plan(expert=2, col=2, global_batch=8).check_and_resolve(sizes, 4).num_replicas == 2
 
 
 def test_problems_that_stop_inference_hide_no_others() -> None:
     """An unresolved plan is checked on, without problems that it does not have."""
-    assert [line.split(" ")[0] for line in problems(Plan(row=-1, col=5, batch=5), 8)] == [
+    assert [line.split(" ")[0] for line in problems(Plan(row=-1, col=5, global_batch=5), 8)] == [
         "data=-1",
         "col=5",
     ]
-    assert [line.split(" ")[0] for line in problems(Plan(depth=0, col=5, batch=5), 10)] == [
+    assert [line.split(" ")[0] for line in problems(Plan(depth=0, col=5, global_batch=5), 10)] == [
         "depth=0",
         "col=5",
     ]
@@ -220,7 +231,7 @@ def test_problems_that_stop_inference_hide_no_others() -> None:
 
 
 def test_every_message_has_value_rule_and_remedy() -> None:
-    plan = Plan(data=3, pipe=2, row=5, col=7, batch=10, micro_batch=3)
+    plan = Plan(data=3, pipe=2, row=5, col=7, global_batch=10, micro_batch=3)
     for line in problems(plan, 8):
         sentences = re.split(r"\. (?=[A-Z])", line)
         assert len(sentences) == 3, line
@@ -245,7 +256,7 @@ def test_plan_accepts_what_sharding_can_cut(
 ) -> None:
     """The two places that know what divides agree."""
     sizes = {"heads": heads, "kv_heads": kv_heads, "embed": embed, "mlp": mlp, "vocab": 7}
-    plan = Plan(row=row, col=col, inner=inner, batch=col, micro_batch=col)
+    plan = Plan(row=row, col=col, col_splits=inner, global_batch=col, micro_batch=col)
     try:
         plan.check_and_resolve(sizes, row * col)
         accepted = True
@@ -253,7 +264,7 @@ def test_plan_accepts_what_sharding_can_cut(
         accepted = False
     degrees = dict.fromkeys(AXES, 1) | {"row": row, "col": col}
     try:
-        for rule in (WEIGHT_RULE, OUTER_RULE, INNER_RULES[plan.inner]):
+        for rule in (WEIGHT_RULE, OUTER_RULE, INNER_RULES[plan.col_splits]):
             for dim, size in sizes.items():
                 elements = size if dim == "mlp" else size * 4  # its units are elements
                 Sharding.from_dims([elements], [dim], rule, degrees, units=sizes | {"vocab": 28})
@@ -281,16 +292,40 @@ def test_divisors(number: int) -> None:
 @pytest.mark.parametrize(
     ("plan", "start", "end"),
     [
-        (Plan(chunks=2), "chunks=2 with pipe=1.", "Use pipe=2 or leave it out."),
-        (Plan(spread=True), "spread=True with pipe=1.", "Use pipe=2 or leave it out."),
-        (Plan(stages=(2,)), "stages=[2] with pipe=1.", "Use pipe=2 or leave it out."),
-        (Plan(pipe=8), "pipe=8 with chunks=1 makes 8 virtual stages", "of at most 4."),
-        (Plan(pipe=2, chunks=4), "pipe=2 with chunks=4 makes 8 virtual", "of at most 4."),
-        (Plan(pipe=2, policy="1f1b", chunks=2), "policy='1f1b' with chunks=2.", "or chunks=1."),
-        (Plan(pipe=2, policy="interleaved"), "policy='interleaved' with chunks=1", "'1f1b'."),
-        (Plan(pipe=2, recompute="budget"), "recompute='budget' with a pipeline.", "holds."),
-        (Plan(pipe=2, policy="fifo"), "policy='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
-        (Plan(pipe=2, credits=-1), "chunks=1, credits=-1 or jitter=0.1 is out", "0 and 0.1."),
+        (Plan(virtual_stages=2), "virtual_stages=2 with pipe=1.", "Use pipe=2 or leave it out."),
+        (
+            Plan(vocab_over_pipe=True),
+            "vocab_over_pipe=True with pipe=1.",
+            "Use pipe=2 or leave it out.",
+        ),
+        (Plan(stage_starts=(2,)), "stage_starts=[2] with pipe=1.", "Use pipe=2 or leave it out."),
+        (Plan(pipe=8), "pipe=8 with virtual_stages=1 makes 8 virtual stages", "of at most 4."),
+        (
+            Plan(pipe=2, virtual_stages=4),
+            "pipe=2 with virtual_stages=4 makes 8 virtual",
+            "of at most 4.",
+        ),
+        (
+            Plan(pipe=2, schedule="1f1b", virtual_stages=2),
+            "schedule='1f1b' with virtual_stages=2.",
+            "or virtual_stages=1.",
+        ),
+        (
+            Plan(pipe=2, schedule="interleaved"),
+            "schedule='interleaved' with virtual_stages=1",
+            "'1f1b'.",
+        ),
+        (
+            Plan(pipe=2, recompute="memory_budget"),
+            "recompute='memory_budget' with a pipeline.",
+            "holds.",
+        ),
+        (Plan(pipe=2, schedule="fifo"), "schedule='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
+        (
+            Plan(pipe=2, max_in_flight=-1),
+            "virtual_stages=1, max_in_flight=-1 or stage_time_jitter=0.1 is out",
+            "0 and 0.1.",
+        ),
     ],
 )
 def test_pipelines_that_cannot_be(plan: Plan, start: str, end: str) -> None:
@@ -301,16 +336,19 @@ def test_pipelines_that_cannot_be(plan: Plan, start: str, end: str) -> None:
 
 def test_a_pipeline_has_several_micro_batches_unless_told_otherwise() -> None:
     sizes = {**SIZES, "layers": 6}
-    plan = Plan(pipe=2, data=2, batch=32).check_and_resolve(sizes, 4)
+    plan = Plan(pipe=2, data=2, global_batch=32).check_and_resolve(sizes, 4)
     assert (plan.micro_batch, plan.num_micro_batches) == (2, 8)
-    assert Plan(pipe=2, data=2, batch=8).check_and_resolve(sizes, 4).num_micro_batches == 4
-    split = Plan(pipe=2, col=2, batch=8).check_and_resolve(sizes, 4)
+    assert Plan(pipe=2, data=2, global_batch=8).check_and_resolve(sizes, 4).num_micro_batches == 4
+    split = Plan(pipe=2, col=2, global_batch=8).check_and_resolve(sizes, 4)
     assert (split.micro_batch, split.num_micro_batches) == (2, 4), "col splits the samples"
-    assert Plan(pipe=2, batch=8, micro_batch=8).check_and_resolve(sizes, 2).num_micro_batches == 1
-    assert Plan(batch=8).check_and_resolve(sizes, 1).num_micro_batches == 1
+    assert (
+        Plan(pipe=2, global_batch=8, micro_batch=8).check_and_resolve(sizes, 2).num_micro_batches
+        == 1
+    )
+    assert Plan(global_batch=8).check_and_resolve(sizes, 1).num_micro_batches == 1
 
 
 def test_an_order_names_each_axis_once() -> None:
-    assert "order='rwo' is not known" in only(Plan(order=("rwo",)), 1)
-    assert "names an axis twice" in only(Plan(order=("row", "row")), 1)
-    assert Plan(order=("row", "pipe")).axis_order[-2:] == ("row", "pipe")
+    assert "order='rwo' is not known" in only(Plan(rank_order=("rwo",)), 1)
+    assert "names an axis twice" in only(Plan(rank_order=("row", "row")), 1)
+    assert Plan(rank_order=("row", "pipe")).axis_order[-2:] == ("row", "pipe")

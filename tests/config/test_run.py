@@ -31,7 +31,7 @@ def test_a_saved_run_is_the_run() -> None:
     [
         ("[plan]\nrow = 'two'", "plan.row='two' is not valid. It must be a whole number"),
         ("[plan]\nrow = true", "plan.row=True is not valid"),
-        ("[plan]\ninner = 'both'", "one of 'samples', 'features'"),
+        ("[plan]\ncol_splits = 'both'", "one of 'samples', 'features'"),
         ("[plan]\noverlap = 'dx'", "is no list"),
         ("[optim]\nlr = 'high'", "must be a number"),
         ("[modle]\nsize = 'tiny'", "modle is not a setting. Did you mean 'model'?"),
@@ -60,27 +60,33 @@ def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
 
 @pytest.mark.parametrize("size", ["llama3-8b", "llama3-405b", "gpt2", "qwen3-0.6b"])
 @pytest.mark.parametrize(
-    "plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, inner="features"), Plan(row=16)]
+    "plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, col_splits="features"), Plan(row=16)]
 )
 def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
-    run = RunConfig(model=ModelConfig.from_size(size), plan=replace(plan, batch=64, data=1))
+    run = RunConfig(model=ModelConfig.from_size(size), plan=replace(plan, global_batch=64, data=1))
     if run.model.heads % plan.row:
         pytest.skip("this grid does not fit this model")
     run = run.check_and_resolve(run.plan.world_size)
     small = shrink_run(run)
-    inside = plan.row * (plan.col if plan.inner == "features" else 1)
+    inside = plan.row * (plan.col if plan.col_splits == "features" else 1)
     assert small.model.heads * run.model.kv_heads == small.model.kv_heads * run.model.heads
     assert max(inside // small.model.kv_heads, 1) == max(inside // run.model.kv_heads, 1)
     period = plan.row * plan.col * plan.depth
     assert small.model.vocab % period == run.model.vocab % period
-    assert (small.model.tied, small.model.bias) == (run.model.tied, run.model.bias)
+    assert (small.model.tie_embeddings, small.model.bias) == (
+        run.model.tie_embeddings,
+        run.model.bias,
+    )
     assert small.check_and_resolve(run.plan.world_size) == small
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"graph": True}, r"plan.graph=True with data.packed=True.*data.packed=False"),
+        (
+            {"cuda_graph": True},
+            r"plan.cuda_graph=True with data.document_mask=True.*data.document_mask=False",
+        ),
         ({"compile": "yes"}, r"compile='yes' is not known"),
     ],
     ids=str,
@@ -92,12 +98,14 @@ def test_plans_that_contradict_themselves(change: dict[str, Any], words: str) ->
 
 
 def test_a_graph_is_recorded_on_one_rank() -> None:
-    data = dataclasses.replace(RunConfig().data, packed=False)
-    run = dataclasses.replace(RunConfig(), data=data, plan=Plan(graph=True, data=2))
-    with pytest.raises(PlanError, match=r"graph=True on 2 ranks.*Use graph=False or one rank"):
+    data = dataclasses.replace(RunConfig().data, document_mask=False)
+    run = dataclasses.replace(RunConfig(), data=data, plan=Plan(cuda_graph=True, data=2))
+    with pytest.raises(
+        PlanError, match=r"cuda_graph=True on 2 ranks.*Use cuda_graph=False or one rank"
+    ):
         run.check_and_resolve(2)
-    with pytest.raises(PlanError, match=r"plan\.graph=True on cpu"):
-        alone = dataclasses.replace(run, plan=Plan(graph=True, data=1)).check_and_resolve(1)
+    with pytest.raises(PlanError, match=r"plan\.cuda_graph=True on cpu"):
+        alone = dataclasses.replace(run, plan=Plan(cuda_graph=True, data=1)).check_and_resolve(1)
         resolve_device_and_dtype(alone, torch.device("cpu"))
 
 

@@ -321,7 +321,9 @@ def test_texts_beside_pairs_are_refused(tmp_path: Path) -> None:
         (folder / name).write_text("no text to train on")
     assert CorpusManifest.read_from(keep(folder, tmp_path)).tokens == 2
     (folder / "b.jsonl").write_text('{"text": "abc"}')
-    with pytest.raises(DataError, match=r"pair \(x\.bin\) and a text \(b\.jsonl\).*data\.weights"):
+    with pytest.raises(
+        DataError, match=r"pair \(x\.bin\) and a text \(b\.jsonl\).*data\.mixture_weights"
+    ):
         keep(folder, tmp_path)
 
 

@@ -335,7 +335,7 @@ def test_a_template_whose_answers_cannot_be_found_is_refused(tmp_path: Path) -> 
     chat = chat_of(folder_of(tmp_path, hidden))
     with pytest.raises(DataError, match=r"talks.jsonl:7: the answers cannot be told") as found:
         chat.encode(conversation(TALKS["one"]))
-    assert "data.learn=all" in str(found.value)
+    assert "data.loss_on=all" in str(found.value)
     assert chat.encode(conversation(TALKS["one"]), "all")[1].all()
 
 

@@ -134,11 +134,11 @@ def test_what_is_longer_than_a_window(tmp_path: Path) -> None:
 
 def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["ab", "cd"])
-    with pytest.raises(DataError, match=r"nothing to learn.*data\.seq=8") as refused:
+    with pytest.raises(DataError, match=r"nothing to learn.*data\.seq_len=8") as refused:
         opened(tmp_path, 8)
     assert str(refused.value).startswith(corpus.manifest.source), "the file, not its tokens"
     assert "2 with nothing to learn left out" not in opened(tmp_path, 40).summary_lines[1]
-    everything = stream_of(corpus, 8, learn="all")
+    everything = stream_of(corpus, 8, loss_on="all")
     assert everything.num_documents == 2 and everything.pieces.num_long == 2
     tokens, targets = read(everything)[0]
     assert targets == [*tokens[1:], IGNORE_INDEX]
@@ -195,11 +195,11 @@ def test_chats_are_known_by_their_first_record(tmp_path: Path) -> None:
     manifest = CorpusManifest.read_from(folder)
     assert manifest.template and manifest.learn == "answers" and manifest.documents == len(ANSWERS)
     assert cache_corpora([str(path)], **options) == [folder]
-    (other,) = cache_corpora([str(path)], learn="all", **options)
+    (other,) = cache_corpora([str(path)], loss_on="all", **options)
     assert other != folder and CorpusManifest.read_from(other).fingerprint != manifest.fingerprint
-    with pytest.raises(DataError, match=r"data\.learn=all"):
+    with pytest.raises(DataError, match=r"data\.loss_on=all"):
         open_data([other], seq=64, seed=0)
-    assert open_data([other], seq=64, seed=0, learn="all").train.num_windows > 0
+    assert open_data([other], seq=64, seed=0, loss_on="all").train.num_windows > 0
     array = tmp_path / "talks.json"
     array.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()]))
     (same,) = cache_corpora([str(array)], **options)

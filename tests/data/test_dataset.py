@@ -169,9 +169,9 @@ def test_documents_of_one_token_teach_nothing_when_packed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq": 0}, r"seq=0 tokens a sample\. It must be 1 or more"),
-        ({"held_out": 1.0}, r"held_out=1\.0 is no share"),
-        ({"held_out": float("nan")}, r"held_out=nan"),
+        ({"seq": 0}, r"seq_len=0 tokens a sample\. It must be 1 or more"),
+        ({"held_out": 1.0}, r"validation_fraction=1\.0 is no share"),
+        ({"held_out": float("nan")}, r"validation_fraction=nan"),
         ({"weights": [1]}, r"1 weights for 3 corpora"),
     ],
 )

@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of an imported model that has taken a step."""
     folder = tmp_path_factory.mktemp("good")
     import_export.import_model(str(published(folder / "model")), folder / "run")
-    row = {"step": 0, "loss": 1.0, "seconds": 0.1, "tokens": 8}
+    row = {"step": 0, "loss": 1.0, "step_seconds": 0.1, "tokens": 8}
     (folder / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "run" / "run.json").write_text('{"status": "running"}')
     return folder / "run"

@@ -36,7 +36,7 @@ SEQUENCES = [
 
 @pytest.fixture(scope="module")
 def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(pool, tmp_path_factory.mktemp("run"), model__tied=True)
+    return trained(pool, tmp_path_factory.mktemp("run"), model__tie_embeddings=True)
 
 
 def cut_of(options: dict[str, Any]) -> dict[str, Any]:

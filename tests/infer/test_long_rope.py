@@ -123,7 +123,9 @@ def test_positions_say_how_long_a_text_is() -> None:
     shape = {"layers": 2, "embed": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 16}
     factors: dict[str, Any] = {"rope_short": (1.0,) * 4, "rope_long": (1.5, 2.0, 4.0, 8.0)}
     torch.manual_seed(0)
-    config = DecoderConfig(**shape, vocab=VOCAB, rope="longrope", rope_original=8, **factors)
+    config = DecoderConfig(
+        **shape, vocab=VOCAB, rope="longrope", original_max_position=8, **factors
+    )
     model = Decoder(config).double().eval()
     short, long = (torch.randint(0, VOCAB, (1, size)) for size in (6, 12))
     both = torch.cat([torch.nn.functional.pad(short, (0, 6)), long])

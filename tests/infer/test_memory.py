@@ -32,7 +32,9 @@ def status(name: str) -> int:
 def saved(grid: Grid, out: str) -> None:
     """A run without training: config and checkpoint."""
     shape = dataclasses.asdict(DecoderConfig(**WIDE, vocab=8192))
-    run = RunConfig(model=ModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, batch=8))
+    run = RunConfig(
+        model=ModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, global_batch=8)
+    )
     model = build_empty_model(run.model, grid, "cpu")
     state = {
         f"{n}{MASTER_SUFFIX}": part for n, part in get_parallel_model(model).sharded_state().items()

@@ -174,15 +174,18 @@ def test_orders_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "launch.nodes=2 with nproc=0"),
-        (["--nproc", "1"], "launch.address='' is no address"),
-        (["--nproc", "1", "--launch.address", "a:5", "--launch.node", "2"], "launch.node=2 is not"),
+        ([], "launch.nnodes=2 with nproc=0"),
+        (["--nproc", "1"], "launch.rdzv_endpoint='' is no address"),
+        (
+            ["--nproc", "1", "--launch.rdzv-endpoint", "a:5", "--launch.node-rank", "2"],
+            "launch.node_rank=2 is not",
+        ),
     ],
 )
 def test_mistakes_about_nodes_are_told(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("train", *SMALL, "--launch.nodes", "2", *words) == 64
+    assert call("train", *SMALL, "--launch.nnodes", "2", *words) == 64
     assert says in capsys.readouterr().err
 
 

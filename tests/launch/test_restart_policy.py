@@ -153,34 +153,40 @@ def test_the_largest_smaller_grid_is_taken_without_the_rank_that_failed() -> Non
 
 def test_grids_are_checked_before_anything_starts() -> None:
     def of(*grids: str) -> RunConfig:
-        tables = {"plan": {"data": 2, "row": 2}, "launch": {"grids": list(grids)}}
+        tables = {"plan": {"data": 2, "row": 2}, "launch": {"fallback_grids": list(grids)}}
         return runs.run_from_tables(tables).check_and_resolve(4)
 
     assert elastic.format_grid(of().plan.degrees) == "data=2,row=2"
     one, two = elastic.fallback_runs(of("row=2", " data = 2"))
     assert (one.plan.world_size, one.plan.row, one.plan.data) == (2, 2, 1)
-    assert (two.plan.data, two.plan.row, two.plan.batch) == (2, 1, of().plan.batch)
+    assert (two.plan.data, two.plan.row, two.plan.global_batch) == (2, 1, of().plan.global_batch)
     assert one.plan.micro_batch == of().plan.micro_batch, "it still divides"
     grids = ("dta=2", "row=x", "row=3", "data=4", "")
     with pytest.raises(PlanError) as error:
         elastic.fallback_runs(of(*grids))
     for words in (
-        "launch.grids='dta=2': 'dta' is no axis. Did you mean 'data'?",
-        "launch.grids='row=x': row=x is not a number of ranks",
-        "launch.grids='row=3': row=3 does not divide",
-        "launch.grids='data=4' has 4 ranks, the plan 4",
-        "launch.grids='': '' is no axis",
+        "launch.fallback_grids='dta=2': 'dta' is no axis. Did you mean 'data'?",
+        "launch.fallback_grids='row=x': row=x is not a number of ranks",
+        "launch.fallback_grids='row=3': row=3 does not divide",
+        "launch.fallback_grids='data=4' has 4 ranks, the plan 4",
+        "launch.fallback_grids='': '' is no axis",
     ):
         assert words in str(error.value)
 
 
 def test_a_micro_batch_that_no_longer_divides_is_inferred_again() -> None:
-    tables = {"plan": {"pipe": 2, "data": 2, "batch": 12, "micro_batch": 2, "chunks": 2}}
+    tables = {
+        "plan": {"pipe": 2, "data": 2, "global_batch": 12, "micro_batch": 2, "virtual_stages": 2}
+    }
     run = runs.run_from_tables(tables).check_and_resolve(4)
     small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 3})
-    assert (small.plan.batch, small.plan.micro_batch, small.plan.chunks) == (12, 2, 1)
+    assert (small.plan.global_batch, small.plan.micro_batch, small.plan.virtual_stages) == (
+        12,
+        2,
+        1,
+    )
     small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 4})
-    assert (small.plan.batch, small.plan.micro_batch) == (12, 3)
+    assert (small.plan.global_batch, small.plan.micro_batch) == (12, 3)
 
 
 def test_limits_are_learnt_from_the_steps() -> None:

@@ -50,8 +50,8 @@ def stored(model: nn.Module, share: float) -> ActivationOffload:
     return store
 
 
-ALONE = ["none again", "selective again", "full again"]
-ON_GRID = ["none again", "selective keep", "full keep"]
+ALONE = ["none rerun", "selective rerun", "full rerun"]
+ON_GRID = ["none rerun", "selective save", "full save"]
 
 
 def passes(grid: Grid, case: Case, ways: list[str]) -> tuple[list[str], list[tuple[int, int]]]:

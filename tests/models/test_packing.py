@@ -85,7 +85,7 @@ def test_packed_documents_give_the_loss_of_unpacked_ones(tmp_path: Path, positio
     stream = corpus_of(tmp_path, texts).open_stream(16, 0.0, "train")
     assert stream is not None
     torch.manual_seed(5)
-    config = DecoderConfig(vocab=50, max_seq=64, positions=positions)  # type: ignore[arg-type]
+    config = DecoderConfig(vocab=50, max_seq=64, position_embedding=positions)  # type: ignore[arg-type]
     model = Decoder(config).double()
     (batch,) = load_micro_batches(stream, 0, stream.num_windows, Grid({}), stream.num_windows)
     together = model(**batch.model_inputs())

@@ -16,20 +16,20 @@ from ranvier.models.moe import MoELayer
 B, S, D, E, K, WIDTH = 2, 6, 8, 5, 2, 4
 KINDS: dict[str, dict[str, Any]] = {
     "usual": {},
-    "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "router_bias": 0.1},
-    "raw": {"router_norm": False, "activation": "gelu", "router_gain": 0.5},
-    "capacity": {"capacity": 0.75, "shared_mlp": 3},
+    "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "expert_bias_update_rate": 0.1},
+    "raw": {"router_norm": False, "activation": "gelu", "router_logit_scale": 0.5},
+    "capacity": {"capacity_factor": 0.75, "shared_expert_mlp": 3},
 }
 
 
 def formula(model: MoELayer, config: DecoderConfig, x: Tensor) -> tuple[Tensor, Tensor]:
     """Output, and what is added to the loss."""
-    slots = math.ceil(config.capacity * S * K / E) if config.capacity else S
+    slots = math.ceil(config.capacity_factor * S * K / E) if config.capacity_factor else S
     rows, extra = [], x.new_zeros(())
     for sequence in x:
         taken, logits = (
             [0] * E,
-            [config.router_gain * model.router.weight @ one for one in sequence],
+            [config.router_logit_scale * model.router.weight @ one for one in sequence],
         )
         found = [one.softmax(0) if config.router == "softmax" else one.sigmoid() for one in logits]
         bias = torch.zeros(E) if model.bias is None else model.bias
@@ -45,8 +45,8 @@ def formula(model: MoELayer, config: DecoderConfig, x: Tensor) -> tuple[Tensor, 
             rows.append(y)
         shares = torch.tensor([n / (S * K) for n in taken])
         mean = sum(p / p.sum() for p in found) / S
-        extra = extra + S * config.balance * E * (shares * mean).sum()
-        extra = extra + config.router_z * sum(torch.logsumexp(one, 0) ** 2 for one in logits)
+        extra = extra + S * config.aux_loss_coeff * E * (shares * mean).sum()
+        extra = extra + config.z_loss_coeff * sum(torch.logsumexp(one, 0) ** 2 for one in logits)
     return torch.stack(rows).view_as(x), extra
 
 
@@ -59,8 +59,8 @@ def expert(model: MoELayer, e: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plain_mixture_is_its_formulas(kind: str) -> None:
     torch.manual_seed(3)
-    shape = {"embed": D, "experts": E, "experts_top": K, "expert_mlp": WIDTH}
-    config = DecoderConfig(**shape, balance=0.3, router_z=0.1, **KINDS[kind])
+    shape = {"embed": D, "experts": E, "experts_per_token": K, "expert_mlp": WIDTH}
+    config = DecoderConfig(**shape, aux_loss_coeff=0.3, z_loss_coeff=0.1, **KINDS[kind])
     model, x = MoELayer(config).double(), torch.randn(B, S, D, dtype=torch.float64)
     if model.bias is not None:
         model.bias.uniform_(-0.2, 0.2)

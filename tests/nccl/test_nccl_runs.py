@@ -31,7 +31,7 @@ def train(grid: Grid, corpus: str, out: str, changes: dict[str, Any], resume: st
     trainer = trainer_of(grid, corpus, run)
     if resume:
         trainer.resume_from(Path(resume))
-    if run.checkpoint.every >= 0 and out:
+    if run.checkpoint.interval >= 0 and out:
         _ = trainer.saver
     grid.seal_groups()
     with warnings.catch_warnings():
@@ -55,18 +55,27 @@ def assert_close(found: list[Any], want: list[Any], rel: float = 1e-9) -> None:
 
 
 CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"data": 2}, {"memory__weights": "host", "memory__states": "host"}),
-    ({"pipe": 2, "depth": 2}, {"plan__micro_batch": 1, "plan__gathered": "keep"}),
+    ({"data": 2}, {"memory__parameters": "host", "memory__optimizer_states": "host"}),
+    ({"pipe": 2, "depth": 2}, {"plan__micro_batch": 1, "plan__reshard_after": "step"}),
     ({"depth": 2, "row": 2}, {"lora__rank": 4, "plan__recompute": "full"}),
     ({"pipe": 2, "row": 2}, {"lora__rank": 4, "plan__micro_batch": 2}),
-    ({"pipe": 2, "data": 2}, {"plan__chunks": 2, "plan__micro_batch": 1}),
-    ({"pipe": 2}, {"plan__chunks": 2, "plan__policy": "interleaved", "plan__micro_batch": 1}),
-    ({"pipe": 2, "row": 2}, {"plan__policy": "zero-bubble", "plan__micro_batch": 1}),
-    ({"pipe": 2, "col": 2}, {"plan__policy": "gpipe", "plan__micro_batch": 2}),
-    ({"pipe": 4}, {"plan__policy": "1f1b", "plan__micro_batch": 1, "model__tied": True}),
-    ({"pipe": 2, "row": 2}, {"plan__spread": True, "plan__micro_batch": 1}),
+    ({"pipe": 2, "data": 2}, {"plan__virtual_stages": 2, "plan__micro_batch": 1}),
+    (
+        {"pipe": 2},
+        {"plan__virtual_stages": 2, "plan__schedule": "interleaved", "plan__micro_batch": 1},
+    ),
+    ({"pipe": 2, "row": 2}, {"plan__schedule": "zero-bubble", "plan__micro_batch": 1}),
+    ({"pipe": 2, "col": 2}, {"plan__schedule": "gpipe", "plan__micro_batch": 2}),
+    (
+        {"pipe": 4},
+        {"plan__schedule": "1f1b", "plan__micro_batch": 1, "model__tie_embeddings": True},
+    ),
+    ({"pipe": 2, "row": 2}, {"plan__vocab_over_pipe": True, "plan__micro_batch": 1}),
     ({"depth": 2}, {"plan__overlap": (), "plan__recompute": "selective"}),
-    ({"row": 2, "col": 2}, {"memory__collectives": "keep", "plan__recompute": "selective"}),
+    (
+        {"row": 2, "col": 2},
+        {"memory__recompute_collectives": "save", "plan__recompute": "selective"},
+    ),
 ]
 
 
@@ -79,10 +88,12 @@ def test_a_run_over_nccl_equals_one_process(
         assert_close(found, want)
 
 
-@pytest.mark.parametrize("policy", ["message", "1f1b", "gpipe", "zero-bubble", "interleaved"])
+@pytest.mark.parametrize(
+    "policy", ["message_driven", "1f1b", "gpipe", "zero-bubble", "interleaved"]
+)
 def test_every_policy_runs_on_eight_ranks(pool: NcclPools, corpus: str, policy: str) -> None:
-    changes: dict[str, Any] = {"plan__policy": policy, "plan__micro_batch": 1}
-    changes |= {"plan__chunks": 2} if policy == "interleaved" else {}
+    changes: dict[str, Any] = {"plan__schedule": policy, "plan__micro_batch": 1}
+    changes |= {"plan__virtual_stages": 2} if policy == "interleaved" else {}
     want = train_alone(corpus, {})
     for found in pool.on_grid({"pipe": 2, "row": 2, "depth": 2}, train, corpus, "", changes, ""):
         assert_close(found, want)
@@ -99,7 +110,7 @@ def test_compiled_blocks_equal_eager_ones(
 
 
 def test_a_run_is_resumed_on_another_grid(pool: NcclPools, corpus: str, tmp_path: Path) -> None:
-    saved = {"checkpoint__every": STEPS}
+    saved = {"checkpoint__interval": STEPS}
     pool.on_grid({"pipe": 2, "row": 2}, train, corpus, str(tmp_path / "a"), saved, "")
     (checkpoint,) = (tmp_path / "a" / "checkpoints").glob("step-*")
     want = train(Grid({}), corpus, "", {}, str(checkpoint))
@@ -119,10 +130,10 @@ def count_allocations(grid: Grid, corpus: str, changes: dict[str, Any]) -> list[
     return found
 
 
-@pytest.mark.parametrize("policy", ["message", "1f1b", "gpipe", "zero-bubble"])
+@pytest.mark.parametrize("policy", ["message_driven", "1f1b", "gpipe", "zero-bubble"])
 def test_steps_after_the_second_allocate_nothing(pool: NcclPools, corpus: str, policy: str) -> None:
     """Rows come one step behind the device: the third tells of two steps or three."""
-    changes = {"plan__policy": policy, "plan__micro_batch": 1}
+    changes = {"plan__schedule": policy, "plan__micro_batch": 1}
     for found in pool.on_grid({"pipe": 2, "row": 2}, count_allocations, corpus, changes):
         assert len(set(found[3:])) == 1, found
 

@@ -131,15 +131,17 @@ def test_attention_is_kept_wherever_it_comes_from() -> None:
 
 def test_a_budget_is_no_kind_of_a_block() -> None:
     model = decoder("none")
-    with pytest.raises(PlanError, match=r"recompute='budget' reached a block\. .* Use none"):
-        checkpoint_block(model.blocks[0].forward, "budget", get_parallel_model(model).step_context)
+    with pytest.raises(PlanError, match=r"recompute='memory_budget' reached a block\. .* Use none"):
+        checkpoint_block(
+            model.blocks[0].forward, "memory_budget", get_parallel_model(model).step_context
+        )
 
 
 WAYS: list[tuple[Recompute, str]] = [
-    ("none", "again"),
-    ("full", "again"),
-    ("full", "keep"),
-    ("selective", "keep"),
+    ("none", "rerun"),
+    ("full", "rerun"),
+    ("full", "save"),
+    ("selective", "save"),
 ]
 
 
@@ -195,11 +197,11 @@ def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], 
     """As many as without recomputation, for every kind; and not one bit changes."""
     for lines, counts in pool.on_grid(degrees, collectives, case):
         assert lines == []
-        assert counts["full again"] > counts["none again"]
-        kept = [count for way, count in counts.items() if way.endswith("keep")]
-        assert kept == [counts["none again"]] * 2
+        assert counts["full rerun"] > counts["none rerun"]
+        kept = [count for way, count in counts.items() if way.endswith("save")]
+        assert kept == [counts["none rerun"]] * 2
         if (degrees, case) == GRIDS[0]:  # as docs/memory.md says
-            assert (counts["none again"], counts["full again"]) == (48, 68)
+            assert (counts["none rerun"], counts["full rerun"]) == (48, 68)
 
 
 def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: ParallelModel) -> int:
@@ -231,7 +233,7 @@ def test_kept_bytes_are_as_predicted(degrees: dict[str, int], inner: str) -> Non
         grid = Grid(degrees, rank=world - 1, connected=True)
         flow = flow_of(batch_of("llama", samples=8, packed=False), grid, 1)
         shape = (flow.samples, flow.seq // grid.degrees["row"], 16 // grid.degrees["col"])
-        for kind, what in itertools.product(KINDS[1:], ("again", "keep")):
+        for kind, what in itertools.product(KINDS[1:], ("rerun", "save")):
             model = Case("llama", inner=inner, recompute=kind, collectives=what).on(grid)
             parallel, block = get_parallel_model(model), model.get_submodule("blocks.0")
             x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -246,8 +248,8 @@ def test_kept_bytes_are_as_predicted(degrees: dict[str, int], inner: str) -> Non
         for kind, selective in (("full", False), ("selective", True)):
             more = sum(leaf.saved_bytes(flow, selective=selective) for leaf in inside.values())
             more -= inside["blocks.0.mlp.down"].saved_bytes(flow)
-            assert found[kind, "keep"] == found[kind, "again"] + more
-    assert found["selective", "keep"] < 0.7 * found["selective", "again"]
+            assert found[kind, "save"] == found[kind, "rerun"] + more
+    assert found["selective", "save"] < 0.7 * found["selective", "rerun"]
 
 
 def test_what_is_kept_serves_one_backward_pass() -> None:

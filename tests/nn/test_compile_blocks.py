@@ -47,7 +47,7 @@ class Case:
 
     inner: str = "samples"
     recompute: str = "none"
-    collectives: str = "again"
+    collectives: str = "rerun"
     packed: bool = False
     dropout: float = 0.0
     micro_batches: int = 1
@@ -158,10 +158,10 @@ def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
 
 CASES: list[tuple[dict[str, int], Case]] = [
     ({}, Case(recompute="full", packed=True, dropout=0.1, micro_batches=2)),
-    ({"col": 2}, Case(recompute="selective", collectives="keep", packed=True)),
+    ({"col": 2}, Case(recompute="selective", collectives="save", packed=True)),
     ({"row": 2}, Case(layers=2, lora=AdapterConfig(rank=2, dropout=0.2, dora=True))),
     ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
-    ({"row": 2, "col": 2}, Case(inner="features", recompute="full", collectives="keep", layers=1)),
+    ({"row": 2, "col": 2}, Case(inner="features", recompute="full", collectives="save", layers=1)),
     ({"depth": 2, "data": 2}, Case(packed=True, dropout=0.1, layers=1)),
 ]
 
@@ -238,7 +238,7 @@ class Counted(TorchDispatchMode):
 def test_a_graph_keeps_what_it_communicates() -> None:
     """But weights gathered over depth, which a block that keeps all of its activations holds."""
     found, weights = dict[str, int](), dict[str, int]()
-    ways = [("none", "again"), ("full", "again"), ("full", "keep")]
+    ways = [("none", "rerun"), ("full", "rerun"), ("full", "save")]
     with launch.fake_process_group(4, rank=3), warnings.catch_warnings():
         fresh()
         grid = Grid({"depth": 2, "row": 2}, rank=3, connected=True)
@@ -250,9 +250,9 @@ def test_a_graph_keeps_what_it_communicates() -> None:
                 loss.backward()
             depth = counted.groups.pop(model.parallel.bucket_scheduler.gather_axis.group_name)
             found[f"{kind} {what}"], weights[f"{kind} {what}"] = counted.groups.total(), depth
-    assert found["full again"] > found["none again"] > 0
-    assert found["full keep"] == found["none again"]
-    assert weights["full keep"] == weights["full again"] == 2 * weights["none again"], (
+    assert found["full rerun"] > found["none rerun"] > 0
+    assert found["full save"] == found["none rerun"]
+    assert weights["full save"] == weights["full rerun"] == 2 * weights["none rerun"], (
         "gathered again, and gradients reduced"
     )
 

@@ -235,17 +235,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_layers_that_are_not_there_are_told(tmp_path: Path, corpus: str) -> None:
-    changes = {"train__fp8": "tensorwise", "train__fp8_layers": ("qkw", "heads")}
+    changes = {"train__float8": "tensorwise", "train__float8_layers": ("qkw", "heads")}
     with pytest.raises(PlanError) as error:
         trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 1, **changes))
     said = str(error.value)
-    assert "train.fp8_layers=['qkw', 'heads'] names no linear layer" in said
+    assert "train.float8_layers=['qkw', 'heads'] names no linear layer" in said
     assert "attention, blocks, down, enter, gate, head, k, mlp, o, q, qkv, up, v" in said
 
 
 def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     """k and v have 8 features, the MLP has 24."""
-    run = run_of(str(tmp_path), {}, 1, train__fp8="rowwise")
+    run = run_of(str(tmp_path), {}, 1, train__float8="rowwise")
     trainer = trainer_of(Grid({}), corpus, run)
     leaves = get_parallel_model(trainer.model).layers
     narrow = [
@@ -267,7 +267,7 @@ def test_training_ends_where_it_would_without(pool: Pool, tmp_path: Path, corpus
     losses = []
     for kind in ("off", "tensorwise"):
         changes: dict[str, Any] = {f"model__{name}": size for name, size in EVEN.items()}
-        changes |= {"train__fp8": kind, "train__dtype": "fp32", "checkpoint__every": -1}
+        changes |= {"train__float8": kind, "train__dtype": "fp32", "checkpoint__interval": -1}
         (found,) = pool.on_grid({}, losses_of, corpus, str(tmp_path / kind), 60, "", changes)
         losses.append(found)
     wide, narrow = losses

@@ -22,7 +22,7 @@ CONFIG = DecoderConfig(layers=1, embed=8, heads=4, kv_heads=2, head_dim=4, mlp=8
 def model_and_batch(tied: bool) -> tuple[Decoder, Batch]:
     """The same on every rank; all tokens occur, the first most often."""
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**{**vars(CONFIG), "tied": tied})).double()
+    model = Decoder(DecoderConfig(**{**vars(CONFIG), "tie_embeddings": tied})).double()
     tokens = torch.tensor([[0, 1, 0, 2], [3, 0, 4, 0]])
     return model, Batch(tokens, tokens.roll(1, 1))
 

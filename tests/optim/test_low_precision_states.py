@@ -289,7 +289,7 @@ def test_a_run_stays_close_to_one_with_exact_moments(
     monkeypatch.setattr(fused_adamw, "fused_adamw", followed)
     corpus, curves = stored(tmp_path), []
     for kind in ("master", "int8"):
-        run = run_of("", {}, 30, optim__moments=kind)
+        run = run_of("", {}, 30, optim__state_dtype=kind)
         curves.append([row["loss"] for row in trainer_of(Grid({}), corpus, run).run_steps()])
     assert len(shadows) == 16 and not any(shadow.beyond for shadow in shadows.values())
     terms = torch.cat([shadow.grad * shadow.moved for shadow in shadows.values()])

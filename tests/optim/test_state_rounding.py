@@ -219,8 +219,8 @@ def test_a_key_knows_the_place_of_each_element(
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str) -> None:
-    changes = {"optim__moments": "bf16", "train__dtype": dtype, "checkpoint__every": 3}
-    run = run_of(str(tmp_path), {}, 6, checkpoint__keep=0, **changes)
+    changes = {"optim__state_dtype": "bf16", "train__dtype": dtype, "checkpoint__interval": 3}
+    run = run_of(str(tmp_path), {}, 6, checkpoint__keep_latest=0, **changes)
     whole, half = (trainer_of(Grid({}), corpus, run) for _ in range(2))
     losses = [row["loss"] for row in whole.run_steps()]
     half.resume_from(tmp_path / "checkpoints" / "step-00000003")
@@ -248,7 +248,7 @@ def test_grids_round_like_one_process(
     pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int]
 ) -> None:
     """Gradients differ in their last bits; moments of matrices do not."""
-    changes = {"optim__moments": "bf16"}
+    changes = {"optim__state_dtype": "bf16"}
     folders = [tmp_path / "one", tmp_path / "grid"]
     for folder, way in zip(folders, ({}, degrees), strict=True):
         pool.on_grid(way, losses_of, corpus, str(folder), 4, "", changes)

@@ -78,7 +78,7 @@ def test_narrow_moments_elsewhere_change_no_bit(pool: Pool, moments: str) -> Non
 
 
 def test_a_file_holds_states_and_is_gone_at_the_end(pool: Pool, tmp_path: Path) -> None:
-    home = StatePlacement("file", path=str(tmp_path / "new"), tile_elements=TILE)
+    home = StatePlacement("disk", path=str(tmp_path / "new"), tile_elements=TILE)
     assert pool.on_grid({}, differing, {}, {"home": home}) == [[]]
     assert os.listdir(tmp_path / "new") == []
 

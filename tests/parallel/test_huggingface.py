@@ -151,7 +151,7 @@ def refused(model: Any, *words: str, degrees: dict[str, int] | None = None, **op
 
 @pytest.mark.parametrize("model", HF_MODELS)
 def test_samples_over_col_are_refused(model: str) -> None:
-    words = ("inner='samples' with col=2", "col splits features", "Use inner='features'")
+    words = ("col_splits='samples' with col=2", "col splits features", "Use col_splits='features'")
     refused(HF_MODELS[model](), *words, degrees={"col": 2}, inner="samples")
 
 

@@ -429,8 +429,8 @@ def timed(grid: Grid, case: Case) -> tuple[list[Job], list[Job | None], int]:
 @pytest.mark.parametrize(
     ("degrees", "policy", "chunks"),
     [
-        ({"pipe": 4}, "message", 1),
-        ({"pipe": 2, "row": 2}, "message", 2),
+        ({"pipe": 4}, "message_driven", 1),
+        ({"pipe": 2, "row": 2}, "message_driven", 2),
         ({"pipe": 2}, "zero-bubble", 1),
     ],
     ids=str,

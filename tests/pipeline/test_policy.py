@@ -93,7 +93,7 @@ def test_1f1b_keeps_what_the_textbook_says() -> None:
 
 
 def test_1f1b_has_one_chunk() -> None:
-    with pytest.raises(PlanError, match=r"chunks=2\. .* Use interleaved"):
+    with pytest.raises(PlanError, match=r"virtual_stages=2\. .* Use interleaved"):
         schedules.one_f_one_b_schedule(PipelineShape(2, 4, 2))
 
 
@@ -147,7 +147,7 @@ def test_message_is_never_slower_than_1f1b() -> None:
         shape = PipelineShape(chance.randint(2, 8), chance.randint(1, 20), split_backward=split)
         times = drawn(shape, chance)
         usual = simulate_step(shape, schedules.one_f_one_b_schedule(shape), times).seconds
-        policy = choose_policy("message", shape, times)
+        policy = choose_policy("message_driven", shape, times)
         assert simulate_step(shape, policy, times).seconds <= usual * (1 + 1e-9), (shape, times)
 
 
@@ -157,7 +157,7 @@ def test_message_is_never_slower_than_interleaved() -> None:
         shape = PipelineShape(chance.randint(2, 5), chance.randint(1, 10), chance.randint(2, 3))
         times = drawn(shape, chance)
         usual = simulate_step(shape, schedules.interleaved_schedule(shape), times).seconds
-        policy = choose_policy("message", shape, times)
+        policy = choose_policy("message_driven", shape, times)
         assert simulate_step(shape, policy, times).seconds <= usual * (1 + 1e-9), (shape, times)
 
 
@@ -166,7 +166,7 @@ def test_message_is_hardly_slower_than_1f1b_under_jitter(case: int) -> None:
     chance = random.Random(case)
     shape = PipelineShape(chance.randint(2, 6), chance.randint(2, 12))
     times = drawn(shape, chance, 0.1 * (case + 1))
-    policy = choose_policy("message", shape, times)
+    policy = choose_policy("message_driven", shape, times)
     usual = schedules.one_f_one_b_schedule(shape)
     assert played(shape, policy, times, 200) <= 1.01 * played(shape, usual, times, 200)
 
@@ -178,9 +178,9 @@ def test_the_choice_keeps_to_the_limit_and_is_the_same_each_time(jitter: float) 
         for chunks in range(1, min(limit, 3) + 1):
             shape = PipelineShape(3, 6, chunks, split_backward=limit % 2 == 0)
             times = drawn(shape, chance, jitter)
-            policy = choose_policy("message", shape, times, limit=limit, seeds=16)
+            policy = choose_policy("message_driven", shape, times, limit=limit, seeds=16)
             assert max(simulate_step(shape, policy, times, seed=3).peak_activations) <= limit
-            assert policy == choose_policy("message", shape, times, limit=limit, seeds=16)
+            assert policy == choose_policy("message_driven", shape, times, limit=limit, seeds=16)
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
@@ -188,20 +188,30 @@ def test_a_name_gives_its_policy(name: str) -> None:
     shape = PipelineShape(3, 5)
     policy = choose_policy(name, shape, even_times(shape, 1.0, 1.0, 1.0))
     assert simulate_step(shape, policy, even_times(shape, 1.0, 1.0, 1.0)).seconds > 15
-    if isinstance(policy, FixedSchedule) and name != "message":
+    if isinstance(policy, FixedSchedule) and name != "message_driven":
         assert policy.name == name
 
 
 @pytest.mark.parametrize(
     ("name", "shape", "limit", "text"),
     [
-        ("gpipe", PipelineShape(2, 8), 7, "gpipe keeps 8 .* limit=7. .* fewer micro-batches"),
+        (
+            "gpipe",
+            PipelineShape(2, 8),
+            7,
+            "gpipe keeps 8 .* max_in_flight=7. .* fewer micro-batches",
+        ),
         ("1f1b", PipelineShape(4, 8), 3, "1f1b keeps 4 activations on stage 0, .* fewer stages"),
         ("interleaved", PipelineShape(2, 4, 2), 4, "interleaved keeps 5 activations"),
         ("zero-bubble", PipelineShape(4, 8), 3, "zero-bubble keeps 4 activations"),
-        ("message", PipelineShape(2, 4, 3), 2, "limit=2 is less than chunks=3"),
+        (
+            "message_driven",
+            PipelineShape(2, 4, 3),
+            2,
+            "max_in_flight=2 is less than virtual_stages=3",
+        ),
         ("1f1", PipelineShape(2, 4), 0, "Did you mean 1f1b"),
-        ("best", PipelineShape(2, 4), 0, "Use one of message, gpipe"),
+        ("best", PipelineShape(2, 4), 0, "Use one of message_driven, gpipe"),
     ],
 )
 def test_what_cannot_be_says_why(name: str, shape: PipelineShape, limit: int, text: str) -> None:

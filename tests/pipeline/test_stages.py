@@ -21,7 +21,7 @@ from states import assemble
 LR, CLIP = 1e-2, 0.5
 OPTIONS: dict[str, list[Any]] = {
     "model": [*DEEP],
-    "policy": ["message", "gpipe", "1f1b", "interleaved", "zero-bubble"],
+    "policy": ["message_driven", "gpipe", "1f1b", "interleaved", "zero-bubble"],
     "chunks": [1, 2],
     "micro_batches": [1, 2, 4],
     "packed": [False, True],
@@ -44,7 +44,7 @@ GRIDS = grids()
 
 def valid(row: dict[str, Any]) -> bool:
     """Orders are for one chunk or for several."""
-    if row["policy"] == "message":
+    if row["policy"] == "message_driven":
         return True
     return (row["policy"] == "interleaved") == (row["chunks"] > 1)
 

@@ -96,7 +96,7 @@ CASE = FitProblem(
     RATES,
     device_limit=80 * GIB,
     host_limit=100 * GIB,
-    given_placement=Placement(8, ("none",) * LAYERS, update="auto"),
+    given_placement=Placement(8, ("none",) * LAYERS, optimizer_step_on="auto"),
     open_settings=frozenset(SEARCHABLE_SETTINGS),
     library_bytes=100 * MIB,
     logit_bytes=dict.fromkeys((8, 4, 2, 1), 512 * MIB),
@@ -114,10 +114,10 @@ def test_more_memory_is_never_slower_and_less_leads_to_the_host() -> None:
     assert times == sorted(times)
     rich, poor = found[200], found[8]
     assert rich is not None and poor is not None
-    assert rich.placement == replace(CASE.given_placement, update="device"), (
+    assert rich.placement == replace(CASE.given_placement, optimizer_step_on="device"), (
         "all that is fastest fits"
     )
-    assert poor.placement.states in ("host", "split") and poor.host_bytes > 8 * GIB
+    assert poor.placement.optimizer_states in ("host", "split") and poor.host_bytes > 8 * GIB
     assert fastest_fit(enumerate_fits(at(1))) is None
     low = min_device_bytes(CASE)
     assert (
@@ -152,27 +152,49 @@ STATES = ("master", "moments")
 
 def test_what_is_given_is_kept() -> None:
     given = replace(
-        CASE.given_placement, states="host", update="device", recompute_modes=("full",) * LAYERS
+        CASE.given_placement,
+        optimizer_states="host",
+        optimizer_step_on="device",
+        recompute_modes=("full",) * LAYERS,
     )
-    case = at(200, given_placement=given, open_settings=frozenset({"micro_batch", "activations"}))
+    case = at(
+        200,
+        given_placement=given,
+        open_settings=frozenset({"micro_batch", "activation_offload_fraction"}),
+    )
     found = fastest_fit(enumerate_fits(case))
     assert found is not None
     assert found.placement == replace(given, micro_batch=8)
-    split = replace(given, states="split")
+    split = replace(given, optimizer_states="split")
     one = {8: CASE.needs[8]}
     part = fastest_fit(
         enumerate_fits(
-            at(20, given_placement=split, open_settings=frozenset({"resident"}), needs=one)
+            at(
+                20,
+                given_placement=split,
+                open_settings=frozenset({"optimizer_states_on_device_gib"}),
+                needs=one,
+            )
         )
     )
-    assert part is not None and part.placement.states == "split" and part.placement.resident > 0
+    assert (
+        part is not None
+        and part.placement.optimizer_states == "split"
+        and part.placement.optimizer_state_bytes_on_device > 0
+    )
     assert part.device_bytes == pytest.approx(20 * GIB, abs=16)
     whole = fastest_fit(
-        enumerate_fits(at(200, given_placement=split, open_settings=frozenset({"resident"})))
+        enumerate_fits(
+            at(
+                200,
+                given_placement=split,
+                open_settings=frozenset({"optimizer_states_on_device_gib"}),
+            )
+        )
     )
     assert (
         whole is not None
-        and whole.placement.resident == SIZES.state_bytes
+        and whole.placement.optimizer_state_bytes_on_device == SIZES.state_bytes
         and whole.host_bytes == 0
     )
 
@@ -193,7 +215,7 @@ def test_it_is_said_what_was_chosen_and_why() -> None:
 
 
 def test_the_cheapest_changes_that_fit() -> None:
-    now = replace(CASE.given_placement, update="device")
+    now = replace(CASE.given_placement, optimizer_step_on="device")
     case = at(50)
     assert not list(
         enumerate_fits(replace(case, open_settings=frozenset(), needs={8: CASE.needs[8]}))
@@ -269,7 +291,7 @@ def test_rates_are_measured_on_this_machine() -> None:
 
 def test_a_table_is_told_and_read_again() -> None:
     shown = offload_search.predict_breakdown(
-        CASE, replace(CASE.given_placement, states="host", update="device")
+        CASE, replace(CASE.given_placement, optimizer_states="host", optimizer_step_on="device")
     )
     assert (
         MemoryBreakdown.from_dict(shown.to_dict()) == shown
@@ -299,6 +321,6 @@ def test_a_table_is_told_and_read_again() -> None:
     (logits,) = [line for line in lines if line.startswith("logits")]
     assert logits.split()[1:] == ["0.500", "·", "-", "-"], "only a prediction tells it apart"
     assert any(line.startswith("measured / predicted on the device: 0.") for line in lines)
-    assert not any(line.startswith("gathered") for line in lines)
+    assert not any(line.startswith("reshard_after") for line in lines)
     assert breakdown.format_breakdown(shown)[0].split() == ["GiB", "device", "host"]
     assert recompute_fraction(CASE.given_placement.recompute_modes) == 0.0

@@ -50,10 +50,10 @@ SMALL: dict[str, Any] = {"layers": 6, "embed": 48, "heads": 24, "kv_heads": 2, "
 SMALL |= {"mlp": 96, "vocab": 101}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "tied": {"tied": True, "kv_heads": 4, "bias": True},
-    "norms": {"qk_norm": True, "qk_whole": True, "kv_heads": 24},
-    "experts": {"experts": 4, "experts_top": 2, "expert_mlp": 48, "shared_mlp": 24},
-    "lora": {"tied": True},
+    "tied": {"tie_embeddings": True, "kv_heads": 4, "bias": True},
+    "norms": {"qk_norm": "full", "kv_heads": 24},
+    "experts": {"experts": 4, "experts_per_token": 2, "expert_mlp": 48, "shared_expert_mlp": 24},
+    "lora": {"tie_embeddings": True},
 }
 DEGREES = {"pipe": (1, 1, 2, 3), "data": (1, 1, 2), "expert": (1, 2, 4), "depth": (1, 1, 2)}
 DEGREES |= {"row": (1, 2, 4, 8), "col": (1, 1, 2, 4)}
@@ -80,12 +80,12 @@ def run_of(kind: str, **plan: Any) -> RunConfig:
     """A small run with a layout, checked."""
     degrees = {axis: plan.get(axis, 1) for axis in RUNNABLE_AXES}
     share = 4 * degrees["data"] * degrees["expert"] * degrees["depth"]
-    given = Plan(**{"data": 1, "batch": share, "micro_batch": 4, "policy": "1f1b", **plan})
+    given = Plan(**{"data": 1, "global_batch": share, "micro_batch": 4, "schedule": "1f1b", **plan})
     run = RunConfig(
         model=ModelConfig(size="imported", **{**SMALL, **MODELS[kind]}),
         lora=LoraConfig(rank=4 if kind == "lora" else 0),
         plan=given,
-        data=DataConfig(seq=48),
+        data=DataConfig(seq_len=48),
     )
     world = math.prod(degrees.values())
     return resolve_dry_run(run, world=world, rank=0)
@@ -97,10 +97,13 @@ def sample(count: int) -> list[tuple[str, dict[str, Any]]]:
     while len(found) < count:
         kind = [*MODELS][len(found) % len(MODELS)]
         plan: dict[str, Any] = {axis: draw.choice(sizes) for axis, sizes in DEGREES.items()}
-        plan["inner"] = draw.choice(("samples", "features"))
+        plan["col_splits"] = draw.choice(("samples", "features"))
         if plan["pipe"] > 1:
-            plan["chunks"], plan["spread"] = draw.choice((1, 2)), draw.choice((False, True))
-            plan["policy"] = "1f1b" if plan["chunks"] == 1 else "interleaved"
+            plan["virtual_stages"], plan["vocab_over_pipe"] = (
+                draw.choice((1, 2)),
+                draw.choice((False, True)),
+            )
+            plan["schedule"] = "1f1b" if plan["virtual_stages"] == 1 else "interleaved"
         with suppress(PlanError):
             run_of(kind, **plan)
             found.append((kind, plan))
@@ -178,8 +181,8 @@ def step(run: RunConfig, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
     ("kind", "plan"),
     [
         ("dense", {"data": 2, "depth": 2, "row": 4, "col": 2}),
-        ("dense", {"row": 4, "col": 2, "inner": "features"}),
-        ("tied", {"pipe": 3, "row": 2, "inner": "features", "col": 2}),
+        ("dense", {"row": 4, "col": 2, "col_splits": "features"}),
+        ("tied", {"pipe": 3, "row": 2, "col_splits": "features", "col": 2}),
         ("experts", {"data": 2, "expert": 4, "row": 2, "col": 2}),
     ],
     ids=str,
@@ -228,7 +231,7 @@ def test_the_planner_counts_them_on_gpus() -> None:
     job = Workload(load_shipped_spec("llama3-1b"), 2048, 64)
 
     def held(ranks: int, machine: Cluster = gpus) -> Prediction:
-        plan = Plan(data=ranks, batch=64, micro_batch=1)
+        plan = Plan(data=ranks, global_batch=64, micro_batch=1)
         return predict_step(job, Candidate(plan), machine)
 
     alone, pair = held(1).memory, held(2).memory

@@ -152,11 +152,13 @@ def test_a_goal_out_of_reach_says_what_is_fastest() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("tokens", "given"), [(50e9, set()), (30e9, {"plan.batch"})])
+@pytest.mark.parametrize(("tokens", "given"), [(50e9, set()), (30e9, {"plan.global_batch"})])
 def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
     tokens: float, given: set[str]
 ) -> None:
-    run = PlanOptions(model=ModelConfig.from_size("llama3-8b"), plan=Plan(pipe=1, col=1, batch=240))
+    run = PlanOptions(
+        model=ModelConfig.from_size("llama3-8b"), plan=Plan(pipe=1, col=1, global_batch=240)
+    )
     on = ClusterNodeSearch(replace(run, cluster="dgx-h100"), {"plan.pipe", "plan.col", *given})
     aim = Goal(tokens, SECONDS_PER_DAY)
     reached = goal.find_fewest_nodes(aim, on, first=6)

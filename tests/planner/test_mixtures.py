@@ -27,18 +27,22 @@ from ranvier.tools.dry_run import dry_run, resolve_dry_run
 
 AXES = ("pipe", "data", "expert", "depth", "row", "col")
 SMALL: dict[str, Any] = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4}
-SMALL |= {"mlp": 96, "vocab": 101, "experts": 8, "experts_top": 2, "expert_mlp": 48}
+SMALL |= {"mlp": 96, "vocab": 101, "experts": 8, "experts_per_token": 2, "expert_mlp": 48}
 Layouts = list[tuple[dict[str, Any], dict[str, Any], float]]
 BYTES: Layouts = [
-    ({"expert": 4, "row": 2, "col": 2}, {"shared_mlp": 24}, 1.5),
-    ({"expert": 8, "data": 2, "depth": 2}, {"moe_every": 2, "experts_top": 3}, 1.0),
+    ({"expert": 4, "row": 2, "col": 2}, {"shared_expert_mlp": 24}, 1.5),
+    ({"expert": 8, "data": 2, "depth": 2}, {"moe_layer_interval": 2, "experts_per_token": 3}, 1.0),
     (
-        {"pipe": 2, "expert": 2, "row": 2, "col": 2, "depth": 2, "dispatch": "bf16"},
-        {"shared_mlp": 24, "activation": "gelu"},
+        {"pipe": 2, "expert": 2, "row": 2, "col": 2, "depth": 2, "moe_dispatch_dtype": "bf16"},
+        {"shared_expert_mlp": 24, "activation": "gelu"},
         1.3,
     ),
-    ({"data": 4, "row": 6}, {"capacity": 1.0}, 1.0),
-    ({"expert": 2, "depth": 4, "row": 2, "recompute": "full", "dispatch": "fp8"}, {}, 1.25),
+    ({"data": 4, "row": 6}, {"capacity_factor": 1.0}, 1.0),
+    (
+        {"expert": 2, "depth": 4, "row": 2, "recompute": "full", "moe_dispatch_dtype": "fp8"},
+        {},
+        1.25,
+    ),
     ({"expert": 2, "col": 4, "data": 4, "recompute": "full", "keep": True}, {}, 2.0),
 ]
 """Degrees and settings of the plan, changes of the model, and the load of the busiest rank."""
@@ -52,12 +56,12 @@ def laid(
     keep, passes = given.pop("keep", False), given.pop("passes", 1)
     degrees = {axis: given.get(axis, 1) for axis in AXES}
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
-    plan = Plan(**given, micro_batch=micro, batch=replicas * micro * passes, policy="1f1b")
+    plan = Plan(**given, micro_batch=micro, global_batch=replicas * micro * passes, schedule="1f1b")
     run = RunConfig(
         model=ModelConfig(size="imported", **shape),
         plan=plan,
-        data=DataConfig(seq=seq),
-        memory=MemoryConfig(collectives="keep" if keep else "again"),
+        data=DataConfig(seq_len=seq),
+        memory=MemoryConfig(recompute_collectives="save" if keep else "rerun"),
     )
     world = math.prod(degrees.values())
     return run, world, world * 2 // 3
@@ -74,25 +78,25 @@ def test_bytes_are_those_of_a_rank(
         ActivationShape(4, 48, 2, statistics_itemsize=4, expert_load=load),
         found.index["pipe"],
     )
-    kept = run.memory.collectives == "keep"
+    kept = run.memory.recompute_collectives == "save"
     predicted = step_comm_volume(resolve_model_spec(run), run.plan, flow, stage=stage, kept=kept)
     assert found.comm_bytes() == predicted.bytes_by_axis()
     assert sum(row.calls for row in found.collectives) == sum(row.count for row in predicted.rows)
 
 
 BIG: dict[str, Any] = {"layers": 4, "embed": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64}
-BIG |= {"mlp": 2048, "vocab": 4000, "experts": 8, "experts_top": 2, "expert_mlp": 1024}
+BIG |= {"mlp": 2048, "vocab": 4000, "experts": 8, "experts_per_token": 2, "expert_mlp": 1024}
 MEMORY: Layouts = [
-    ({"expert": 4, "row": 2}, {"shared_mlp": 512}, 1.5),
+    ({"expert": 4, "row": 2}, {"shared_expert_mlp": 512}, 1.5),
     ({}, {}, 1.0),
-    ({"expert": 8, "data": 2, "depth": 2}, {"moe_every": 2}, 1.0),
-    ({"data": 4, "row": 2}, {"shared_mlp": 512}, 1.0),
+    ({"expert": 8, "data": 2, "depth": 2}, {"moe_layer_interval": 2}, 1.0),
+    ({"data": 4, "row": 2}, {"shared_expert_mlp": 512}, 1.0),
     ({"data": 4, "col": 2, "expert": 2}, {"layers": 8}, 1.0),
     ({"expert": 4, "recompute": "full"}, {}, 1.0),
-    ({"expert": 2, "row": 2, "recompute": "selective"}, {"shared_mlp": 512}, 1.0),
-    ({"expert": 4, "passes": 2}, {"moe_every": 2}, 2.0),
+    ({"expert": 2, "row": 2, "recompute": "selective"}, {"shared_expert_mlp": 512}, 1.0),
+    ({"expert": 4, "passes": 2}, {"moe_layer_interval": 2}, 2.0),
     ({"pipe": 2, "expert": 2, "passes": 4}, {}, 1.0),
-    ({"expert": 2, "depth": 4, "row": 2, "col": 2}, {"layers": 8, "shared_mlp": 512}, 1.0),
+    ({"expert": 2, "depth": 4, "row": 2, "col": 2}, {"layers": 8, "shared_expert_mlp": 512}, 1.0),
 ]
 SLOW = [pytest.param(*one, marks=pytest.mark.full) for one in MEMORY[1:]]
 
@@ -112,13 +116,13 @@ def test_memory_is_that_of_a_rank(
 
 
 def test_a_load_is_told_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["dryrun", "--model.size", "moe-tiny", "--world", "8", "--plan.expert", "4"]
+    words = ["dry-run", "--model.size", "moe-tiny", "--world", "8", "--plan.expert", "4"]
     file = tmp_path / "dry.json"
-    assert call(*words, "--load", "1.5", "--json", str(file)) == 0
-    assert "assumed: load 1.5" in capsys.readouterr().out
+    assert call(*words, "--expert-imbalance", "1.5", "--output", str(file)) == 0
+    assert "assumed: expert imbalance 1.5" in capsys.readouterr().out
     facts = json.loads(file.read_text())
-    assert facts["load"] == 1.5
-    assert call(*words, "--load", "5") != 0
+    assert facts["expert_imbalance"] == 1.5
+    assert call(*words, "--expert-imbalance", "5") != 0
     assert "load=5 with plan.expert=4" in capsys.readouterr().err
 
 
@@ -130,8 +134,8 @@ TED = "ted-6.7b-16e"
 def test_expert_layouts_are_ranked() -> None:
     """TED's 40 B model on 128 devices: each rank has one of 16 experts, or the like."""
     machine = cluster.load_cluster("dgx-a100").with_size(nodes=16)
-    settled = Plan(pipe=1, col=1, batch=512, recompute="none", gathered="again")
-    fixed = frozenset({"pipe", "col", "recompute", "gathered"})  # less to search
+    settled = Plan(pipe=1, col=1, global_batch=512, recompute="none", reshard_after="micro_batch")
+    fixed = frozenset({"pipe", "col", "recompute", "reshard_after"})  # less to search
     result = search_layouts(
         SearchRequest(Workload(load_shipped_spec(TED), 2048, 512), machine, settled, fixed)
     )
@@ -148,7 +152,9 @@ def test_experts_on_several_ranks_need_less_and_say_more() -> None:
         Workload(load_shipped_spec(TED), 2048, 512),
     )
     plans = [
-        Plan(data=128 // (4 * n), expert=n, row=4, batch=512, micro_batch=2, recompute="full")
+        Plan(
+            data=128 // (4 * n), expert=n, row=4, global_batch=512, micro_batch=2, recompute="full"
+        )
         for n in (1, 4, 16)
     ]
     found = [predict_step(job, Candidate(plan), machine) for plan in plans]
@@ -165,7 +171,7 @@ def test_the_shared_expert_hides_what_travels() -> None:
         cluster.load_cluster("dgx-a100"),
         Workload(load_shipped_spec("deepseek-moe-16b"), 4096, 64),
     )
-    plan = Plan(data=1, expert=8, batch=64, micro_batch=2, recompute="full")
+    plan = Plan(data=1, expert=8, global_batch=64, micro_batch=2, recompute="full")
     away = ("dx", "dw", "gather")
     hidden, plain = (
         predict_step(job, Candidate(one), machine).seconds_by_part["expert"]

@@ -69,7 +69,7 @@ def test_the_planner_needs_no_torch() -> None:
 def test_a_list_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that has not a built-in size is built once; blocks that differ are different parts."""
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
-    model = replace(ModelConfig.from_size("tiny"), window=8, window_layers=(0, 2))
+    model = replace(ModelConfig.from_size("tiny"), sliding_window=8, window_layers=(0, 2))
     run = RunConfig(model=model, lora=LoraConfig(rank=4, layers=(3,)))
     first = resolve_model_spec(run)
     kinds = [(part.count, part.block_indices) for part in first.parts if part.is_block]
@@ -95,7 +95,7 @@ def test_layouts_move_what_their_algebra_says() -> None:
         layers=1, embed=64, heads=8, kv_heads=8, head_dim=8, mlp=256, gated=False, vocab=128
     )
     flow = ActivationShape(samples=2, seq=32, itemsize=2, statistics_itemsize=4)
-    plan = Plan(data=1, row=2, col=2, batch=2, micro_batch=2)
+    plan = Plan(data=1, row=2, col=2, global_batch=2, micro_batch=2)
     rows = [r for r in step_comm_volume(model, plan, flow).rows if r.part == "block"]
     found = {(r.phase, r.op, r.axis): 0 for r in rows}
     for r in rows:
@@ -112,15 +112,15 @@ def test_layouts_move_what_their_algebra_says() -> None:
 
 def test_more_ranks_need_less_of_each() -> None:
     model, flow = load_shipped_spec("llama3-8b"), ActivationShape(1, 8192, 2, 4)
-    one = peak_memory(model, Plan(data=1, batch=1, micro_batch=1), flow)
+    one = peak_memory(model, Plan(data=1, global_batch=1, micro_batch=1), flow)
     weights = model.num_parameters
     assert one.device["weights"] == 2 * weights and one.device["moments"] == 8 * weights
-    full = peak_memory(model, Plan(data=1, batch=1, micro_batch=1, recompute="full"), flow)
+    full = peak_memory(model, Plan(data=1, global_batch=1, micro_batch=1, recompute="full"), flow)
     assert full.device["activations"] < one.device["activations"] / 4
-    split = peak_memory(model, Plan(data=1, depth=8, batch=8, micro_batch=1), flow)
+    split = peak_memory(model, Plan(data=1, depth=8, global_batch=8, micro_batch=1), flow)
     assert split.device["weights"] == pytest.approx(2 * weights / 8, rel=1e-3)
-    zero = peak_memory(model, Plan(data=8, batch=8, micro_batch=1), flow)
+    zero = peak_memory(model, Plan(data=8, global_batch=8, micro_batch=1), flow)
     assert zero.device["moments"] == pytest.approx(weights, rel=1e-3)
     assert zero.device["weights"] == 2 * weights
-    hosted = peak_memory(model, Plan(data=1, batch=1, micro_batch=1), flow, states="host")
+    hosted = peak_memory(model, Plan(data=1, global_batch=1, micro_batch=1), flow, states="host")
     assert hosted.host["moments"] == 8 * weights and "moments" not in hosted.device

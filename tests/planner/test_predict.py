@@ -50,12 +50,12 @@ def gpt(layers: int = 24, embed: int = 4096, heads: int = 32, vocab: int = 51200
 
 
 def plan(**given: Any) -> Plan:
-    return Plan(**{"data": 1, "batch": 64, "micro_batch": 1, **given})
+    return Plan(**{"data": 1, "global_batch": 64, "micro_batch": 1, **given})
 
 
 def guess(model: ModelSpec, made: Cluster, seq: int = 2048, **given: Any) -> Prediction:
     laid = plan(**given)
-    return predict_step(Workload(model, seq, laid.batch), Candidate(laid), made)
+    return predict_step(Workload(model, seq, laid.global_batch), Candidate(laid), made)
 
 
 # ---- golden equations -------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
     machine = replace(load_cluster("dgx-h100").with_size(nodes=8), straggle=0.0)
     model, even = gpt(layers=64, vocab=512), replace(MEGATRON21, pipe_overlap=1.0)
     for chunks in (1, 2, 4):
-        laid = plan(pipe=8, batch=32, chunks=chunks)
+        laid = plan(pipe=8, global_batch=32, virtual_stages=chunks)
         found = predict_step(Workload(model, 2048, 32), Candidate(laid), machine, even)
         busy = sum(
             x for name, x in found.seconds_by_part.items() if name in ("compute", "attention")
@@ -117,7 +117,7 @@ def test_tensor_layouts_move_the_bytes_of_axonns_table(ways: int, alone: int, be
     flow, found = ActivationShape(samples, seq, itemsize=2, statistics_itemsize=4), {}
     for col in (c for c in (1, 2, 4, 8, 16) if c < ways):
         row = ways // col
-        laid = plan(row=row, col=col, batch=samples, micro_batch=samples)
+        laid = plan(row=row, col=col, global_batch=samples, micro_batch=samples)
         sent = 0.0
         for move in step_comm_volume(model, laid, flow).volumes_of_phases("forward"):
             if move.part == "block" and not move.where.startswith("norm"):
@@ -158,7 +158,7 @@ def test_scores_cost_what_their_heads_do() -> None:
     machine, times = load_cluster("jean-zay").with_size(nodes=48), {}
     for heads in (64, 128):
         model = gpt(78, 13824, heads, 250880)
-        laid = plan(pipe=12, data=8, row=4, batch=2048, micro_batch=4, recompute="full")
+        laid = plan(pipe=12, data=8, row=4, global_batch=2048, micro_batch=4, recompute="full")
         used = MEGATRON_DEEPSPEED
         times[heads] = predict_step(
             Workload(model, 2048, 2048), Candidate(laid), machine, used
@@ -219,8 +219,11 @@ def test_gpt2_with_its_own_vocabulary(col: int, least: float, most: float) -> No
 
 def staged(model: ModelSpec, **given: Any) -> tuple[Prediction, list[float]]:
     """A layout of an eager pipeline, and seconds of a micro-batch on each of its stages."""
-    laid = plan(**{"policy": "1f1b", "compile": "off", **given})
-    job, layout = Workload(model, 2048, laid.batch), Candidate(laid, axis_order=laid.axis_order)
+    laid = plan(**{"schedule": "1f1b", "compile": "off", **given})
+    job, layout = (
+        Workload(model, 2048, laid.global_batch),
+        Candidate(laid, axis_order=laid.axis_order),
+    )
     machine = replace(load_cluster("dgx-h100"), straggle=0.0)
     machine = (
         machine.with_size(devices=laid.world_size)
@@ -236,7 +239,7 @@ def test_a_stage_without_a_block_hides_nothing(extra: int, more: dict[str, Any])
     """The first stage of layers + 2 has the embedding only; others communicate all the same."""
     model, micros = gpt(14, 4096), 32
     batch = micros * more.get("depth", 1) * more.get("col", 1)
-    given = {"batch": batch, "micro_batch": more.get("col", 1), **more}
+    given = {"global_batch": batch, "micro_batch": more.get("col", 1), **more}
     half = staged(model, pipe=7, **given)[0]
     found, stages = staged(model, pipe=14 + extra, **given)
     assert len(stages) == 14 + extra and min(stages) > 0.0
@@ -252,7 +255,7 @@ def test_a_stage_without_a_block_hides_nothing(extra: int, more: dict[str, Any])
 def test_the_slowest_stage_decides_whichever_it_is() -> None:
     model, times = gpt(12, 4096), dict[tuple[int, ...], float]()
     for cut in ((), (7,), (3,), (11,)):
-        found, stages = staged(model, pipe=2, row=4, batch=32, stages=cut)
+        found, stages = staged(model, pipe=2, row=4, global_batch=32, stage_starts=cut)
         times[cut] = found.step_seconds
         mean = sum(stages) / 2
         uneven = 32 * (max(stages) - mean)
@@ -264,7 +267,7 @@ def test_the_slowest_stage_decides_whichever_it_is() -> None:
 def test_mixtures_behind_the_first_stage_communicate() -> None:
     """Every second block is a mixture; the first stage has none."""
     model = load_shipped_spec("ted-6.7b-16e")
-    given = {"expert": 8, "batch": 8192, "micro_batch": 1}
+    given = {"expert": 8, "global_batch": 8192, "micro_batch": 1}
     few = staged(model, pipe=model.num_layers // 2, **given)[0].seconds_by_part["expert"]
     many = staged(model, pipe=model.num_layers, **given)[0].seconds_by_part["expert"]
     assert few > 0.0 and 2 * many == pytest.approx(few, rel=0.1)
@@ -285,7 +288,7 @@ def test_a_head_on_the_last_stage_communicates() -> None:
 
 def test_pure_depth_is_best_at_a_large_batch_on_a_fast_network() -> None:
     model, machine = load_shipped_spec("llama3-8b"), load_cluster("dgx-h100").with_size(nodes=16)
-    given = {"batch": 1024, "seq": 4096, "recompute": "selective"}
+    given = {"global_batch": 1024, "seq": 4096, "recompute": "selective"}
     depth = guess(model, machine, depth=128, micro_batch=2, **given).step_seconds
     tensor, pipeline = {"row": 8, "depth": 16}, {"row": 8, "pipe": 4, "data": 4}
     for other in (tensor, pipeline, {"row": 4, "col": 2, "depth": 16}):
@@ -297,7 +300,7 @@ def test_a_pipeline_is_best_across_slow_links() -> None:
     slow = replace(
         load_cluster("dgx-h100").with_size(nodes=4), network=Link(5e9, 2e-5), name="slow"
     )
-    given = {"batch": 128, "seq": 4096, "micro_batch": 1, "recompute": "selective"}
+    given = {"global_batch": 128, "seq": 4096, "micro_batch": 1, "recompute": "selective"}
     pipe = guess(model, slow, pipe=4, row=8, **given).step_seconds
     for other in ({"depth": 32}, {"row": 32}, {"row": 8, "depth": 4}, {"row": 8, "data": 4}):
         assert pipe < guess(model, slow, **given, **other).step_seconds, other
@@ -305,11 +308,11 @@ def test_a_pipeline_is_best_across_slow_links() -> None:
 
 def test_parts_are_the_whole_and_states_on_the_host_cost_time() -> None:
     model, machine = load_shipped_spec("llama3-8b"), load_cluster("dgx-h100")
-    here = guess(model, machine, depth=8, batch=16)
+    here = guess(model, machine, depth=8, global_batch=16)
     assert here.step_seconds == pytest.approx(sum(here.seconds_by_part.values()))
     assert here.interval[0] < here.step_seconds < here.interval[1]
     assert 0.2 < here.mfu < 0.7
-    laid = Candidate(plan(depth=8, batch=16), states="host")
+    laid = Candidate(plan(depth=8, global_batch=16), states="host")
     away = predict_step(Workload(model, 2048, 16), laid, machine)
     assert away.seconds_by_part["host"] > 0 and away.seconds_by_part["update"] == 0
     assert away.memory.total_bytes < here.memory.total_bytes
@@ -319,7 +322,7 @@ def test_parts_are_the_whole_and_states_on_the_host_cost_time() -> None:
 def test_more_computed_again_takes_longer_and_keeps_less() -> None:
     model, machine, found = load_shipped_spec("llama3-8b"), load_cluster("dgx-h100"), []
     for word in ("none", "selective", "full"):
-        found.append(guess(model, machine, depth=8, batch=16, seq=8192, recompute=word))
+        found.append(guess(model, machine, depth=8, global_batch=16, seq=8192, recompute=word))
     assert found[0].step_seconds < found[1].step_seconds < found[2].step_seconds
     assert found[0].memory.total_bytes > found[1].memory.total_bytes > found[2].memory.total_bytes
 
@@ -342,10 +345,10 @@ def test_a_graph_leaves_out_what_nobody_reads() -> None:
         ).recompute_savings
         == 0
     )
-    one, plan = Workload(model, 512, 2), Plan(data=1, batch=2, micro_batch=2, compile="on")
+    one, plan = Workload(model, 512, 2), Plan(data=1, global_batch=2, micro_batch=2, compile="on")
     full = Candidate(replace(plan, recompute="full"))
     again = predict_step(one, full, load_cluster("dgx-h100").with_size(devices=1)).seconds_by_part[
-        "again"
+        "recompute"
     ]
     assert again == pytest.approx(model.num_layers * (times.forward - down))
     spot = ShardingKey.from_plan(plan)
@@ -363,7 +366,7 @@ def test_a_graph_keeps_what_products_in_8_bits_read() -> None:
         ActivationShape(2, 512, itemsize=2, statistics_itemsize=4),
         2 * 512,
     )
-    spot = ShardingKey.from_plan(Plan(data=1, batch=2, micro_batch=2))
+    spot = ShardingKey.from_plan(Plan(data=1, global_batch=2, micro_batch=2))
     plain, tensor, row = (
         block_activations(model, model.parts[1], spot, flow, True, fp8).none
         for fp8 in ("", "tensor", "row")

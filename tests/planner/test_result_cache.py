@@ -29,7 +29,7 @@ WORDS = (
     "2",
     "--model.size",
     "llama3-1b",
-    "--plan.batch",
+    "--plan.global-batch",
     "8",
 )
 

@@ -88,14 +88,16 @@ def every(asked: SearchRequest) -> list[PredictedCandidate]:
     """All layouts in the usual order of axes, nothing left out: the slow and simple way."""
     found = []
     for plan in valid_grids(asked)[0]:
-        share = plan.batch // plan.num_replicas
+        share = plan.global_batch // plan.num_replicas
         micros = [n for n in range(1, share + 1) if share % n == 0 and n % plan.micro_batch == 0]
         chunks = [n for n in (1, 2, 4, 8) if n == 1 or 1 < plan.pipe <= 8 // n]
         ways = itertools.product(
-            micros, chunks, RECOMPUTE_MODES, ("keep", "again"), ("device", "host")
+            micros, chunks, RECOMPUTE_MODES, ("step", "micro_batch"), ("device", "host")
         )
         for micro, chunk, kind, kept, where in ways:
-            one = replace(plan, micro_batch=micro, chunks=chunk, recompute=kind, gathered=kept)
+            one = replace(
+                plan, micro_batch=micro, virtual_stages=chunk, recompute=kind, reshard_after=kept
+            )
             if search.is_allowed(asked, one):
                 layout = Candidate(plan=one, axis_order=one.axis_order, states=where)
                 found.append(
@@ -162,7 +164,7 @@ def test_found_layouts_can_run_and_fit() -> None:
         assert not list(one.plan.find_problems(asked.dim_sizes, 16))
         assert one.prediction.memory.total_bytes <= one.prediction.limit
         assert one.candidate.axis_order == one.plan.axis_order
-    assert any(one.plan.order for one in result.feasible_candidates)
+    assert any(one.plan.rank_order for one in result.feasible_candidates)
     times = [float(f"{one.prediction.step_seconds:.3g}") for one in result.feasible_candidates]
     assert times == sorted(times)
 
@@ -178,14 +180,14 @@ def test_what_is_settled_stays() -> None:
 
 def test_of_equal_times_the_simpler_layout_wins() -> None:
     machine = cluster.load_cluster("dgx-h100")
-    plan = Plan(data=8, batch=8, micro_batch=1)
+    plan = Plan(data=8, global_batch=8, micro_batch=1)
     prediction = predict_step(small(8), Candidate(plan), machine)
     one = PredictedCandidate(Candidate(plan), prediction)
     for other in (
         replace(plan, data=4, depth=2),
         replace(plan, data=4, row=2),
         replace(plan, recompute="selective"),
-        replace(plan, order=("depth", "data")),
+        replace(plan, rank_order=("depth", "data")),
     ):
         assert one.sort_key < PredictedCandidate(Candidate(other), prediction).sort_key
     assert PredictedCandidate(Candidate(plan, states="host"), prediction).sort_key > one.sort_key
@@ -221,12 +223,14 @@ def megatron(asked: SearchRequest) -> PredictedCandidate:
     for plan in valid_grids(asked)[0]:
         if not STYLES["Megatron"](plan, node):
             continue
-        share, most = plan.batch // plan.num_replicas, asked.dim_sizes["layers"] // plan.pipe
+        share, most = plan.global_batch // plan.num_replicas, asked.dim_sizes["layers"] // plan.pipe
         micros = [
             n for n in range(1, share + 1) if share % n == 0 and n * asked.workload.seq <= 2**18
         ]
         for micro, chunks in itertools.product(micros, range(1, max(min(most, 16), 1) + 1)):
-            one = search.with_schedule(asked, replace(plan, micro_batch=micro, chunks=chunks))
+            one = search.with_schedule(
+                asked, replace(plan, micro_batch=micro, virtual_stages=chunks)
+            )
             if plan.pipe * chunks > max(asked.dim_sizes["layers"], plan.pipe):
                 continue
             if (plan.pipe > 1 or chunks == 1) and search.is_allowed(asked, one):
@@ -264,29 +268,31 @@ def test_the_baseline_of_405b_on_2048_nodes_has_chunks() -> None:
     job = Workload(model_spec.load_shipped_spec("llama3-405b"), 8192, 2048)
     fixed = frozenset({"depth", "col", "row", "recompute", "micro_batch"})
     asked = wish(
-        nodes=2048, job=job, plan=Plan(batch=2048, micro_batch=1, row=8), fixed_fields=fixed
+        nodes=2048, job=job, plan=Plan(global_batch=2048, micro_batch=1, row=8), fixed_fields=fixed
     )
     result = search.search_layouts(asked)
     shown = find_baselines(result.feasible_candidates, 8)["Megatron"]
-    usual = Plan(pipe=16, data=128, row=8, chunks=4, micro_batch=1, batch=2048, compile="on")
-    usual = replace(usual, policy="interleaved")
+    usual = Plan(
+        pipe=16, data=128, row=8, virtual_stages=4, micro_batch=1, global_batch=2048, compile="on"
+    )
+    usual = replace(usual, schedule="interleaved")
     known = predict_step(job, Candidate(usual, axis_order=usual.axis_order), asked.cluster)
     assert (
         known.fits_memory
         and shown.prediction.step_seconds <= known.step_seconds
-        and shown.plan.chunks > 1
+        and shown.plan.virtual_stages > 1
     )
     assert not any(plan.pipe > 126 for plan in (f.plan for f in result.feasible_candidates[:5]))
 
 
 def test_words_agree_with_numbers() -> None:
     """Who waits for the slowest stage does not wait for micro-batches, and bytes take time."""
-    plan = Plan(pipe=2, row=4, stages=(2,), batch=32, recompute="none")
-    names = {"pipe", "row", "data", "depth", "col", "recompute", "chunks"}
+    plan = Plan(pipe=2, row=4, stage_starts=(2,), global_batch=32, recompute="none")
+    names = {"pipe", "row", "data", "depth", "col", "recompute", "virtual_stages"}
     uneven = search.search_layouts(wish(plan=plan, fixed_fields=frozenset(names)))
     said = explain.describe_bottleneck(uneven)
     assert said.startswith("The slowest stage binds: stage 1 of 2 (7 blocks and the head)"), said
-    even = replace(plan, stages=(), batch=2)
+    even = replace(plan, stage_starts=(), global_batch=2)
     few = search.search_layouts(wish(job=small(2), plan=even, fixed_fields=frozenset(names)))
     assert explain.describe_bottleneck(few).startswith("The batch binds"), (
         explain.describe_bottleneck(few)
@@ -374,20 +380,20 @@ def held(found: PredictedCandidate, job: Workload) -> int:
 
 
 def test_a_planned_pipeline_holds_what_is_predicted() -> None:
-    plan, fixed = Plan(batch=32, pipe=4, depth=1, col=1), frozenset({"pipe", "depth", "col"})
+    plan, fixed = Plan(global_batch=32, pipe=4, depth=1, col=1), frozenset({"pipe", "depth", "col"})
     asked = wish(plan=plan, fixed_fields=fixed)
     found = search.search_layouts(asked).feasible_candidates
-    assert {one.plan.chunks for one in found} >= {1, 2}
+    assert {one.plan.virtual_stages for one in found} >= {1, 2}
     for one in found[::5]:
-        assert one.plan.policy == ("1f1b" if one.plan.chunks == 1 else "interleaved")
+        assert one.plan.schedule == ("1f1b" if one.plan.virtual_stages == 1 else "interleaved")
         assert one.prediction.memory.allocated_bytes == held(one, asked.workload)
-        assert explain.candidate_settings(one, asked)["plan.policy"] == one.plan.policy
+        assert explain.candidate_settings(one, asked)["plan.schedule"] == one.plan.schedule
 
 
 def test_blocks_are_compiled_where_that_is_faster() -> None:
     """A graph overlaps less: on a slow network what it loses may be more than what it gains."""
     fixed = ("pipe", "row", "col", "micro_batch", "recompute")
-    plan = Plan(batch=64, micro_batch=2, compile="auto")
+    plan = Plan(global_batch=64, micro_batch=2, compile="auto")
     asked = wish(nodes=2, job=small(batch=64), plan=plan, fixed_fields=frozenset(fixed))
     machine = asked.cluster
     slow = replace(machine, network=replace(machine.network, bandwidth=5e9))
@@ -423,21 +429,23 @@ def test_blocks_are_compiled_where_that_is_faster() -> None:
 @pytest.mark.parametrize(
     "settled",
     [
-        {"chunks": 2},
-        {"spread": True},
-        {"policy": "interleaved"},
-        {"policy": "gpipe", "pipe": 2},
-        {"stages": (3,)},
+        {"virtual_stages": 2},
+        {"vocab_over_pipe": True},
+        {"schedule": "interleaved"},
+        {"schedule": "gpipe", "pipe": 2},
+        {"stage_starts": (3,)},
     ],
     ids=str,
 )
 def test_what_is_settled_of_stages_leaves_pipelines(settled: dict[str, Any]) -> None:
     """Rules of one axis alone do not refuse what only a pipeline can have."""
-    asked = wish(devices=4, plan=Plan(batch=32, **settled), fixed_fields=frozenset(settled))
+    asked = wish(devices=4, plan=Plan(global_batch=32, **settled), fixed_fields=frozenset(settled))
     found = [
         one.plan for one in search.search_layouts(asked).feasible_candidates if one.plan.pipe > 1
     ]
-    assert {plan.pipe for plan in found} >= ({2} if {"pipe", "stages"} & {*settled} else {2, 4})
+    assert {plan.pipe for plan in found} >= (
+        {2} if {"pipe", "stage_starts"} & {*settled} else {2, 4}
+    )
     for name, value in settled.items():
         assert {getattr(plan, name) for plan in found} == {value}
     assert all(next(plan.find_problems(asked.dim_sizes, 4), None) is None for plan in found)
@@ -447,9 +455,9 @@ def test_an_answer_can_be_asked_about() -> None:
     """What a plan says, given as settings, is a plan again, and says the same."""
     asked = wish(devices=4)
     for one in search.search_layouts(asked).feasible_candidates[:40:4]:
-        names = "pipe data depth row col chunks policy inner micro_batch recompute gathered order"
-        names = names.split()
-        plan = replace(Plan(), batch=32, **{name: getattr(one.plan, name) for name in names})
+        names = "pipe data depth row col virtual_stages schedule col_splits micro_batch recompute"
+        names = [*names.split(), "reshard_after", "rank_order"]
+        plan = replace(Plan(), global_batch=32, **{name: getattr(one.plan, name) for name in names})
         plan = replace(plan, compile=one.plan.compile)
         again = replace(
             asked, plan=plan, fixed_fields=frozenset(names), states=one.candidate.states
@@ -461,17 +469,24 @@ def test_an_answer_can_be_asked_about() -> None:
 
 def test_bounded_stages_take_what_has_arrived() -> None:
     """A fixed order would be refused by a run with credits."""
-    asked = wish(plan=Plan(batch=32, pipe=4, credits=2), fixed_fields=frozenset({"pipe"}))
+    asked = wish(
+        plan=Plan(global_batch=32, pipe=4, max_in_flight=2), fixed_fields=frozenset({"pipe"})
+    )
     found = search.search_layouts(asked).feasible_candidates
-    assert found and {one.plan.policy for one in found} == {"message"}
+    assert found and {one.plan.schedule for one in found} == {"message_driven"}
 
 
 def test_who_asks_for_messages_is_told_what_they_hold() -> None:
-    fixed = ("pipe", "row", "depth", "col", "data", "policy", "chunks", "micro_batch", "recompute")
-    plan = Plan(batch=32, pipe=4, data=2, micro_batch=1, policy="message", compile="on")
+    fixed = (
+        *("pipe", "row", "depth", "col", "data", "schedule", "virtual_stages"),
+        *("micro_batch", "recompute"),
+    )
+    plan = Plan(
+        global_batch=32, pipe=4, data=2, micro_batch=1, schedule="message_driven", compile="on"
+    )
     asked = wish(plan=plan, fixed_fields=frozenset(fixed))
     best = search.search_layouts(asked).best
-    usual = search.search_layouts(replace(asked, plan=replace(plan, policy="1f1b"))).best
+    usual = search.search_layouts(replace(asked, plan=replace(plan, schedule="1f1b"))).best
     assert best.prediction.memory.allocated_bytes == held(best, asked.workload)
     assert best.prediction.memory.total_bytes > 1.1 * usual.prediction.memory.total_bytes
     middle = (best.prediction.memory.total_bytes + usual.prediction.memory.total_bytes) / 2
@@ -485,5 +500,5 @@ def test_who_asks_for_messages_is_told_what_they_hold() -> None:
         "a layout fits in the usual order only"
     )
     assert search.search_layouts(
-        replace(tight, plan=replace(plan, policy="1f1b"))
+        replace(tight, plan=replace(plan, schedule="1f1b"))
     ).feasible_candidates

@@ -54,7 +54,7 @@ def test_samples_too_long_get_a_shorter_one() -> None:
     )
     asked = replace(asked, cluster=asked.cluster.with_size(devices=1))
     text = said(asked)
-    shorter = replace(asked, workload=replace(asked.workload, seq=number(text, "data.seq")))
+    shorter = replace(asked, workload=replace(asked.workload, seq=number(text, "data.seq_len")))
     assert search.search_layouts(shorter).feasible_candidates
 
 
@@ -62,7 +62,9 @@ def test_more_ranks_than_samples_and_tokens() -> None:
     asked = wish("tiny", 96, 8, nodes=64)
     text = said(asked)
     assert text.startswith("512 devices cannot share this job")
-    batch = replace(asked, workload=replace(asked.workload, batch=number(text, "plan.batch")))
+    batch = replace(
+        asked, workload=replace(asked.workload, batch=number(text, "plan.global_batch"))
+    )
     assert suggestions.is_divisible(batch) and suggestions.is_divisible(
         on(asked, number(text, "nodes"))
     )
@@ -75,7 +77,7 @@ def test_a_batch_that_is_not_divisible() -> None:
         asked, plan=Plan(row=1, col=1, pipe=1), fixed_fields=frozenset({"row", "col", "pipe"})
     )
     text = said(asked)
-    assert number(text, "plan.batch") == 8 and number(text, "devices") == 7
+    assert number(text, "plan.global_batch") == 8 and number(text, "devices") == 7
 
 
 def test_degrees_that_are_no_divisors_are_told_as_the_plan_tells_them() -> None:

@@ -42,14 +42,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("optim__lr", float("inf")),
         ("optim__beta1", 1.0),
         ("optim__beta2", 1.5),
-        ("optim__warmup", 5),
-        ("model__positions", "learned"),
-        ("checkpoint__every", -2),
-        ("checkpoint__keep", -1),
-        ("guard__skips", -1),
-        ("guard__height", 0.5),
-        ("guard__height", float("nan")),
-        ("guard__window", 2),
+        ("optim__warmup_steps", 5),
+        ("model__position_embedding", "learned"),
+        ("checkpoint__interval", -2),
+        ("checkpoint__keep_latest", -1),
+        ("guard__max_skipped_steps", -1),
+        ("guard__spike_threshold", 0.5),
+        ("guard__spike_threshold", float("nan")),
+        ("guard__spike_window", 2),
     ],
     ids=lambda value: f"F3 F7 {value}",
 )
@@ -68,8 +68,15 @@ def test_the_last_step_is_saved_whatever_the_interval(
 ) -> None:
     """F7: an interval longer than the run, and keep=0, which keeps all."""
     monkeypatch.chdir(tmp_path)
-    words = ["--train.steps", "2", "--checkpoint.every", str(every), "--checkpoint.keep", "0"]
-    assert call("train", *FAST, *words, "--train.out", "run") == 0
+    words = [
+        "--train.steps",
+        "2",
+        "--checkpoint.interval",
+        str(every),
+        "--checkpoint.keep-latest",
+        "0",
+    ]
+    assert call("train", *FAST, *words, "--train.output-dir", "run") == 0
     assert [p.name for p in folders.find_checkpoints(tmp_path / "run" / "checkpoints")] == [
         "step-00000002"
     ]
@@ -103,10 +110,10 @@ def test_odd_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """F6: spaces, other letters, relative paths; a name too long is refused."""
     monkeypatch.chdir(tmp_path)
     for name in ("a b/ö ~x", "./sub/../run"):
-        assert call("train", *FAST, "--train.steps", "1", "--train.out", name) == 0
+        assert call("train", *FAST, "--train.steps", "1", "--train.output-dir", name) == 0
         assert len(metrics(tmp_path / name)) == 1
     with pytest.raises(PlanError, match="cannot be a directory"):
-        check_output_dir(RunConfig(train=TrainConfig(out="x" * 10_000)))
+        check_output_dir(RunConfig(train=TrainConfig(output_dir="x" * 10_000)))
 
 
 def test_a_run_goes_on_with_other_lengths_and_batches(tmp_path: Path, corpus: str) -> None:
@@ -115,7 +122,7 @@ def test_a_run_goes_on_with_other_lengths_and_batches(tmp_path: Path, corpus: st
     losses_of(grid, corpus, str(tmp_path), 2)
     checkpoint = folders.find_checkpoints(tmp_path / "checkpoints")[-1]
     for batch, steps in ((8, 5), (4, 3)):
-        run = run_of(str(tmp_path), {}, steps, plan__batch=batch)
+        run = run_of(str(tmp_path), {}, steps, plan__global_batch=batch)
         trainer = trainer_of(grid, corpus, run)
         trainer.resume_from(checkpoint)
         rows = list(trainer.run_steps())
@@ -136,7 +143,7 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(
         return plain(self, mode, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refused)
-    assert call("train", *FAST, "--train.steps", "3", "--train.out", "run") == 0
+    assert call("train", *FAST, "--train.steps", "3", "--train.output-dir", "run") == 0
     assert capsys.readouterr().err.count("metrics.jsonl cannot be written: Permission") == 1
     assert len(folders.find_checkpoints(tmp_path / "run" / "checkpoints")) == 1
 
@@ -161,7 +168,11 @@ def test_other_threads_are_told(
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """G9: settings that depend on measurements are refused, and flags of torch come back."""
-    changes = {"train__deterministic": True, "memory__fit": "auto", "plan__recompute": "budget"}
+    changes = {
+        "train__deterministic": True,
+        "memory__auto": True,
+        "plan__recompute": "memory_budget",
+    }
     with pytest.raises(PlanError) as caught:
         check_deterministic(run_of("", {}, 1, **changes))
     assert len(caught.value.problems) == 2

@@ -27,9 +27,9 @@ from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.train.resume import run_directory as folders
 
 STEPS = 9
-WORDS = ["train", *SMALL, "--train.steps", str(STEPS), "--train.out", "run"]
+WORDS = ["train", *SMALL, "--train.steps", str(STEPS), "--train.output-dir", "run"]
 PAIR = [*WORDS, "--nproc", "2"]
-EVERY = ["--checkpoint.every", "2", "--checkpoint.background", "False"]
+EVERY = ["--checkpoint.interval", "2", "--checkpoint.async-save", "False"]
 KILLS = """
 import os
 from ranvier.checkpoint import load as _load
@@ -86,7 +86,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Path) -> None:
     """A5 (forward, backward, reduction, update, schedule, logging, evaluation), A12 (load)."""
-    words = [*PAIR, *EVERY, "--train.evaluate", "4", "--data.held-out", "0"]
+    words = [*PAIR, *EVERY, "--train.eval-interval", "4", "--data.validation-fraction", "0"]
     process = started(tmp_path, *words, patch=("ranvier.train.trainer", KILLS))
     code, _, errors = ended(process)
     assert code == 0, errors
@@ -143,7 +143,7 @@ Trainer.issue_step = _killed
 @pytest.mark.full
 def test_a_run_goes_on_with_a_smaller_grid(tmp_path: Path, whole: Path) -> None:
     """A25, elastic: one of two ranks is lost for good."""
-    words = [*PAIR, *EVERY, "--launch.grids", "data=1", "--launch.retries", "1"]
+    words = [*PAIR, *EVERY, "--launch.fallback-grids", "data=1", "--launch.max-restarts", "1"]
     code, _, errors = ended(started(tmp_path, *words, patch=("ranvier.train.trainer", ALWAYS)))
     assert code == 0 and "Going on with the grid data=1 on 1 rank(s)" in errors, errors
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-6)
@@ -165,7 +165,10 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
         write(folder, *arguments)
 
     monkeypatch.setattr(rank_file, "write_rank_file", slow)
-    assert call(*WORDS, "--nproc", "1", "--checkpoint.every", "2", "--checkpoint.keep", "0") == 75
+    assert (
+        call(*WORDS, "--nproc", "1", "--checkpoint.interval", "2", "--checkpoint.keep-latest", "0")
+        == 75
+    )
     names = [path.name for path in find_checkpoints(tmp_path / "run" / "checkpoints")]
     done = len(metrics(tmp_path / "run"))
     assert names[:2] == ["step-00000002", "step-00000004"] and names[-1] == f"step-{done:08}"

@@ -80,8 +80,8 @@ def test_fewer_samples_than_a_batch_are_read_again(
     """E6, E12: a corpus of a few samples is read in many epochs; no rank is without data."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("a few words only, read again and again. " * 3)
-    words = ["--data.corpus", "short.txt", "--train.steps", "4", "--train.out", "run"]
-    assert call("train", *SMALL, *words, "--nproc", "1", "--data.held-out", "0") == 0
+    words = ["--data.sources", "short.txt", "--train.steps", "4", "--train.output-dir", "run"]
+    assert call("train", *SMALL, *words, "--nproc", "1", "--data.validation-fraction", "0") == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 
@@ -126,7 +126,9 @@ def test_a_thread_that_hangs_is_an_error_and_does_not_hold_the_end() -> None:
         return number
 
     with (
-        pytest.raises(HangError, match=r"Batch 1 has not come for 0 s.*train\.timeout") as caught,
+        pytest.raises(
+            HangError, match=r"Batch 1 has not come for 0 s.*train\.comm_timeout_seconds"
+        ) as caught,
         Loader(make, patience=0.1) as found,
     ):
         assert next(found) == 0
@@ -167,11 +169,11 @@ def test_long_lines_and_nul_bytes_are_text(tmp_path: Path) -> None:
 )
 def test_weights_of_a_mixture(weights: tuple[float, ...], good: bool) -> None:
     """E11: shares need not add up to 1, but are no negative numbers and not all 0."""
-    changes = {"data__corpus": ("a", "b"), "data__weights": weights}
+    changes = {"data__sources": ("a", "b"), "data__mixture_weights": weights}
     if good:
-        assert run_of("", {}, 1, **changes).data.weights == weights
+        assert run_of("", {}, 1, **changes).data.mixture_weights == weights
         return
-    with pytest.raises(PlanError, match=r"data\.weights"):
+    with pytest.raises(PlanError, match=r"data\.mixture_weights"):
         run_of("", {}, 1, **changes)
-    with pytest.raises(PlanError, match=r"data\.weights"):
-        run_of("", {}, 1, **{**changes, "data__weights": (float("nan"), 1.0)})
+    with pytest.raises(PlanError, match=r"data\.mixture_weights"):
+        run_of("", {}, 1, **{**changes, "data__mixture_weights": (float("nan"), 1.0)})

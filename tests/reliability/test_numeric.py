@@ -88,10 +88,10 @@ def skipping(
 @pytest.mark.parametrize(
     ("degrees", "where", "rank", "kind", "changes"),
     [
-        ({}, "blocks.1.mlp.down", 0, "inf", {"train__dtype": "bf16", "optim__moments": "bf16"}),
+        ({}, "blocks.1.mlp.down", 0, "inf", {"train__dtype": "bf16", "optim__state_dtype": "bf16"}),
         ({"data": 2, "col": 2}, "blocks.1.norm2", 3, "nan", {}),
         ({"row": 2}, "blocks.0.mlp.down", 1, "gradient", {"train__dtype": "fp32"}),
-        ({"pipe": 2}, "blocks.0.norm1", 0, "gradient", {"optim__moments": "bf16"}),
+        ({"pipe": 2}, "blocks.0.norm1", 0, "gradient", {"optim__state_dtype": "bf16"}),
     ],
     ids=["G1 one rank", "G1 data col", "G2 row", "G2 stage without the loss"],
 )
@@ -116,7 +116,7 @@ def test_all_ranks_leave_out_the_step_of_one_bad_number(
 
 def voting(grid: Grid, corpus: str, factor: float) -> list[tuple[bool, bool]]:
     """Of 20 steps, the last with another loss on rank 1 alone: what was skipped, and changed."""
-    changes = {"guard__spike": "skip", "guard__window": 16, "optim__lr": 1e-4}
+    changes = {"guard__on_spike": "skip", "guard__spike_window": 16, "optim__lr": 1e-4}
     trainer = trainer_of(grid, corpus, run_of("", dict(grid.degrees), 20, **changes))
     plain, rows = steps.forward_backward, []
 
@@ -151,8 +151,8 @@ def test_one_rank_alone_decides_for_all(pool: Pool, corpus: str, factor: float) 
 def test_after_the_budget_the_run_names_its_cause_and_a_checkpoint(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """G3: more bad steps than guard.skips; each checkpoint is one to go on from."""
-    changes = {"guard__skips": 2, "checkpoint__every": 1}
+    """G3: more bad steps than guard.max_skipped_steps; each checkpoint is one to go on from."""
+    changes = {"guard__max_skipped_steps": 2, "checkpoint__interval": 1}
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 9, **changes))
     poison(trainer, "blocks.0.mlp.down", 0, range(2, 99), "nan")
     rows = []
@@ -160,13 +160,13 @@ def test_after_the_budget_the_run_names_its_cause_and_a_checkpoint(
         rows += trainer.run_steps()
     text = str(caught.value)
     assert caught.value.exit_code == 74 and len(rows) == 4
-    assert text.startswith("Step 5 of 9 (loss nan)") and "guard.skips=2" in text
+    assert text.startswith("Step 5 of 9 (loss nan)") and "guard.max_skipped_steps=2" in text
     assert "The first is the output of blocks.0.mlp.down" in text
     kept = folders.find_checkpoints(tmp_path / "checkpoints")
     assert str(kept[-1]) in text and kept[-1].name == "step-00000004"
     for whole in load_full_tensors(kept[-1]).values():
         assert whole.isfinite().all()
-    assert "makes 2 of guard.skips=2" in capsys.readouterr().err
+    assert "makes 2 of guard.max_skipped_steps=2" in capsys.readouterr().err
     assert trainer.optimizer.num_updates == 2
 
 
@@ -183,13 +183,13 @@ def test_skipped_steps_are_in_metrics_and_report(
         return trainer
 
     monkeypatch.setattr(Trainer, "from_run", classmethod(poisoned))
-    words = ["--train.steps", "30", "--train.out", "run", "--nproc", "1"]
+    words = ["--train.steps", "30", "--train.output-dir", "run", "--nproc", "1"]
     assert call("train", *SMALL, *words) == 0
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows if row["skipped"]] == [3, 4]
-    assert rows[3]["loss"] is None and rows[29]["skips"] == 2
-    assert "2 left out" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["skips"] == 2
+    assert rows[3]["loss"] is None and rows[29]["skipped_total"] == 2
+    assert "2 skipped" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["skipped_total"] == 2
     page = (tmp_path / "run" / "report.html").read_text()
     assert "2 step(s) were left out" in page and 'data-name="left out"' in page
 
@@ -248,7 +248,7 @@ WAVES = [3.0 + 0.1 * math.sin(7 * i) for i in range(200)]
 
 def test_a_spike_is_far_above_the_median_and_stays_outside_the_window() -> None:
     """G4: neither spikes nor what is no number move the limit; few losses have none."""
-    guard = LossGuard(GuardConfig(window=64), "cpu")
+    guard = LossGuard(GuardConfig(spike_window=64), "cpu")
     assert not any(watched(guard, WAVES[:60]))
     limit = guard.spike_limit()
     assert watched(guard, [30.0, 31.0, math.nan, 32.0, *WAVES[:4]], 60) == [
@@ -259,7 +259,7 @@ def test_a_spike_is_far_above_the_median_and_stays_outside_the_window() -> None:
     assert (guard.spikes, guard.nonfinite_steps) == (3, 1)
     young = LossGuard(GuardConfig(), "cpu")
     assert not any(watched(young, [*WAVES[: MIN_LOSSES - 1], 300.0]))
-    assert not any(watched(LossGuard(GuardConfig(spike="off"), "cpu"), [*WAVES[:50], 300.0]))
+    assert not any(watched(LossGuard(GuardConfig(on_spike="off"), "cpu"), [*WAVES[:50], 300.0]))
 
 
 def test_losses_that_hardly_differ_make_no_spikes() -> None:
@@ -274,10 +274,10 @@ def test_losses_that_hardly_differ_make_no_spikes() -> None:
 def test_a_guard_goes_on_to_the_bit() -> None:
     """G9: limits and counts after a restart, whenever it was, are those of the whole run."""
     losses = [*WAVES[:40], 40.0, math.nan, *WAVES[40:60]]
-    whole = LossGuard(GuardConfig(window=32), "cpu")
+    whole = LossGuard(GuardConfig(spike_window=32), "cpu")
     found = watched(whole, losses)
     for cut in (1, 17, 41, 42):
-        first, second = (LossGuard(GuardConfig(window=32), "cpu") for _ in range(2))
+        first, second = (LossGuard(GuardConfig(spike_window=32), "cpu") for _ in range(2))
         begun = watched(first, losses[:cut])
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert begun + watched(second, losses[cut:], cut) == found
@@ -287,8 +287,11 @@ def test_a_guard_goes_on_to_the_bit() -> None:
 
 
 def test_fewer_skips_than_were_made_allow_no_more() -> None:
-    """G3, F9: a run that goes on with a smaller guard.skips is not stopped by its past."""
-    old, new = LossGuard(GuardConfig(skips=5), "cpu"), LossGuard(GuardConfig(skips=2), "cpu")
+    """G3, F9: a run resumed with a smaller guard.max_skipped_steps is not stopped by its past."""
+    old, new = (
+        LossGuard(GuardConfig(max_skipped_steps=5), "cpu"),
+        LossGuard(GuardConfig(max_skipped_steps=2), "cpu"),
+    )
     watched(old, [math.nan] * 4)
     new.load_state_dict(old.state_dict())
     assert not new.is_exhausted() and new.step_limits.nonfinite_steps == 2
@@ -310,7 +313,7 @@ def spiky(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield spikes
 
 
-SHORT = {"guard__window": 16, "optim__lr": 1e-4}
+SHORT = {"guard__spike_window": 16, "optim__lr": 1e-4}
 
 
 @pytest.mark.full
@@ -330,7 +333,7 @@ def test_a_spike_is_told(
 def test_a_spike_is_left_out(tmp_path: Path, corpus: str, spiky: list[int]) -> None:
     """G4, skip: the update is not made; too many in a row end the run."""
     spiky.append(20)
-    changes = {**SHORT, "guard__spike": "skip", "guard__skips": 1}
+    changes = {**SHORT, "guard__on_spike": "skip", "guard__max_skipped_steps": 1}
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 30, **changes))
     rows, kept = [], {}
     for row in trainer.run_steps():
@@ -354,7 +357,12 @@ def test_a_run_goes_back_and_on_behind_the_spike(
 ) -> None:
     """G4, rewind: weights of the checkpoint, samples behind the spike, three times at most."""
     spiky += [18, 27]  # as they are taken: before the first checkpoint, and step 27
-    changes = {**SHORT, "guard__spike": "rewind", "checkpoint__every": 20, "guard__rewinds": 1}
+    changes = {
+        **SHORT,
+        "guard__on_spike": "rewind",
+        "checkpoint__interval": 20,
+        "guard__max_rewinds": 1,
+    }
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 32, **changes))
     rows = list(trainer.run_steps())
     text = capsys.readouterr().err
@@ -368,7 +376,7 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     trainer.save_checkpoint()
     more.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
     assert more.guard.rewinds == 1
-    with pytest.raises(NumericError, match=r"gone back 1 times.*guard.rewinds=1"):
+    with pytest.raises(NumericError, match=r"gone back 1 times.*guard.max_rewinds=1"):
         list(more.run_steps())
 
 
@@ -382,7 +390,7 @@ def spiking(grid: Grid, corpus: str, out: str) -> list[tuple[int, float | None]]
 
     steps.forward_backward = patched
     try:
-        changes = {**SHORT, "guard__spike": "rewind", "checkpoint__every": 17}
+        changes = {**SHORT, "guard__on_spike": "rewind", "checkpoint__interval": 17}
         trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 20, **changes))
         return [(row["step"], row["loss"]) for row in trainer.run_steps()]
     finally:
@@ -417,7 +425,7 @@ def test_one_flipped_bit_changes_a_fingerprint() -> None:
 
 def unharmed(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> int:
     """Comparisons in a run that went well; its own trace shows them."""
-    run = run_of(out, dict(grid.degrees), 3, guard__replicas=1, **changes)
+    run = run_of(out, dict(grid.degrees), 3, guard__replica_check_interval=1, **changes)
     trainer = trainer_of(grid, corpus, run)
     with grid.trace.record_events() as events:
         list(trainer.run_steps())
@@ -428,12 +436,15 @@ def unharmed(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
-        ({"data": 2, "row": 2}, {"train__dtype": "bf16", "optim__moments": "bf16"}),
-        ({"depth": 2, "col": 2}, {"model__mlp": 25, "plan__inner": "samples"}),
+        ({"data": 2, "row": 2}, {"train__dtype": "bf16", "optim__state_dtype": "bf16"}),
+        ({"depth": 2, "col": 2}, {"model__mlp": 25, "plan__col_splits": "samples"}),
         ({"row": 4}, {"model__kv_heads": 2}),
-        ({"pipe": 2, "data": 2}, {"model__tied": True, "model__layers": 3}),
-        ({"pipe": 2, "row": 2}, {"model__tied": True, "plan__spread": True, "model__bias": True}),
-        ({"depth": 2, "data": 2}, {"model__positions": "learned", "train__dtype": "fp16"}),
+        ({"pipe": 2, "data": 2}, {"model__tie_embeddings": True, "model__layers": 3}),
+        (
+            {"pipe": 2, "row": 2},
+            {"model__tie_embeddings": True, "plan__vocab_over_pipe": True, "model__bias": True},
+        ),
+        ({"depth": 2, "data": 2}, {"model__position_embedding": "learned", "train__dtype": "fp16"}),
     ],
     ids=["G8 data-row", "G8 depth-col", "G8 F1 kv", "G8 F1 tied-uneven", "G8 spread", "G8 fp16"],
 )
@@ -447,7 +458,9 @@ def test_copies_of_a_good_run_are_equal(
 
 def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str, int]:
     """What a run says after a tensor was changed by one ulp on one rank; its checkpoints."""
-    run = run_of(out, dict(grid.degrees), 6, guard__replicas=2, checkpoint__every=4)
+    run = run_of(
+        out, dict(grid.degrees), 6, guard__replica_check_interval=2, checkpoint__interval=4
+    )
     trainer = trainer_of(grid, corpus, run)
     tensors = {**get_parallel_model(trainer.model).sharded_state(), **trainer.state_tensors()}
     try:
@@ -499,7 +512,7 @@ def test_copies_that_differ_are_named(
 
 def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[str, list[float]]:
     """What a run says that computes each second step twice; at: a pass in which one bit flips."""
-    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 4, guard__replay=2))
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 4, guard__replay_interval=2))
     passes = 0
 
     def flips(_: Any, __: Any, output: Tensor) -> Tensor | None:

@@ -27,9 +27,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
-        ({"data": 2}, {"train__seed": 1, "optim__moments": "bf16", "train__dtype": "bf16"}),
+        ({"data": 2}, {"train__seed": 1, "optim__state_dtype": "bf16", "train__dtype": "bf16"}),
         ({"row": 2}, {"train__seed": 2, "model__dropout": 0.2, "train__dtype": "fp32"}),
-        ({"pipe": 2}, {"train__seed": 3, "train__dtype": "fp32", "guard__spike": "skip"}),
+        ({"pipe": 2}, {"train__seed": 3, "train__dtype": "fp32", "guard__on_spike": "skip"}),
         ({"depth": 2}, {"train__seed": 1, "model__dropout": 0.2, "train__dtype": "fp16"}),
         ({"col": 2}, {"train__seed": 2, "train__dtype": "bf16"}),
     ],
@@ -39,7 +39,7 @@ def test_a_resumed_run_repeats_its_bits(
     pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int], changes: dict[str, Any]
 ) -> None:
     """G9, G13: weights, moments, guard, dropout and loss scale of the uninterrupted run."""
-    options = {**changes, "checkpoint__every": 2, "checkpoint__keep": 0}
+    options = {**changes, "checkpoint__interval": 2, "checkpoint__keep_latest": 0}
     whole, *_ = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "a"), 4, "", options)
     middle, end = folders.find_checkpoints(tmp_path / "a" / "checkpoints")
     rest = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "b"), 4, str(middle), options)
@@ -74,7 +74,7 @@ def test_twenty_steps_on_a_grid_are_those_of_one_process(
     pool: Pool, corpus: str, dtype: str, limit: float, degrees: dict[str, int]
 ) -> None:
     """G10 the loss, and G12 the norm before a clipping that bites."""
-    changes = {"train__dtype": dtype, "optim__clip": 0.1, "optim__lr": 1e-3}
+    changes = {"train__dtype": dtype, "optim__max_grad_norm": 0.1, "optim__lr": 1e-3}
     wanted = curve(Grid({}), corpus, 20, changes)
     for found in pool.on_grid(degrees, curve, corpus, 20, changes):
         assert same(found, wanted, limit)
@@ -96,7 +96,7 @@ def test_micro_batches_add_up(corpus: str, micro: int) -> None:
 
 def test_samples_of_one_token(pool: Pool, corpus: str) -> None:
     """G11: nothing to attend to, and still the same on two ranks."""
-    changes = {"data__seq": 1, "data__packed": False}
+    changes = {"data__seq_len": 1, "data__document_mask": False}
     wanted = curve(Grid({}), corpus, 3, changes)
     assert all(loss > 0.0 for loss, _ in wanted)
     for found in pool.on_grid({"data": 2}, curve, corpus, 3, changes):

@@ -122,7 +122,7 @@ def test_a_setting_with_control_characters_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text('[train]\n"\\u001b[2J" = 3\n[plan]\norder = ["\\u202e"]\n')
+    Path("run.toml").write_text('[train]\n"\\u001b[2J" = 3\n[plan]\nrank_order = ["\\u202e"]\n')
     assert call("train", "run.toml") == 64
     err = capsys.readouterr().err
     assert not CONTROL_CHARACTERS.search(err) and "\\x1b[2J" in err, ascii(err)

@@ -37,11 +37,11 @@ def on_cpu(**plan: Any) -> RunConfig:
     ("plan", "world", "open_"),
     [
         ({}, 4, True),
-        ({"batch": 16, "micro_batch": 1}, 4, True),
+        ({"global_batch": 16, "micro_batch": 1}, 4, True),
         ({}, 1, False),
         ({"row": 2}, 4, False),
         ({"data": 4}, 4, False),
-        ({"layout": "given"}, 4, False),
+        ({"auto": False}, 4, False),
     ],
 )
 def test_a_layout_is_open_where_nobody_gave_a_degree(
@@ -54,20 +54,20 @@ def test_the_planner_fills_all_ranks_and_keeps_what_was_given() -> None:
     run, said = auto_plan.plan_run(on_cpu(micro_batch=1, overlap=("dx",)), 4)
     assert said is not None and said.low < said.seconds < said.high
     plan = run.check_and_resolve(4).plan
-    assert plan.world_size == 4 and plan.layout == "given"
+    assert plan.world_size == 4 and not plan.auto
     assert plan.micro_batch == 1 and plan.overlap == ("dx",)
     assert "ms a step" in said.why
 
 
 def test_a_fit_keeps_its_own_choices() -> None:
-    """memory.fit measures whole models: no pipeline, and what it finds stays open."""
-    run, _ = auto_plan.plan_run(replace(on_cpu(), memory=MemoryConfig(fit="auto")), 4)
+    """memory.auto measures whole models: no pipeline, and what it finds stays open."""
+    run, _ = auto_plan.plan_run(replace(on_cpu(), memory=MemoryConfig(auto=True)), 4)
     assert run.plan.pipe == 1 and run.plan.world_size == 4
     assert (run.plan.micro_batch, run.plan.recompute) == (-1, "none")
 
 
 def test_what_is_wrong_is_left_to_the_check() -> None:
-    run, said = auto_plan.plan_run(on_cpu(batch=0), 4)
+    run, said = auto_plan.plan_run(on_cpu(global_batch=0), 4)
     assert said is None and run.plan.degrees == Plan().degrees
 
 
@@ -113,13 +113,13 @@ def test_simple_layouts_come_before_equal_ones() -> None:
 def test_steps_are_held_against_the_prediction() -> None:
     seen = PredictionCheck(SAID)
     rows = [
-        {"seconds": t, "memory": 2**30}
+        {"step_seconds": t, "peak_memory_bytes": 2**30}
         for t in (9.0, 9.0, *[0.12] * (prediction.CHECK_AFTER_STEPS - 2))
     ]
     lines = [seen.add_step(row, counted=True) for row in rows]
     assert not any(lines[:-1])
     assert "100 ms" in lines[-1] and "120 ms (+20%)" in lines[-1] and "calibrate" in lines[-1]
-    assert "1.00 and 1.00 GiB" in lines[-1]
+    assert "predicted 1.00, measured 1.00 GiB" in lines[-1]
     page = prediction.prediction_section(seen.to_dict())
     assert "Prediction" in page and "because" in page and "-16.7%" in page
     assert (

@@ -34,10 +34,22 @@ from ranvier.tools.dry_run import dry_run, resolve_dry_run
 SHAPE = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
 MODELS = [
     {"vocab": 101},
-    {"vocab": 96, "tied": True, "qk_norm": True},
-    {"vocab": 203, "tied": True, "kv_heads": 24, "norm": "layer", "positions": "learned"}
+    {"vocab": 96, "tie_embeddings": True, "qk_norm": "per_head"},
+    {
+        "vocab": 203,
+        "tie_embeddings": True,
+        "kv_heads": 24,
+        "norm": "layer",
+        "position_embedding": "learned",
+    }
     | {"activation": "gelu", "bias": True, "max_seq": 64},
-    {"vocab": 101, "qk_whole": True, "norms": "after", "window": 8, "window_layers": (0, 2)},
+    {
+        "vocab": 101,
+        "qk_norm": "full",
+        "norm_position": "post",
+        "sliding_window": 8,
+        "window_layers": (0, 2),
+    },
 ]
 DEGREES = {
     "pipe": (1, 1, 1, 2, 3),
@@ -57,24 +69,24 @@ def drawn(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     chunks = draw.choice((1, 1, 2)) if degrees["pipe"] > 1 else 1
     plan = Plan(
         **degrees,
-        inner=draw.choice(("samples", "features")),
+        col_splits=draw.choice(("samples", "features")),
         micro_batch=micro,
-        batch=replicas * micro * draw.choice((1, 2)),
+        global_batch=replicas * micro * draw.choice((1, 2)),
         recompute=draw.choice(("none", "none", "selective", "full")),
-        gathered=draw.choice(("again", "again", "keep")),
-        chunks=chunks,
-        spread=degrees["pipe"] > 1 and draw.random() < 0.25,
-        policy=draw.choice(("message", "interleaved" if chunks > 1 else "1f1b")),
+        reshard_after=draw.choice(("micro_batch", "micro_batch", "step")),
+        virtual_stages=chunks,
+        vocab_over_pipe=degrees["pipe"] > 1 and draw.random() < 0.25,
+        schedule=draw.choice(("message_driven", "interleaved" if chunks > 1 else "1f1b")),
     )
     lora = LoraConfig(rank=3, dora=True) if draw.random() < 0.2 else LoraConfig()
-    collectives = draw.choice(("again", "again", "keep"))
+    collectives = draw.choice(("rerun", "rerun", "save"))
     run = RunConfig(
         model=ModelConfig(size="imported", **{**SHAPE, **draw.choice(MODELS)}),
         lora=lora,
         plan=plan,
-        data=DataConfig(seq=48),
+        data=DataConfig(seq_len=48),
         train=TrainConfig(dtype=draw.choice(("bf16", "fp32"))),
-        memory=MemoryConfig(collectives=collectives),
+        memory=MemoryConfig(recompute_collectives=collectives),
     )
     try:
         run.check_and_resolve(world)
@@ -100,8 +112,8 @@ def same(number: int) -> None:
     found = dry_run(run, world=world, rank=rank, watched=False)
     run = resolve_dry_run(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
-    flow = ActivationShape(run.plan.micro_batch, run.data.seq, size, statistics_itemsize=4)
-    kept = run.memory.collectives == "keep"
+    flow = ActivationShape(run.plan.micro_batch, run.data.seq_len, size, statistics_itemsize=4)
+    kept = run.memory.recompute_collectives == "save"
     predicted = step_comm_volume(
         resolve_model_spec(run), run.plan, flow, stage=found.index["pipe"], kept=kept
     )
@@ -127,26 +139,26 @@ def test_layouts_are_of_all_kinds() -> None:
     assert worlds[0] < 64 and worlds[-1] > 2000 and len(worlds) == COUNT
     for axis, sizes in DEGREES.items():
         assert {getattr(plan, axis) for plan in plans} >= {*sizes[:3]}, axis
-    assert any(p.spread for p in plans) and any(p.chunks > 1 for p in plans)
+    assert any(p.vocab_over_pipe for p in plans) and any(p.virtual_stages > 1 for p in plans)
 
 
 BIG = {"layers": 6, "embed": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "mlp": 3072}
-LEARNED = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True}
+LEARNED = {"norm": "layer", "position_embedding": "learned", "activation": "gelu", "bias": True}
 KINDS = [
     {"vocab": 32000},
-    {"vocab": 32000, "tied": True, "qk_norm": True},
-    {"vocab": 50257, "tied": True, "kv_heads": 16, "max_seq": 4096, **LEARNED},
+    {"vocab": 32000, "tie_embeddings": True, "qk_norm": "per_head"},
+    {"vocab": 50257, "tie_embeddings": True, "kv_heads": 16, "max_seq": 4096, **LEARNED},
     {"vocab": 128256},
     {"vocab": 32000, "embed": 2048, "mlp": 5632, "heads": 32, "kv_heads": 8},
     {"vocab": 32001, "embed": 1056, "heads": 24, "kv_heads": 8, "head_dim": 44, "mlp": 2880},
-    {"vocab": 16384, "qk_whole": True, "norms": "after"},
-    {"vocab": 32000, "activation": "geglu", "window": 256, "window_layers": (0, 2)},
+    {"vocab": 16384, "qk_norm": "full", "norm_position": "post"},
+    {"vocab": 32000, "activation": "geglu", "sliding_window": 256, "window_layers": (0, 2)},
 ]
 """Models whose tensors are larger than what is constant."""
 MIXTURES = [
-    {"experts": 8, "experts_top": 2, "expert_mlp": 1024},
-    {"experts": 8, "experts_top": 2, "expert_mlp": 512, "shared_mlp": 1024},
-    {"experts": 16, "experts_top": 3, "expert_mlp": 512, "moe_every": 2},
+    {"experts": 8, "experts_per_token": 2, "expert_mlp": 1024},
+    {"experts": 8, "experts_per_token": 2, "expert_mlp": 512, "shared_expert_mlp": 1024},
+    {"experts": 16, "experts_per_token": 3, "expert_mlp": 512, "moe_layer_interval": 2},
 ]
 
 
@@ -162,24 +174,24 @@ def large(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     orders = ("gpipe", "zero-bubble", "interleaved" if chunks > 1 else "1f1b")
     plan = Plan(
         **degrees,
-        inner=draw.choice(("samples", "features")),
+        col_splits=draw.choice(("samples", "features")),
         micro_batch=micro,
-        batch=replicas * micro * draw.choice((1, 2, 3, 8)),
+        global_batch=replicas * micro * draw.choice((1, 2, 3, 8)),
         recompute=draw.choice(("none", "selective", "full", "full")),
-        gathered=draw.choice(("again", "again", "keep")),
-        chunks=chunks,
-        spread=pipe > 1 and draw.random() < 0.15,
-        policy=draw.choice(("message", *orders)) if pipe > 1 else "message",
+        reshard_after=draw.choice(("micro_batch", "micro_batch", "step")),
+        virtual_stages=chunks,
+        vocab_over_pipe=pipe > 1 and draw.random() < 0.15,
+        schedule=draw.choice(("message_driven", *orders)) if pipe > 1 else "message_driven",
     )
     shape = {**BIG, "layers": draw.choice((4, 6, 8, 11)), **draw.choice(KINDS)}
     shape |= draw.choice(MIXTURES) if mixture else {}
     run = RunConfig(
         model=ModelConfig(size="imported", **shape),
         plan=plan,
-        data=DataConfig(seq=draw.choice((1024, 1536, 2048))),
+        data=DataConfig(seq_len=draw.choice((1024, 1536, 2048))),
         train=TrainConfig(dtype=draw.choice(("bf16", "bf16", "fp32"))),
-        memory=MemoryConfig(collectives=draw.choice(("again", "again", "keep"))),
-        optim=OptimConfig(moments=draw.choice(("master", "master", "bf16", "int8"))),
+        memory=MemoryConfig(recompute_collectives=draw.choice(("rerun", "rerun", "save"))),
+        optim=OptimConfig(state_dtype=draw.choice(("master", "master", "bf16", "int8"))),
     )
     try:
         run.check_and_resolve(world)
@@ -194,9 +206,9 @@ def weighed(run: RunConfig, world: int, rank: int) -> None:
     found = dry_run(run, world=world, rank=rank)
     run = resolve_dry_run(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
-    flow = ActivationShape(run.plan.micro_batch, run.data.seq, size, statistics_itemsize=4)
-    kept, stage = run.memory.collectives == "keep", found.index["pipe"]
-    moments = run.optim.moments
+    flow = ActivationShape(run.plan.micro_batch, run.data.seq_len, size, statistics_itemsize=4)
+    kept, stage = run.memory.recompute_collectives == "save", found.index["pipe"]
+    moments = run.optim.state_dtype
     predicted = peak_memory(
         resolve_model_spec(run), run.plan, flow, stage=stage, keeps=kept, moments=moments
     )
@@ -217,13 +229,13 @@ def test_predicted_memory_of_random_layouts(number: int) -> None:
 
 MEMORY = [
     {"depth": 8, "row": 4, "micro_batch": 2, "recompute": "full"},
-    {"pipe": 3, "depth": 4, "batch": 16, "policy": "1f1b"},
-    {"pipe": 4, "batch": 4, "row": 2, "recompute": "selective", "policy": "gpipe"},
+    {"pipe": 3, "depth": 4, "global_batch": 16, "schedule": "1f1b"},
+    {"pipe": 4, "global_batch": 4, "row": 2, "recompute": "selective", "schedule": "gpipe"},
     {"micro_batch": 2},
-    {"data": 4, "row": 2, "col": 4, "inner": "features", "recompute": "selective"},
-    {"data": 64, "depth": 4, "batch": 1024, "micro_batch": 1},
+    {"data": 4, "row": 2, "col": 4, "col_splits": "features", "recompute": "selective"},
+    {"data": 64, "depth": 4, "global_batch": 1024, "micro_batch": 1},
     {"row": 8, "col": 2, "depth": 2, "micro_batch": 4, "recompute": "selective"},
-    {"pipe": 4, "batch": 8, "row": 2, "recompute": "full"},
+    {"pipe": 4, "global_batch": 8, "row": 2, "recompute": "full"},
     {"depth": 256, "micro_batch": 1},
 ]
 CHEAP = 1
@@ -236,9 +248,9 @@ def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
     settings = {"micro_batch": 1, **MEMORY[number]}
     axes = [settings.get(axis, 1) for axis in ("pipe", "data", "depth", "row", "col")]
     world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)
-    plan = Plan(**{"data": 1, "batch": replicas * settings["micro_batch"], **settings})
+    plan = Plan(**{"data": 1, "global_batch": replicas * settings["micro_batch"], **settings})
     model = ModelConfig(size="imported", **BIG, vocab=32000, max_seq=4096)
-    run = RunConfig(model=model, plan=plan, data=DataConfig(seq=4096))
+    run = RunConfig(model=model, plan=plan, data=DataConfig(seq_len=4096))
     weighed(run, world, world - 1 if plan.pipe == 3 else world // 2 if plan.pipe == 1 else 0)
 
 
@@ -247,7 +259,7 @@ def test_the_command_says_and_writes_what_a_rank_does(
 ) -> None:
     words = ["--world", "64", "--rank", "17", "--plan.row", "4", "--plan.depth", "4"]
     file = tmp_path / "dry.json"
-    assert call("dryrun", *words, "--plan.batch", "16", "--json", str(file)) == 0
+    assert call("dry-run", *words, "--plan.global-batch", "16", "--output", str(file)) == 0
     facts, out = json.loads(file.read_text()), capsys.readouterr().out
     assert facts["index"]["row"] == 1 and "rank 17 of 64 (data=1 row=1)" in out
     assert facts["shards"]["blocks.0.mlp.down.weight"] == {"part": [48, 128], "whole": [192, 512]}
@@ -261,7 +273,7 @@ WRONG = [
     (["--world", "8", "--rank", "8"], "rank=8 of world=8"),
     (["--world", "8", "--rank", "-1"], "Use --rank 0"),
     (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but 7 are there"),
-    (["--memory.states", "host"], "memory.states='host'"),
+    (["--memory.optimizer-states", "host"], "memory.optimizer_states='host'"),
     (["--prune.sparsity", "0.5"], "Masks of a pruned run are values"),
 ]
 
@@ -270,5 +282,5 @@ WRONG = [
 def test_mistakes_are_told(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("dryrun", *words) != 0
+    assert call("dry-run", *words) != 0
     assert message in capsys.readouterr().err

@@ -317,9 +317,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_is_profiled_and_left_as_it_was(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SMALL, "--train.steps", "2", "--nproc", "1", "--train.out", "run"]
+    words = [*SMALL, "--train.steps", "2", "--nproc", "1", "--train.output-dir", "run"]
     assert call("train", *words) == 0
-    run, quick = folder / "run", ["--steps", "1", "--warm", "2"]
+    run, quick = folder / "run", ["--steps", "1", "--warmup-steps", "2"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
     assert call("profile", "run", *quick, "--top", "4") == 0
@@ -341,7 +341,7 @@ def test_a_run_is_profiled_and_left_as_it_was(
 
     config = (run / "config.toml").read_text()
     (folder / "other.toml").write_text(config.replace('out = "run"', 'out = ""'))
-    more = ["--model.layers", "1", "--out", "here"]
+    more = ["--model.layers", "1", "--output", "here"]
     assert call("profile", "other.toml", *quick, *more) == 0
     assert (folder / "here" / "profile.txt").exists() and not (folder / "runs").exists()
 
@@ -393,9 +393,9 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["."], "is no run"),
     (["nowhere"], "cannot be read"),
     (["two.toml", "two.toml"], "One file or run is read"),
-    (["two.toml"], "--plan.data 1 --plan.row 1 --plan.batch 4"),
+    (["two.toml"], "--plan.data 1 --plan.row 1 --plan.global-batch 4"),
     (["one.toml", "--steps", "0"], "steps=0"),
-    (["one.toml", "--out", "one.toml"], "Choose another with --out"),
+    (["one.toml", "--output", "one.toml"], "Choose another with --out"),
     (["one.toml", "--model.heads", "7"], "kv_heads"),
 ]
 

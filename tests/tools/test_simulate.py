@@ -23,7 +23,7 @@ from ranvier.tools.simulate import times_from_run, times_from_toml, times_from_w
 from ranvier.train.report import pipeline, report
 
 FILES = ("timeline.svg", "timeline.html", "timeline-trace.json")
-FOUR = {"plan": {"pipe": 4, "batch": 8, "micro_batch": 1}}
+FOUR = {"plan": {"pipe": 4, "global_batch": 8, "micro_batch": 1}}
 TABLE = """
 forward = [1, 1, 1, 1.0]
 backward = 1.0
@@ -68,7 +68,7 @@ def run_folder(folder: Path, shape: PipelineShape, times: JobTimes, **more: Any)
     """The directory of a run with a timeline and a step."""
     recorded(folder, shape, times, **more)
     (folder / "config.toml").write_text(runs.to_toml(four()))
-    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0, "seconds": 1.0}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0, "step_seconds": 1.0}\n')
     return folder
 
 
@@ -93,13 +93,15 @@ def test_the_command_plays_all_policies(capsys: pytest.CaptureFixture[str], here
     assert "4 stage(s), 1 chunk(s) each, 8 micro-batch(es)" in out
     assert "stage 3: " in out and "% of the work" in out
     assert "1F1B keeps" in out and "to best" in out and "mean forwards" in out
-    assert drawn(here) == ["simulated, message", "simulated, 1f1b", "simulated, gpipe"]
+    assert drawn(here) == ["simulated, message_driven", "simulated, 1f1b", "simulated, gpipe"]
 
 
 def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    (here / "run.toml").write_text("[plan]\npipe = 2\nchunks = 2\nbatch = 4\nmicro_batch = 1\n")
+    (here / "run.toml").write_text(
+        "[plan]\npipe = 2\nvirtual_stages = 2\nglobal_batch = 4\nmicro_batch = 1\n"
+    )
     assert (
         call(
             "simulate",
@@ -107,7 +109,7 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
             "run.toml",
             "--policies",
             "1f1b",
-            "--out",
+            "--output",
             "two",
             "--link",
             "0.1",
@@ -115,8 +117,8 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
         == 0
     )
     out = capsys.readouterr().out
-    assert "1f1b         does not fit: 1f1b has chunks=2." in out
-    assert drawn(here / "two") == ["simulated, message"]
+    assert "1f1b         does not fit: 1f1b has virtual_stages=2." in out
+    assert drawn(here / "two") == ["simulated, message_driven"]
 
 
 @pytest.mark.parametrize(
@@ -130,15 +132,15 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
         (["--times", "none.toml"], "none.toml cannot be read"),
         (["--times", "."], "timeline.json cannot be read"),
         (["--times", "times.toml"], "forward has 3 times"),
-        (["--times", "times.toml", "--out", "times.toml"], "forward has 3 times"),
-        (["--out", "times.toml", "--policies", "gpipe"], "cannot be a directory"),
+        (["--times", "times.toml", "--output", "times.toml"], "forward has 3 times"),
+        (["--output", "times.toml", "--policies", "gpipe"], "cannot be a directory"),
     ],
 )
 def test_mistakes_are_told_without_traceback(
     words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "times.toml").write_text("forward = [1, 2, 3]")
-    options = ["--plan.pipe", "4", "--plan.policy", "1f1b"]
+    options = ["--plan.pipe", "4", "--plan.schedule", "1f1b"]
     assert call("simulate", "pipeline", *options, *words) == PlanError.exit_code
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
@@ -150,7 +152,7 @@ def test_times_come_from_a_table(here: Path, capsys: pytest.CaptureFixture[str])
     ones = (1.0,) * 4
     assert times == JobTimes(ones, ones, ones, link=(0.5,) * 3, stragglers={3: 2.0})
     wanted = SimulateOptions(times="times.toml", policies=("1f1b",), straggler=("3=1",), link=0.0)
-    assert command(four(policy="1f1b"), wanted) == 0
+    assert command(four(schedule="1f1b"), wanted) == 0
     # 1F1B of even stages: (micro-batches + stages - 1)(f + b)
     assert "1f1b: 33 s, bubble 27.3%" in capsys.readouterr().out
 
@@ -187,7 +189,9 @@ def test_the_run_is_drawn_above_what_is_simulated(
 ) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN)
     before = (folder / "timeline.json").read_text()
-    assert call("simulate", "pipeline", "run", "--plan.policy", "1f1b", "--policies", "gpipe") == 0
+    assert (
+        call("simulate", "pipeline", "run", "--plan.schedule", "1f1b", "--policies", "gpipe") == 0
+    )
     assert drawn(folder) == ["run, step 99, 1f1b", "simulated, 1f1b", "simulated, gpipe"]
     assert (folder / "timeline.json").read_text() == before
     lines = [line for line in capsys.readouterr().out.splitlines() if "bubble " in line]
@@ -200,7 +204,7 @@ def test_the_run_is_drawn_above_what_is_simulated(
         "run",
         "--plan.pipe",
         "2",
-        "--plan.policy",
+        "--plan.schedule",
         "1f1b",
         "--policies",
         "1f1b",
@@ -225,7 +229,7 @@ def test_one_stage_has_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
 def test_jitter_depends_on_the_seed_only(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (1, 1, 2):
-        command(four(policy="1f1b"), SimulateOptions(jitter=0.3, seed=seed, policies=("1f1b",)))
+        command(four(schedule="1f1b"), SimulateOptions(jitter=0.3, seed=seed, policies=("1f1b",)))
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
 

@@ -37,7 +37,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "how",
-    [{"upcycle": 4}, {"upcycle": 3, "top": 3, "every": 2}, {"upcycle": 2, "top": 1, "shared": 17}],
+    [
+        {"experts": 4},
+        {"experts": 3, "experts_per_token": 3, "moe_layer_interval": 2},
+        {"experts": 2, "experts_per_token": 1, "shared_expert_mlp": 17},
+    ],
     ids=str,
 )
 def test_it_says_what_the_dense_model_says(
@@ -48,12 +52,12 @@ def test_it_says_what_the_dense_model_says(
     for source in (dense, tmp_path / "run"):
         out = tmp_path / f"{source.name}-moe"
         (line,) = upcycle_model(str(source), out, **how)
-        assert f"{how['upcycle']} experts" in line
+        assert f"{how['experts']} experts" in line
         config = load_config_from_dir(out).model
-        assert config.experts == how["upcycle"]
+        assert config.experts == how["experts"]
         error = float((logits(out) - want).abs().max())
         assert error <= 1e-5 * float(want.abs().max()), error
-    if "shared" not in how:
+    if "shared_expert_mlp" not in how:
         from transformers import AutoModelForCausalLM
 
         export_model(out, tmp_path / "theirs", family="qwen3_moe")
@@ -64,7 +68,7 @@ def test_it_says_what_the_dense_model_says(
 
 def test_without_normalisation_it_would_not(dense: Path, tmp_path: Path) -> None:
     """The comparison can fail: the weights of two of four experts sum to less than 1."""
-    upcycle_model(str(dense), tmp_path / "moe", upcycle=4)
+    upcycle_model(str(dense), tmp_path / "moe", experts=4)
     want = logits(tmp_path / "moe")
     path = tmp_path / "moe" / "config.toml"
     path.write_text(path.read_text().replace("router_norm = true", "router_norm = false"))
@@ -74,9 +78,9 @@ def test_without_normalisation_it_would_not(dense: Path, tmp_path: Path) -> None
 def test_what_cannot_be_upcycled_is_refused() -> None:
     shape = DecoderConfig()
     for config, options, words in (
-        (shape, {"experts": 1}, "upcycle=1"),
-        (shape, {"experts": 4, "top": 5}, "experts_top=5 of experts=4"),
-        (shape, {"experts": 4, "shared": 160}, "shared=160 of the mlp=160"),
+        (shape, {"experts": 1}, "experts=1"),
+        (shape, {"experts": 4, "experts_per_token": 5}, "experts_per_token=5 of experts=4"),
+        (shape, {"experts": 4, "shared_expert_mlp": 160}, "shared_expert_mlp=160 of the mlp=160"),
         (mixture_config(shape, 4), {"experts": 4}, "experts=4 already"),
         (DecoderConfig(biases=("mlp",)), {"experts": 4}, "biases"),
     ):
@@ -87,11 +91,23 @@ def test_what_cannot_be_upcycled_is_refused() -> None:
 def test_the_command_makes_a_run(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("convert", "--upcycle", "8") != 0
+    assert call("upcycle", "--experts", "8") != 0
     assert "reads a dense run" in capsys.readouterr().err
     out = tmp_path / "moe"
-    assert call("convert", str(dense), "--upcycle", "8", "--top", "1", "--to", str(out)) == 0
+    assert (
+        call(
+            "upcycle",
+            str(dense),
+            "--experts",
+            "8",
+            "--experts-per-token",
+            "1",
+            "--output",
+            str(out),
+        )
+        == 0
+    )
     assert (
         load_config_from_dir(out).model.experts,
-        load_config_from_dir(out).model.experts_top,
+        load_config_from_dir(out).model.experts_per_token,
     ) == (8, 1)

@@ -67,10 +67,10 @@ def with_masks_of_initial_values(masks: MaskLoader) -> Any:
 
 
 PRUNED: list[dict[str, Any]] = [
-    {"prune__sparsity": 0.5, "memory__states": "host", "memory__weights": "host"},
-    {"prune__pattern": "2:4", "memory__states": "host"},
-    {"prune__sparsity": 0.7, "prune__every": 5, "prune__until": 50},
-    {"prune__pattern": "1:8"},
+    {"prune__sparsity": 0.5, "memory__optimizer_states": "host", "memory__parameters": "host"},
+    {"prune__n_m_pattern": "2:4", "memory__optimizer_states": "host"},
+    {"prune__sparsity": 0.7, "prune__update_interval": 5, "prune__final_step": 50},
+    {"prune__n_m_pattern": "1:8"},
 ]
 
 
@@ -114,7 +114,7 @@ def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
 
 @pytest.mark.full
 def test_what_was_verified_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--memory.states", "host", "--memory.weights", "host")
+    words = ("--memory.optimizer-states", "host", "--memory.parameters", "host")
     assert call("verify", "--nproc", "1", *words) == 0
     said = capsys.readouterr().out
     assert "and a step more: states in host memory, weights in host memory" in said

@@ -54,6 +54,11 @@ def test_it_judges(bench: ModuleType) -> None:
 def test_only_equal_active_weights_are_compared(bench: ModuleType) -> None:
     dense, mixture = MODEL_SIZES["tiny"], MODEL_SIZES["moe-tiny"]
     bench.check(dense, mixture)
-    for change in ({"shared_mlp": 512}, {"experts_top": 5}, {"heads": 4}, {"experts": 0}):
+    for change in (
+        {"shared_expert_mlp": 512},
+        {"experts_per_token": 5},
+        {"heads": 4},
+        {"experts": 0},
+    ):
         with pytest.raises(PlanError, match="equal but for experts"):
             bench.check(dense, dataclasses.replace(mixture, **change))

@@ -20,14 +20,14 @@ from training import losses_of, run_of, stored, trainer_of
 
 CHANGES: dict[str, Any] = {
     "optim__schedule": "wsd",
-    "optim__warmup": 0,
-    "optim__cooldown": 0.0,
+    "optim__warmup_steps": 0,
+    "optim__decay_ratio": 0.0,
     "model__experts": 4,
     "model__expert_mlp": 16,
-    "model__balance": 0.02,
-    "model__router_bias": 0.01,
-    "model__capacity": 1.0,
-    "model__shared_mlp": 8,
+    "model__aux_loss_coeff": 0.02,
+    "model__expert_bias_update_rate": 0.01,
+    "model__capacity_factor": 1.0,
+    "model__shared_expert_mlp": 8,
 }
 
 
@@ -36,7 +36,7 @@ def rows_of(grid: Grid, corpus: str, out: str) -> list[dict[str, Any]]:
     return list(trainer.run_steps())
 
 
-TILED = {**CHANGES, "memory__states": "host", "memory__tile": 4096}
+TILED = {**CHANGES, "memory__optimizer_states": "host", "memory__offload_tile": 4096}
 """Optimizer states on the host, updated tile by tile: an expert's matrices are several."""
 WAY: list[tuple[int, dict[str, int], dict[str, Any]]] = [
     (2, {"data": 2, "expert": 2}, TILED),

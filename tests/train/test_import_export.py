@@ -16,8 +16,8 @@ from ranvier.infer import generate
 from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.infer.load import load_model, saved_dtype
 
-FEW = ["--data.seq", "16", "--plan.batch", "4", "--train.steps", "2", "--nproc", "1"]
-FEW += ["--train.evaluate", "0", "--train.prompt", "", "--data.max-bytes", "20000"]
+FEW = ["--data.seq-len", "16", "--plan.global-batch", "4", "--train.steps", "2", "--nproc", "1"]
+FEW += ["--train.eval-interval", "0", "--train.sample-prompt", "", "--data.max-bytes", "20000"]
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def test_a_model_is_imported_trained_and_exported(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run = tmp_path / "run"
-    assert call("import", str(model), "--to", str(run)) == 0
+    assert call("import", str(model), "--output", str(run)) == 0
     assert load_config_from_dir(run).data.tokenizer == str(run / "tokenizer.json")
     assert call("checkpoint", "verify", str(run)) == 0
-    assert call("generate", str(run), "--prompt", "a", "--tokens", "3") == 0
+    assert call("generate", str(run), "--prompt", "a", "--max-new-tokens", "3") == 0
     run = run.rename(tmp_path / "moved")
     assert call("train", str(run), *FEW) == 0
     assert "Beginning of 2" in capsys.readouterr().out
     assert load_config_from_dir(run).peak_lr == 2e-5
-    assert call("export", str(run), "--to", str(tmp_path / "out")) == 0
+    assert call("export", str(run), "--output", str(tmp_path / "out")) == 0
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
@@ -64,12 +64,12 @@ def test_a_whole_prompt_is_read(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Up to the positions of the model, whatever data.seq is; not the end of a longer one."""
+    """Up to the positions of the model, whatever data.seq_len is; not the end of a longer one."""
     there = theirs(kind, {**LONG[kind], "vocab_size": 257})
     folder, run = save(there, tmp_path / "model"), tmp_path / "run"
     ByteTokenizer().save(folder / "tokenizer.json")
-    assert call("import", str(folder), "--to", str(run)) == 0
-    assert load_config_from_dir(run).data.seq == 512
+    assert call("import", str(folder), "--output", str(run)) == 0
+    assert load_config_from_dir(run).data.seq_len == 512
     seen: list[torch.Tensor] = []
 
     def likeliest(logits: torch.Tensor, *_: object) -> int:
@@ -78,7 +78,7 @@ def test_a_whole_prompt_is_read(
 
     monkeypatch.setattr(generate, "sample_token", likeliest)
     text = "".join(chr(97 + n * n % 26) for n in range(601))
-    ask = ["generate", str(run), "--temperature", "0", "--tokens"]
+    ask = ["generate", str(run), "--temperature", "0", "--max-new-tokens"]
     capsys.readouterr()
     for size, count in ((598, 3), (514, 1)):
         seen.clear()
@@ -106,20 +106,20 @@ def test_longer_samples_than_the_positions_are_refused(
     folder = save(theirs(kind, {**small, "vocab_size": 257}), tmp_path / "model")
     ByteTokenizer().save(folder / "tokenizer.json")
     run = str(tmp_path / "run")
-    assert call("import", str(folder), "--to", run) == 0
+    assert call("import", str(folder), "--output", run) == 0
     (tmp_path / "text.txt").write_text("some words, " * 40)
     for words in (
-        ["train", run, *FEW, "--data.seq", "65"],
-        ["eval", run, "--corpus", str(tmp_path / "text.txt"), "--data.seq", "65"],
-        ["dryrun", run, "--data.seq", "65"],
+        ["train", run, *FEW, "--data.seq-len", "65"],
+        ["eval", run, "--corpus", str(tmp_path / "text.txt"), "--data.seq-len", "65"],
+        ["dry-run", run, "--data.seq-len", "65"],
     ):
         assert call(*words) == 64
         said = capsys.readouterr().err
-        assert "data.seq=65 is longer than model.max_seq=64" in said
-        assert "Use data.seq=64 or less" in said
+        assert "data.seq_len=65 is longer than model.max_seq=64" in said
+        assert "Use data.seq_len=64 or less" in said
         assert ("extend its rotary positions with model.max_seq=65" in said) == (kind == "llama")
     if kind == "llama":
-        more = ["--data.seq", "80", "--model.max-seq", "80"]
+        more = ["--data.seq-len", "80", "--model.max-seq", "80"]
         assert call("train", run, *FEW, *more) == 0
         assert call("train", run, *FEW, *more, "--train.steps", "3") == 0
         assert load_config_from_dir(Path(run)).model.max_seq == 80
@@ -136,7 +136,7 @@ def test_a_new_run_begins_with_the_weights_of_another(
     for source, out in ((model, first), (first, second), (second / "checkpoints/latest", third)):
         if source.name == "latest":
             source = source.parent / source.read_text().strip()
-        start = ["--train.start", str(source), "--train.out", str(out)]
+        start = ["--train.init-from", str(source), "--train.output-dir", str(out)]
         assert call("train", *start, *FEW, "--data.tokenizer", "bytes") == 0
         assert f"the weights of {source}" in capsys.readouterr().out
     losses = [
@@ -144,7 +144,7 @@ def test_a_new_run_begins_with_the_weights_of_another(
         for out in (first, second, third)
     ]
     assert losses[0][0] > losses[1][0] > losses[2][0]  # the same samples, known better each time
-    assert call("export", str(third), "--to", str(tmp_path / "out"), "--dtype", "bf16") == 0
+    assert call("export", str(third), "--output", str(tmp_path / "out"), "--dtype", "bf16") == 0
     table = json.loads((tmp_path / "out/config.json").read_text())
     assert table["dtype"] == "bfloat16" and table["model_type"] == "llama"
 
@@ -184,12 +184,12 @@ def test_ids_of_tokens_go_to_another_family(
         ids = [one if one is not None and one < there.config.vocab_size else None for one in ids]
     else:
         ids = [5, [7, 8], 9]
-    assert call("import", str(source), "--to", str(run)) == 0
+    assert call("import", str(source), "--output", str(run)) == 0
     if kind == other:  # another model, which the file that came does not fit
         text = (run / "config.toml").read_text()
         key = "norm_eps = " if kind == "gpt2" else "max_seq = "
         (run / "config.toml").write_text(text.replace(key, f"{key}1", 1))
-    assert call("export", str(run), "--to", str(out), "--family", other) == 0
+    assert call("export", str(run), "--output", str(out), "--family", other) == 0
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert model.config.model_type == other and not any(info.values())
     assert [getattr(model.config, name) for name in names] == ids
@@ -207,28 +207,28 @@ def test_a_run_with_adapters_is_no_start_without_them(
 ) -> None:
     """The error says how to go on, and so it goes on."""
     run, merged, alone = (str(tmp_path / name) for name in ("run", "merged", "alone"))
-    assert call("import", str(model), "--to", run) == 0
+    assert call("import", str(model), "--output", run) == 0
     assert call("train", run, *FEW, "--lora.rank", "3", "--lora.alpha", "5") == 0
     step = f"{run}/checkpoints/step-00000002"
-    start = ["train", *FEW, "--train.start"]
+    start = ["train", *FEW, "--train.init-from"]
     for source, words, said in (
         (run, [], "but this one has lora.rank=0"),
-        (step, [], f"`ranvier export {run} --step 2 --to DIR` and use train.start=DIR"),
+        (step, [], f"`ranvier export {run} --step 2 --output DIR` and use train.init_from=DIR"),
         (run, ["--lora.rank", "4", "--lora.alpha", "5"], "this one has lora.rank=4"),
         (run, ["--lora.rank", "3"], "go on with the adapters: lora.alpha=5.0"),
     ):
-        assert call(*start, source, *words, "--train.out", str(tmp_path / "none")) == 66
+        assert call(*start, source, *words, "--train.output-dir", str(tmp_path / "none")) == 66
         have = capsys.readouterr().err
         assert said in have and "is a run with adapters of rank 3" in have
         assert "`ranvier export " in have and "Traceback" not in have
-    assert call("export", run, "--to", merged) == 0
-    assert call("export", run, "--to", alone, "--adapter") == 0
-    assert call(*start, merged, "--train.out", str(tmp_path / "whole")) == 0
+    assert call("export", run, "--output", merged) == 0
+    assert call("export", run, "--output", alone, "--adapter") == 0
+    assert call(*start, merged, "--train.output-dir", str(tmp_path / "whole")) == 0
     same = ["--lora.rank", "3", "--lora.alpha", "5"]
-    assert call(*start, run, *same, "--train.out", str(tmp_path / "beside")) == 0
+    assert call(*start, run, *same, "--train.output-dir", str(tmp_path / "beside")) == 0
     for words in (["import", alone], [*start, alone]):
         assert call(*words) == 64
-        assert "and this as lora.start" in capsys.readouterr().err
+        assert "and this as lora.init_from" in capsys.readouterr().err
 
 
 def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> None:
@@ -237,14 +237,14 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
     from transformers import AutoModelForCausalLM
 
     run, lora = tmp_path / "run", ["--lora.rank", "3", "--optim.lr", "0.05"]
-    assert call("import", str(model), "--to", str(run)) == 0
+    assert call("import", str(model), "--output", str(run)) == 0
     assert call("train", str(run), *FEW, *lora) == 0
-    assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
-    assert call("export", str(run), "--to", str(tmp_path / "merged"), "--adapter", "false") == 0
-    assert call("export", str(run), "--adapter", "true", "--to", str(tmp_path / "adapter")) == 0
+    assert call("generate", str(run), "--prompt", "a", "--max-new-tokens", "2") == 0
+    assert call("export", str(run), "--output", str(tmp_path / "merged"), "--adapter", "false") == 0
+    assert call("export", str(run), "--adapter", "true", "--output", str(tmp_path / "adapter")) == 0
     for number, words in enumerate((["--adapter"], ["--adapter=True"])):  # said in other words
         out = tmp_path / f"adapter {number}"
-        assert call("export", str(run), "--to", str(out), *words) == 0
+        assert call("export", str(run), "--output", str(out), *words) == 0
         assert sorted(p.name for p in out.iterdir()) == [
             "adapter_config.json",
             "adapter_model.safetensors",
@@ -262,7 +262,7 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
         ours = served(x)
     assert (a - b).abs().max() < 1e-5 and (a - ours).abs().max() < 1e-5
     assert (a - c).abs().max() > 1e-2
-    assert call("export", str(run), "--to", str(tmp_path / "base"), "--step", "0") == 0
+    assert call("export", str(run), "--output", str(tmp_path / "base"), "--step", "0") == 0
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     assert all(torch.equal(value, first[name]) for name, value in plain.state_dict().items())
 
@@ -271,9 +271,9 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
 def test_a_run_in_16_bits_is_asked_in_one_type(tmp_path: Path, model: Path) -> None:
     """Its adapters are saved wider than the weights beside them."""
     run, lora = tmp_path / "run", ["--lora.rank", "2", "--train.dtype", "bf16"]
-    assert call("import", str(model), "--to", str(run)) == 0
+    assert call("import", str(model), "--output", str(run)) == 0
     assert call("train", str(run), *FEW, *lora) == 0
-    assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
+    assert call("generate", str(run), "--prompt", "a", "--max-new-tokens", "2") == 0
     assert saved_dtype(find_checkpoint(run)) == torch.bfloat16
     assert {p.dtype for p in load_model(run, Grid({}), "cpu").parameters()} == {torch.bfloat16}
 
@@ -285,16 +285,16 @@ def test_what_is_wrong_is_said(
         assert call(*words) > 1
         return capsys.readouterr().err
 
-    assert "is not there" in said("import", str(tmp_path / "none"), "--to", str(tmp_path / "x"))
-    assert "config.json cannot be read" in said("import", str(tmp_path), "--to", "x")
+    assert "is not there" in said("import", str(tmp_path / "none"), "--output", str(tmp_path / "x"))
+    assert "config.json cannot be read" in said("import", str(tmp_path), "--output", "x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("")
-    assert "exists" in said("import", str(model), "--to", str(tmp_path / "full"))
-    assert "is no run" in said("export", str(model), "--to", str(tmp_path / "x"))
+    assert "exists" in said("import", str(model), "--output", str(tmp_path / "full"))
+    assert "is no run" in said("export", str(model), "--output", str(tmp_path / "x"))
     odd = save(theirs("gpt2", GPT2), tmp_path / "odd")
-    assert call("import", str(odd), "--to", str(tmp_path / "run")) == 0
+    assert call("import", str(odd), "--output", str(tmp_path / "run")) == 0
     assert "attn_pdrop=0.1" in capsys.readouterr().out
-    words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "x")]
+    words = ["export", str(tmp_path / "run"), "--output", str(tmp_path / "x")]
     assert "llama has no" in said(*words, "--family", "llama")
     assert "Types are" in said(*words, "--dtype", "int4")
     settings = tmp_path / "run" / "config.toml"

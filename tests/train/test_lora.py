@@ -75,7 +75,7 @@ def test_a_run_from_a_base_goes_on_elsewhere_and_leaves_the_base_as_it_was(
     whole = losses(Grid({}), corpus, str(tmp_path / "one"), 2, LORA, str(base))
     (first, *_) = pool.on_grid(CUBE, losses, corpus, str(tmp_path / "a"), 2, LORA, str(base))
     saved = find_checkpoints(tmp_path / "a" / "checkpoints")[-1]
-    other = {**LORA, "plan__inner": "features"}
+    other = {**LORA, "plan__col_splits": "features"}
     grid = {"pipe": 2, "row": 2, "col": 2}
     (then, *_) = pool.on_grid(grid, losses, corpus, str(tmp_path / "b"), 4, other, "", str(saved))
     assert first == pytest.approx(whole, rel=1e-9)
@@ -116,7 +116,9 @@ def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_
 def test_a_run_starts_from_a_written_adapter_with_its_settings(
     corpus: str, base: Path, tmp_path: Path
 ) -> None:
-    run = training.run_of(str(tmp_path / "a"), {}, 2, **{**LORA, "lora__on": ("q", "mlp")})
+    run = training.run_of(
+        str(tmp_path / "a"), {}, 2, **{**LORA, "lora__target_modules": ("q", "mlp")}
+    )
     trainer = training.trainer_of(Grid({}), corpus, run)
     checkpointing.load_initial_weights(trainer, base)
     list(trainer.run_steps())
@@ -124,8 +126,8 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
     assert saved is not None
     out = tmp_path / "adapter"
     peft_write.write_adapter(saved, run.model, run.lora, FAMILIES["llama"], out, "a-base")
-    assert read_adapter(out, run.model).lora.on == ("q", "gate", "up", "down")
-    more = training.run_of(str(tmp_path / "b"), {}, 2, lora__start=str(out))
+    assert read_adapter(out, run.model).lora.target_modules == ("q", "gate", "up", "down")
+    more = training.run_of(str(tmp_path / "b"), {}, 2, lora__init_from=str(out))
     again = training.trainer_of(Grid({}), corpus, more)
     checkpointing.load_initial_weights(again, base)
     assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
@@ -133,7 +135,7 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
     mine, theirs = again.optimizer.sharded_state(), trainer.optimizer.sharded_state()
     assert all(torch.equal(mine[n][0], theirs[n][0]) for n in mine if n.endswith(".master"))
     other = dataclasses.replace(more, lora=dataclasses.replace(more.lora, rank=5))
-    with pytest.raises(PlanError, match=r"lora.rank=5, but lora.start=.* has rank 3"):
+    with pytest.raises(PlanError, match=r"lora.rank=5, but lora.init_from=.* has rank 3"):
         training.trainer_of(Grid({}), corpus, other)
 
 
@@ -152,7 +154,7 @@ def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path
     assert step_flops(parallel, flow, 1) < step_flops(get_parallel_model(full.model), flow, 1)
     big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
     huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
-    limit = dataclasses.replace(huge.memory, limit=4.0)
+    limit = dataclasses.replace(huge.memory, device_limit_gib=4.0)
     check_memory(dataclasses.replace(huge, memory=limit), ProcessInfo(), torch.device("meta"))
     whole = dataclasses.replace(huge, memory=limit, lora=dataclasses.replace(run.lora, rank=0))
     with pytest.raises(PlanError, match="GiB at least"):
@@ -162,9 +164,9 @@ def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora__on": ("keys",)}, "names no layer of this model with \\['keys'\\]"),
-        ({"lora__on": ()}, "names no layer"),
-        ({"lora__on": ("gate",), "model__activation": "gelu"}, "\\['gate'\\]"),
+        ({"lora__target_modules": ("keys",)}, "names no layer of this model with \\['keys'\\]"),
+        ({"lora__target_modules": ()}, "names no layer"),
+        ({"lora__target_modules": ("gate",), "model__activation": "gelu"}, "\\['gate'\\]"),
         ({"lora__layers": (2,)}, "numbered from 0 to 1"),
         ({"lora__layers": (1, 1)}, "names a block twice"),
         ({"lora__rank": -1}, "lora.rank=-1 is too small"),
@@ -178,7 +180,9 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str
 
 def test_adapters_do_not_go_on_from_what_has_none(base: Path) -> None:
     run: RunConfig = training.run_of(str(base.parent.parent), {}, 9, **LORA)
-    with pytest.raises(PlanError, match=r"lora\.rank=3, but .*without adapters.*Use train\.start="):
+    with pytest.raises(
+        PlanError, match=r"lora\.rank=3, but .*without adapters.*Use train\.init_from="
+    ):
         folders.acquire_dir(run)
 
 

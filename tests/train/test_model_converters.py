@@ -157,7 +157,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
 ) -> None:
     names = []
     for kind in ("off", "tensorwise"):
-        changes = {f"model__{name}": size for name, size in EVEN.items()} | {"train__fp8": kind}
+        changes = {f"model__{name}": size for name, size in EVEN.items()} | {"train__float8": kind}
         out = tmp_path / kind
         trainer = trainer_of(Grid({}), corpus, run_of(str(out), {}, 1, **changes))
         whole = kind != "off"

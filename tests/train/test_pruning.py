@@ -32,7 +32,7 @@ def newest(out: Path) -> Path:
     return find_checkpoints(out / "checkpoints")[-1]
 
 
-GROWING: Changes = {"prune__sparsity": 0.8, "prune__every": 2, "prune__until": 5}
+GROWING: Changes = {"prune__sparsity": 0.8, "prune__update_interval": 2, "prune__final_step": 5}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_run_goes_on_on_another_grid(
     pool: Pool, corpus: str, tmp_path: Path, changes: Changes
 ) -> None:
     """Six steps on one rank and on a grid, and the last two from there on another grid."""
-    changes = {**changes, "checkpoint__every": 4}
+    changes = {**changes, "checkpoint__interval": 4}
     whole, first, second = (str(tmp_path / name) for name in ("whole", "first", "second"))
     want = losses_of(Grid({}), corpus, whole, 6, changes=changes)
     have = pool.on_grid({"depth": 2, "data": 2}, losses_of, corpus, first, 6, "", changes)[0]
@@ -66,13 +66,13 @@ def test_a_run_goes_on_on_another_grid(
 
 
 def test_a_run_that_goes_on_repeats_the_bits(corpus: str, tmp_path: Path) -> None:
-    changes = {**GROWING, "checkpoint__every": 2, "checkpoint__keep": 0}
+    changes = {**GROWING, "checkpoint__interval": 2, "checkpoint__keep_latest": 0}
     want = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 6, changes=changes)
     middle = str(tmp_path / "whole" / "checkpoints" / "step-00000004")  # they are renewed after it
     assert losses_of(Grid({}), corpus, str(tmp_path / "again"), 6, middle, changes) == want[4:]
 
 
-MIXTURE: Changes = {"model__experts": 4, "model__experts_top": 2, "model__expert_mlp": 8}
+MIXTURE: Changes = {"model__experts": 4, "model__experts_per_token": 2, "model__expert_mlp": 8}
 GIVEN = [
     (0.5, {"depth": 2, "data": 2}, {}),
     ("2:4", {"expert": 2, "row": 2}, MIXTURE),
@@ -85,7 +85,7 @@ GIVEN = [
 def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Changes) -> None:
     """Save a pruned run that begins with the weights of another, before its first step."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 2, **changes))
-    if way == "train.start":
+    if way == "train.init_from":
         checkpointing.load_initial_weights(trainer, Path(source))
     else:  # the weights and all else of a run that is not pruned
         trainer.resume_from(Path(source))
@@ -102,14 +102,14 @@ def test_masks_follow_the_weights_that_a_run_begins_with(
     model: Changes,
 ) -> None:
     """Not the initial values: of each matrix the largest of what was loaded stay, on any grid."""
-    other = {**model, "train__seed": 5, "checkpoint__every": 1}
+    other = {**model, "train__seed": 5, "checkpoint__interval": 1}
     losses_of(Grid({}), corpus, str(tmp_path / "dense"), 2, changes=other)
     source = newest(tmp_path / "dense")
     dense = load_full_tensors(source)
-    changes = {**model, "prune__sparsity" if isinstance(how, float) else "prune__pattern": how}
-    changes |= {"checkpoint__other_config": True}
+    changes = {**model, "prune__sparsity" if isinstance(how, float) else "prune__n_m_pattern": how}
+    changes |= {"checkpoint__allow_config_mismatch": True}
     inside = {n for n, x in dense.items() if x.dim() > 1 and n.startswith("blocks.")}
-    for way, at in (("train.start", degrees), ("resume", {})):
+    for way, at in (("train.init_from", degrees), ("resume", {})):
         out = tmp_path / way
         pool.on_grid(at, begun, corpus, str(source), str(out), way, changes)
         masks, weights = load_full_tensors(newest(out), "mask"), load_full_tensors(newest(out))
@@ -129,19 +129,28 @@ def test_verbs(
 ) -> None:
     """A pattern; its export has zeros; from there a user's masks, which need their file once."""
     monkeypatch.chdir(tmp_path)
-    assert call("train", *FAST, "--train.out", "run", "--prune.pattern", "2:4") == 0
+    assert call("train", *FAST, "--train.output-dir", "run", "--prune.n-m-pattern", "2:4") == 0
     assert "pruned: 50.00% of" in capsys.readouterr().out
-    assert call("export", "run", "--to", "out") == 0
+    assert call("export", "run", "--output", "out") == 0
     published = load_file(tmp_path / "out" / "model.safetensors")
     for name, x in published.items():
         zeros = (x == 0.0).view(-1, 4).sum(1) if x.dim() == 2 else torch.zeros(1)
         inside = x.dim() == 2 and "layers" in name
         assert (zeros == 2).all() if inside else not zeros.any(), name
 
-    assert call("import", "out", "--to", "again") == 0
+    assert call("import", "out", "--output", "again") == 0
     words = ["--prune.sparsity", "0.75", "--optim.lr", "1e-30", "--data.tokenizer", "bytes"]
-    few = ["--nproc", "1", "--train.steps", "1", "--data.seq", "32", "--data.max-bytes", "60000"]
-    assert call("train", "again", *few, *words, "--train.evaluate", "0") == 0
+    few = [
+        "--nproc",
+        "1",
+        "--train.steps",
+        "1",
+        "--data.seq-len",
+        "32",
+        "--data.max-bytes",
+        "60000",
+    ]
+    assert call("train", "again", *few, *words, "--train.eval-interval", "0") == 0
     after, before = (load_full_tensors(newest(tmp_path / name)) for name in ("again", "run"))
     for name, x in after.items():
         if x.dim() == 2 and "blocks" in name:  # half of what the pattern left
@@ -154,8 +163,8 @@ def test_verbs(
     }
     masks = {name: masks[name] for name in NAMES}
     save_file({n: x.to(torch.float16) for n, x in masks.items()}, tmp_path / "masks.safetensors")
-    words = ["train", *FAST, "--train.start", "run", "--train.out", "next"]
-    assert call(*words, "--prune.masks", "masks.safetensors") == 0
+    words = ["train", *FAST, "--train.init-from", "run", "--train.output-dir", "next"]
+    assert call(*words, "--prune.mask-file", "masks.safetensors") == 0
     (tmp_path / "masks.safetensors").unlink()
     assert call("train", "next", "--nproc", "1", "--train.steps", "5") == 0
     found = load_full_tensors(newest(tmp_path / "next"), "mask")
@@ -180,7 +189,7 @@ ODD: list[tuple[str, tuple[int, ...], str]] = [
 
 def test_odd_masks_are_refused(corpus: str, tmp_path: Path) -> None:
     file = tmp_path / "masks.safetensors"
-    run = run_of("", {}, 3, prune__masks=str(file))
+    run = run_of("", {}, 3, prune__mask_file=str(file))
     with pytest.raises(PlanError, match=r"cannot be read: .* Mend the path"):
         trainer_of(Grid({}), corpus, run)
     for name, shape, says in ODD:
@@ -191,14 +200,17 @@ def test_odd_masks_are_refused(corpus: str, tmp_path: Path) -> None:
 
 REFUSED: list[tuple[Changes, str]] = [
     ({"prune__sparsity": 1.0}, "prune.sparsity=1.0 is no share"),
-    ({"prune__pattern": "4:2"}, "prune.pattern='4:2' is no pattern"),
-    ({"prune__pattern": "2:4", "prune__sparsity": 0.7}, "The pattern says it: 0.5"),
-    ({"prune__masks": "x", "prune__sparsity": 0.7}, "The file says which numbers stay"),
+    ({"prune__n_m_pattern": "4:2"}, "prune.n_m_pattern='4:2' is no pattern"),
+    ({"prune__n_m_pattern": "2:4", "prune__sparsity": 0.7}, "The pattern says it: 0.5"),
+    ({"prune__mask_file": "x", "prune__sparsity": 0.7}, "The file says which numbers stay"),
     ({"prune__sparsity": 0.5, "lora__rank": 4}, "prune with lora"),
-    ({"prune__sparsity": 0.5, "prune__every": 2}, "Give both, or none"),
-    ({"prune__sparsity": 0.5, "prune__every": 5, "prune__until": 4}, "every <= until <= steps"),
-    ({"prune__every": 2, "prune__until": 4}, "without prune.sparsity alone"),
-    ({**GROWING, "plan__graph": True}, "the same masks for ever"),
+    ({"prune__sparsity": 0.5, "prune__update_interval": 2}, "Give both, or none"),
+    (
+        {"prune__sparsity": 0.5, "prune__update_interval": 5, "prune__final_step": 4},
+        "every <= until <= steps",
+    ),
+    ({"prune__update_interval": 2, "prune__final_step": 4}, "without prune.sparsity alone"),
+    ({**GROWING, "plan__cuda_graph": True}, "the same masks for ever"),
 ]
 
 

@@ -55,8 +55,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], A
 
 
 MIXTURE = [
-    *("--model.experts", "4", "--model.experts-top", "2", "--model.expert-mlp", "16"),
-    *("--model.router-bias", "0.01", "--model.moe-first", "1"),
+    *("--model.experts", "4", "--model.experts-per-token", "2", "--model.expert-mlp", "16"),
+    *("--model.expert-bias-update-rate", "0.01", "--model.dense-first-layers", "1"),
 ]
 
 
@@ -64,12 +64,12 @@ def test_a_mixture_with_a_router_bias_ends_with_a_sample(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What chooses the experts besides weights is a buffer; text is that of the grid's model."""
-    words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+    words = ("--train.steps", "4", "--train.sample-prompt", "def ", "--train.output-dir", "run")
     assert call("train", *FAST, *MIXTURE, *words) == 0
     known = json.loads((folder / "run" / "run.json").read_text())
     assert known["status"] == "finished" and known["sample"]["text"]
     capsys.readouterr()
-    assert call("generate", "run", "--prompt", "def ", "--tokens", "4") == 0
+    assert call("generate", "run", "--prompt", "def ", "--max-new-tokens", "4") == 0
     assert capsys.readouterr().out.startswith("def ")
     serial = TextGenerator.from_run(Path("run"), "cpu").model
     tensors = {**dict(serial.named_parameters()), **dict(serial.named_buffers())}
@@ -102,7 +102,7 @@ def test_what_comes_after_the_last_step_never_costs_a_run(
     words: str,
 ) -> None:
     monkeypatch.setattr(f"ranvier.train.train.{name}", fail)
-    steps = ("--train.steps", "3", "--train.prompt", "def ", "--train.out", "run")
+    steps = ("--train.steps", "3", "--train.sample-prompt", "def ", "--train.output-dir", "run")
     assert call("train", *FAST, *steps) == 0
     out, run = capsys.readouterr().out, folder / "run"
     assert words in out and "Try next:" in out
@@ -127,7 +127,7 @@ def test_run_json_is_true_after_any_end(
         raise ValueError("a bug")
 
     interrupted(monkeypatch, 2, look)
-    assert call("train", *FAST, "--train.steps", "4", "--train.out", "run") == 70
+    assert call("train", *FAST, "--train.steps", "4", "--train.output-dir", "run") == 70
     assert seen == ["unfinished", "running"]
     assert facts()["status"] == "failed: ValueError: a bug"
     began = folders.read_launches(run)[-1]["began"]
@@ -188,7 +188,7 @@ def test_a_run_does_not_outlive_its_directory(
         monkeypatch.setattr("ranvier.train.resume.open_directory.CHECK_INTERVAL_SECONDS", 0.0)
     interrupted(monkeypatch, at, harmed)
     interrupted(monkeypatch, 4, lambda: last.append(4))
-    assert call("train", *FAST, "--train.steps", "5", "--train.out", "run") == 73
+    assert call("train", *FAST, "--train.steps", "5", "--train.output-dir", "run") == 73
     assert "is not the directory any more that this run began in" in capsys.readouterr().err
     assert last == ([2] if at == 2 else [4, 4])
     run = folder / "run"
@@ -247,7 +247,7 @@ def test_a_log_that_fails_never_costs_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
 ) -> None:
     monkeypatch.setattr("ranvier.train.loggers.LOGGERS", {"tensorboard": lambda *_: Failing(when)})
-    words = ("--train.steps", "3", "--train.log", "tensorboard", "--train.out", "run")
+    words = ("--train.steps", "3", "--train.loggers", "tensorboard", "--train.output-dir", "run")
     assert call("train", *FAST, *words) == 0
     assert capsys.readouterr().err.count("tensorboard has failed: RuntimeError") == 1
     assert find_checkpoints(folder / "run" / "checkpoints")[-1].name == "step-00000003"
@@ -265,7 +265,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(
             monkeypatch.setattr(sys, f"__{name}__", stream)
         if kind == "pipe":
             os.close(reader)
-        words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+        words = ("--train.steps", "4", "--train.sample-prompt", "def ", "--train.output-dir", "run")
         assert call("train", *FAST, *words) == 0
         assert sys.stdout is stream
     assert len(metrics(folder / "run")) == 4 and (folder / "run" / "report.html").exists()
@@ -276,18 +276,18 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(
 def test_a_run_leaves_what_people_look_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--train.steps", "12", "--train.evaluate", "6", "--train.prompt", "def "]
-    words += ["--data.held-out", "0.3"]
-    assert call("train", *FAST, *words, "--train.log", "tensorboard") == 0
+    words = ["--train.steps", "12", "--train.eval-interval", "6", "--train.sample-prompt", "def "]
+    words += ["--data.validation-fraction", "0.3"]
+    assert call("train", *FAST, *words, "--train.loggers", "tensorboard") == 0
     out = capsys.readouterr().out
     run = folder / "runs" / "tiny"
-    for part in ("fingerprint of the data", "group matrix", "held-out", "A sample of text"):
+    for part in ("fingerprint of the data", "group matrix", "val loss", "A sample of text"):
         assert part in out, out
     assert "Report: runs/tiny/report.html" in out and "ranvier generate runs/tiny" in out
     names = {path.name for path in run.iterdir()}
     assert names >= {"config.toml", "metrics.jsonl", "run.json", "checkpoints", "report.html"}
     rows = metrics(run)
-    held_out = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
+    held_out = [row["val_loss"] for row in rows if row["val_loss"] is not None]
     assert len(rows) == 12 and held_out[-1] < held_out[0]
     page = (run / "report.html").read_text()
     for word in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Where the time went"):
@@ -301,7 +301,7 @@ def test_a_run_leaves_what_people_look_for(
     capsys.readouterr()
     again = []
     for _ in range(2):
-        assert call("generate", "runs/tiny", "--prompt", "import", "--tokens", "20") == 0
+        assert call("generate", "runs/tiny", "--prompt", "import", "--max-new-tokens", "20") == 0
         again.append(capsys.readouterr().out)
     assert again[0] == again[1] and again[0].startswith("import")
     assert call("generate", "runs/tiny", "--step", "5") == 64
@@ -314,7 +314,7 @@ def test_texts_are_shown_and_commands_can_be_pasted(
     out, prompt = "it's $(touch hit); `x`", "-\x1b]0;t\x07 $(touch hit) '\u202e"
     evil = "\x1b[2J\x1b]52;c;eA==\x07\x9b1m\ra\x85b\n\tc\u202e"
     monkeypatch.setattr(trains, "sample_text", lambda *_: evil)
-    words = ["--train.steps", "2", f"--train.prompt={prompt}", "--train.out", out]
+    words = ["--train.steps", "2", f"--train.sample-prompt={prompt}", "--train.output-dir", out]
     assert call("train", *FAST, *words) == 0
     said = capsys.readouterr().out
     assert not CONTROL_CHARACTERS.search(said), ascii(said)
@@ -347,7 +347,7 @@ def test_texts_are_shown_and_commands_can_be_pasted(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of eight steps that nobody disturbed."""
     out = tmp_path_factory.mktemp("whole")
-    assert call("train", *FAST, "--train.steps", "8", "--train.out", str(out)) == 0
+    assert call("train", *FAST, "--train.steps", "8", "--train.output-dir", str(out)) == 0
     return losses(out)
 
 
@@ -361,7 +361,7 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_as_if_undisturbed(
     words = ["train", *FAST, "--train.steps", "8"]
     with monkeypatch.context() as patch:
         interrupted(patch, 3, lambda: os.kill(os.getpid(), number))
-        assert call(*words, "--train.out", "run") == 75
+        assert call(*words, "--train.output-dir", "run") == 75
     done = len(metrics(folder / "run"))
     assert 3 < done < 8
     assert find_checkpoints(folder / "run" / "checkpoints")[-1].name == f"step-{done:08}"
@@ -374,15 +374,15 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_as_if_undisturbed(
 def test_steps_after_the_last_checkpoint_are_taken_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["train", *FAST, "--train.steps", "6", "--checkpoint.every", "2"]
-    assert call(*words, "--train.out", "whole") == 0
+    words = ["train", *FAST, "--train.steps", "6", "--checkpoint.interval", "2"]
+    assert call(*words, "--train.output-dir", "whole") == 0
 
     def breaks() -> None:
         raise RuntimeError("a cable")
 
     with monkeypatch.context() as patch:
         interrupted(patch, 5, breaks)
-        assert call(*words, "--train.out", "run") == 70
+        assert call(*words, "--train.output-dir", "run") == 70
     assert len(metrics(folder / "run")) == 5, "one more than the checkpoint holds"
     assert call("train", "run", "--nproc", "1") == 0
     assert [row["step"] for row in metrics(folder / "run")] == list(range(6))
@@ -392,8 +392,8 @@ def test_steps_after_the_last_checkpoint_are_taken_again(
 @pytest.mark.full
 def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
     """Ctrl-C of two ranks, then the same command again."""
-    words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.out", "run"]
-    words += ["--optim.warmup", "2"]
+    words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.output-dir", "run"]
+    words += ["--optim.warmup-steps", "2"]
     process = started(folder, *words)
     assert process.stdout is not None
     for line in process.stdout:
@@ -411,22 +411,31 @@ def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
 
 
 def test_a_run_goes_on_only_as_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["train", *FAST, "--train.steps", "2", "--train.out", "run"]
+    words = ["train", *FAST, "--train.steps", "2", "--train.output-dir", "run"]
     assert call(*words) == 0
     assert call(*words) == 64
     assert "train.steps above 2" in capsys.readouterr().err
-    assert call(*words[:-3], "4", "--train.out", "run", "--model.layers", "3") == 66
+    assert call(*words[:-3], "4", "--train.output-dir", "run", "--model.layers", "3") == 66
     assert "model.layers=3, but run/checkpoints/step-00000002 has 2" in capsys.readouterr().err
-    assert call(*words[:-3], "4", "--train.out", "run", "--data.max-bytes", "50000") == 65
+    assert call(*words[:-3], "4", "--train.output-dir", "run", "--data.max-bytes", "50000") == 65
     assert "has the fingerprint" in capsys.readouterr().err
-    assert call(*words[:-3], "4", "--train.out", "run", "--optim.lr", "1e-4") == 0
+    assert call(*words[:-3], "4", "--train.output-dir", "run", "--optim.lr", "1e-4") == 0
     assert "changed: optim.lr from 0.018 to 0.0001" in capsys.readouterr().out
 
 
 def test_a_run_that_broke_before_its_first_checkpoint_begins_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *FAST, "--train.steps", "4", "--train.out", "run", "--checkpoint.every", "-1"]
+    words = [
+        "train",
+        *FAST,
+        "--train.steps",
+        "4",
+        "--train.output-dir",
+        "run",
+        "--checkpoint.interval",
+        "-1",
+    ]
 
     def breaks() -> None:
         raise RuntimeError("a cable")
@@ -445,21 +454,28 @@ def test_a_run_that_broke_before_its_first_checkpoint_begins_again(
 
 def test_any_text_survives_in_the_config(folder: Path) -> None:
     (folder / "😀 text.txt").write_text("some text 😀 " * 60, encoding="utf-8")
-    words = ["--data.corpus", "😀 text.txt", "--train.steps", "2", "--train.out", "r 😀"]
-    assert call("train", *FAST, *words, "--train.prompt", "\x7f\n😀\\") == 0
+    words = ["--data.sources", "😀 text.txt", "--train.steps", "2", "--train.output-dir", "r 😀"]
+    assert call("train", *FAST, *words, "--train.sample-prompt", "\x7f\n😀\\") == 0
     assert call("train", "r 😀", "--train.steps", "3", "--nproc", "1") == 0
-    assert call("report", "r 😀") == 0 and call("generate", "r 😀", "--tokens", "3") == 0
+    assert call("report", "r 😀") == 0 and call("generate", "r 😀", "--max-new-tokens", "3") == 0
 
 
 def test_a_tied_model_speaks_with_the_loss_it_was_trained_to(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--model.tied", "True", "--model.positions", "learned", "--model.bias", "True"]
-    words += ["--train.steps", "30", "--train.out", "run", "--optim.lr", "0.02"]
+    words = [
+        "--model.tie-embeddings",
+        "True",
+        "--model.position-embedding",
+        "learned",
+        "--model.bias",
+        "True",
+    ]
+    words += ["--train.steps", "30", "--train.output-dir", "run", "--optim.lr", "0.02"]
     (folder / "ab.txt").write_text("abcdefgh" * 400)
-    assert call("train", *FAST, *words, "--data.corpus", "ab.txt", "--model.max-seq", "32") == 0
+    assert call("train", *FAST, *words, "--data.sources", "ab.txt", "--model.max-seq", "32") == 0
     capsys.readouterr()
-    options = ["--prompt", "abcdefgh", "--tokens", "16", "--temperature", "0"]
+    options = ["--prompt", "abcdefgh", "--max-new-tokens", "16", "--temperature", "0"]
     assert call("generate", "run", *options) == 0
     assert capsys.readouterr().out == "abcdefgh" * 3 + "\n"
 
@@ -467,7 +483,7 @@ def test_a_tied_model_speaks_with_the_loss_it_was_trained_to(
 def test_a_directory_holds_one_run_at_a_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *FAST, "--train.steps", "3", "--train.out", "run"]
+    words = ["train", *FAST, "--train.steps", "3", "--train.output-dir", "run"]
     codes: list[int] = []
     with monkeypatch.context() as patch:
         interrupted(patch, 2, lambda: codes.append(call(*words)) if not codes else None)
@@ -477,14 +493,14 @@ def test_a_directory_holds_one_run_at_a_time(
 
 
 def test_weights_that_are_no_numbers_are_not_saved(folder: Path) -> None:
-    words = ["--optim.lr", "1e39", "--optim.warmup", "0", "--checkpoint.every", "1"]
-    assert call("train", *FAST, *words, "--train.steps", "4", "--train.out", "run") == 74
+    words = ["--optim.lr", "1e39", "--optim.warmup-steps", "0", "--checkpoint.interval", "1"]
+    assert call("train", *FAST, *words, "--train.steps", "4", "--train.output-dir", "run") == 74
     assert find_checkpoints(folder / "run" / "checkpoints") == []
 
 
 def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0"]
-    assert call("train", *FAST, *words, "--train.steps", "20", "--train.out", "run") == 74
+    words = ["--optim.lr", "1e30", "--optim.max-grad-norm", "0", "--optim.warmup-steps", "0"]
+    assert call("train", *FAST, *words, "--train.steps", "20", "--train.output-dir", "run") == 74
     text = capsys.readouterr().err
     assert "NumericError" in text and "The first is the" in text and "Traceback" not in text
     assert "failed" in (folder / "run" / "report.html").read_text()
@@ -494,7 +510,7 @@ def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFix
 def test_a_full_disk_keeps_the_last_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["train", *FAST, "--train.steps", "2", "--train.out", "run"]
+    words = ["train", *FAST, "--train.steps", "2", "--train.output-dir", "run"]
     assert call(*words) == 0
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # no file may be larger
@@ -541,11 +557,11 @@ def written(folder: Path, kind: str) -> str:
 def test_every_kind_of_corpus_trains_alike(folder: Path) -> None:
     found = {}
     for kind in ("txt", "jsonl", "jsonl.gz", "parquet", "bin", "folder"):
-        words = ["--data.corpus", written(folder, kind), "--train.steps", "3"]
-        assert call("train", *FAST, *words, "--train.out", f"run-{kind}") == 0
+        words = ["--data.sources", written(folder, kind), "--train.steps", "3"]
+        assert call("train", *FAST, *words, "--train.output-dir", f"run-{kind}") == 0
         found[kind] = losses(folder / f"run-{kind}")
-    assert call("data", "prepare", "texts.jsonl", "--out", "made", "--tokenizer", "bytes") == 0
-    words = ["--data.corpus", "made", "--train.steps", "3", "--train.out", "run-made"]
+    assert call("data", "prepare", "texts.jsonl", "--output", "made", "--tokenizer", "bytes") == 0
+    words = ["--data.sources", "made", "--train.steps", "3", "--train.output-dir", "run-made"]
     assert call("train", *FAST, *words) == 0
     found["prepared"] = losses(folder / "run-made")
     one = found.pop("txt")  # a file is one document
@@ -560,12 +576,12 @@ def test_prepare_learns_a_tokenizer_and_refuses_to_overwrite(
     words = ["data", "prepare", "texts.jsonl", "--tokenizer", "train", "--vocab", "300"]
     assert call(*words) == 0
     out = capsys.readouterr().out
-    assert "60 documents" in out and "ranvier train --data.corpus data/texts" in out
+    assert "60 documents" in out and "ranvier train --data.sources data/texts" in out
     assert call("data", "show", "data/texts") == 0
     assert "fingerprint of the tokenizer" in capsys.readouterr().out
     (folder / "other").mkdir()
     (folder / "other" / "mine.txt").write_text("keep me")
-    assert call(*words, "--out", "other") in (64, 65)
+    assert call(*words, "--output", "other") in (64, 65)
     assert (folder / "other" / "mine.txt").read_text() == "keep me"
 
 
@@ -573,13 +589,13 @@ def test_a_missing_log_package_is_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert call("train", *FAST, "--train.log", "wandb") == 64
+    assert call("train", *FAST, "--train.loggers", "wandb") == 64
     assert "pip install -e '.[log]'" in capsys.readouterr().err
 
 
 def test_weights_and_biases_get_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    words = ["--train.steps", "2", "--train.out", "run", "--train.log", "wandb"]
+    words = ["--train.steps", "2", "--train.output-dir", "run", "--train.loggers", "wandb"]
     assert call("train", *FAST, *words) == 0
     assert list((folder / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -22,11 +22,11 @@ from ranvier.infer.generate import TextGenerator
 from training import losses_of
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "sft.py"
-FAST = [*SMALL, "--nproc", "1", "--data.seq", "64"]
+FAST = [*SMALL, "--nproc", "1", "--data.seq-len", "64"]
 CHATS: dict[str, Any] = {
-    "data__seq": 48,
+    "data__seq_len": 48,
     "data__truncate": "split",
-    "data__held_out": 0.0,
+    "data__validation_fraction": 0.0,
     "train__seed": 5,
 }
 
@@ -63,18 +63,20 @@ def test_a_run_tells_of_its_conversations_and_answers(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks(folder / "talks.jsonl")
-    corpus = ["--data.corpus", "talks.jsonl", "--data.held-out", "0"]
-    words = [*FAST, *corpus, "--train.steps", "3", "--train.out", "run"]
+    corpus = ["--data.sources", "talks.jsonl", "--data.validation-fraction", "0"]
+    words = [*FAST, *corpus, "--train.steps", "3", "--train.output-dir", "run"]
     assert call("train", *words, "--data.truncate", "drop") == 0
     out = capsys.readouterr().out
     assert "24 conversations packed into" in out and "0 longer ones left out" in out, out
     assert "ranvier generate run --chat 'YOUR QUESTION'" in out
-    assert call("generate", "run", "--chat", "q1", "--tokens", "3", "--temperature", "0") == 0
+    assert (
+        call("generate", "run", "--chat", "q1", "--max-new-tokens", "3", "--temperature", "0") == 0
+    )
     assert call("generate", "run", "--chat", "q1", "--prompt", "x") == 64
     # it goes on, but not with other targets
     assert call("train", "run", "--train.steps", "5", "--nproc", "1") == 0
     assert len(losses(folder / "run")) == 5
-    assert call("train", "run", "--train.steps", "6", "--data.learn", "all", "--nproc", "1") == 66
+    assert call("train", "run", "--train.steps", "6", "--data.loss-on", "all", "--nproc", "1") == 66
     shutil.copytree("run", "bare")
     (folder / "bare" / "tokenizer_config.json").unlink()
     capsys.readouterr()
@@ -86,8 +88,15 @@ def test_a_run_knows_the_end_that_its_tokenizer_came_with(folder: Path) -> None:
     words = folder_of(folder / "words", CHATML)
     (words / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
     (folder / "text.txt").write_text("some words " * 200)
-    corpus = ["--data.corpus", "text.txt", "--data.tokenizer", "words", "--data.held-out", "0"]
-    rest = ["--model.vocab", "366", "--train.steps", "1", "--train.out", "run"]
+    corpus = [
+        "--data.sources",
+        "text.txt",
+        "--data.tokenizer",
+        "words",
+        "--data.validation-fraction",
+        "0",
+    ]
+    rest = ["--model.vocab", "366", "--train.steps", "1", "--train.output-dir", "run"]
     assert call("train", *FAST, *corpus, *rest) == 0
     speaker = TextGenerator.from_run(folder / "run", "cpu")
     assert (
@@ -101,15 +110,15 @@ def test_prepare_and_show_know_conversations(
 ) -> None:
     talks(folder / "talks.jsonl")
     folder_of(folder / "words", CHATML)
-    words = ["talks.jsonl", "--tokenizer", "words", "--out"]
+    words = ["talks.jsonl", "--tokenizer", "words", "--output"]
     assert call("data", "prepare", *words, "corpus") == 0
     assert call("data", "show", "corpus") == 0
     out = capsys.readouterr().out
     assert "    <|im_start|>assistant\n    «ab<|im_end|>»\n" in out, out
-    assert call("data", "prepare", *words, "all", "--learn", "all") == 0
+    assert call("data", "prepare", *words, "all", "--loss-on", "all") == 0
     assert "«<|im_start|>user" in capsys.readouterr().out
     (folder / "own.jinja").write_text("{{ messages[0].role.__class__.__mro__ }}")
-    assert call("data", "prepare", *words, "own", "--template", "own.jinja") == 77
+    assert call("data", "prepare", *words, "own", "--chat-template", "own.jinja") == 77
     assert "own.jinja was stopped" in capsys.readouterr().err
     (folder / "text.txt").write_text("text")
     assert call("data", "prepare", "text.txt", *words, "both") == 64
@@ -127,7 +136,7 @@ def example() -> ModuleType:
 
 @pytest.mark.full
 def test_the_example_runs(folder: Path) -> None:
-    right = example().main(["--out", "out", "--questions", "6", "--steps", "30"])
+    right = example().main(["--output", "out", "--questions", "6", "--steps", "30"])
     assert right > 0.9
     speaker = TextGenerator.from_run(Path("out/run"), "cpu")
     with open("out/chats.jsonl", encoding="utf-8") as file:

@@ -54,9 +54,12 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     ("degrees", "changes"),
     [
         ({"pipe": 2, "row": 2, "data": 2}, {}),
-        ({"pipe": 4}, {"model__tied": True, "plan__policy": "zero-bubble", "model__dropout": 0.2}),
-        ({"pipe": 2}, {"plan__spread": True, "plan__recompute": "selective"}),
-        ({"pipe": 2, "depth": 2}, {"plan__gathered": "keep", "plan__chunks": 2}),
+        (
+            {"pipe": 4},
+            {"model__tie_embeddings": True, "plan__schedule": "zero-bubble", "model__dropout": 0.2},
+        ),
+        ({"pipe": 2}, {"plan__vocab_over_pipe": True, "plan__recompute": "selective"}),
+        ({"pipe": 2, "depth": 2}, {"plan__reshard_after": "step", "plan__virtual_stages": 2}),
     ],
     ids=str,
 )
@@ -98,11 +101,14 @@ def test_ranks_may_be_placed_in_any_order(
     pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int], order: tuple[str, ...]
 ) -> None:
     """Trained, saved and resumed, also in the usual order: the run is that of one process."""
-    even = {"optim__schedule": "wsd", "optim__warmup": 0, "optim__cooldown": 0.0}
+    even = {"optim__schedule": "wsd", "optim__warmup_steps": 0, "optim__decay_ratio": 0.0}
     whole = losses_of(Grid({}), corpus, str(tmp_path / "one"), 6, changes=even)
     found, last = list[float](), ""
     for steps, axes in ((2, order), (4, ()), (6, order)):
-        out, changes = tmp_path / str(steps), {**even, "plan__order": axes, "guard__replicas": 1}
+        out, changes = (
+            tmp_path / str(steps),
+            {**even, "plan__rank_order": axes, "guard__replica_check_interval": 1},
+        )
         plan = run_of(str(out), degrees, steps, **changes).plan
         ranks = [int(rank) for rank in Grid.from_plan(plan).ranks.reshape(-1)]
         told = pool.on_grid(degrees, losses_of, corpus, str(out), steps, last, changes, order=ranks)
@@ -115,15 +121,17 @@ def test_a_limit_of_memory_bounds_what_a_stage_holds(
     pool: Pool, tmp_path: Path, corpus: str
 ) -> None:
     """Much room gives many credits; room for none is an error."""
-    settings = {"plan__micro_batch": 1, "memory__limit": 1.0}
+    settings = {"plan__micro_batch": 1, "memory__device_limit_gib": 1.0}
     roomy = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), settings)
     assert roomy[0]["limit"] == roomy[1]["limit"] > 8
     assert any("a stage may hold" in line for line in roomy[0]["notes"])
-    spread = pool.on_grid({"pipe": 2}, trained, corpus, "", {**settings, "plan__spread": True})
+    spread = pool.on_grid(
+        {"pipe": 2}, trained, corpus, "", {**settings, "plan__vocab_over_pipe": True}
+    )
     assert spread[0]["limit"] == spread[1]["limit"] > 8
-    tight = {**settings, "memory__limit": 2e-4}
+    tight = {**settings, "memory__device_limit_gib": 2e-4}
     for said in pool.on_grid({"pipe": 2}, refused, corpus, tight):
-        assert said.startswith("memory.limit=0.0002 leaves room for no micro-batch")
+        assert said.startswith("memory.device_limit_gib=0.0002 leaves room for no micro-batch")
 
 
 def refused(grid: Grid, corpus: str, changes: dict[str, Any]) -> str:
@@ -140,13 +148,13 @@ def test_measured_times_decide_where_the_model_is_cut(
 ) -> None:
     table = tmp_path / "times.toml"
     table.write_text("forward = [1.0, 1.0, 1.0, 9.0]\nbackward = [2, 2, 2, 18]\n")
-    changes: dict[str, Any] = {"plan__stage_times": str(table)}
+    changes: dict[str, Any] = {"plan__stage_profile": str(table)}
     found = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), changes)
     assert found[0]["firsts"] == (0, 3)
-    changes = {"plan__stage_times": str(tmp_path)}  # of the run just made
+    changes = {"plan__stage_profile": str(tmp_path)}  # of the run just made
     again = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), changes)
     assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
-    explicit = pool.on_grid({"pipe": 2}, trained, corpus, "", {"plan__stages": (1,)})
+    explicit = pool.on_grid({"pipe": 2}, trained, corpus, "", {"plan__stage_starts": (1,)})
     assert explicit[1]["firsts"] == (0, 1)
     assert explicit[0]["flops"] == found[0]["flops"], "the mean over stages"
 
@@ -154,7 +162,7 @@ def test_measured_times_decide_where_the_model_is_cut(
 @pytest.mark.parametrize("facts", ["{}", '{"part_seconds": ["a"]}', '{"part_seconds": [0.0, 0]}'])
 def test_a_timeline_without_times_is_refused(tmp_path: Path, facts: str) -> None:
     (tmp_path / "timeline.json").write_text(facts)
-    with pytest.raises(PlanError, match="stage_times"):
+    with pytest.raises(PlanError, match="stage_profile"):
         load_stage_times(tmp_path)
 
 
@@ -164,7 +172,7 @@ def test_a_timeline_without_times_is_refused(tmp_path: Path, facts: str) -> None
 )
 def test_times_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "times.toml").write_text(text)
-    with pytest.raises(PlanError, match="stage_times"):
+    with pytest.raises(PlanError, match="stage_profile"):
         load_stage_times(tmp_path / "times.toml")
     with pytest.raises(PlanError, match="cannot be read"):
         load_stage_times(tmp_path / "nowhere")
@@ -172,7 +180,7 @@ def test_times_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> Non
 
 def resumed(grid: Grid, corpus: str, out: str) -> tuple[list[float], list[float]]:
     """Losses of a run, and of one that goes on from its checkpoint in the middle."""
-    settings: dict[str, Any] = {"checkpoint__every": 2, "model__tied": True}
+    settings: dict[str, Any] = {"checkpoint__interval": 2, "model__tie_embeddings": True}
     run = run_of(out, dict(grid.degrees), STEPS, **settings)
     whole = [row["loss"] for row in trainer_of(grid, corpus, run).run_steps()]
     second = trainer_of(grid, corpus, run)
@@ -198,8 +206,8 @@ def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
-        ({"pipe": 2, "depth": 2}, {"model__tied": True, "plan__spread": True}),
-        ({"pipe": 4}, {"plan__policy": "1f1b"}),
+        ({"pipe": 2, "depth": 2}, {"model__tie_embeddings": True, "plan__vocab_over_pipe": True}),
+        ({"pipe": 4}, {"plan__schedule": "1f1b"}),
     ],
     ids=str,
 )

@@ -42,7 +42,7 @@ def test_a_resumed_run_repeats_the_undisturbed_one_to_the_bit(
 ) -> None:
     whole, *_ = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "whole"), 6)
     half = str(tmp_path / "half")
-    options = {"train__steps": 6, "checkpoint__every": 3}
+    options = {"train__steps": 6, "checkpoint__interval": 3}
     pool.on_grid(degrees, losses_of, corpus, half, 6, "", options)
     middle = find_checkpoints(Path(half) / "checkpoints")[0]
     assert middle.name == "step-00000003"
@@ -54,7 +54,7 @@ def test_a_resumed_run_repeats_the_undisturbed_one_to_the_bit(
 def test_other_batches_go_on_with_the_next_sample(tmp_path: Path, corpus: str) -> None:
     grid = Grid({})
     losses_of(grid, corpus, str(tmp_path), 2)
-    trainer = trainer_of(grid, corpus, run_of(str(tmp_path), {}, 4, plan__batch=4))
+    trainer = trainer_of(grid, corpus, run_of(str(tmp_path), {}, 4, plan__global_batch=4))
     trainer.resume_from(find_checkpoints(tmp_path / "checkpoints")[-1])
     assert (trainer.step, trainer.samples) == (2, 16)
     batches = trainer._batch_maker()(2)
@@ -67,7 +67,7 @@ def test_a_changed_corpus_is_noticed_by_its_fingerprint(tmp_path: Path, corpus: 
     checkpoint = str(find_checkpoints(tmp_path / "run" / "checkpoints")[-1])
     with pytest.raises(DataError, match="has the fingerprint"):
         losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint)
-    allowed = {"checkpoint__other_data": True}
+    allowed = {"checkpoint__allow_data_mismatch": True}
     assert len(losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint, allowed)) == 2
 
 
@@ -92,12 +92,12 @@ def test_a_bad_number_is_named_and_changes_nothing(
 
 
 def test_metrics_are_those_of_their_step(tmp_path: Path, corpus: str) -> None:
-    trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 5, train__evaluate=2))
+    trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 5, train__eval_interval=2))
     rows = list(trainer.run_steps())
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert [row["tokens"] for row in rows] == [128 * (i + 1) for i in range(5)]
-    assert [row["held_out_loss"] is not None for row in rows] == [True, True, False, True, True]
-    assert all(row["seconds"] > 0 and row["memory"] > 0 for row in rows)
+    assert [row["val_loss"] is not None for row in rows] == [True, True, False, True, True]
+    assert all(row["step_seconds"] > 0 and row["peak_memory_bytes"] > 0 for row in rows)
     assert all(row["mfu"] is None and row["loss_scale"] is None for row in rows)
     assert all(row["exposed_communication_seconds"] == 0.0 for row in rows)
     phases = trainer.meter.phases

@@ -209,7 +209,7 @@ class BucketScheduler:
                 with self.grid.trace.named_scope(block):
                     part = collectives.all_gather(part.wait(), self.gather_axis)
             pending.append(part)
-        if "gather" not in self.overlap:
+        if "weight_gather" not in self.overlap:
             for one in pending:
                 one.wait()
         return pending

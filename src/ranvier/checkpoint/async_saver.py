@@ -446,6 +446,7 @@ def _explain_write_error(error: OSError, where: Path, needed: int) -> WriteError
     return WriteError(
         f"{error.filename or where}: {error.strerror}. A checkpoint needs about {needed:,} bytes; "
         f"{free}. Free space, make the "
-        "directory writable or choose another train.out; checkpoints that were finished are as "
+        "directory writable or choose another train.output_dir; checkpoints that were finished are "
+        "as "
         "they were."
     )

@@ -65,14 +65,14 @@ class ElementCopy:
 
 
 def load_checkpoint(
-    checkpoint: Path, state: ShardedStateDict, *, partial: bool = False, cast: bool = False
+    checkpoint: Path, state: ShardedStateDict, *, strict: bool = True, cast: bool = False
 ) -> list[str]:
-    """Fill local shards from a checkpoint; return the names left unchanged (only if partial).
+    """Fill local shards from a checkpoint; return the names left unchanged (only if not strict).
 
     cast: convert tensors of other dtypes.
     """
     manifest = manifests.read_manifest(checkpoint)
-    left = _check_tensors(checkpoint, manifest, state, partial=partial, cast=cast)
+    left = _check_tensors(checkpoint, manifest, state, strict=strict, cast=cast)
     with torch.no_grad():
         fill_tensors(checkpoint, manifest, {n: x for n, x in state.items() if n not in left})
     return sorted(left)
@@ -166,10 +166,10 @@ def _check_tensors(
     manifest: CheckpointManifest,
     state: ShardedStateDict,
     *,
-    partial: bool,
+    strict: bool,
     cast: bool,
 ) -> set[str]:
-    """Names of tensors that are not loaded; an error unless `partial` allows it."""
+    """Names of tensors that are not loaded; an error if `strict`."""
     missing = sorted(set(state) - set(manifest.tensors))
     shapes = []
     dtypes = []
@@ -182,16 +182,16 @@ def _check_tensors(
     problems = [
         f"{words}: {', '.join(found[:5])}{' ...' * (len(found) > 5)} ({len(found)} in all)"
         for words, found in (
-            ("not there", [] if partial else missing),
-            ("of another shape", [] if partial else shapes),
-            ("of another type", [] if cast or partial else dtypes),
+            ("not there", missing if strict else []),
+            ("of another shape", shapes if strict else []),
+            ("of another type", dtypes if strict and not cast else []),
         )
         if found
     ]
     if problems:
         raise CheckpointError(
             f"{checkpoint} does not fit the model: {'; '.join(problems)}. A checkpoint fits the "
-            "model that saved it. Use the same settings, or checkpoint.partial=True to load what "
+            "model that saved it. Use the same settings, or checkpoint.strict=False to load what "
             "fits."
         )
     return {*missing, *(line.partition(" ")[0] for line in shapes)}

@@ -262,7 +262,7 @@ def read_rank_report(folder: Path, rank: int) -> tuple[BlockChecksums, dict[str,
     if not path.exists():
         raise WriteError(
             f"{path} is not there, though rank {rank} has written it. All ranks must see the same "
-            "directory. Use a train.out on a file system that all nodes share."
+            "directory. Use a train.output_dir on a file system that all nodes share."
         )
     body = read_digested(path)
     return BlockChecksums.from_hex(body["size"], body["sums"]), body["tensors"]

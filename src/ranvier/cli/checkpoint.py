@@ -16,7 +16,7 @@ from ranvier.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, Tenso
 from ranvier.errors import CheckpointError, RanvierError
 from ranvier.system.terminal import escape_controls, print, write_raw
 
-TABLE_HEADER = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
+TABLE_HEADER = ("checkpoint", "step", "size", "grid", "samples", "val loss", "state")
 MAX_SHOWN_TENSORS = 20
 """Maximum number of tensors that a comparison lists."""
 
@@ -45,7 +45,7 @@ def list_checkpoints(path: Path) -> int:
     paths = resolve_checkpoints(path)
     pointed, _ = folders.read_latest_pointer(paths[0].parent)
     rows: list[tuple[str, ...]] = [
-        ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
+        ("checkpoint", "step", "size", "grid", "samples", "val loss", "state")
     ]
     bad = 0
     for one in paths:

@@ -38,39 +38,38 @@ if TYPE_CHECKING:
     from ranvier.train.prediction import StepPrediction
 
 USAGE = """\
-usage: ranvier VERB ...
+usage: ranvier COMMAND ...
 
   train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
                              standard library; a RUN (its directory) is continued
-  import SRC --to RUN        make a run of a published model (safetensors and config.json)
-  export RUN --to DIR        write its weights as transformers and other engines read them
-  convert SRC --upcycle 8    make a run of a mixture of experts from a dense run or model
-  generate RUN --prompt ...  text from the newest checkpoint of a run; --chat: an answer
-  eval RUN --tasks ...       what it is worth: tasks, perplexity, programs that it writes
+  import SRC --output RUN    make a run of a published model (safetensors and config.json)
+  export RUN --output DIR    write its weights as transformers and other engines read them
+  upcycle SRC --experts 8    make a run of a mixture of experts from a dense run or model
+  generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat: an answer
+  eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate pipeline [run.toml | RUN]
-                             play a step of its pipeline: time, bubble, what stages wait for; drawn
+                             simulate a step of its pipeline: time, bubble, waits; with a drawing
   plan [run.toml]            the fastest layouts on a cluster, predicted, and why
-  dryrun [run.toml | RUN]    one rank of --world many, without devices: its shards, messages, memory
+  dry-run [run.toml | RUN]   one rank of --world many, without devices: its shards, messages, memory
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   checkpoint ls RUN          its checkpoints: step, size, grid, state
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
   checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
-  checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
+  checkpoint convert A OUT   write a checkpoint again, or its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64: steps
                              and a run that is saved, reloaded and continued
-  measure [--to FILE]        how fast this machine computes and communicates, for the planner
+  measure [--output FILE]    how fast this machine computes and communicates, for the planner
   doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
                              communicators
+  completion bash | zsh      the script that completes commands and options in a shell
 
-  completion bash | zsh      the script that completes verbs and options in a shell
-
-`ranvier VERB --help` explains a verb, --help SECTION and --help-all its settings. `ranvier
+`ranvier COMMAND --help` explains a command, --help SECTION and --help-all its settings. `ranvier
 --version` prints the version. Examples:
   ranvier train
-  ranvier train --data.corpus my.jsonl --train.steps 500
+  ranvier train --data.sources my.jsonl --train.steps 500
   ranvier train --plan.row 2 --plan.col 2 --plan.depth 2 --train.steps 5
   ranvier generate runs/tiny --prompt "def main("
   torchrun --nproc-per-node 8 -m ranvier train --plan.row 8
@@ -95,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # code.
         if words[0] not in COMMANDS:
             near = suggest_nearest(words[0], COMMANDS)
-            raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(COMMANDS)}.")
+            raise PlanError(
+                f"{words[0]!r} is not a command.{near} Commands are {', '.join(COMMANDS)}."
+            )
         _check_run_exists(words)
         code = COMMANDS[words[0]](words[1:])
         sys.stdout.flush()
@@ -166,7 +167,7 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
     # srun with one task per node and --nproc: each task starts the ranks of its node.
     if me is not None and me.launcher == "srun" and me.local_world_size == 1 and nproc > 0:
         return launch.NodeInfo(me.world_size, me.rank, f"{me.address}:{me.port}")
-    if wish.nodes == 1:
+    if wish.nnodes == 1:
         return None
     if me is not None or not 0 < nproc <= MAX_LOCAL_RANKS:
         if me is None:
@@ -174,10 +175,11 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
         else:
             started = f" under {me.launcher}, which has started {me.world_size} ranks"
         raise PlanError(
-            f"launch.nodes={wish.nodes} with nproc={nproc}{started}. One command a node starts its "
+            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. One command a node starts "
+            "its "
             f"ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
         )
-    return launch.NodeInfo(wish.nodes, wish.node, wish.address)
+    return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 
 
 # The options of a command extend RunConfig with its own fields; these do not belong in a saved run.
@@ -195,6 +197,10 @@ def _is_continued(words: Sequence[str]) -> bool:
 def _train_command(words: Sequence[str]) -> int:
     """Check the settings, tokenize, then train here or start local ranks that do."""
     arguments = parse_run_options("train", words)
+    # Before torch is imported, which takes seconds.
+    from ranvier.data.sources import check_sources_exist
+
+    check_sources_exist(arguments.data.sources)
     from ranvier.train import loggers, prepare_data, resolve, train
     from ranvier.train.resume import elastic, run_directory
 
@@ -237,17 +243,17 @@ def _train_command(words: Sequence[str]) -> int:
     if world == 1:
         return _train_rank([run], stored, said, ProcessInfo())
     # Named here rather than by the ranks, so that a restart finds the same directory.
-    if first and not run.train.out:
+    if first and not run.train.output_dir:
         out = run_directory.make_run_dir(run.model.size)
         choices = [run_directory.with_dir(one, out) for one in choices]
     task = functools.partial(_train_rank, choices, stored, said)
     policy = launch.RestartPolicy(
-        max_restarts=run.launch.retries,
-        restart_on_error=run.launch.faults,
-        watchdog_seconds=run.launch.watchdog,
+        max_restarts=run.launch.max_restarts,
+        restart_on_error=run.launch.restart_on_error,
+        watchdog_seconds=run.launch.watchdog_seconds,
         grids=tuple((elastic.format_grid(o.plan.degrees), o.plan.world_size) for o in choices),
     )
-    where = Path(choices[0].train.out)
+    where = Path(choices[0].train.output_dir)
     began = time.time()
     return launch.launch_ranks(
         arguments.nproc or world,
@@ -255,7 +261,7 @@ def _train_command(words: Sequence[str]) -> int:
         preload=[train.__name__],
         policy=policy,
         nodes=nodes,
-        timeout_seconds=run.train.timeout,
+        timeout_seconds=run.train.comm_timeout_seconds,
         ended=lambda code, message: run_directory.record_failure(where, began, code, message),
     )
 
@@ -306,7 +312,7 @@ def _train_rank(
     share_gpu = run.launch.share_gpu
     with (
         determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
-        launch.join_process_group(me, backend, run.train.timeout, share_gpu=share_gpu),
+        launch.join_process_group(me, backend, run.train.comm_timeout_seconds, share_gpu=share_gpu),
     ):
         # The prediction is for the first grid; a fallback grid has none.
         if said is not None and me.grid_index == 0:
@@ -316,9 +322,9 @@ def _train_rank(
 
 def _verify_command(words: Sequence[str]) -> int:
     """Shrink the model, then compare on as many local ranks as the plan needs."""
+    arguments = parse_run_options("verify", words)
     from ranvier.tools import verify
 
-    arguments = parse_run_options("verify", words)
     run = _run_config(arguments)
     me, world = _resolve_world(arguments, verify.required_ranks(run.plan))
     run = run.check_and_resolve(world)
@@ -332,7 +338,9 @@ def _verify_command(words: Sequence[str]) -> int:
         with launch.report_errors(me or ProcessInfo()):
             return task(me or ProcessInfo())
     # A crash or hang of a rank is a finding: it is reported and not retried.
-    policy = launch.RestartPolicy(watchdog_seconds=run.launch.watchdog, grids=(("", world),))
+    policy = launch.RestartPolicy(
+        watchdog_seconds=run.launch.watchdog_seconds, grids=(("", world),)
+    )
     code = launch.launch_ranks(world, task, preload=[verify.__name__], policy=policy)
     if code not in verify.EXPECTED_EXIT_CODES:
         print(
@@ -351,7 +359,9 @@ def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
     backend = "gloo"
     if run.train.backend == "nccl":
         backend = resolve.resolve_backend(run, me, verify.comparison_device(run, me))
-    with launch.join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
+    with launch.join_process_group(
+        me, backend, run.train.comm_timeout_seconds, share_gpu=run.launch.share_gpu
+    ):
         return verify.verify_grid(run, me)
 
 
@@ -364,10 +374,10 @@ def _run_subcommand(name: str, words: Sequence[str]) -> int:
             return 0
         if words:
             near = suggest_nearest(words[0], verbs)
-            what = f"{name} {words[0]!r} is no verb.{near}"
+            what = f"{name} {words[0]!r} is not a command.{near}"
         else:
-            what = f"{name} needs a verb."
-        raise PlanError(f"{what} Verbs are {', '.join(verbs)}. See ranvier --help.")
+            what = f"{name} needs a subcommand."
+        raise PlanError(f"{what} Subcommands are {', '.join(verbs)}. See ranvier --help.")
     return verbs[words[0]](words[1:])
 
 
@@ -406,10 +416,13 @@ def _checkpoint_convert_command(words: Sequence[str]) -> int:
 
 def _prepare_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import PrepareOptions
-    from ranvier.train import prepare_data
+    from ranvier.data.sources import check_sources_exist
 
     inputs, options = split_words(words)
     settings = parse_options(PrepareOptions, PrepareOptions(), "data prepare FILE ...", options)
+    check_sources_exist(inputs)
+    from ranvier.train import prepare_data
+
     return prepare_data.prepare_corpus(inputs, **dataclasses.asdict(settings))
 
 
@@ -431,26 +444,32 @@ def _generate_command(words: Sequence[str]) -> int:
 
 def _import_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import ImportOptions
-    from ranvier.train import import_export
+    from ranvier.system.model_hub import find_model
 
     names, options = split_words(words)
-    settings = parse_options(ImportOptions, ImportOptions(), "import SRC --to RUN", options)
+    settings = parse_options(ImportOptions, ImportOptions(), "import SRC --output RUN", options)
     source = one_path("import", "a published model", names)
-    out = Path(settings.to or Path("runs") / Path(source).absolute().name)
+    out = Path(settings.output or Path("runs") / Path(source).absolute().name)
+    find_model(source)
+    from ranvier.train import import_export
+
     return import_export.print_lines(import_export.import_model(source, out))
 
 
 def _upcycle_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import UpcycleOptions
+    from ranvier.system.model_hub import find_model
+
+    names, options = split_words(words)
+    settings = parse_options(UpcycleOptions, UpcycleOptions(), "upcycle SRC --experts 8", options)
+    source = one_path("upcycle", "a dense run or a published model", names)
+    out = Path(settings.output or Path("runs") / f"{Path(source).absolute().name}-moe")
+    find_model(source)
     from ranvier.tools import upcycle
     from ranvier.train import import_export
 
-    names, options = split_words(words)
-    settings = parse_options(UpcycleOptions, UpcycleOptions(), "convert SRC --upcycle 8", options)
-    source = one_path("convert", "a dense run or a published model", names)
-    out = Path(settings.to or Path("runs") / f"{Path(source).absolute().name}-moe")
     # All other options have the names of the function's arguments.
-    given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "to"}
+    given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "output"}
     return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 
 
@@ -459,10 +478,10 @@ def _export_command(words: Sequence[str]) -> int:
     from ranvier.train import import_export
 
     names, options = split_words(words)
-    wanted = parse_options(ExportOptions, ExportOptions(), "export RUN --to DIR", options)
+    wanted = parse_options(ExportOptions, ExportOptions(), "export RUN --output DIR", options)
     settings = dataclasses.asdict(wanted)
     origin = Path(one_path("export", "a run", names))
-    out = Path(settings.pop("to") or f"{origin}-export")
+    out = Path(settings.pop("output") or f"{origin}-export")
     if settings.pop("adapter"):
         own = {name: settings[name] for name in ("step", "dtype")}
         return import_export.print_lines(import_export.export_adapter(origin, out, **own))
@@ -482,7 +501,7 @@ def _eval_command(words: Sequence[str]) -> int:
     settings = load_run_with_options(EvalOptions, "eval RUN", words, verb.single_rank_run)
     verb.check_options(settings, names[0] if names else None)
     # Needs neither a model nor ranks.
-    if settings.samples:
+    if settings.samples_file:
         return verb.score_samples(settings)
     me, world = _resolve_world(settings, verify.required_ranks(settings.plan))
     run = verb.resolve_plan(_run_config(settings), world, settings)
@@ -505,16 +524,15 @@ def _report_command(words: Sequence[str]) -> int:
 
 def _profile_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import ProfileOptions
-    from ranvier.infer.generate import load_config_from_dir
 
     names, _ = split_words(words)
     if names and os.path.isdir(names[0]):
-        load_config_from_dir(Path(names[0]))
+        runs.check_is_run(Path(names[0]))
     settings = load_run_with_options(ProfileOptions, "profile RUN", words)
     origin = Path(one_path("profile", "a run or a TOML file", names))
     from ranvier.tools.profiler import report as profile
 
-    own = {name: getattr(settings, name) for name in ("steps", "warm", "top", "out")}
+    own = {name: getattr(settings, name) for name in ("steps", "warmup_steps", "top", "output")}
     return profile.profile_run(_run_config(settings), origin, **own)
 
 
@@ -531,7 +549,7 @@ def _plan_command(words: Sequence[str]) -> int:
     # The printed train command repeats the user's words, without options of `plan` itself and
     # without settings that the planner chooses.
     own = {field.name for field in dataclasses.fields(settings)}
-    chosen = {*request.COMMAND_SETTINGS, "memory.states"}
+    chosen = {*request.COMMAND_SETTINGS, "memory.optimizer_states"}
     carried = [quote_word(word) for word in drop_options(words, own | chosen)]
     return plan.run_plan_command(settings, given_settings(words), carried)
 
@@ -552,7 +570,7 @@ def _measure_command(words: Sequence[str]) -> int:
     from ranvier.tools import benchmark_cluster
 
     me = launch.read_process_info()
-    task = functools.partial(benchmark_cluster.measure_as_rank, settings.to)
+    task = functools.partial(benchmark_cluster.measure_as_rank, settings.output)
     if me is None:
         count = benchmark_cluster.count_local_ranks(settings.nproc)
     else:
@@ -563,18 +581,22 @@ def _measure_command(words: Sequence[str]) -> int:
         return task(me or ProcessInfo())
 
 
-def _dryrun_command(words: Sequence[str]) -> int:
+def _dry_run_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import DryRunOptions
 
-    settings = load_run_with_options(DryRunOptions, "dryrun [run.toml | RUN]", words)
+    settings = load_run_with_options(DryRunOptions, "dry-run [run.toml | RUN]", words)
     from ranvier.tools import dry_run
     from ranvier.tools.verify import required_ranks
 
     world = settings.world or required_ranks(settings.plan)
     run = _run_config(settings)
-    rank = settings.rank
-    load = settings.load
-    return dry_run.show_dry_run(run, world=world, rank=rank, load=load, out=settings.json)
+    return dry_run.show_dry_run(
+        run,
+        world=world,
+        rank=settings.rank,
+        expert_imbalance=settings.expert_imbalance,
+        output=settings.output,
+    )
 
 
 def _doctor_command(words: Sequence[str]) -> int:
@@ -591,7 +613,7 @@ def _doctor_command(words: Sequence[str]) -> int:
 
 
 def _completion_command(words: Sequence[str]) -> int:
-    """Print a script that completes verbs and options."""
+    """Print a script that completes commands and options."""
     from ranvier.cli import completion
 
     shell = one_path("completion", "the name of a shell: bash or zsh", words)
@@ -613,14 +635,14 @@ COMMANDS: dict[str, Command] = {
     "train": _train_command,
     "import": _import_command,
     "export": _export_command,
-    "convert": _upcycle_command,
+    "upcycle": _upcycle_command,
     "generate": _generate_command,
     "eval": _eval_command,
     "report": _report_command,
     "profile": _profile_command,
     "simulate": functools.partial(_run_subcommand, "simulate"),
     "plan": _plan_command,
-    "dryrun": _dryrun_command,
+    "dry-run": _dry_run_command,
     "data": functools.partial(_run_subcommand, "data"),
     "checkpoint": functools.partial(_run_subcommand, "checkpoint"),
     "verify": _verify_command,

@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ranvier.cli import help
 from ranvier.config import run as runs
@@ -155,12 +155,19 @@ def load_run_with_options(
             )
         run = runs.load_run_config(Path(files[0]) / "config.toml", size=size, in_run=True)
         # The resumed run may be on other nodes than before.
-        here = replace(run.launch, nodes=1, node=0, address="")
+        here = replace(run.launch, nnodes=1, node_rank=0, rdzv_endpoint="")
         # How to start was meant for the first launch: from now on the run resumes from its own
         # checkpoints.
-        word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
-        own = replace(run.checkpoint, **dict[str, Any](word))
-        run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
+        own = replace(
+            run.checkpoint,
+            resume="auto",
+            allow_data_mismatch=False,
+            allow_config_mismatch=False,
+            strict=True,
+        )
+        run = replace(
+            run, train=replace(run.train, output_dir=files[0]), launch=here, checkpoint=own
+        )
         own_words = Path(files[0]) / "tokenizer.json"
         # The directory of an imported run may have moved, and its tokenizer with it.
         if own_words.exists() and (Path(files[0]) / "published").is_dir():
@@ -177,11 +184,15 @@ def load_run_with_options(
             run = RunConfig(model=ModelConfig.from_size(size))
     # A new run that starts from a published model takes over its architecture; a resumed one has
     # it.
-    start = option_value(options, "--train.start") or run.train.start
+    start = option_value(options, "--train.init-from") or run.train.init_from
     if start and not (files and os.path.isdir(files[0])):
+        from ranvier.system.model_hub import find_model
+
+        # A missing model is reported before torch is imported.
+        find_model(start)
         from ranvier.train import import_export
 
-        run = import_export.init_from(replace(run, train=replace(run.train, start=start)))
+        run = import_export.init_from(replace(run, train=replace(run.train, init_from=start)))
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return parse_options(kind, default, usage, options)
@@ -192,7 +203,7 @@ def _expand_plan_auto(words: Sequence[str]) -> list[str]:
     # NUL cannot occur in an argument, so it separates words safely.
     text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
     found = text.split("\0") if text else []
-    return ["--plan.layout=auto" if word == "--plan=auto" else word for word in found]
+    return ["--plan.auto=True" if word == "--plan=auto" else word for word in found]
 
 
 def given_settings(words: Sequence[str]) -> set[str]:
@@ -203,7 +214,7 @@ def given_settings(words: Sequence[str]) -> set[str]:
     files, options = split_words(words)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in options if word[:2] == "--"}
     if files and os.path.isdir(files[0]):
-        return names | {"plan.batch", "data.seq"}
+        return names | {"plan.global_batch", "data.seq_len"}
     for file in files:
         for section, table in tomllib.loads(Path(file).read_text(encoding="utf-8")).items():
             names |= {f"{section}.{key}" for key in table} if isinstance(table, dict) else set()

@@ -37,7 +37,7 @@ class PlanOptions(RunConfig):
     top: int = 10
     """Layouts in the table."""
     precision: Precision = ""
-    """What matrix products are computed in; empty: as train.dtype and train.fp8 say."""
+    """What matrix products are computed in; empty: as train.dtype and train.float8 say."""
     goal: str = ""
     """Tokens within a time, such as "70B, 2T tokens, 30 days" or "100B tokens, 2 weeks": the fewest
     nodes that reach it (up to --nodes, if given)."""

@@ -153,7 +153,7 @@ def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str
         return [
             f"Goal: {nodes} are the fewest that read {what} (asked: {wanted:.3g}{less}): {cost}."
         ]
-    rest = "A larger --plan.batch lets more devices share it."
+    rest = "A larger --plan.global-batch lets more devices share it."
     if limited:
         rest = "Leave --nodes and --devices out to see how many it takes."
     return [

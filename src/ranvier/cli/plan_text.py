@@ -83,7 +83,7 @@ def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
     """What the user did not give, and why it is assumed."""
     job = wish.workload
     reason = "as runs of this size use"
-    if any(word.startswith("--plan.batch") for word in words):
+    if any(word.startswith("--plan.global-batch") for word in words):
         _, reason = default_batch(job.model.num_parameters, job.seq, wish.world_size)
     return f"Nobody gave {' '.join(words)}: assumed ({reason})."
 
@@ -111,7 +111,7 @@ def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str])
 
 def _drop_batch_option(words: Sequence[str]) -> list[str]:
     """The words without the batch, which is among the settings of every layout."""
-    return [word for word in words if not word.startswith("--plan.batch")]
+    return [word for word in words if not word.startswith("--plan.global-batch")]
 
 
 def _write_output(name: str, text: str) -> None:
@@ -151,7 +151,7 @@ def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:
             _candidate_to_dict(one, wish)
             for one in explain.distinct_candidates(result.feasible_candidates, top)
         ],
-        "rivals": {name: _candidate_to_dict(one, wish) for name, one in others.items()},
+        "baselines": {name: _candidate_to_dict(one, wish) for name, one in others.items()},
     }
 
 

@@ -27,11 +27,11 @@ class ProfileOptions(RunConfig):
 
     steps: int = 2
     """Steps that are profiled."""
-    warm: int = 3
+    warmup_steps: int = 3
     """Steps taken before; the pace of the last is what the report tells."""
     top: int = 15
     """Kernels in the table."""
-    out: str = ""
+    output: str = ""
     """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
     or NAME-profile/ next to NAME.toml."""
 
@@ -57,7 +57,7 @@ class SimulateOptions(RunConfig):
     """Of the jitter."""
     policies: tuple[str, ...] = ()
     """Policies to compare with that of the plan; empty: all."""
-    out: str = ""
+    output: str = ""
     """Directory of the drawings; empty: the run's, or this one."""
 
 
@@ -73,19 +73,19 @@ class DryRunOptions(RunConfig):
     """Ranks of the run; 0: as many as the plan needs."""
     rank: int = 0
     """The one that is played, from 0."""
-    load: float = 1.0
+    expert_imbalance: float = 1.0
     """Rows that the experts of this rank get, in means of all ranks of the expert axis (max / mean:
     the rank that is played is the busiest). 1: experts are balanced."""
-    json: str = ""
+    output: str = ""
     """File for all of it as JSON; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(RunOptions):
-    """What the model of a run is worth: tasks, a corpus, or programs that it writes.
+    """Evaluate a model: lm-eval tasks, perplexity on a corpus, or code generation.
 
-    One rank, if no degrees are given. Only the model, plan, data.seq and train.device, dtype,
-    backend and timeout of the settings of a run matter here.
+    One rank, if no degrees are given. Only the model, plan, data.seq_len and train.device, dtype,
+    backend and comm_timeout_seconds of the settings of a run matter here.
     """
 
     tasks: str = ""
@@ -97,16 +97,16 @@ class EvalOptions(RunOptions):
     fewshot: int = -1
     """Solved examples before each; -1: as the task says."""
     corpus: tuple[str, ...] = ()
-    """Corpora whose perplexity is wanted, as in data.corpus; windows have data.seq tokens."""
+    """Corpora whose perplexity is wanted, as in data.sources; windows have data.seq_len tokens."""
     stride: int = 0
-    """Tokens by which windows move; 0: data.seq. Smaller: more context, more work."""
+    """Tokens by which windows move; 0: data.seq_len. Smaller: more context, more work."""
     held_out: bool = False
-    """Only the documents that data.held_out keeps from training."""
+    """Only the documents that data.validation_fraction keeps from training."""
     code: str = ""
     """JSONL of programs to write (task, language, prompt, tests, baseline), which are then run."""
     samples_per_task: int = 1
     """Programs of each task."""
-    tokens: int = 256
+    max_new_tokens: int = 256
     """Most tokens of a program."""
     temperature: float = 0.8
     """Of programs; 0: always the likeliest token."""
@@ -114,18 +114,18 @@ class EvalOptions(RunOptions):
     """Draw from the fewest tokens that together have this probability."""
     seed: int = 0
     """Of the draw, and of the examples before a task."""
-    samples: str = ""
+    samples_file: str = ""
     """JSONL of programs that were run elsewhere (task, built, passed, seconds, baseline,
     processes, sample): only count."""
-    k: str = ""
+    pass_at_k: str = ""
     """Numbers of programs of which the best counts, with commas between them; empty: 1."""
     batch: int = 8
     """Sequences of a micro-batch."""
-    length: int = 0
+    max_length: int = 0
     """Most tokens the model looks at in tasks and programs; 0: model.max_seq."""
     step: int = -1
     """Checkpoint after this step; -1: the newest."""
-    out: str = ""
+    output: str = ""
     """File of the results; empty: eval-STEP.json inside the run's directory."""
 
 
@@ -133,22 +133,22 @@ class EvalOptions(RunOptions):
 class PrepareOptions:
     """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
 
-    out: str = ""
+    output: str = ""
     """Directory to make; empty: data/ and the name of the first file."""
     tokenizer: str = "standard"
     """standard: byte pairs learnt from Python's standard library; bytes; train: learn one from
     these files; or a tokenizer.json."""
     vocab: int = 4096
     """Tokens of a tokenizer that is trained."""
-    field: str = "text"
+    text_field: str = "text"
     """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
     """What records are: texts, or conversations. auto: as the first record looks."""
-    template: str = ""
+    chat_template: str = ""
     """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
     one."""
-    learn: Literal["answers", "all"] = "answers"
-    """Tokens of conversations that are marked to be learnt: the answers, or all."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of conversations that are marked for the loss: the assistant's, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +159,8 @@ class GenerateOptions:
     """What the text begins with."""
     chat: str = ""
     """In its place: a question, which the run answers by its chat template."""
-    tokens: int = 100
-    """Most tokens to say."""
+    max_new_tokens: int = 100
+    """Maximum number of tokens to generate."""
     temperature: float = 0.8
     """0: always the likeliest token; higher: more surprising."""
     top_k: int = 50
@@ -181,7 +181,7 @@ class ImportOptions:
     is a network. Pickled weights are refused; code that comes along is never run.
     """
 
-    to: str = ""
+    output: str = ""
     """Directory of the run; empty: runs/ and the name of the model."""
 
 
@@ -192,7 +192,7 @@ class ExportOptions:
     RUN: the directory of a run, trained or imported.
     """
 
-    to: str = ""
+    output: str = ""
     """Directory to make; empty: the run's name with -export."""
     step: int = -1
     """Checkpoint after this step; -1: the newest."""
@@ -202,8 +202,8 @@ class ExportOptions:
     family: str = ""
     """llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3, mixtral, qwen3_moe, olmoe or gpt2; empty:
     that of the model when it was imported, or the first that has such models."""
-    shard: int = 5_000_000_000
-    """Bytes of a file at most."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of a file, in bytes."""
     adapter: bool = False
     """Write only the adapters of a run, in PEFT's format; else they are merged into its weights."""
 
@@ -216,15 +216,15 @@ class UpcycleOptions:
     MLP of its layer, the router is new.
     """
 
-    upcycle: int = 0
+    experts: int = 0
     """Experts of a layer."""
-    to: str = ""
+    output: str = ""
     """Directory of the run; empty: runs/ and the name of the model with -moe."""
-    top: int = 2
+    experts_per_token: int = 2
     """Experts that a token goes to."""
-    shared: int = 0
+    shared_expert_mlp: int = 0
     """Hidden units of the MLP that become a shared expert; the others become the experts."""
-    every: int = 1
+    moe_layer_interval: int = 1
     """Of so many layers the last becomes a mixture: 1: all."""
     seed: int = 0
     """Of the routers."""
@@ -237,7 +237,7 @@ class ConvertOptions:
     """Write a checkpoint anew, a few tensors at a time."""
 
     form: str = "checkpoint"
-    """checkpoint: as one process would have saved it (also from the format before); weights: only
+    """checkpoint: as one process would have saved it; weights: only
     the weights, whole, as safetensors with an index."""
     dtype: str = ""
     """Type of weights: fp64, fp32, bf16 or fp16; empty: that of the checkpoint."""
@@ -260,7 +260,7 @@ class MeasureOptions:
     else on the machine meanwhile.
     """
 
-    to: str = ""
+    output: str = ""
     """TOML file to write; empty: one of this host and device in the user's cache, where plan and
     train look for it."""
     nproc: int = 0

@@ -20,27 +20,26 @@ AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 RUNNABLE_AXES = ("pipe", "data", "expert", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
 
-SETTING_NAMES = {"expert": "experts"}
+SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 """What a setting is called where its dim is called otherwise."""
 
-LayoutMode = Literal["auto", "given"]
 InnerSplit = Literal["samples", "features"]
-Overlap = Literal["dx", "dw", "gather", "tokens"]
-Dispatch = Literal["same", "bf16", "fp8"]
+Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
+Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
-WeightGathering = Literal["again", "keep"]
-PolicyName = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-Recompute = Literal["none", "selective", "full", "budget"]
+ReshardAfter = Literal["micro_batch", "step"]
+PolicyName = Literal["message_driven", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+Recompute = Literal["none", "selective", "full", "memory_budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Degrees of the seven axes, batch, and the switches that change speed but not results."""
 
-    layout: LayoutMode = "auto"
-    """auto: on several ranks, where no degree is given, the planner chooses them, and with them the
-    micro-batch, order and recomputation as far as they have their default values; given: they are
-    what they are, and `data` takes the rest. `plan = "auto"` and `--plan auto` say the first."""
+    auto: bool = True
+    """On several ranks, where no degree is given, let the planner choose the degrees, and with them
+    micro_batch, rank_order and recompute where those have their default values. False: degrees are
+    as given, and `data` takes the rest. `plan = "auto"` and `--plan auto` mean True."""
     pipe: int = 1
     """Ranks on the pipe axis: pipeline stages."""
     data: int = -1
@@ -54,61 +53,63 @@ class Plan:
     row: int = 1
     """Ranks on the row axis: tokens outside, heads and hidden features inside (Megatron)."""
     col: int = 1
-    """Ranks on the col axis: features of the residual stream outside, `inner` says what inside."""
-    inner: InnerSplit = "samples"
+    """Ranks on the col axis: features of the residual stream outside, `col_splits` says what
+    inside."""
+    col_splits: InnerSplit = "samples"
     """What col splits inside attention and MLP: samples (cheapest), features (any micro-batch)."""
-    order: tuple[str, ...] = ()
+    rank_order: tuple[str, ...] = ()
     """Axes whose ranks lie nearest to each other, the innermost last, such as `row pipe`; the
     others lie outside of them in the usual order. Empty: the usual order, in which `pipe` is
     outermost and `col` innermost."""
-    batch: int = 8
-    """Sequences of one optimizer step on the whole machine."""
+    global_batch: int = 8
+    """Sequences per optimizer step, over all ranks."""
     micro_batch: int = -1
     """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
-    recompute = budget or memory.fit = auto the one that fits and is fastest; with a pipeline so few
-    that each stage has up to four micro-batches to work on."""
-    policy: PolicyName = "message"
-    """What decides which job a stage of the pipeline takes next: message (what has arrived, with
-    credits and priority by simulation, never slower than 1f1b), or a fixed order: gpipe, 1f1b,
-    interleaved (for chunks of 2 or more), zero-bubble (weight gradients fill the waiting)."""
-    chunks: int = 1
-    """Ranges of layers on each stage: with more a pipeline fills faster and sends more."""
-    stages: tuple[int, ...] = ()
+    recompute = memory_budget or memory.auto the fastest that fits; with a pipeline so few that each
+    stage has up to four micro-batches to work on."""
+    schedule: PolicyName = "message_driven"
+    """Pipeline schedule: message_driven (a stage runs what has arrived, within max_in_flight and by
+    priorities from simulation, never slower than 1f1b), or a fixed order: gpipe, 1f1b, interleaved
+    (for virtual_stages of 2 or more), zero-bubble (weight gradients fill the bubbles)."""
+    virtual_stages: int = 1
+    """Model chunks per stage: with more the pipeline fills faster and communicates more."""
+    stage_starts: tuple[int, ...] = ()
     """First part (0: embedding, 1, 2, ...: blocks, last: head) of each stage but the first. Empty:
-    balanced by the work of the layers, or by stage_times."""
-    stage_times: str = ""
+    balanced by the work of the layers, or by stage_profile."""
+    stage_profile: str = ""
     """Run folder (its timeline.json) or TOML file (forward = [seconds of each part, ...]) whose
     measured times decide where the model is cut. Empty: the work of the layers."""
-    credits: int = 0
+    max_in_flight: int = 0
     """Micro-batches whose activations a stage may hold. 0: as many as are of use, or as fit into
-    memory.limit if that is given."""
-    jitter: float = 0.1
-    """How much the times of jobs vary (deviation of their logarithm): what the policy message
-    expects."""
-    spread: bool = False
+    memory.device_limit_gib if that is given."""
+    stage_time_jitter: float = 0.1
+    """Variation of the times of jobs that the message_driven schedule expects (standard deviation
+    of their logarithm)."""
+    vocab_over_pipe: bool = False
     """Spread the vocabulary (embedding and head) over all stages instead of giving it to the first
     and the last."""
-    gathered: WeightGathering = "again"
-    """Weights gathered over depth: again for each micro-batch, or keep them for all of a step."""
+    reshard_after: ReshardAfter = "micro_batch"
+    """When weights gathered over depth are freed: after each micro-batch (they are gathered again
+    for the next), or at the end of the step."""
     recompute: Recompute = "none"
     """Activations computed again in backward: none; selective (blocks keep the results of matrix
-    products and attention); full (blocks keep their input); budget (each block keeps what fits
-    into memory.limit, as little as possible is computed again)."""
+    products and attention); full (blocks keep their input); memory_budget (each block keeps
+    what fits into memory.device_limit_gib, as little as possible is computed again)."""
     compile: Compile = "auto"
     """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
     CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).
     The first run takes longer to start; later ones find what was compiled. With expert > 1 a graph
     ends at the experts of its block."""
-    graph: bool = False
+    cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that launching kernels is what
-    takes the time; one rank, samples without documents inside (data.packed=False)."""
-    overlap: tuple[Overlap, ...] = ("dx", "dw", "gather", "tokens")
+    takes the time; one rank, samples without documents inside (data.document_mask=False)."""
+    overlap: tuple[Overlap, ...] = ("dx", "dw", "weight_gather", "moe_dispatch")
     """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights, of
     tokens on their way to experts and back (behind the shared expert)."""
-    dispatch: Dispatch = "same"
-    """In which type tokens travel to experts: same (as they are), bf16, or fp8 (e4m3 with a scale
-    for each row: half the bytes of bf16, rounded to 4 digits). What comes back, and gradients,
-    travel as they are."""
+    moe_dispatch_dtype: Dispatch = "model"
+    """Type in which tokens are sent to experts: model (that of the activations), bf16, or fp8 (e4m3
+    with a scale per row: half the bytes of bf16, rounded to 4 digits). Outputs of experts and
+    gradients keep the type of the activations."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -124,7 +125,7 @@ class Plan:
     def axis_order(self) -> tuple[str, ...]:
         """All axes in the order in which ranks are placed, outermost first."""
         # Axes that are not named keep their usual order outside of the named ones.
-        return (*(axis for axis in AXES if axis not in self.order), *self.order)
+        return (*(axis for axis in AXES if axis not in self.rank_order), *self.rank_order)
 
     @property
     def num_replicas(self) -> int:
@@ -135,12 +136,12 @@ class Plan:
     def num_micro_batches(self) -> int:
         """Forward passes of one optimizer step."""
         assert self.micro_batch > 0, f"micro_batch={self.micro_batch} is not settled yet"
-        return self.batch // (self.num_replicas * self.micro_batch)
+        return self.global_batch // (self.num_replicas * self.micro_batch)
 
     @property
     def without_measuring(self) -> Plan:
         """The plan for callers that do not measure memory: open values get their defaults."""
-        if self.recompute == "budget":
+        if self.recompute == "memory_budget":
             kind: Recompute = "selective"
         else:
             kind = self.recompute
@@ -163,9 +164,13 @@ class Plan:
     def _with_degrees(self, degrees: Mapping[str, int]) -> Plan:
         """The plan with these degrees, and the default micro-batch if it is to be inferred."""
         plan = replace(self, **dict[str, Any](degrees))
-        if plan.micro_batch == -1 and plan.num_replicas > 0 and plan.batch % plan.num_replicas == 0:
+        if (
+            plan.micro_batch == -1
+            and plan.num_replicas > 0
+            and plan.global_batch % plan.num_replicas == 0
+        ):
             plan = replace(
-                plan, micro_batch=plan._default_micro_batch(plan.batch // plan.num_replicas)
+                plan, micro_batch=plan._default_micro_batch(plan.global_batch // plan.num_replicas)
             )
         return plan
 
@@ -173,11 +178,11 @@ class Plan:
         """Default micro-batch of a rank's share: all of it, or a part that keeps stages busy."""
         if self.pipe == 1:
             return share
-        if self.inner == "samples":
+        if self.col_splits == "samples":
             multiple = self.col
         else:
             multiple = 1
-        # The smallest one with at most 4 · pipe micro-batches. With inner='samples' col has to
+        # The smallest one with at most 4 · pipe micro-batches. With col_splits='samples' col has to
         # divide it.
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
         if fits:
@@ -211,7 +216,7 @@ class Plan:
         if problems:
             raise PlanError(problems)
         # The search for the micro-batch runs later, with measured memory.
-        left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
+        left_open = (fitted or self.recompute == "memory_budget") and self.micro_batch == -1
         if left_open:
             return replace(plan, micro_batch=-1)
         return plan
@@ -228,10 +233,10 @@ class Plan:
         if world is not None and self.world_size != world:
             yield _world_problem(self.degrees, world)
         yield from self._pipe_problems(sizes)
-        if self.graph and self.world_size > 1:
+        if self.cuda_graph and self.world_size > 1:
             yield (
-                f"graph=True on {self.world_size} ranks. A step is recorded on one rank only. "
-                "Use graph=False or one rank."
+                f"cuda_graph=True on {self.world_size} ranks. A step is recorded on one rank only. "
+                "Use cuda_graph=False or one rank."
             )
         yield from self._batch_problems()
         yield from self._sample_problems(sizes)
@@ -240,100 +245,122 @@ class Plan:
 
     def _pipe_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """Problems of the pipeline settings."""
-        if self.chunks < 1 or self.credits < 0 or not 0.0 <= self.jitter <= 2.0:
+        if (
+            self.virtual_stages < 1
+            or self.max_in_flight < 0
+            or not 0.0 <= self.stage_time_jitter <= 2.0
+        ):
             yield (
-                f"chunks={self.chunks}, credits={self.credits} or jitter={self.jitter} is out of "
+                f"virtual_stages={self.virtual_stages}, max_in_flight={self.max_in_flight} or "
+                f"stage_time_jitter={self.stage_time_jitter} is out of "
                 "range. They are 1 or more, 0 or more, in [0, 2]. Use 1, 0 and 0.1."
             )
             # The checks below assume values in range.
             return
         if self.pipe == 1:
-            odd = [f"chunks={self.chunks}"] * (self.chunks > 1) + ["spread=True"] * self.spread
-            odd += [f"stages={list(self.stages)}"] * bool(self.stages)
+            odd = [f"virtual_stages={self.virtual_stages}"] * (self.virtual_stages > 1) + [
+                "vocab_over_pipe=True"
+            ] * self.vocab_over_pipe
+            odd += [f"stage_starts={list(self.stage_starts)}"] * bool(self.stage_starts)
             for one in odd:
                 yield f"{one} with pipe=1. Only a pipeline has stages. Use pipe=2 or leave it out."
             return
-        virtual = self.pipe * self.chunks
+        virtual = self.pipe * self.virtual_stages
         # Embedding and head are parts of their own.
         parts = sizes.get("layers", 0) + 2
         if "layers" in sizes and virtual > parts:
             yield (
-                f"pipe={self.pipe} with chunks={self.chunks} makes {virtual} virtual stages, but "
+                f"pipe={self.pipe} with virtual_stages={self.virtual_stages} makes {virtual} "
+                "virtual stages, but "
                 f"{sizes['layers']} layers, embedding and head are {parts} parts. Each stage needs "
-                f"one. Use pipe·chunks of at most {parts}."
+                f"one. Use pipe·virtual_stages of at most {parts}."
             )
-        if self.recompute == "budget":
+        if self.recompute == "memory_budget":
             yield (
-                "recompute='budget' with a pipeline. A budget is measured on whole models. Use "
-                "'selective' or 'full', and credits or memory.limit to bound what a stage holds."
+                "recompute='memory_budget' with a pipeline. A budget is measured on whole models. "
+                "Use "
+                "'selective' or 'full', and max_in_flight or memory.device_limit_gib to bound what "
+                "a stage holds."
             )
-        if self.policy in ("1f1b", "gpipe", "zero-bubble") and self.chunks > 1:
+        if self.schedule in ("1f1b", "gpipe", "zero-bubble") and self.virtual_stages > 1:
             yield (
-                f"policy={self.policy!r} with chunks={self.chunks}. Its order is for one chunk. "
-                "Use 'interleaved' or 'message', or chunks=1."
+                f"schedule={self.schedule!r} with virtual_stages={self.virtual_stages}. Its order "
+                "is for one chunk. "
+                "Use 'interleaved' or 'message_driven', or virtual_stages=1."
             )
-        if self.policy == "interleaved" and self.chunks == 1:
-            yield "policy='interleaved' with chunks=1 is 1f1b. Use chunks=2 or policy='1f1b'."
+        if self.schedule == "interleaved" and self.virtual_stages == 1:
+            yield (
+                "schedule='interleaved' with virtual_stages=1 is 1f1b. Use virtual_stages=2 or "
+                "schedule='1f1b'."
+            )
 
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
-        words = [("layout", self.layout, get_args(LayoutMode))]
-        words += [("inner", self.inner, get_args(InnerSplit))]
+        words = [("col_splits", self.col_splits, get_args(InnerSplit))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
-        words += [("policy", self.policy, get_args(PolicyName))]
-        words += [("gathered", self.gathered, get_args(WeightGathering))]
+        words += [("schedule", self.schedule, get_args(PolicyName))]
+        words += [("reshard_after", self.reshard_after, get_args(ReshardAfter))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
-        words += [("dispatch", self.dispatch, get_args(Dispatch))]
-        words += [("order", word, AXES) for word in self.order]
+        words += [("moe_dispatch_dtype", self.moe_dispatch_dtype, get_args(Dispatch))]
+        words += [("rank_order", word, AXES) for word in self.rank_order]
         for name, word, known in words:
             if word not in known:
                 # cutoff=0: always name the nearest known word.
                 near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
                 yield f"{name}={word!r} is not known. Known are {', '.join(known)}. Use {near!r}."
 
-        if len(set(self.order)) < len(self.order):
-            yield f"order={list(self.order)} names an axis twice. Name each once."
+        if len(set(self.rank_order)) < len(self.rank_order):
+            yield f"rank_order={list(self.rank_order)} names an axis twice. Name each once."
 
     def _batch_problems(self) -> Iterator[str]:
         shares = self.num_replicas
-        if self.batch < 1 or self.batch % shares:
+        if self.global_batch < 1 or self.global_batch % shares:
             yield (
-                f"batch={self.batch} cannot be shared by data·expert·depth={shares} ranks. "
+                f"global_batch={self.global_batch} cannot be shared by data·expert·depth={shares} "
+                "ranks. "
                 f"The batch must be a multiple of it. "
-                f"Use batch={nearest_multiple(self.batch, shares)}."
+                f"Use global_batch={nearest_multiple(self.global_batch, shares)}."
             )
-        elif self.micro_batch < 1 or (self.batch // shares) % self.micro_batch:
-            share = self.batch // shares
+        elif self.micro_batch < 1 or (self.global_batch // shares) % self.micro_batch:
+            share = self.global_batch // shares
             yield (
                 f"micro_batch={self.micro_batch} does not divide the {share} sequences of a rank "
-                f"(batch={self.batch} over {shares}). A rank's share must be a multiple of the "
+                f"(global_batch={self.global_batch} over {shares}). A rank's share must be a "
+                "multiple of the "
                 f"micro-batch. Use micro_batch in {_format_numbers(divisors(share))}."
             )
 
     def _sample_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """Problems of col with the micro-batch; features are a remedy only where they divide."""
-        if self.inner == "features" or self.micro_batch < 1 or self.micro_batch % self.col == 0:
+        if (
+            self.col_splits == "features"
+            or self.micro_batch < 1
+            or self.micro_batch % self.col == 0
+        ):
             return
-        share = self.batch // self.num_replicas
+        share = self.global_batch // self.num_replicas
         fits = [n for n in divisors(share) if n % self.col == 0]
         near = min(fits, key=lambda n: abs(n - self.micro_batch), default=0)
-        batch = nearest_multiple(self.batch, self.num_replicas * self.col)
-        remedies = [f"micro_batch={near}" if near else f"batch={batch} and micro_batch={self.col}"]
+        batch = nearest_multiple(self.global_batch, self.num_replicas * self.col)
+        remedies = [
+            f"micro_batch={near}" if near else f"global_batch={batch} and micro_batch={self.col}"
+        ]
         remedies += [f"col in {_format_numbers(divisors(self.micro_batch))}"]
         # Do not suggest features where the dims do not divide either.
-        features = replace(self, inner="features")
+        features = replace(self, col_splits="features")
         if not [*features._split_problems(sizes), *features._kv_problems(sizes)]:
-            remedies += ["inner='features'"]
+            remedies += ["col_splits='features'"]
         yield (
-            f"col={self.col} does not divide micro_batch={self.micro_batch}. With inner='samples' "
+            f"col={self.col} does not divide micro_batch={self.micro_batch}. With "
+            "col_splits='samples' "
             f"col splits the samples of a micro-batch. Use {', or '.join(remedies)}."
         )
 
     @property
     def _inner_ranks(self) -> tuple[int, str]:
         """Ranks that split heads and hidden features, and their name."""
-        samples = self.inner == "samples"
+        samples = self.col_splits == "samples"
         if samples:
             return (self.row, "row")
         return (self.row * self.col, "row·col")

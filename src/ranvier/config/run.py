@@ -67,25 +67,29 @@ class RunConfig:
     def check_and_resolve(self, world: int) -> RunConfig:
         """The config with all values resolved for `world` ranks; raises all problems at once."""
         problems = list(self.find_problems())
-        sizes = (*self.model.dim_sizes.values(), self.data.seq, *self.plan.degrees.values())
-        sizes += (self.plan.batch, self.plan.micro_batch)
+        sizes = (*self.model.dim_sizes.values(), self.data.seq_len, *self.plan.degrees.values())
+        sizes += (self.plan.global_batch, self.plan.micro_batch)
         # The checks of the plan divide by these sizes and enumerate divisors: stop here if they are
         # zero or absurdly large.
         if problems and (min(self.model.dim_sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
-            sizes_of = {**self.model.dim_sizes, "seq": self.data.seq, "layers": self.model.layers}
-            plan = self.plan.check_and_resolve(sizes_of, world, fitted=self.memory.fit == "auto")
+            sizes_of = {
+                **self.model.dim_sizes,
+                "seq": self.data.seq_len,
+                "layers": self.model.layers,
+            }
+            plan = self.plan.check_and_resolve(sizes_of, world, fitted=self.memory.auto)
         except PlanError as error:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
             raise PlanError(problems)
-        warmup = self.optim.warmup
+        warmup = self.optim.warmup_steps
         steps = self.train.steps
         # A tenth of all steps, but at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
-        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup=warmup)
+        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
 
     @property
@@ -93,11 +97,11 @@ class RunConfig:
         """The learning rate after warmup: as given, or derived from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
-        if self.train.start or self.model.size == IMPORTED_SIZE:
+        if self.train.init_from or self.model.size == IMPORTED_SIZE:
             # Adapters take a tenfold rate.
-            return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
+            return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.init_from else 1.0)
         embed = self.model.embed
-        tokens = max(self.plan.batch * self.data.seq, 1)
+        tokens = max(self.plan.global_batch * self.data.seq_len, 1)
         # Rounded to three digits, as it is printed and saved.
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
@@ -122,40 +126,45 @@ class RunConfig:
         yield from self._model_problems()
         yield from self._lora_problems()
         yield from self._data_problems()
-        if self.plan.graph and self.data.packed:
+        if self.plan.cuda_graph and self.data.document_mask:
             yield (
-                "plan.graph=True with data.packed=True. A recorded step is always the same work, "
-                "but documents differ. Use data.packed=False or plan.graph=False."
+                "plan.cuda_graph=True with data.document_mask=True. A recorded step is always the "
+                "same work, "
+                "but documents differ. Use data.document_mask=False or plan.cuda_graph=False."
             )
         yield from self._memory_problems()
         yield from self._fit_problems()
         yield from self._prune_problems()
-        if self.guard.replay and self.plan.graph:
+        if self.guard.replay_interval and self.plan.cuda_graph:
             yield (
-                f"guard.replay={self.guard.replay} with plan.graph=True. A recorded step is taken "
-                "as a whole. Use guard.replay=0 or plan.graph=False."
+                f"guard.replay_interval={self.guard.replay_interval} with plan.cuda_graph=True. A "
+                "recorded step is taken "
+                "as a whole. Use guard.replay_interval=0 or plan.cuda_graph=False."
             )
-        if self.optim.warmup > self.train.steps:
+        if self.optim.warmup_steps > self.train.steps:
             yield (
-                f"optim.warmup={self.optim.warmup} is longer than train.steps={self.train.steps}. "
+                f"optim.warmup_steps={self.optim.warmup_steps} is longer than "
+                f"train.steps={self.train.steps}. "
                 f"The learning rate must get where it rises to. Use at most {self.train.steps}."
             )
 
     def _fit_problems(self) -> Iterator[str]:
-        if self.memory.fit == "auto" and self.plan.pipe > 1:
+        if self.memory.auto and self.plan.pipe > 1:
             yield (
-                f"memory.fit='auto' with plan.pipe={self.plan.pipe}. A fit is measured on whole "
-                "models. Use plan.pipe=1, or memory.limit to bound what a stage holds."
+                f"memory.auto=True with plan.pipe={self.plan.pipe}. A fit is measured on whole "
+                "models. Use plan.pipe=1, or memory.device_limit_gib to bound what a stage holds."
             )
-        if self.memory.activations < 0.0 and self.plan.pipe > 1:
+        if self.memory.activation_offload_fraction < 0.0 and self.plan.pipe > 1:
             yield (
-                f"memory.activations={self.memory.activations} with plan.pipe={self.plan.pipe}. "
+                f"memory.activation_offload_fraction={self.memory.activation_offload_fraction} "
+                f"with plan.pipe={self.plan.pipe}. "
                 "What fits is measured on whole models. Use a share from 0 to 1, or plan.pipe=1."
             )
-        if self.memory.fit == "auto" and self.plan.graph:
+        if self.memory.auto and self.plan.cuda_graph:
             yield (
-                "memory.fit='auto' with plan.graph=True. A recorded step has memory of its own, "
-                "and states that come and go are not recorded. Use memory.fit='off'."
+                "memory.auto=True with plan.cuda_graph=True. A recorded step has memory of its "
+                "own, "
+                "and states that come and go are not recorded. Use memory.auto=False."
             )
 
     def _number_problems(self) -> Iterator[str]:
@@ -167,7 +176,7 @@ class RunConfig:
             least = MIN_VALUES.get(name)
             most = MAX_VALUES.get(name, MAX_INTEGER if whole else math.inf)
             if isinstance(value, float) and not math.isfinite(value):
-                usual = {**TYPICAL_FRACTIONS, "optim.lr": 3e-4, "memory.limit": 0.0}.get(
+                usual = {**TYPICAL_FRACTIONS, "optim.lr": 3e-4, "memory.device_limit_gib": 0.0}.get(
                     name, least or 1.0
                 )
                 yield f"{name}={value} is no finite number. It must be one. Use {usual}."
@@ -206,92 +215,122 @@ class RunConfig:
 
     def _data_problems(self) -> Iterator[str]:
         data = self.data
-        if not data.corpus or not all(data.corpus):
+        if not data.sources or not all(data.sources):
             yield (
-                f"data.corpus={list(data.corpus)} names no corpus. A run needs one at least. "
-                "Use data.corpus=['stdlib'] or paths."
+                f"data.sources={list(data.sources)} names no corpus. A run needs one at least. "
+                "Use data.sources=['stdlib'] or paths."
             )
-        if data.weights and len(data.weights) != len(data.corpus):
+        if data.mixture_weights and len(data.mixture_weights) != len(data.sources):
             yield (
-                f"data.weights has {len(data.weights)} numbers for {len(data.corpus)} corpora. "
+                f"data.mixture_weights has {len(data.mixture_weights)} numbers for "
+                f"{len(data.sources)} corpora. "
                 "Each corpus has its weight. Give as many, or none."
             )
-        if data.weights and not all(0.0 <= weight < math.inf for weight in data.weights):
+        if data.mixture_weights and not all(
+            0.0 <= weight < math.inf for weight in data.mixture_weights
+        ):
             yield (
-                f"data.weights={list(data.weights)} are no shares. A weight is a finite number "
+                f"data.mixture_weights={list(data.mixture_weights)} are no shares. A weight is a "
+                "finite number "
                 "from 0. Use for example 0.7 0.3."
             )
-        elif data.weights and not any(data.weights):
-            yield "data.weights are all 0. One corpus must be read. Give one a weight above 0."
+        elif data.mixture_weights and not any(data.mixture_weights):
+            yield "data.mixture_weights are all 0. One source must be read. Use a weight above 0."
 
     def _memory_problems(self) -> Iterator[str]:
         memory = self.memory
-        if memory.states == "file" and not memory.path:
+        if memory.optimizer_states == "disk" and not memory.offload_dir:
             yield (
-                "memory.states='file' without memory.path. States on disk need a directory. Give "
-                "one on a fast disk, or use memory.states='host'."
+                "memory.optimizer_states='disk' without memory.offload_dir. States on disk need a "
+                "directory. Give "
+                "one on a fast disk, or use memory.optimizer_states='host'."
             )
-        if memory.path and memory.states != "file":
+        if memory.offload_dir and memory.optimizer_states != "disk":
             yield (
-                f"memory.path={memory.path!r} with memory.states={memory.states!r}. Only states in "
-                "a file have a directory. Use memory.states='file', or leave memory.path out."
+                f"memory.offload_dir={memory.offload_dir!r} with "
+                f"memory.optimizer_states={memory.optimizer_states!r}. Only states in "
+                "a file have a directory. Use memory.optimizer_states='disk', or leave "
+                "memory.offload_dir out."
             )
-        if memory.resident and memory.states != "split":
+        if memory.optimizer_states_on_device_gib and memory.optimizer_states != "split":
             yield (
-                f"memory.resident={memory.resident} with memory.states={memory.states!r}. Only "
-                "states that are split stay in part. Use memory.states='split', or leave it out."
+                f"memory.optimizer_states_on_device_gib={memory.optimizer_states_on_device_gib} "
+                f"with memory.optimizer_states={memory.optimizer_states!r}. Only "
+                "states that are split stay in part. Use memory.optimizer_states='split', or leave "
+                "it out."
             )
         # A list times a bool: one entry for each kind of offloading in use.
-        away = [f"memory.states={memory.states!r}"] * (memory.states != "device")
-        away += ["memory.weights='host'"] * (memory.weights == "host")
-        away += [f"memory.activations={memory.activations}"] * (memory.activations != 0.0)
-        if away and self.plan.graph:
+        away = [f"memory.optimizer_states={memory.optimizer_states!r}"] * (
+            memory.optimizer_states != "device"
+        )
+        away += ["memory.parameters='host'"] * (memory.parameters == "host")
+        away += [f"memory.activation_offload_fraction={memory.activation_offload_fraction}"] * (
+            memory.activation_offload_fraction != 0.0
+        )
+        if away and self.plan.cuda_graph:
             yield (
-                f"{away[0]} with plan.graph=True. A recorded step copies nothing from the host. "
-                "Use plan.graph=False."
+                f"{away[0]} with plan.cuda_graph=True. A recorded step copies nothing from the "
+                "host. "
+                "Use plan.cuda_graph=False."
             )
-        if self.plan.pipe > 1 and memory.states == "split" and not memory.resident:
+        if (
+            self.plan.pipe > 1
+            and memory.optimizer_states == "split"
+            and not memory.optimizer_states_on_device_gib
+        ):
             yield (
-                f"memory.states='split' with plan.pipe={self.plan.pipe} and memory.resident=0. "
-                "What is left on a device is measured on whole models. Give memory.resident."
+                f"memory.optimizer_states='split' with plan.pipe={self.plan.pipe} and "
+                "memory.optimizer_states_on_device_gib=0. "
+                "What is left on a device is measured on whole models. Give "
+                "memory.optimizer_states_on_device_gib."
             )
-        if -1.0 < memory.activations < 0.0:
+        if -1.0 < memory.activation_offload_fraction < 0.0:
             yield (
-                f"memory.activations={memory.activations} is no share. It lies in [0, 1], or is -1 "
+                f"memory.activation_offload_fraction={memory.activation_offload_fraction} is no "
+                "share. It lies in [0, 1], or is -1 "
                 "for as little as fits. Use for example 0.5."
             )
-        if memory.collectives == "auto" and memory.limit > 0.0 and self.plan.pipe > 1:
+        if (
+            memory.recompute_collectives == "auto"
+            and memory.device_limit_gib > 0.0
+            and self.plan.pipe > 1
+        ):
             yield (
-                f"memory.collectives='auto' with memory.limit={memory.limit} and a pipeline. How "
-                "much a stage has free depends on the micro-batches it holds. Use 'keep' or "
-                "'again', or memory.limit=0."
+                "memory.recompute_collectives='auto' with "
+                f"memory.device_limit_gib={memory.device_limit_gib} and a pipeline. How "
+                "much a stage has free depends on the micro-batches it holds. Use 'save' or "
+                "'rerun', or memory.device_limit_gib=0."
             )
-        if memory.weights == "host" and self.guard.replay:
+        if memory.parameters == "host" and self.guard.replay_interval:
             yield (
-                f"memory.weights='host' with guard.replay={self.guard.replay}. Gradients on the "
-                "host are not compared. Use guard.replay=0."
+                "memory.parameters='host' with "
+                f"guard.replay_interval={self.guard.replay_interval}. Gradients on the "
+                "host are not compared. Use guard.replay_interval=0."
             )
 
     def _prune_problems(self) -> Iterator[str]:
         prune = self.prune
         groups = self.prune.pattern_n_m
-        if prune.pattern and groups is None:
+        if prune.n_m_pattern and groups is None:
             yield (
-                f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
+                f"prune.n_m_pattern={prune.n_m_pattern!r} is no pattern. Of each M numbers N stay, "
+                "and "
                 "0 < N < M. Use 2:4."
             )
         # A sparsity that repeats what the pattern implies is harmless.
         elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
             yield (
-                f"prune.sparsity={prune.sparsity} with prune.pattern={prune.pattern!r}. The "
+                f"prune.sparsity={prune.sparsity} with prune.n_m_pattern={prune.n_m_pattern!r}. "
+                "The "
                 f"pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
             )
-        if prune.masks and (prune.sparsity or prune.pattern):
+        if prune.mask_file and (prune.sparsity or prune.n_m_pattern):
             yield (
-                f"prune.masks={prune.masks!r} with a sparsity or a pattern. The file says which "
+                f"prune.mask_file={prune.mask_file!r} with a sparsity or a pattern. The file says "
+                "which "
                 "numbers stay. Leave the others out."
             )
-        if prune.is_enabled and (self.lora.rank or self.lora.start):
+        if prune.is_enabled and (self.lora.rank or self.lora.init_from):
             yield (
                 "prune with lora. Beside adapters all matrices are frozen: nothing is pruned. "
                 "Prune in a run of its own, or leave one of them out."
@@ -300,25 +339,28 @@ class RunConfig:
 
     def _schedule_problems(self) -> Iterator[str]:
         prune = self.prune
-        given = f"prune.every={prune.every}, prune.until={prune.until}"
-        if not prune.every and not prune.until:
+        given = (
+            f"prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
+        )
+        if not prune.update_interval and not prune.final_step:
             return
-        if not prune.every or not prune.until:
+        if not prune.update_interval or not prune.final_step:
             yield f"{given}. Masks are renewed each so many steps up to a step. Give both, or none."
-        elif prune.every > prune.until or prune.until > self.train.steps:
+        elif prune.update_interval > prune.final_step or prune.final_step > self.train.steps:
             yield (
                 f"{given}, train.steps={self.train.steps}. Sparsity grows in steps, and reaches "
                 "its end before the run does. Use every <= until <= steps."
             )
-        if prune.pattern or prune.masks or not prune.sparsity:
+        if prune.n_m_pattern or prune.mask_file or not prune.sparsity:
             yield (
                 f"{given} without prune.sparsity alone. Only sparsity grows; patterns and masks of "
                 "a file are fixed. Use prune.sparsity, or leave these out."
             )
-        if self.plan.graph:
+        if self.plan.cuda_graph:
             yield (
-                f"{given} with plan.graph=True. A recorded step has the same masks for ever. Use "
-                "plan.graph=False or fixed masks."
+                f"{given} with plan.cuda_graph=True. A recorded step has the same masks for ever. "
+                "Use "
+                "plan.cuda_graph=False or fixed masks."
             )
 
     def _lora_problems(self) -> Iterator[str]:
@@ -329,16 +371,17 @@ class RunConfig:
             for f in dataclasses.fields(lora)
             if getattr(lora, f.name) != f.default
         ]
-        if given and lora.rank == 0 and not lora.start:
+        if given and lora.rank == 0 and not lora.init_from:
             yield (
                 f"{', '.join(given)}, but lora.rank=0: all weights would be trained. Adapters have "
                 "a rank. Add lora.rank=16, or leave these out."
             )
         words = [word for word in LORA_TARGETS if gated or word != "gate"]
-        odd = [word for word in lora.on if word not in words]
-        if odd or not lora.on:
+        odd = [word for word in lora.target_modules if word not in words]
+        if odd or not lora.target_modules:
             yield (
-                f"lora.on={list(lora.on)} names no layer of this model with {odd or 'nothing'}. "
+                f"lora.target_modules={list(lora.target_modules)} names no layer of this model "
+                f"with {odd or 'nothing'}. "
                 f"Layers are named by dims or by their own names. Words are {', '.join(words)}."
             )
         if any(not 0 <= block < self.model.layers for block in lora.layers):
@@ -352,15 +395,34 @@ class RunConfig:
     def _model_problems(self) -> Iterator[str]:
         model = self.model
         yield from model.find_problems()
-        if self.data.seq > model.max_seq:
-            remedy = f"or train a model with model.max_seq={self.data.seq} from its start"
-            if model.positions == "rope":
-                remedy = f"or extend its rotary positions with model.max_seq={self.data.seq}"
+        if self.data.seq_len > model.max_seq:
+            remedy = f"or train a model with model.max_seq={self.data.seq_len} from its start"
+            if model.position_embedding == "rope":
+                remedy = f"or extend its rotary positions with model.max_seq={self.data.seq_len}"
             yield (
-                f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. A model "
+                f"data.seq_len={self.data.seq_len} is longer than model.max_seq={model.max_seq}. A "
+                "model "
                 "reads as many tokens as it has positions. Use "
-                f"data.seq={model.max_seq} or less, {remedy}."
+                f"data.seq_len={model.max_seq} or less, {remedy}."
             )
+
+
+SETTINGS_FORMAT = 2
+"""Format of the settings in config.toml and in checkpoints, and of run.json and metrics.jsonl.
+
+It changes with their names. Format 1 has no number.
+"""
+
+
+def check_settings_format(table: Mapping[str, Any], where: Path | str) -> None:
+    """Raise if the settings that a run has stored have the names of another version."""
+    found = table.get("format", 1)
+    if found != SETTINGS_FORMAT:
+        raise PlanError(
+            f"{where} was written by another version of Ranvier: its settings have format "
+            f"{found!r:.20} and this version reads format {SETTINGS_FORMAT}, in which settings and "
+            "metrics have other names. Continue or export the run with that version, or train anew."
+        )
 
 
 def check_is_run(folder: Path) -> None:
@@ -395,6 +457,8 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
     # ValueError also covers invalid UTF-8 and integers with too many digits.
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
+    if in_run:
+        check_settings_format(table, path.parent)
     if size is not None and isinstance(table.get("model", {}), dict):
         table["model"] = {**table.get("model", {}), "size": size}
     return run_from_tables(table)
@@ -402,8 +466,11 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
 
 def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
     """A run config from nested tables; `plan = "auto"` leaves the layout to the planner."""
+    if "format" in tables:
+        check_settings_format(tables, "The table of settings")
+        tables = {name: section for name, section in tables.items() if name != "format"}
     if tables.get("plan") == "auto":
-        tables = {**tables, "plan": {"layout": "auto"}}
+        tables = {**tables, "plan": {"auto": True}}
     if isinstance(tables.get("model"), dict):
         size = tables.get("model", {}).get("size", "tiny")
     else:
@@ -469,7 +536,7 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
 
 def to_toml(run: RunConfig) -> str:
     """The config as TOML, with all values written out."""
-    lines = []
+    lines = [f"format = {SETTINGS_FORMAT}", ""]
     for section in dataclasses.fields(run):
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():

@@ -45,7 +45,7 @@ class ModelConfig(DecoderConfig):
     @property
     def num_active_parameters(self) -> int:
         """Parameters that are active per token: only the experts it is routed to."""
-        return self._count_parameters(self.experts_top)
+        return self._count_parameters(self.experts_per_token)
 
     def _count_parameters(self, experts: int) -> int:
         """Parameters with `experts` experts in each MoE layer."""
@@ -53,11 +53,11 @@ class ModelConfig(DecoderConfig):
         attention = 2 * self.embed * (self.heads + self.kv_heads) * self.head_dim
         hidden = (3 if self.activation in GATED_ACTIVATIONS else 2) * self.embed
         mixed = sum(map(self.has_experts, range(self.layers)))
-        mixture = hidden * (experts * self.expert_width + self.shared_mlp)
+        mixture = hidden * (experts * self.expert_width + self.shared_expert_mlp)
         # The router has an output for every expert, however many are active.
         mixture += self.embed * self.experts
-        words = self.vocab * self.embed * (1 if self.tied else 2)
-        if self.positions == "learned":
+        words = self.vocab * self.embed * (1 if self.tie_embeddings else 2)
+        if self.position_embedding == "learned":
             places = self.max_seq * self.embed
         else:
             places = 0
@@ -74,51 +74,51 @@ class ModelConfig(DecoderConfig):
 class LoraConfig(AdapterConfig):
     """Adapters: small trained layers beside frozen ones (LoRA, DoRA)."""
 
-    start: str = ""
+    init_from: str = ""
     """Directory of an adapter in PEFT's format to begin with: all settings but this are its own.
     Empty: A is drawn, B zero."""
 
 
 LORA_TARGETS = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
-"""Words of `lora.on`."""
+"""Words of `lora.target_modules`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What the model reads."""
 
-    corpus: tuple[str, ...] = ("stdlib",)
+    sources: tuple[str, ...] = ("stdlib",)
     """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet, .arrow),
     Megatron pairs (.bin/.idx), directories of these, what `ranvier data prepare` or
     `Dataset.save_to_disk` made; stdlib: the texts of the running Python's own library."""
-    weights: tuple[float, ...] = ()
-    """Share of the samples that comes from each corpus; empty: by their number of tokens."""
+    mixture_weights: tuple[float, ...] = ()
+    """Fraction of the samples that comes from each source; empty: by their number of tokens."""
     tokenizer: str = "standard"
     """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
     that are tokenized already keep theirs."""
-    field: str = "text"
+    text_field: str = "text"
     """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
     """What records are: texts, or conversations (messages, conversations, or a prompt and a
     completion). auto: as the first record looks."""
-    template: str = ""
+    chat_template: str = ""
     """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
     one. Corpora that are tokenized already keep theirs."""
-    learn: Literal["answers", "all"] = "answers"
-    """Tokens of conversations that count in the loss: what the assistant says and the end of its
-    turn, or all."""
+    loss_on: Literal["assistant", "all"] = "assistant"
+    """Tokens of conversations that count in the loss: the assistant's messages and the end of its
+    turns, or all."""
     truncate: Literal["right", "left", "drop", "split"] = "right"
-    """What is done with a conversation longer than seq: its end (right) or its beginning (left) is
-    cut off, it is left out, or it is split into several samples."""
-    seq: int = 96
-    """Tokens of a sample, model.max_seq at most."""
-    packed: bool = True
+    """What is done with a conversation longer than seq_len: its end (right) or its beginning (left)
+    is cut off, it is left out, or it is split into several samples."""
+    seq_len: int = 96
+    """Tokens per sample, at most model.max_seq."""
+    document_mask: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
-    held_out: float = 0.02
+    validation_fraction: float = 0.02
     """Share of the documents, chosen by their hash, that is kept from training for evaluation."""
     max_bytes: int = 4_000_000
     """How much of the corpus stdlib is read."""
-    verify: bool = True
+    verify_checksums: bool = True
     """Read tokenized corpora once at the start and compare digests (about 1 s a gigabyte)."""
 
 
@@ -132,31 +132,31 @@ class OptimConfig:
     was trained before, 2e-4 for adapters beside one."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
-    warmup: int = -1
+    warmup_steps: int = -1
     """Steps in which the learning rate rises to lr. -1: a tenth of all, but 10 at least."""
-    cooldown: float = 0.2
-    """Share of the steps after warm-up in which wsd falls."""
-    floor: float = 0.1
-    """Share of lr at the end."""
+    decay_ratio: float = 0.2
+    """Fraction of the steps after warm-up in which wsd decays."""
+    min_lr_ratio: float = 0.1
+    """Learning rate at the end, as a fraction of lr."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    moments: Literal["master", "bf16", "int8"] = "master"
+    state_dtype: Literal["master", "bf16", "int8"] = "master"
     """Type of both moments of matrices. master: that of the master weights (fp32, or fp64 in runs
     in fp64); bf16 (half of fp32) or int8 (a quarter; a scale for each 256 numbers), both rounded up
     or down at random so that small changes count."""
-    decay: float = 0.1
-    """Weight decay of matrices: parameters with two named dims or more that are no embeddings."""
-    clip: float = 1.0
-    """Largest gradient norm; 0 is no clipping."""
-    matrix_lr: float = 1.0
+    weight_decay: float = 0.1
+    """Weight decay of matrices: parameters with at least two named dims, excluding embeddings."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0: no clipping."""
+    matrix_lr_scale: float = 1.0
     """Factor of the learning rate of matrices."""
-    embedding_lr: float = 1.0
+    embedding_lr_scale: float = 1.0
     """Factor of the learning rate of embeddings (and of a head tied to one)."""
-    vector_lr: float = 1.0
+    vector_lr_scale: float = 1.0
     """Factor of the learning rate of norms and biases."""
 
 
@@ -164,36 +164,42 @@ class OptimConfig:
 class MemoryConfig:
     """What lies where: on the device, on the host or in a file; and how much of it may be used."""
 
-    fit: Literal["off", "auto"] = "off"
-    """auto: choose plan.recompute, the micro-batch, and what of states, weights and activations
-    lies on the host so that a step fits the device (or `limit`) at the best predicted speed."""
-    limit: float = 0.0
-    """GiB of its device that a rank may use. 0: what is free, less a reserve; on a CPU its share of
-    the machine's memory."""
-    host: float = 0.0
-    """GiB of host memory that a rank may use for what is kept there. 0: its share of what is free,
+    auto: bool = False
+    """Choose plan.recompute, plan.micro_batch, and which optimizer states, parameters and
+    activations are offloaded to the host, so that a step fits into the device (or into
+    device_limit_gib) at the best predicted speed."""
+    device_limit_gib: float = 0.0
+    """Device memory that a rank may use, in GiB. 0: what is free, less a reserve; on a CPU its
+    share of the machine's memory."""
+    host_limit_gib: float = 0.0
+    """Host memory that a rank may use for offloaded tensors, in GiB. 0: its share of what is free,
     less a reserve."""
-    states: Literal["device", "host", "file", "split"] = "device"
-    """Where master weights and moments lie: on the device; in (pinned) host memory; in a memory-
-    mapped file under `path`; split: as many as fit on the device (or `resident`), the rest on the
-    host. All but the first stream through a few buffers, during backward and the next forward."""
-    resident: float = 0.0
-    """GiB of states that stay on the device with states = split. 0: what is left there."""
-    path: str = ""
-    """Directory of the file of states, on a fast disk; needed for states = file."""
-    update: Literal["auto", "device", "cpu"] = "auto"
-    """Where states on the host are updated. auto: where it takes less time, as measured."""
-    tile: int = 2**24
-    """Numbers that an update works on at once: what it needs besides its states is no larger."""
-    weights: Literal["device", "host"] = "device"
-    """host: the weights and gradients of blocks lie on the host, too, and come for their turn."""
-    activations: float = 0.0
-    """Share of the bytes that blocks keep for backward which waits on the host, copied while other
-    blocks compute; the last block stays. -1: as little as fits into `limit`."""
-    collectives: Literal["again", "keep", "auto"] = "again"
-    """What blocks that compute again (plan.recompute) communicate: again; or they keep the results
-    of their first run (then as much as without recomputation); auto: with a `limit` those whose
-    repetition would take longest for their bytes, as far as they fit, else all."""
+    optimizer_states: Literal["device", "host", "disk", "split"] = "device"
+    """Where master weights and moments are kept: device; host: (pinned) host memory; disk: a
+    memory-mapped file in offload_dir; split: as many as fit (or optimizer_states_on_device_gib) on
+    the device, the rest on the host. All but the first are streamed through a few buffers during
+    the backward pass and the next forward pass."""
+    optimizer_states_on_device_gib: float = 0.0
+    """Optimizer states that stay on the device with optimizer_states = split, in GiB. 0: as many as
+    fit."""
+    offload_dir: str = ""
+    """Directory for optimizer_states = disk, on a fast disk."""
+    optimizer_step_on: Literal["auto", "device", "cpu"] = "auto"
+    """Device that runs the optimizer step of offloaded states. auto: the faster one, as
+    measured."""
+    offload_tile: int = 2**24
+    """Elements of optimizer states that are streamed and updated at once."""
+    parameters: Literal["device", "host"] = "device"
+    """host: the parameters and gradients of blocks are offloaded, too, and fetched when a block
+    runs."""
+    activation_offload_fraction: float = 0.0
+    """Fraction of the bytes saved for the backward pass that is offloaded to the host, copied while
+    other blocks compute; the last block's stay. -1: the smallest that fits into
+    device_limit_gib."""
+    recompute_collectives: Literal["rerun", "save", "auto"] = "rerun"
+    """Collectives inside of recomputed blocks (plan.recompute): rerun them; save their results; or
+    auto: with a device_limit_gib save those that take longest for their bytes as far as they fit,
+    else all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,29 +213,29 @@ class PruneConfig:
 
     sparsity: float = 0.0
     """Share of each matrix that is zero. 0 with no pattern and no masks: nothing is pruned."""
-    pattern: str = ""
+    n_m_pattern: str = ""
     """N:M, such as 2:4: of each M numbers in a row N stay. Empty: any."""
-    masks: str = ""
+    mask_file: str = ""
     """File of safetensors with a mask (nonzero: stays) by the name of each weight that is pruned.
     Empty: the smallest magnitudes go."""
-    every: int = 0
-    """Steps between renewals of the masks on the way to `until`; 0: they are fixed."""
-    until: int = 0
-    """Step up to which sparsity grows, as s (1 - (1 - t / until)³); what is zero once stays so.
-    0: all is pruned at the start."""
+    update_interval: int = 0
+    """Steps between updates of the masks until final_step; 0: the masks are fixed."""
+    final_step: int = 0
+    """Step at which sparsity s is reached, growing as s (1 - (1 - t / final_step)³); pruned weights
+    stay pruned. 0: all is pruned at the start."""
 
     @property
     def is_enabled(self) -> bool:
         """Whether anything is pruned."""
-        return self.sparsity > 0.0 or bool(self.pattern or self.masks)
+        return self.sparsity > 0.0 or bool(self.n_m_pattern or self.mask_file)
 
     @property
     def initial_density(self) -> float:
         """Lower bound on the fraction of a matrix that has states when a run begins."""
         # The density of a mask file is unknown before it is read; a growing sparsity starts dense.
-        if self.masks:
+        if self.mask_file:
             return 0.0
-        if self.every or not self.is_enabled:
+        if self.update_interval or not self.is_enabled:
             return 1.0
         if self.pattern_n_m:
             return self.pattern_n_m[0] / self.pattern_n_m[1]
@@ -238,7 +244,7 @@ class PruneConfig:
     @property
     def pattern_n_m(self) -> tuple[int, int] | None:
         """N and M of the pattern; None: there is none, or it is not valid."""
-        words = self.pattern.split(":")
+        words = self.n_m_pattern.split(":")
         # isascii: isdigit also accepts digits of other scripts.
         if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
             return None
@@ -256,9 +262,9 @@ class TrainConfig:
     """Optimizer steps."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
-    out: str = ""
+    output_dir: str = ""
     """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
-    start: str = ""
+    init_from: str = ""
     """What a new run takes its weights from, and the settings of its model: another run, one of
     its checkpoints, or a published model (a directory of safetensors)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -266,27 +272,27 @@ class TrainConfig:
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Of weights and activations. auto: fp32 on cpu, on cuda bf16 or, on devices without it, fp16
     with a dynamic loss scale."""
-    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    float8: Literal["off", "tensorwise", "rowwise"] = "off"
     """Multiply in 8 bits (e4m3; tensorwise gradients e5m2), scaled by the largest number of each
     tensor, or of each of its rows, as it is now; weights stay as they are. Needs bf16 and a device
     that has it (H100 and later)."""
-    fp8_layers: tuple[str, ...] = ("qkv", "o", "enter", "up", "down")
+    float8_layers: tuple[str, ...] = ("qkv", "o", "enter", "up", "down")
     """Linear layers that do so: those with one of these words in their name (also: head)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda with a device for each rank, else gloo."""
-    evaluate: int = 50
+    eval_interval: int = 50
     """Steps between evaluations of the held-out loss (also at both ends); 0: none."""
-    evaluate_samples: int = 64
+    eval_samples: int = 64
     """Held-out samples of an evaluation."""
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; needs the extra `log`."""
-    prompt: str = "def "
+    sample_prompt: str = "def "
     """What the sample of text at the end begins with; empty: no sample."""
-    trace: bool = False
+    trace_comm: bool = False
     """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
-    debug: bool = False
+    check_collectives: bool = False
     """Compare every collective and every input of the model between ranks before it runs (slow)."""
-    timeout: float = 600.0
+    comm_timeout_seconds: float = 600.0
     """Seconds after which a collective that waits for a lost rank is an error."""
     deterministic: bool = False
     """On cuda: only algorithms that give the same bits each time, so that a resumed run repeats an
@@ -297,40 +303,41 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept to go on from."""
 
-    every: int = 0
+    interval: int = 0
     """Steps between checkpoints; 0: only at the end and when stopped; -1: never."""
-    keep: int = 2
+    keep_latest: int = 2
     """Newest checkpoints that are kept; 0: all."""
-    keep_every: int = 0
+    keep_interval: int = 0
     """Checkpoints of steps that are multiples of this stay for good; 0: none do."""
     keep_best: bool = False
     """The checkpoint with the lowest held-out loss stays, too."""
     resume: str = "auto"
     """auto: go on from the newest good checkpoint in the directory of the run; never: begin anew
     in a directory without one; or the path of a checkpoint or of a run to go on from."""
-    background: bool = True
+    async_save: bool = True
     """Copy while the next step computes and write behind the run; False: the run waits."""
-    other_data: bool = False
+    allow_data_mismatch: bool = False
     """Go on from a checkpoint although the data has another fingerprint."""
-    other_config: bool = False
+    allow_config_mismatch: bool = False
     """Go on from a checkpoint although settings that it depends on differ."""
-    partial: bool = False
-    """Load what of a checkpoint fits (names, shapes); the rest keeps its initial values."""
+    strict: bool = True
+    """Every tensor of a checkpoint must fit the model by name and shape. False: load those that do;
+    the others keep their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
     """What is done when ranks end or hang."""
 
-    retries: int = 3
+    max_restarts: int = 3
     """Times in a row that killed ranks are started again without reaching a new step before the
     run goes on with a smaller grid or gives up (exit code 93); 0: they are not started again."""
-    faults: bool = False
+    restart_on_error: bool = False
     """Start again also after a rank's own fault (an internal error, SIGSEGV, SIGABRT, ...)."""
-    grids: tuple[str, ...] = ()
+    fallback_grids: tuple[str, ...] = ()
     """Grids to go on with where ranks are lost for good, such as data=2,row=2: the largest that
     fits is taken; the batch of a step stays what it is."""
-    watchdog: float = 0.0
+    watchdog_seconds: float = 0.0
     """Seconds a rank may take without a sign of life before all are ended with their stacks shown
     (exit code 72); at the start 600 at least. 0: twice the slowest of the last 100 steps and 30 s
     more, 420 s for a checkpoint, 600 s for an evaluation and at the start; -1: for ever."""
@@ -338,12 +345,12 @@ class LaunchConfig:
     """Let several ranks share a GPU over NCCL, as a test bed for grids of more ranks than there are
     GPUs: all that is computed is right, and nothing is fast. Without it such ranks talk over
     Gloo."""
-    nodes: int = 1
+    nnodes: int = 1
     """Nodes of the run. On each, one ranvier train starts `nproc` ranks, and all restart together;
     under srun with one task a node and --nproc it is known."""
-    node: int = 0
+    node_rank: int = 0
     """The number of this node, from 0; under srun it is known."""
-    address: str = ""
+    rdzv_endpoint: str = ""
     """host:port where node 0 listens for the others; under srun it is known."""
 
 
@@ -351,24 +358,24 @@ class LaunchConfig:
 class GuardConfig:
     """What is done about numbers that are wrong."""
 
-    skips: int = 10
-    """Steps with a loss or a gradient that is no number that are left out, on all ranks and without
-    a trace in weights and moments, before the run stops (exit code 74). With spike = skip also how
-    many spikes in a row are left out."""
-    spike: Literal["off", "warn", "skip", "rewind"] = "warn"
-    """What a loss far above those before it leads to: nothing, a warning, its update being left
-    out, or going back to the newest checkpoint and on behind the samples that led to it."""
-    height: float = 10.0
+    max_skipped_steps: int = 10
+    """Maximum number of steps with a non-finite loss or gradient to skip before the run fails (exit
+    code 74). A skipped step changes neither weights nor optimizer states. With on_spike = skip also
+    the maximum number of consecutive spikes to skip."""
+    on_spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    """What to do about a loss spike: off; warn; skip: leave its update out; rewind: reload the
+    latest checkpoint and continue after the offending samples."""
+    spike_threshold: float = 10.0
     """How far a spike lies above the median of the window, in robust deviations (1.4826 times the
     median distance from it)."""
-    window: int = 128
+    spike_window: int = 128
     """Losses that a spike is compared with."""
-    rewinds: int = 3
+    max_rewinds: int = 3
     """Times that a run may go back before it stops (exit code 74)."""
-    replay: int = 0
+    replay_interval: int = 0
     """Steps between steps that are computed twice before their update, loss and gradients compared
     bit by bit (exit code 74 if they differ); on cuda with train.deterministic. 0: none."""
-    replicas: int = 100
+    replica_check_interval: int = 100
     """Steps between comparisons of all weights that several ranks hold; also before a checkpoint.
     0: none."""
 
@@ -379,64 +386,64 @@ MIN_VALUES: dict[str, float] = {
     "model.max_seq": 1,
     "model.rope_theta": 1.0,
     "model.rope_scale": 1.0,
-    "model.rope_original": 1,
-    "model.rope_attention": 1e-6,
-    "model.rope_share": 0.0,
-    "model.norm_shift": 0.0,
-    "model.attention_scale": 0.0,
-    "model.attention_cap": 0.0,
-    "model.logit_cap": 0.0,
+    "model.original_max_position": 1,
+    "model.attention_factor": 1e-6,
+    "model.partial_rotary_factor": 0.0,
+    "model.norm_weight_offset": 0.0,
+    "model.query_pre_attn_scalar": 0.0,
+    "model.attn_logit_softcap": 0.0,
+    "model.final_logit_softcap": 0.0,
     "model.embed_scale": 1e-6,
-    "model.window": 0,
+    "model.sliding_window": 0,
     "model.norm_eps": 0.0,
     "model.init_std": 0.0,
     "lora.rank": 0,
     "lora.alpha": 0.0,
-    "data.seq": 1,
+    "data.seq_len": 1,
     "data.max_bytes": 1,
     "optim.lr": 0.0,
-    "optim.warmup": -1,
+    "optim.warmup_steps": -1,
     "optim.eps": 1e-30,
-    "optim.decay": 0.0,
-    "optim.clip": 0.0,
-    "optim.matrix_lr": 0.0,
-    "optim.embedding_lr": 0.0,
-    "optim.vector_lr": 0.0,
-    "memory.limit": 0.0,
-    "memory.host": 0.0,
-    "memory.resident": 0.0,
-    "memory.tile": 4096,
-    "memory.activations": -1.0,
-    "prune.every": 0,
-    "prune.until": 0,
+    "optim.weight_decay": 0.0,
+    "optim.max_grad_norm": 0.0,
+    "optim.matrix_lr_scale": 0.0,
+    "optim.embedding_lr_scale": 0.0,
+    "optim.vector_lr_scale": 0.0,
+    "memory.device_limit_gib": 0.0,
+    "memory.host_limit_gib": 0.0,
+    "memory.optimizer_states_on_device_gib": 0.0,
+    "memory.offload_tile": 4096,
+    "memory.activation_offload_fraction": -1.0,
+    "prune.update_interval": 0,
+    "prune.final_step": 0,
     "train.steps": 1,
     "train.seed": 0,
-    "train.evaluate": 0,
-    "train.evaluate_samples": 1,
-    "train.timeout": 1.0,
-    "checkpoint.every": -1,
-    "checkpoint.keep": 0,
-    "checkpoint.keep_every": 0,
-    "launch.retries": 0,
-    "launch.watchdog": -1.0,
-    "launch.nodes": 1,
-    "launch.node": 0,
-    "guard.skips": 0,
-    "guard.height": 1.0,
-    "guard.window": 8,
-    "guard.rewinds": 0,
-    "guard.replicas": 0,
-    "guard.replay": 0,
+    "train.eval_interval": 0,
+    "train.eval_samples": 1,
+    "train.comm_timeout_seconds": 1.0,
+    "checkpoint.interval": -1,
+    "checkpoint.keep_latest": 0,
+    "checkpoint.keep_interval": 0,
+    "launch.max_restarts": 0,
+    "launch.watchdog_seconds": -1.0,
+    "launch.nnodes": 1,
+    "launch.node_rank": 0,
+    "guard.max_skipped_steps": 0,
+    "guard.spike_threshold": 1.0,
+    "guard.spike_window": 8,
+    "guard.max_rewinds": 0,
+    "guard.replica_check_interval": 0,
+    "guard.replay_interval": 0,
 }
 """The smallest value of each number that has one."""
 TYPICAL_FRACTIONS: dict[str, float] = {
     "optim.beta1": 0.9,
     "optim.beta2": 0.95,
-    "optim.cooldown": 0.2,
-    "optim.floor": 0.1,
+    "optim.decay_ratio": 0.2,
+    "optim.min_lr_ratio": 0.1,
     "model.dropout": 0.1,
     "lora.dropout": 0.05,
-    "data.held_out": 0.02,
+    "data.validation_fraction": 0.02,
     "prune.sparsity": 0.8,
 }
 """Numbers in [0, 1), and a usual value of each."""
@@ -450,16 +457,16 @@ MAX_VALUES: dict[str, float] = {
     "model.layers": 10_000,
     "lora.rank": 2**16,
     "model.vocab": 2**31,
-    "data.seq": 2**31,
-    "plan.batch": 2**31,
+    "data.seq_len": 2**31,
+    "plan.global_batch": 2**31,
     "train.seed": 2**63 - 1,
-    "train.timeout": 1e7,
-    "launch.nodes": 10**5,
-    "memory.activations": 1.0,
-    "memory.tile": 2**30,
+    "train.comm_timeout_seconds": 1e7,
+    "launch.nnodes": 10**5,
+    "memory.activation_offload_fraction": 1.0,
+    "memory.offload_tile": 2**30,
 }
 """The largest value of numbers that have one."""
-FREE_TEXT_SETTINGS = ("train.prompt", "data.field")
+FREE_TEXT_SETTINGS = ("train.sample_prompt", "data.text_field")
 """Texts that may hold any character."""
 
 

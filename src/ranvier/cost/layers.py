@@ -55,7 +55,7 @@ class LayoutContext:
     table: ShardingTable
     units: Mapping[str, int]
     """Number of units of each named dim of the model (heads, not their elements)."""
-    dispatch: Dispatch = "same"
+    dispatch: Dispatch = "model"
     """Dtype in which tokens are dispatched to experts."""
 
     def axis_group(self, *names: str) -> AxisGroup:
@@ -335,7 +335,7 @@ class MoECost(LayerCost):
         return [
             *self._router_events(flow, self.experts_per_token),
             # Gradients are always sent in the dtype of activations.
-            *self._dispatch_events(flow, 1, self.matrices - 1, "same"),
+            *self._dispatch_events(flow, 1, self.matrices - 1, "model"),
         ]
 
     def _router_events(self, flow: ActivationShape, numbers: int) -> list[Event]:
@@ -366,7 +366,7 @@ class MoECost(LayerCost):
         col = line("col")
         expert = line("expert")
         # Bytes per row; fp8 rows carry a scale each.
-        narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
+        narrow = {"model": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
         return [
             *self.predict_event("all_to_all", expert, self.sent_rows(flow), narrow[dispatch]),
             *self.predict_event("all_gather", row, whole * features, size),

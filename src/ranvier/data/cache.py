@@ -16,10 +16,16 @@ import numpy as np
 
 from ranvier.data.chat.conversation import is_conversation
 from ranvier.data.chat.template import load_chat_template
-from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import ChecksumWriter, FileChecksum, digest_of, file_checksum
 from ranvier.data.indexed_dataset import IndexedDataset, pair_file, pair_prefix
-from ranvier.data.manifest import CORPUS_MANIFEST, FIRST_CORPUS_FORMAT, CorpusManifest, CorpusShard
+from ranvier.data.manifest import (
+    CORPUS_MANIFEST,
+    FIRST_CORPUS_FORMAT,
+    LEARN_VALUES,
+    CorpusManifest,
+    CorpusShard,
+)
 from ranvier.data.prepare import (
     CorpusTally,
     PrepareProgress,
@@ -47,7 +53,7 @@ def cache_corpus(
     tokenizer: str = "standard",
     form: DataFormat = "auto",
     template: str = "",
-    learn: Learn = "answers",
+    loss_on: LossOn = "assistant",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
@@ -80,7 +86,7 @@ def cache_corpus(
         chat = None
         if holds_chats(reader, form):
             chat = ChatEncoder(load_chat_template(known, tokenizer, template), known)
-            parts += [chat.template.fingerprint, learn]
+            parts += [chat.template.fingerprint, LEARN_VALUES[loss_on]]
         folder = cache / "corpora" / digest_of(*parts)
         if not (folder / CORPUS_MANIFEST).is_file():
             prepare_corpus(
@@ -88,7 +94,7 @@ def cache_corpus(
                 folder,
                 known,
                 chat=chat,
-                learn=learn,
+                loss_on=loss_on,
                 field=field,
                 max_bytes=max_bytes,
                 progress=progress,
@@ -153,7 +159,7 @@ def _refuse_texts(folder: Path, pair: Path) -> None:
             raise DataError(
                 f"{folder} holds a Megatron pair ({pair.name}) and a text ({file.name}). A "
                 "directory holds one kind. Put them in directories of their own and mix them with "
-                "data.weights."
+                "data.mixture_weights."
             )
 
 

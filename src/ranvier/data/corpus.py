@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ranvier.data.batch import Ints, Window
 from ranvier.data.chat.template import load_chat_template
-from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import file_size
 from ranvier.data.indexed_dataset import IndexedDataset, pair_file
 from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest
@@ -194,20 +194,20 @@ class Corpus:
         *,
         packed: bool = True,
         truncate: Truncate = "right",
-        learn: Learn = "answers",
+        loss_on: LossOn = "assistant",
     ) -> DocumentStream | ConversationStream | None:
         """The documents of a split; None if it has none.
 
         held_out: fraction of documents that are held out; none if nothing would be left to train
-        on. truncate, learn: for conversations.
+        on. truncate, loss_on: for conversations.
         """
         assert seq >= 1, seq
         chosen = self.select_documents(held_out, part)
         if len(chosen) == 0:
             return None
         if self.manifest.template:
-            # A corpus prepared with learn=all has no mask of answers.
-            options = {"packed": packed, "learn_all": "all" in (learn, self.manifest.learn)}
+            # A corpus prepared with loss_on=all has no mask of answers.
+            options = {"packed": packed, "learn_all": "all" in (loss_on, self.manifest.learn)}
             chats = ConversationStream(self, chosen, seq, truncate=truncate, **options)
             if chats.num_windows:
                 return chats

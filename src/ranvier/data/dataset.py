@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from ranvier.data.cache import DataFormat, cache_corpus
-from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import digest_of
 from ranvier.data.corpus import Corpus, DocumentStream
 from ranvier.data.mixture import PERIOD_SAMPLES, CorpusMixture, check_weights
@@ -83,7 +83,7 @@ def cache_corpora(
     tokenizer: str = "standard",
     form: DataFormat = "auto",
     template: str = "",
-    learn: Learn = "answers",
+    loss_on: LossOn = "assistant",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
@@ -97,7 +97,7 @@ def cache_corpora(
             tokenizer=tokenizer,
             form=form,
             template=template,
-            learn=learn,
+            loss_on=loss_on,
             field=field,
             max_bytes=max_bytes,
             verify=verify,
@@ -116,20 +116,20 @@ def open_data(
     held_out: float = 0.0,
     packed: bool = True,
     truncate: Truncate = "right",
-    learn: Learn = "answers",
+    loss_on: LossOn = "assistant",
 ) -> RunData:
     """Open prepared corpora; called on every rank of a run.
 
     weights: of the corpora; None: by their tokens. held_out: fraction of the documents. truncate,
-    learn: for conversations.
+    loss_on: for conversations.
     """
     _check_options(len(folders), seq, held_out)
     if weights:
         check_weights(weights, len(folders))
     corpora = [Corpus.open(folder) for folder in folders]
     _check_tokenizers(corpora)
-    _check_learn(corpora, learn)
-    options: StreamOptions = {"packed": packed, "truncate": truncate, "learn": learn}
+    _check_loss_on(corpora, loss_on)
+    options: StreamOptions = {"packed": packed, "truncate": truncate, "loss_on": loss_on}
     streams = [_open_train_stream(corpus, seq, held_out, options) for corpus in corpora]
     if weights:
         shares = list(weights)
@@ -151,10 +151,11 @@ def _check_options(count: int, seq: int, held_out: float) -> None:
     if count == 0:
         problems.append("There is no corpus. A run reads one or more. Name one, such as 'stdlib'.")
     if seq < 1:
-        problems.append(f"seq={seq} tokens a sample. It must be 1 or more. Use a larger one.")
+        problems.append(f"seq_len={seq} tokens a sample. It must be 1 or more. Use a larger one.")
     if not 0 <= held_out < 1:
         problems.append(
-            f"held_out={held_out} is no share of the documents. It is 0 or more and below 1. Use a "
+            f"validation_fraction={held_out} is no share of the documents. It is 0 or more and "
+            "below 1. Use a "
             "small one, such as 0.01."
         )
     if problems:
@@ -166,7 +167,7 @@ class StreamOptions(TypedDict):
 
     packed: bool
     truncate: Truncate
-    learn: Learn
+    loss_on: LossOn
 
 
 def _open_train_stream(
@@ -177,9 +178,10 @@ def _open_train_stream(
     if stream is None and corpus.manifest.template:
         raise DataError(
             f"{name} has nothing to learn: no token of an answer is left in its "
-            f"{corpus.manifest.documents} conversations with data.seq={seq} and "
-            f"data.truncate={options['truncate']}. Use a larger data.seq, another data.truncate, "
-            "or data.learn=all."
+            f"{corpus.manifest.documents} conversations with data.seq_len={seq} and "
+            f"data.truncate={options['truncate']}. Use a larger data.seq_len, another "
+            "data.truncate, "
+            "or data.loss_on=all."
         )
     if stream is None:
         raise DataError(
@@ -191,18 +193,20 @@ def _open_train_stream(
         raise DataError(
             f"{name} has nothing to learn: {stream.num_documents} documents to train on, each "
             "of 1 token. In packed samples a token is predicted from those before it in its "
-            "document. Choose longer documents, or data.packed=false: samples across them."
+            "document. Choose longer documents, or data.document_mask=false: samples across them."
         )
     return stream
 
 
-def _check_learn(corpora: Sequence[Corpus], learn: Learn) -> None:
+def _check_loss_on(corpora: Sequence[Corpus], loss_on: LossOn) -> None:
     for corpus in corpora:
         known = corpus.manifest
-        if known.template and known.learn == "all" and learn == "answers":
+        if known.template and known.learn == "all" and loss_on == "assistant":
             raise DataError(
-                f"{corpus.folder} was prepared with learn=all: nobody has looked for the answers. "
-                "data.learn=answers needs to know them. Prepare it again, or use data.learn=all."
+                f"{corpus.folder} was prepared with loss_on=all: nobody has looked for the "
+                "answers. "
+                "data.loss_on=assistant needs to know them. Prepare it again, or use "
+                "data.loss_on=all."
             )
 
 

@@ -115,7 +115,7 @@ class Loader(Generic[T]):
                     f"Batch {self._number} has not come for {self._timeout_seconds:.0f} s. The "
                     "thread "
                     "that reads the data hangs, perhaps in a file system. Look at the disks of the "
-                    "corpora, or use a larger train.timeout."
+                    "corpora, or use a larger train.comm_timeout_seconds."
                 )
             if self._is_closed:
                 raise StopIteration

@@ -34,6 +34,8 @@ TOKEN_LIMIT = 2**31
 CORPUS_FORMAT = 2
 FIRST_CORPUS_FORMAT = 1
 """The format without a digest; also part of cache keys, as its tokens are the same."""
+LEARN_VALUES = {"assistant": "answers", "all": "all"}
+"""`data.loss_on` -> what the manifest of a prepared corpus calls it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class CorpusManifest:
     template: str = ""
     """Fingerprint of the chat template; empty if the documents are plain text."""
     learn: str = "all"
-    """What the masks of conversations mark: answers, or all."""
+    """What the masks of conversations mark; one of the values of `LEARN_VALUES`."""
 
     def write_to(self, folder: Path) -> None:
         """Write corpus.json."""
@@ -188,7 +190,7 @@ def _check_numbers(made: CorpusManifest) -> None:
         total = sum(getattr(shard, name) for shard in made.shards)
         if value != total:
             raise ValueError(f"{name} is {value}, but its shards have {total}")
-    if made.learn not in ("answers", "all"):
+    if made.learn not in LEARN_VALUES.values():
         raise ValueError(f"learn is {made.learn!r:.80}, not answers or all")
     if not made.fingerprint:
         raise ValueError("fingerprint is empty")

@@ -20,10 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.data.chat.conversation import parse_conversation
-from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import DIGEST_BYTES, ChecksumWriter
 from ranvier.data.indexed_dataset import IndexedDatasetBuilder, pair_file
-from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest, CorpusShard
+from ranvier.data.manifest import (
+    CORPUS_MANIFEST,
+    LEARN_VALUES,
+    MASK_SUFFIX,
+    CorpusManifest,
+    CorpusShard,
+)
 from ranvier.data.sources import DocumentReader
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
@@ -132,7 +138,7 @@ def prepare_corpus(
     tokenizer: Tokenizer,
     *,
     chat: ChatEncoder | None = None,
-    learn: Learn = "answers",
+    loss_on: LossOn = "assistant",
     field: str = "text",
     max_bytes: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
@@ -140,9 +146,8 @@ def prepare_corpus(
 ) -> CorpusManifest:
     """Tokenize files, directories or "stdlib" into a corpus directory; return its manifest.
 
-    chat: for conversations, of which the tokens to `learn` are marked. max_bytes: how much of
-    "stdlib" is read. An `out` that holds the same corpus already is left alone.
-    """
+    chat: for conversations, of which the tokens that `loss_on` names are marked. max_bytes: how
+    much of "stdlib" is read. An `out` that holds the same corpus already is left alone."""
     if shard_tokens < 1 or not inputs:
         raise PlanError(
             f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be 1 or more. "
@@ -162,7 +167,7 @@ def prepare_corpus(
             if chat is None:
                 made_of = _tokenize_texts
             else:
-                made_of = partial(_tokenize_conversations, chat=chat, learn=learn)
+                made_of = partial(_tokenize_conversations, chat=chat, loss_on=loss_on)
             _write_documents(readers, made_of(readers, tokenizer), shards, tally, progress)
             shards.close()
         finally:
@@ -181,7 +186,7 @@ def prepare_corpus(
             largest=tally.largest_token,
             shards=shards.finished_shards,
             template="" if chat is None else chat.template.fingerprint,
-            learn="all" if chat is None else learn,
+            learn="all" if chat is None else LEARN_VALUES[loss_on],
         )
         # Last: a directory with a manifest is complete.
         made.write_to(folder)
@@ -220,13 +225,13 @@ def _tokenize_texts(
 
 
 def _tokenize_conversations(
-    readers: Sequence[DocumentReader], _: Tokenizer, *, chat: ChatEncoder, learn: Learn
+    readers: Sequence[DocumentReader], _: Tokenizer, *, chat: ChatEncoder, loss_on: LossOn
 ) -> Iterator[list[TokenizedDocument]]:
     """Tokens and masks of conversations, which end as their template says."""
     for reader in readers:
         batch: list[TokenizedDocument] = []
         for record, at in reader.read_records():
-            batch.append(chat.encode(parse_conversation(record, at), learn))
+            batch.append(chat.encode(parse_conversation(record, at), loss_on))
             if len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch = []

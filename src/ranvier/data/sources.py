@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 import difflib
+import errno
 import gzip
 import importlib
 import json
@@ -180,6 +181,16 @@ def _read_error(path: Path, error: OSError) -> DataError:
         f"({', '.join(SUFFIXES)}), a folder of them, a prepared corpus or a Megatron pair. "
         "Check the path and its permissions."
     )
+
+
+def check_sources_exist(sources: Iterable[str]) -> None:
+    """Raise if a corpus is missing; only looks for names, so it takes no time."""
+    for source in sources:
+        # A pair is also named by its prefix. Invalid names are reported with the other settings.
+        names = (source, f"{source}.bin")
+        if source != STDLIB and "\0" not in source and not any(map(os.path.lexists, names)):
+            missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            raise _read_error(Path(source), missing)
 
 
 def _file_size(path: Path) -> int:

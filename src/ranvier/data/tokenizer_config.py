@@ -27,7 +27,7 @@ def read_tokenizer_file(path: Path) -> str:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
             f"{path} cannot be read: {reason}. It says how a tokenizer ends texts and writes "
-            "conversations. Check data.template and the files beside the tokenizer.json."
+            "conversations. Check data.chat_template and the files beside the tokenizer.json."
         ) from None
 
 

@@ -207,7 +207,7 @@ class HarnessModel:
         if most > self.max_length:
             raise PlanError(
                 f"A continuation has {most} tokens, but the model looks at {self.max_length}. It "
-                "must fit as a whole. Use a larger --length, or another task."
+                "must fit as a whole. Use a larger --max-length, or another task."
             )
         # Truncated from the left. The last token is only predicted, never read, hence one more.
         wholes = [(known + answer)[-(self.max_length + 1) :] for _, known, answer in requests]
@@ -248,7 +248,7 @@ class HarnessModel:
                 raise PlanError(
                     f"A task wants {wish.max_new_tokens} tokens, but the model looks at "
                     f"{self.max_length}. "
-                    "Both the context and these must fit. Use a larger --length, or a smaller "
+                    "Both the context and these must fit. Use a larger --max-length, or a smaller "
                     "max_gen_toks in the task."
                 )
             prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]

@@ -40,35 +40,39 @@ from ranvier.train.resume.run_directory import write_text_atomically
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
     """The values of k for pass@k."""
     try:
-        if wanted.k:
-            found = tuple(int(word) for word in wanted.k.split(","))
+        if wanted.pass_at_k:
+            found = tuple(int(word) for word in wanted.pass_at_k.split(","))
         else:
             found = (1,)
     except ValueError:
         found = ()
     if not found or min(found) < 1:
-        raise PlanError(f"k={wanted.k!r} are no counts. They are whole numbers above 0. Use 1,10.")
+        raise PlanError(
+            f"pass_at_k={wanted.pass_at_k!r} are no counts. They are whole numbers above 0. Use "
+            "1,10."
+        )
     return found
 
 
 def check_options(wanted: EvalOptions, folder: str | None) -> None:
     """Check the options and raise all problems at once."""
-    asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(wanted, n)]
+    asked = [n for n in ("tasks", "corpus", "code", "samples_file") if getattr(wanted, n)]
     problems = []
     if len(asked) != 1:
         problems.append(
-            f"eval was given {' and '.join(f'--{n}' for n in asked) or 'nothing to do'}. It "
-            "does one thing at a time. Use --tasks, --corpus, --code or --samples."
+            "eval was given "
+            f"{' and '.join('--' + n.replace('_', '-') for n in asked) or 'nothing to do'}. It "
+            "does one thing at a time. Use --tasks, --corpus, --code or --samples-file."
         )
     # Samples were run elsewhere and need no model; everything else does.
-    if (folder is None) != (asked == ["samples"]) and len(asked) == 1:
+    if (folder is None) != (asked == ["samples_file"]) and len(asked) == 1:
         problems.append(
-            "--samples are of no RUN. Leave it out."
+            "--samples-file needs no RUN. Leave it out."
             if folder is not None
             else f"--{asked[0]} asks a model. Name its RUN: ranvier eval RUN --{asked[0]} ..."
         )
-    least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "tokens": 1}
-    for name, low in {**least, "batch": 1, "length": 0, "step": -1, "seed": 0}.items():
+    least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "max_new_tokens": 1}
+    for name, low in {**least, "batch": 1, "max_length": 0, "step": -1, "seed": 0}.items():
         value = getattr(wanted, name)
         if not low <= value < 2**31:
             problems.append(f"{name}={value} is too small or too large. Use {low} or more.")
@@ -86,7 +90,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
         raise PlanError(problems)
     if wanted.code and (most := max(parse_pass_at_k(wanted))) > wanted.samples_per_task:
         raise PlanError(
-            f"k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
+            f"pass_at_k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
             f"drawn from those. Use --samples-per-task {most} or more."
         )
     # Fail before ranks start or weights are read.
@@ -99,38 +103,40 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
     """Resolve the run on the grid of this evaluation: its batch is not that of training."""
     model = run.model
-    if model.positions == "learned" and wanted.length > model.max_seq:
+    if model.position_embedding == "learned" and wanted.max_length > model.max_seq:
         raise PlanError(
-            f"length={wanted.length}, but the model has learned {model.max_seq} positions "
-            "(model.max_seq). It cannot look at more tokens. Use a --length of "
+            f"length={wanted.max_length}, but the model has learned {model.max_seq} positions "
+            "(model.max_seq). It cannot look at more tokens. Use a --max-length of "
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
-    size = plan.num_replicas * (plan.col if plan.inner == "samples" else 1)
+    size = plan.num_replicas * (plan.col if plan.col_splits == "samples" else 1)
     # The smallest batch that the grid divides; the batch of training may not fit this grid.
-    plan = replace(plan, batch=size, micro_batch=size // plan.num_replicas)
+    plan = replace(plan, global_batch=size, micro_batch=size // plan.num_replicas)
     # Sequences are padded to a multiple of row, and padding uses no positions of its own: only for
     # the check, the model gets room for it.
-    seq = -(-run.data.seq // plan.row) * plan.row
-    fits = run.data.seq <= model.max_seq
+    seq = -(-run.data.seq_len // plan.row) * plan.row
+    fits = run.data.seq_len <= model.max_seq
     if fits:
         room = replace(model, max_seq=max(model.max_seq, seq))
     else:
         room = model
-    filled = replace(run, plan=plan, model=room, data=replace(run.data, seq=seq))
+    filled = replace(run, plan=plan, model=room, data=replace(run.data, seq_len=seq))
     return replace(run, plan=filled.check_and_resolve(world).plan)
 
 
 def single_rank_run(run: RunConfig) -> RunConfig:
     """The run on one rank of this machine, whatever it was trained on; options may ask for more."""
     here = replace(run.train, device="auto", backend="auto", dtype="auto")
-    return replace(run, plan=Plan(data=-1, inner=run.plan.inner), train=here)
+    return replace(run, plan=Plan(data=-1, col_splits=run.plan.col_splits), train=here)
 
 
 def eval_rank(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
     """Join the other ranks, then `evaluate_run`."""
     backend = resolve_backend(run, me, resolve_device(run, me))
-    with join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
+    with join_process_group(
+        me, backend, run.train.comm_timeout_seconds, share_gpu=run.launch.share_gpu
+    ):
         return evaluate_run(run, folder, wanted, me)
 
 
@@ -141,7 +147,7 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
         run.plan,
         connected=me.world_size > 1,
         ranks_per_node=me.local_world_size,
-        timeout_seconds=run.train.timeout,
+        timeout_seconds=run.train.comm_timeout_seconds,
     )
     word = run.train.dtype
     if word == "auto":
@@ -153,10 +159,10 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
     else:
         dtype = DTYPES[word]
     how = PipelineConfig(
-        chunks=run.plan.chunks,
-        stage_starts=run.plan.stages,
-        seq=run.data.seq,
-        vocab_over_pipe=run.plan.spread,
+        chunks=run.plan.virtual_stages,
+        stage_starts=run.plan.stage_starts,
+        seq=run.data.seq_len,
+        vocab_over_pipe=run.plan.vocab_over_pipe,
     )
     if wanted.step < 0:
         step = None
@@ -172,7 +178,9 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
         device,
     )
     start = time.perf_counter()
-    model = load_model(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
+    model = load_model(
+        folder, grid, device, step=step, inner=run.plan.col_splits, how=how, dtype=dtype
+    )
     at = step_of(find_checkpoint(folder, step))
     shown = _EvalProgress()
     if first:
@@ -187,8 +195,8 @@ def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessI
             found = _run_evaluation(served, run, folder, at, wanted, manager)
         finally:
             shown.close()
-        if wanted.out:
-            path = Path(wanted.out)
+        if wanted.output:
+            path = Path(wanted.output)
         else:
             path = folder / f"eval-{at}.json"
         save_results(path, {"step": at, **found})
@@ -204,13 +212,13 @@ def _run_evaluation(
     served: ModelServer, run: RunConfig, folder: Path, step: int, wanted: EvalOptions, manager: Any
 ) -> dict[str, dict[str, Any]]:
     """Run the evaluation that was asked for; results by kind and name."""
-    length = wanted.length or run.model.max_seq
+    length = wanted.max_length or run.model.max_seq
     if wanted.tasks:
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _evaluate_corpora(served, run, folder, wanted)}
     wish = GenerationConfig(
-        max_new_tokens=wanted.tokens,
+        max_new_tokens=wanted.max_new_tokens,
         temperature=wanted.temperature,
         top_p=wanted.top_p,
         seed=wanted.seed,
@@ -254,7 +262,7 @@ def _evaluate_corpora(
     served: ModelServer, run: RunConfig, folder: Path, wanted: EvalOptions
 ) -> dict[str, Any]:
     """Perplexity of each corpus."""
-    data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
+    data = replace(run.data, sources=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
     for name, stored in zip(
         wanted.corpus, prepare_data.tokenize_corpora(replace(run, data=data)), strict=True
@@ -268,15 +276,16 @@ def _evaluate_corpora(
                 "mean the same only to one tokenizer. Give the texts instead."
             )
         corpus.check_vocab(run.model.vocab)
-        seq = run.data.seq
+        seq = run.data.seq_len
         stride = wanted.stride
         if stride > seq:
             raise PlanError(
-                f"stride={stride}, data.seq={seq}. A window moves by its own length at most. Use "
+                f"stride={stride}, data.seq_len={seq}. A window moves by its own length at most. "
+                "Use "
                 f"--stride {seq} or less."
             )
         if wanted.held_out:
-            aside = run.data.held_out
+            aside = run.data.validation_fraction
         else:
             aside = 0.0
         worth = perplexity.compute_perplexity(
@@ -296,11 +305,11 @@ def _evaluate_corpora(
 def score_samples(wanted: EvalOptions) -> int:
     """Print the metrics of programs that were run elsewhere; returns the exit code."""
     found = metrics.compute_metrics(
-        metrics.read_samples(Path(wanted.samples)), parse_pass_at_k(wanted)
+        metrics.read_samples(Path(wanted.samples_file)), parse_pass_at_k(wanted)
     )
     _print_table("code", found)
-    if wanted.out:
-        save_results(Path(wanted.out), {"code": found})
+    if wanted.output:
+        save_results(Path(wanted.output), {"code": found})
     return 0
 
 
@@ -326,7 +335,7 @@ def save_results(path: Path, found: Mapping[str, Any]) -> None:
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror}. Results are kept there. Choose another "
-            "--out."
+            "--output."
         ) from None
 
 

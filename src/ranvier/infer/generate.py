@@ -207,7 +207,7 @@ def print_generated(
     *,
     prompt: str,
     chat: str,
-    tokens: int,
+    max_new_tokens: int,
     temperature: float,
     top_k: int,
     seed: int,
@@ -222,15 +222,17 @@ def print_generated(
     problems = []
     if prompt and chat:
         problems.append(f"prompt={prompt!r} and chat={chat!r}. One of them is said. Leave one out.")
-    if tokens < 1 or top_k < 0:
-        problems.append(f"tokens={tokens}, top_k={top_k}: too small. Use 1 and 0 or more.")
+    if max_new_tokens < 1 or top_k < 0:
+        problems.append(
+            f"max_new_tokens={max_new_tokens}, top_k={top_k}: too small. Use 1 and 0 or more."
+        )
     if not (temperature == 0.0 or 1e-3 <= temperature <= 1e3):
         problems.append(
             f"temperature={temperature} is not 0, nor in [0.001, 1000]. Logits are divided by it. "
             "Use 0.8."
         )
-    if not 0 <= seed < 2**63 or tokens > 10**6:
-        problems.append(f"seed={seed}, tokens={tokens}: too large. Use 0 and 100.")
+    if not 0 <= seed < 2**63 or max_new_tokens > 10**6:
+        problems.append(f"seed={seed}, max_new_tokens={max_new_tokens}: too large. Use 0 and 100.")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         problems.append(f"device={device!r} is not here. Use 'cpu'.")
     if problems:
@@ -239,7 +241,7 @@ def print_generated(
     print(prompt, end="", flush=True)
     said = speaker.answer_question if chat else speaker.complete_prompt
     for piece in said(
-        chat or prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        chat or prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
     ):
         print(piece, end="", flush=True)
     print()
@@ -250,10 +252,12 @@ def load_config_from_dir(folder: Path) -> RunConfig:
     """Load the settings of a run from its directory."""
     runs.check_is_run(folder)
     run = runs.load_run_config(folder / "config.toml", in_run=True)
-    if run.model.positions == "rope" and run.data.seq > run.model.max_seq:
+    if run.model.position_embedding == "rope" and run.data.seq_len > run.model.max_seq:
         # Runs trained before this combination was refused have seen sequences of this length, so
         # their maximum is raised instead of failing.
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_seq=run.data.seq))
+        run = dataclasses.replace(
+            run, model=dataclasses.replace(run.model, max_seq=run.data.seq_len)
+        )
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     # The file may have been edited by hand since the run wrote it.
     run.check_and_resolve(known)
@@ -266,7 +270,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     if not paths:
         raise DataError(
             f"{folder} has no checkpoint. Weights are read from one. Let the run end, or train "
-            "with checkpoint.every=100."
+            "with checkpoint.interval=100."
         )
     named = {step_of(path): path for path in paths}
     if step is not None and step not in named:

@@ -67,7 +67,7 @@ def padded_positions(lengths: Tensor, seq: int) -> Tensor:
 def check_length(model: nn.Module, length: int) -> None:
     """Reject sequences that are longer than the learned positions, before any is read."""
     config: Any = getattr(model, "config", None)
-    if getattr(config, "positions", "") == "learned" and length > config.max_seq:
+    if getattr(config, "position_embedding", "") == "learned" and length > config.max_seq:
         raise DataError(
             f"A text of {length:,} tokens, but the model has learned {config.max_seq:,} positions "
             "(model.max_seq). It cannot look at more. Use shorter texts, prompt and what follows "

@@ -54,7 +54,7 @@ class Accelerator:
             self.grid, self.device = build_grid(plan, inner=inner, device=device)
         else:
             self.grid, self.device = grid, torch.device(device or "cpu")
-        self.inner = plan.inner if inner is None and isinstance(plan, Plan) else inner
+        self.inner = plan.col_splits if inner is None and isinstance(plan, Plan) else inner
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.sync_gradients = True
         """Whether the current batch is the last before an update."""

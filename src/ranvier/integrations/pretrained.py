@@ -43,6 +43,7 @@ from ranvier.models.hf.registry import find_family, find_fitting_family
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.system import safe_files
+from ranvier.system.model_hub import find_model
 from ranvier.train import import_export
 
 
@@ -61,7 +62,7 @@ def from_pretrained(
     instead of a plan. dtype: of the weights; None: as stored. inner: what col splits.
     Communicates: with all ranks that the launcher has started, unless a grid is given.
     """
-    path = import_export.find_model(str(source))
+    path = find_model(str(source))
     # A path to one checkpoint of a run: its config is two levels up.
     if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = path.parent.parent
@@ -80,7 +81,7 @@ def from_pretrained(
         grid, here = build_grid(plan, sizes=sizes, inner=inner, device=device)
     else:
         here = torch.device(device or "cpu")
-    inner = resolve_axes(plan or grid.degrees, grid.world_size, sizes, inner=inner).inner
+    inner = resolve_axes(plan or grid.degrees, grid.world_size, sizes, inner=inner).col_splits
     if there is None:
         if path != origin:
             step = directory.step_of(path)

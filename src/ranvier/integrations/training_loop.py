@@ -167,7 +167,7 @@ def put_on_grid(
     if theirs:
         inner = "features"
     else:
-        inner = resolve_axes(how, grid.world_size, sizes, inner=inner).inner
+        inner = resolve_axes(how, grid.world_size, sizes, inner=inner).col_splits
     with torch.no_grad():
         for param in model.parameters():
             if not param.is_meta and grid.world_size > 1:

@@ -73,8 +73,8 @@ def resolve_axes(
     known = {axis: max(size, 1) for axis, size in plan.degrees.items()}
     plan = replace(
         plan,
-        inner=inner or plan.inner,
-        batch=math.prod(known.values()) * world * known["col"],
+        col_splits=inner or plan.col_splits,
+        global_batch=math.prod(known.values()) * world * known["col"],
         micro_batch=known["col"],
         recompute="none",
     )

@@ -58,12 +58,13 @@ class NodeInfo:
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise PlanError(
-                f"launch.address={self.endpoint!r} is no address. All nodes meet where node 0 "
+                f"launch.rdzv_endpoint={self.endpoint!r} is no address. All nodes meet where node "
+                "0 "
                 "listens. Write host:port, for example node01:29400."
             )
         if not 0 <= self.node_rank < self.num_nodes:
             raise PlanError(
-                f"launch.node={self.node_rank} is not below launch.nodes={self.num_nodes}. "
+                f"launch.node_rank={self.node_rank} is not below launch.nnodes={self.num_nodes}. "
                 "Nodes count from 0, and each has a number of its own. Mend one."
             )
 
@@ -147,7 +148,8 @@ class RendezvousStore:
         if listener is not None and is_hidden_loopback(nodes.host, listener.getsockname()[0]):
             print_message(
                 f"{nodes.host} is {listener.getsockname()[0]} on this node, which no other machine "
-                "reaches. Node 0 listens at launch.address only. Give the address of an interface."
+                "reaches. Node 0 listens at launch.rdzv_endpoint only. Give the address of an "
+                "interface."
             )
         try:
             store = open_tcp_store(nodes.host, nodes.port, timeout_seconds, listener=listener)
@@ -157,7 +159,7 @@ class RendezvousStore:
             raise CommunicationError(
                 f"Node {nodes.node_rank} could not reach node 0 at {nodes.endpoint}: "
                 f"{str(error).splitlines()[0]}. All nodes must start within "
-                f"{timeout_seconds:.0f} s. Check launch.address."
+                f"{timeout_seconds:.0f} s. Check launch.rdzv_endpoint."
             ) from None
         # The long timeout is for the start only; from here on node 0 must answer quickly.
         check_same_key(self._store, first, nodes.endpoint)
@@ -246,7 +248,7 @@ class Coordinator:
                 missing = [str(node) for node in range(count) if node not in self.local_ranks]
                 raise CommunicationError(
                     f"Node(s) {', '.join(missing)} did not come within {seconds:.0f} s. All "
-                    f"launch.nodes={count} must start. Start them, or use fewer."
+                    f"launch.nnodes={count} must start. Start them, or use fewer."
                 )
             time.sleep(0.1)
         world = self.history.policy.grids[0][1]

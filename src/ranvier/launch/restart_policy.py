@@ -229,7 +229,10 @@ class RestartHistory:
             self.grid_index if fits else largest_fitting_grid([world for _, world in grids], left)
         )
         if grid is None or not self.policy.max_restarts:
-            rule = f"{left} rank(s) are left. No grid of launch.grids fits, or launch.retries=0."
+            rule = (
+                f"{left} rank(s) are left. No grid of launch.fallback_grids fits, or "
+                "launch.max_restarts=0."
+            )
             return Decision(False, f"{end.message} {rule} Name a smaller grid.", LOST_EXIT_CODE)
         self.grid_index = grid
         self.idle_restarts = 0
@@ -258,7 +261,7 @@ class RestartHistory:
             where = "the start"
         stuck = f"{end.message} {self.idle_restarts} restarts in a row got no further than {where}."
         if grid is None:
-            remedy = "Mend the cause, or name a smaller grid in launch.grids."
+            remedy = "Mend the cause, or name a smaller grid in launch.fallback_grids."
             return Decision(
                 False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS_EXIT_CODE
             )

@@ -338,12 +338,13 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
             number = signal.SIGINT
         return "Interrupted.", 128 + int(number)
     if isinstance(error, OSError) and error.errno in WRITE_ERRNOS:
-        rule = "A run must be able to write there. Free space or choose another train.out."
+        rule = "A run must be able to write there. Free space or choose another train.output_dir."
         return f"{error.filename or 'A file'}: {error.strerror}. {rule}", WriteError.exit_code
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_TEXTS):
         rule = "Weights, gradients, moments and activations of a rank must fit on its device."
         remedy = (
-            "Use memory.fit=auto (if it is on, a memory.limit below what the device has), a "
+            "Use memory.auto=True (if it is on, a memory.device_limit_gib below what the device "
+            "has), a "
             "smaller plan.micro_batch, or more ranks."
         )
         return (

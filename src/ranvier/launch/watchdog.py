@@ -150,7 +150,7 @@ def describe_hang(
         f"{now - beat.begin_time:.0f} s in "
         f"section {beat.section} after step {beat.step}{stopped}. A rank may take "
         f"{silence_limit(beat, seconds):g} s there. Look at its stack, or use a larger "
-        "launch.watchdog."
+        "launch.watchdog_seconds."
     ]
     for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
         if one.num_collectives:

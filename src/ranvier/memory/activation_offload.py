@@ -195,8 +195,9 @@ class ActivationOffload:
         """blocks: those of this rank. weights: are never offloaded. last: a block that stays."""
         if not 0.0 <= share <= 1.0:
             raise PlanError(
-                f"memory.activations={share} reached the blocks. It is a share in [0, 1]; -1 is "
-                "settled before (memory.fit=auto). Use for example 0.5."
+                f"memory.activation_offload_fraction={share} reached the blocks. It is a share in "
+                "[0, 1]; -1 is "
+                "settled before (memory.auto=True). Use for example 0.5."
             )
         self.blocks = list(blocks)
         self.device = device

@@ -94,7 +94,7 @@ def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
     except OSError as error:
         raise PlanError(
             f"{name}: {error.strerror}. States on disk need a directory that can be written. "
-            "Choose another memory.path."
+            "Choose another memory.offload_dir."
         ) from None
     try:
         # Unlinked while open: the kernel frees the space even after a crash.
@@ -105,7 +105,7 @@ def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
     except OSError as error:
         raise PlanError(
             f"{name}: {error.strerror}, for {size} bytes of states. All of them are reserved at "
-            "the start. Free space, or choose another memory.path."
+            "the start. Free space, or choose another memory.offload_dir."
         ) from None
     finally:
         os.close(handle)
@@ -128,7 +128,8 @@ def pin_memory(memory: Tensor) -> None:
     if int(done) != 0:
         raise PlanError(
             f"{memory.numel()} bytes of host memory cannot be pinned (CUDA error {int(done)}). A "
-            "device copies from pinned memory only. Use a smaller memory.host, or raise the limit "
+            "device copies from pinned memory only. Use a smaller memory.host_limit_gib, or raise "
+            "the limit "
             "of locked memory (ulimit -l)."
         )
 
@@ -210,8 +211,8 @@ def check_host_memory(
     if size > room:
         raise PlanError(
             f"{size / GIB:.3g} GiB are to lie on the host, but a rank may use {room / GIB:.3g} "
-            "there. What is kept must fit. Use memory.states=split or file, narrower "
-            "optim.moments, or more ranks."
+            "there. What is kept must fit. Use memory.optimizer_states=split or file, narrower "
+            "optim.state_dtype, or more ranks."
         )
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if device.type != "cuda" or limit == resource.RLIM_INFINITY or size <= limit:
@@ -237,7 +238,8 @@ def check_disk_space(size: int, folder: Path) -> None:
     if size > free:
         raise PlanError(
             f"{size / GIB:.3g} GiB of states are to lie in {folder}, whose disk has "
-            f"{free / GIB:.3g} GiB free. All must fit. Free space, or choose another memory.path."
+            f"{free / GIB:.3g} GiB free. All must fit. Free space, or choose another "
+            "memory.offload_dir."
         )
 
 
@@ -298,7 +300,8 @@ class HostBufferPool:
                 f"Activations take {(self.total_bytes + more) / GIB:.3g} GiB of the host, but "
                 "a rank may "
                 f"use {self.max_bytes / GIB:.3g} there. What waits must fit. Use a smaller "
-                "memory.activations or plan.micro_batch, or a larger memory.host."
+                "memory.activation_offload_fraction or plan.micro_batch, or a larger "
+                "memory.host_limit_gib."
             )
 
 

@@ -27,7 +27,7 @@ from ranvier.grid import Grid
 from ranvier.trace import Trace
 
 T = TypeVar("T")
-CollectiveReuse = Literal["again", "keep", "auto"]
+CollectiveReuse = Literal["rerun", "save", "auto"]
 STOP_RECOMPUTATION: type[Exception] | tuple[()] = getattr(checkpoint, "_StopRecomputationError", ())
 """Exception by which torch ends a recomputation; without it unneeded results stay unknown."""
 
@@ -76,7 +76,7 @@ class SavePolicy:
     """What the blocks of a model save for their recomputation, and where it is stored."""
 
     trace: Trace = field(default_factory=Trace)
-    collectives: CollectiveReuse = "again"
+    collectives: CollectiveReuse = "rerun"
     chosen_layers: frozenset[str] | None = None
     """Layers whose results are saved, once `auto` is resolved; None: all."""
     depth_group: str = ""
@@ -93,18 +93,18 @@ class SavePolicy:
 
     def saves_layer(self, where: str) -> bool:
         """Whether the results of a layer are saved."""
-        return self.collectives != "again" and (
+        return self.collectives != "rerun" and (
             self.chosen_layers is None or where in self.chosen_layers
         )
 
     @property
     def saves_all_layers(self) -> bool:
         """Whether the results of all layers are saved; in a compiled graph layers are not known."""
-        return self.collectives != "again" and self.chosen_layers is None
+        return self.collectives != "rerun" and self.chosen_layers is None
 
     def open_results(self, *, selective: bool) -> SavedResults | None:
         """Return a queue for one call of a block; None if it would stay empty."""
-        some = self.collectives != "again" and self.chosen_layers != frozenset()
+        some = self.collectives != "rerun" and self.chosen_layers != frozenset()
         if selective or some:
             return SavedResults(self, selective)
         return None
@@ -173,7 +173,8 @@ class SavedResults:
         if not self.entries:
             raise RuntimeError(
                 f"{label} is computed again, but what was kept of it is gone. It serves one "
-                "backward pass. Compute the loss again, or set memory.collectives='again' and "
+                "backward pass. Compute the loss again, or set "
+                "memory.recompute_collectives='again' and "
                 "recompute='full'."
             )
         kept, value = self.entries.popleft()

@@ -24,7 +24,7 @@ SIZE_LIMITS = {
     "vocab": 2**24,
     "max_seq": 2**31 - 1,
     "experts": 2**14,
-    "experts_top": 2**14,
+    "experts_per_token": 2**14,
     "expert_mlp": 2**22,
 }
 """Largest accepted sizes of a published model: far above any existing one, and small enough that
@@ -44,18 +44,21 @@ class RotaryConfig:
     alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
     rope_scale: float = 1.0
     """By how much they are slowed; 1 is not at all."""
-    rope_original: int = 8192
+    original_max_position: int = 8192
     """Tokens that the model was first trained on."""
-    rope_turns: tuple[float, float] = (1.0, 4.0)
-    """Turns in rope_original tokens below which a frequency is slowed by rope_scale, and above
-    which it is kept; between it is mixed (llama3, yarn)."""
+    low_freq_factor: float = 1.0
+    """Frequencies with fewer turns in original_max_position tokens are divided by rope_scale
+    (llama3; yarn calls it beta_slow)."""
+    high_freq_factor: float = 4.0
+    """Frequencies with more turns in original_max_position tokens are kept; those between the two
+    factors are interpolated (llama3; yarn calls it beta_fast)."""
     rope_short: tuple[float, ...] = ()
-    """Factor of each frequency in texts of up to rope_original tokens (longrope)."""
+    """Factor of each frequency in texts of up to original_max_position tokens (longrope)."""
     rope_long: tuple[float, ...] = ()
     """The same in longer texts."""
-    rope_attention: float = 1.0
+    attention_factor: float = 1.0
     """What cosines and sines are multiplied by (yarn, longrope)."""
-    rope_share: float = 1.0
+    partial_rotary_factor: float = 1.0
     """Share of a head that is turned; the rest of it knows no position."""
 
 
@@ -65,15 +68,15 @@ class ExpertConfig:
 
     experts: int = 0
     """Experts of a layer; 0: all layers are dense."""
-    experts_top: int = 2
+    experts_per_token: int = 2
     """Experts that a token goes to."""
     expert_mlp: int = 0
     """Width of the hidden layer of an expert; 0: mlp."""
-    shared_mlp: int = 0
+    shared_expert_mlp: int = 0
     """Width of the hidden layer of the expert that all tokens go to; 0: there is none."""
-    moe_every: int = 1
+    moe_layer_interval: int = 1
     """Of so many layers the last has experts: 1: all, 2: every second."""
-    moe_first: int = 0
+    dense_first_layers: int = 0
     """Layers at the start that are dense in any case."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of logits: over all experts, or of each alone."""
@@ -81,20 +84,20 @@ class ExpertConfig:
     """Weights of the chosen experts are divided by their sum."""
     router_scale: float = 1.0
     """What they are multiplied by."""
-    router_gain: float = 1.0
+    router_logit_scale: float = 1.0
     """What logits are multiplied by; initial weights of the router are divided by it. Below 1 steps
     of the optimizer change routes less."""
     router_jitter: float = 0.0
     """In training logits are multiplied by random numbers in 1 ± jitter; 0: they are not."""
-    capacity: float = 0.0
-    """An expert takes ceil(capacity · tokens · experts_top / experts) tokens of a sequence, the
-    first ones; 0: all that come."""
-    balance: float = 0.0
+    capacity_factor: float = 0.0
+    """An expert takes the first ceil(capacity_factor · tokens · experts_per_token / experts) tokens
+    of a sequence; 0: no limit, nothing is dropped."""
+    aux_loss_coeff: float = 0.0
     """Factor of the loss E · Σ f·P of a sequence: share f of its choices and mean score P of each
     of the E experts."""
-    router_z: float = 0.0
+    z_loss_coeff: float = 0.0
     """Factor of the loss mean(logsumexp(logits)²) of a sequence."""
-    router_bias: float = 0.0
+    expert_bias_update_rate: float = 0.0
     """By how much a step moves the bias with which experts are chosen (not weighted): up for those
     that got fewer than the mean, down for the others; 0: there is none."""
 
@@ -103,19 +106,29 @@ class ExpertConfig:
         if self.experts == 0:
             return []
         found = []
-        if not 1 <= self.experts_top <= self.experts:
+        if not 1 <= self.experts_per_token <= self.experts:
             found.append(
-                f"experts_top={self.experts_top} of experts={self.experts}. A token goes to one "
+                f"experts_per_token={self.experts_per_token} of experts={self.experts}. A token "
+                "goes to one "
                 f"expert at least and to all at most. Use 1 to {self.experts}."
             )
-        if self.moe_every < 1 or self.moe_first < 0:
+        if self.moe_layer_interval < 1 or self.dense_first_layers < 0:
             found.append(
-                f"moe_every={self.moe_every} and moe_first={self.moe_first}. Of moe_every layers "
-                "one has experts, the first moe_first have none. Use 1 or more, and 0 or more."
+                f"moe_layer_interval={self.moe_layer_interval} and "
+                f"dense_first_layers={self.dense_first_layers}. One layer in each interval has "
+                "experts, the first layers have none. Use 1 or more, and 0 or more."
             )
-        if self.router_gain <= 0.0:
-            found.append(f"router_gain={self.router_gain} is not above 0. Use 1, or less.")
-        amounts = ("router_jitter", "capacity", "balance", "router_z", "router_bias")
+        if self.router_logit_scale <= 0.0:
+            found.append(
+                f"router_logit_scale={self.router_logit_scale} is not above 0. Use 1, or less."
+            )
+        amounts = (
+            "router_jitter",
+            "capacity_factor",
+            "aux_loss_coeff",
+            "z_loss_coeff",
+            "expert_bias_update_rate",
+        )
         for name in amounts:
             if getattr(self, name) < 0.0:
                 found.append(f"{name}={getattr(self, name)} is negative. Use 0 (off) or more.")
@@ -146,21 +159,19 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """RMSNorm or LayerNorm."""
     norm_eps: float = 1e-5
     """Added to the variance."""
-    norm_shift: float = 0.0
+    norm_weight_offset: float = 0.0
     """Added to the weights of RMSNorms (Gemma: 1)."""
-    norms: Literal["before", "after", "both"] = "before"
+    norm_position: Literal["pre", "post", "both"] = "pre"
     """Whether attention and MLP get a normalised input, give a normalised output, or both."""
-    positions: Literal["rope", "learned"] = "rope"
+    position_embedding: Literal["rope", "learned"] = "rope"
     """Rotary or learned positions."""
-    qk_norm: bool = False
-    """Normalise each query and key head."""
-    qk_whole: bool = False
-    """Normalise all heads of a query or key at once (OLMo 2)."""
-    attention_scale: float = 0.0
+    qk_norm: Literal["none", "per_head", "full"] = "none"
+    """RMSNorm of queries and keys: none, over each head, or over all heads of a token (OLMo 2)."""
+    query_pre_attn_scalar: float = 0.0
     """Scores are divided by its root; 0: head_dim."""
-    attention_cap: float = 0.0
-    """Scores are bent into (-cap, cap) by tanh; 0: they are not."""
-    window: int = 0
+    attn_logit_softcap: float = 0.0
+    """Soft-cap attention logits with cap * tanh(x / cap); 0 disables it."""
+    sliding_window: int = 0
     """Tokens that a token sees, itself included; 0: all before it."""
     window_layers: tuple[int, ...] = ()
     """Layers, from 0, to which the window applies; empty: all."""
@@ -170,12 +181,12 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Biases in linear layers and LayerNorm."""
     biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
     """Linear layers that have biases where not all do."""
-    tied: bool = False
+    tie_embeddings: bool = False
     """The head is the embedding."""
     embed_scale: float = 1.0
     """What embeddings are multiplied by."""
-    logit_cap: float = 0.0
-    """Logits are bent into (-cap, cap) by tanh; 0: they are not."""
+    final_logit_softcap: float = 0.0
+    """Soft-cap logits with cap * tanh(x / cap); 0 disables it."""
     dropout: float = 0.0
     """Dropped share of embeddings and of what blocks add to the residual stream."""
     init_std: float = 0.02
@@ -189,14 +200,19 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         """Tokens that a token sees in a layer; 0: all."""
         here = not self.window_layers or layer in self.window_layers
         if here:
-            return self.window
+            return self.sliding_window
         return 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
-        after = layer - self.moe_first
-        # After the dense first layers, the last layer of every group of `moe_every` has experts.
-        return self.experts > 0 and after >= 0 and after % self.moe_every == self.moe_every - 1
+        after = layer - self.dense_first_layers
+        # After the dense first layers, the last layer of every group of `moe_layer_interval` has
+        # experts.
+        return (
+            self.experts > 0
+            and after >= 0
+            and after % self.moe_layer_interval == self.moe_layer_interval - 1
+        )
 
     @property
     def expert_width(self) -> int:
@@ -210,13 +226,13 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         found = {name: int(getattr(self, name)) for name in names}
         if self.experts:
             found |= {"expert": self.experts, "expert_mlp": self.expert_width}
-            found |= {"shared_mlp": self.shared_mlp} if self.shared_mlp else {}
+            found |= {"shared_mlp": self.shared_expert_mlp} if self.shared_expert_mlp else {}
         return found
 
     def find_problems(self) -> list[str]:
         """Inconsistent settings, each with value, rule and remedy."""
         # Elements of a head that are rotated.
-        turned = int(self.head_dim * self.rope_share)
+        turned = int(self.head_dim * self.partial_rotary_factor)
         found = self.find_expert_problems()
         # Bounds the number of tensors that a config from a file can make us enumerate.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
@@ -229,9 +245,11 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
                 f"serves the same number of heads. Use a divisor of {self.heads}."
             )
-        if turned % 2 and self.positions == "rope":
-            share = f" · rope_share={self.rope_share} = {turned}" * (self.rope_share != 1.0)
-            if self.rope_share == 1.0:
+        if turned % 2 and self.position_embedding == "rope":
+            share = f" · partial_rotary_factor={self.partial_rotary_factor} = {turned}" * (
+                self.partial_rotary_factor != 1.0
+            )
+            if self.partial_rotary_factor == 1.0:
                 even = f"{self.head_dim + 1}"
             else:
                 even = "another of the two"
@@ -246,18 +264,22 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
                     f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
                     "pairs of a head. Give as many."
                 )
-        if not self.rope_turns[0] < self.rope_turns[1]:
+        if not self.low_freq_factor < self.high_freq_factor:
             found.append(
-                f"rope_turns={list(self.rope_turns)}. Between the two frequencies are mixed. The "
-                "first must be smaller, such as 1 and 4."
+                f"low_freq_factor={self.low_freq_factor} and "
+                f"high_freq_factor={self.high_freq_factor}. Frequencies between the two are "
+                "interpolated. The first must be smaller, such as 1 and 4."
             )
         if any(not 0 <= layer < self.layers for layer in self.window_layers):
             found.append(
                 f"window_layers={list(self.window_layers)}. Layers are numbered from 0 to "
                 f"{self.layers - 1}. Use these numbers."
             )
-        if self.norm_shift != 0.0 and self.norm != "rms":
-            found.append(f"norm_shift={self.norm_shift} with norm={self.norm!r}. Use norm='rms'.")
+        if self.norm_weight_offset != 0.0 and self.norm != "rms":
+            found.append(
+                f"norm_weight_offset={self.norm_weight_offset} with norm={self.norm!r}. Use "
+                "norm='rms'."
+            )
         return found
 
 
@@ -271,7 +293,7 @@ class AdapterConfig:
     """What an adapter adds is multiplied by alpha / rank."""
     dropout: float = 0.0
     """Dropped share of what an adapter reads."""
-    on: tuple[str, ...] = ("heads", "kv_heads", "mlp")
+    target_modules: tuple[str, ...] = ("heads", "kv_heads", "mlp")
     """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their
     names (q, k, v, o, gate, up, down)."""
     layers: tuple[int, ...] = ()
@@ -291,46 +313,73 @@ class AdapterConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
 
 
-GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
+GPT2 = {
+    "norm": "layer",
+    "position_embedding": "learned",
+    "activation": "gelu",
+    "bias": True,
+    "tie_embeddings": True,
+}
 _LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
 _QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
     "rope_theta": 1000000.0,
     "norm_eps": 1e-6,
-    "qk_norm": True,
+    "qk_norm": "per_head",
 }
 # Numbers for the small test model: caps and window must take effect at its size.
-GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scale": 4.0} | {
-    "attention_cap": 5.0,
-    "logit_cap": 3.0,
-    "attention_scale": 8.0,
-    "window": 3,
+GEMMA2 = {
+    "norm_weight_offset": 1.0,
+    "norm_position": "both",
+    "activation": "geglu",
+    "embed_scale": 4.0,
+} | {
+    "attn_logit_softcap": 5.0,
+    "final_logit_softcap": 3.0,
+    "query_pre_attn_scalar": 8.0,
+    "sliding_window": 3,
     "window_layers": (0,),
 }
 
 
-_MOE_TINY = {"experts": 16, "experts_top": 4, "expert_mlp": 64, "shared_mlp": 256} | {
-    # Σ w = experts_top: the mixture starts with the output scale of an MLP of all chosen widths.
+_MOE_TINY = {"experts": 16, "experts_per_token": 4, "expert_mlp": 64, "shared_expert_mlp": 256} | {
+    # Σ w = experts_per_token: the mixture starts with the output scale of an MLP of all chosen
+    # widths.
     "router_scale": 4.0,
-    "router_gain": 0.1,
-    "router_bias": 0.001,
-    "balance": 0.1,
+    "router_logit_scale": 0.1,
+    "expert_bias_update_rate": 0.001,
+    "aux_loss_coeff": 0.1,
 }
-_MIXTRAL = {"experts": 8, "kv_heads": 8, "vocab": 32000, "max_seq": 32768, "balance": 0.02} | {
-    "rope_theta": 1000000.0
+_MIXTRAL = {
+    "experts": 8,
+    "kv_heads": 8,
+    "vocab": 32000,
+    "max_seq": 32768,
+    "aux_loss_coeff": 0.02,
+} | {"rope_theta": 1000000.0}
+_QWEN3_MOE = {"kv_heads": 4, "experts": 128, "experts_per_token": 8, "expert_mlp": 768} | {
+    "aux_loss_coeff": 0.001
 }
-_QWEN3_MOE = {"kv_heads": 4, "experts": 128, "experts_top": 8, "expert_mlp": 768} | {
-    "balance": 0.001
-}
-_DEEPSEEK = {"experts": 64, "experts_top": 6, "expert_mlp": 1408, "shared_mlp": 2816} | {
-    "moe_first": 1,
+_DEEPSEEK = {
+    "experts": 64,
+    "experts_per_token": 6,
+    "expert_mlp": 1408,
+    "shared_expert_mlp": 2816,
+} | {
+    "dense_first_layers": 1,
     "router_norm": False,
-    "balance": 0.001,
+    "aux_loss_coeff": 0.001,
     "vocab": 102400,
     "max_seq": 4096,
     "norm_eps": 1e-6,
 }
 # The model of DeepSpeed-TED (Singh et al. 2023): every second layer has experts, top-1 routing.
-_TED = {"experts": 16, "experts_top": 1, "moe_every": 2, "router_norm": False, "balance": 0.01}
+_TED = {
+    "experts": 16,
+    "experts_per_token": 1,
+    "moe_layer_interval": 2,
+    "router_norm": False,
+    "aux_loss_coeff": 0.01,
+}
 
 
 def _build_size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
@@ -341,11 +390,11 @@ def _build_size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -
 MODEL_SIZES: dict[str, DecoderConfig] = {
     "tiny": _build_size(4, 192, 8, 512, kv_heads=2, vocab=4096),
     "gpt2": _build_size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **GPT2),
-    "llama3-1b": _build_size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
+    "llama3-1b": _build_size(16, 2048, 32, 8192, tie_embeddings=True, rope_scale=32.0, **_LLAMA3),
     "llama3-8b": _build_size(32, 4096, 32, 14336, **_LLAMA3),
     "llama3-70b": _build_size(80, 8192, 64, 28672, **_LLAMA3),
     "llama3-405b": _build_size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
-    "qwen3-0.6b": _build_size(28, 1024, 16, 3072, tied=True, **_QWEN3),
+    "qwen3-0.6b": _build_size(28, 1024, 16, 3072, tie_embeddings=True, **_QWEN3),
     "qwen3-8b": _build_size(36, 4096, 32, 12288, **_QWEN3),
     "moe-tiny": _build_size(4, 192, 8, 512, kv_heads=2, vocab=4096, **_MOE_TINY),
     "mixtral-8x7b": _build_size(32, 4096, 32, 14336, **_MIXTRAL),

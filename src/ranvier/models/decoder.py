@@ -97,10 +97,10 @@ class AttentionCore(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
+        self.rotary = RotaryEmbedding(config) if config.position_embedding == "rope" else None
         self.window = config.window_of_layer(layer)
-        self.cap = config.attention_cap
-        scale = config.attention_scale
+        self.cap = config.attn_logit_softcap
+        scale = config.query_pre_attn_scalar
         if scale > 0.0:
             self.scale = (config.head_dim / scale) ** 0.5
         else:
@@ -172,7 +172,7 @@ class Attention(nn.Module):
         k = config.head_dim
         bias = config.has_bias("qkv")
         self.head_dim = k
-        self.norms_all_heads = config.qk_whole
+        self.norms_all_heads = config.qk_norm == "full"
         self.qkv = FusedLinear(
             {
                 "q": nn.Linear(d, config.heads * k, bias=bias),
@@ -184,7 +184,7 @@ class Attention(nn.Module):
             widths = (config.heads * k, config.kv_heads * k)
         else:
             widths = (k, k)
-        normed = config.qk_norm or config.qk_whole
+        normed = config.qk_norm != "none"
         self.q_norm, self.k_norm = (
             build_rms_norm(config, width) if normed else nn.Identity() for width in widths
         )
@@ -212,8 +212,8 @@ class Attention(nn.Module):
 
 def build_rms_norm(config: DecoderConfig, size: int) -> nn.Module:
     """An RMSNorm over `size` elements."""
-    if config.norm_shift != 0.0:
-        return OffsetRMSNorm(size, config.norm_eps, config.norm_shift)
+    if config.norm_weight_offset != 0.0:
+        return OffsetRMSNorm(size, config.norm_eps, config.norm_weight_offset)
     return nn.RMSNorm(size, eps=config.norm_eps)
 
 
@@ -238,8 +238,8 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        before = config.norms != "after"
-        after = config.norms != "before"
+        before = config.norm_position != "post"
+        after = config.norm_position != "pre"
         if before:
             self.norm1 = build_norm(config)
         else:
@@ -309,14 +309,14 @@ class Decoder(nn.Module):
         self.config = config
         self.sizes = config.dim_units
         self.embed = nn.Embedding(config.vocab, config.embed)
-        learned = config.positions == "learned"
+        learned = config.position_embedding == "learned"
         self.position = nn.Embedding(config.max_seq, config.embed) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = build_norm(config)
-        self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
-        self.head = LMHead(config.embed, config.vocab, cap=config.logit_cap)
-        if config.tied:
+        self.rotary = RotaryEmbedding(config) if config.position_embedding == "rope" else None
+        self.head = LMHead(config.embed, config.vocab, cap=config.final_logit_softcap)
+        if config.tie_embeddings:
             self.head.weight = self.embed.weight
         # GPT-2's scaling of layers that add to the residual stream: it has 2 · layers additions.
         out = config.init_std / (2 * config.layers) ** 0.5
@@ -327,7 +327,7 @@ class Decoder(nn.Module):
             # Experts are parameters of the MoE layer itself, not a layer's `weight`, so they are
             # matched by their own name and given as (mean, std).
             self.init[".mlp.down"] = (0.0, out)
-            self.init[".mlp.router"] = config.init_std / config.router_gain
+            self.init[".mlp.router"] = config.init_std / config.router_logit_scale
         self.init |= {".o": out, ".down": out, "": config.init_std}
         """Standard deviation of initial weights by suffix of the layer's name, first match."""
 

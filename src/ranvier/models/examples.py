@@ -46,10 +46,10 @@ def _small_decoder_with_lora(lora: AdapterConfig, **changes: object) -> Callable
 EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "llama": _small_decoder(),
     "gpt2": _small_decoder(kv_heads=8, **GPT2),
-    "qwen3": _small_decoder(qk_norm=True, tied=True, vocab=32),
+    "qwen3": _small_decoder(qk_norm="per_head", tie_embeddings=True, vocab=32),
     "biased": _small_decoder(bias=True, activation="gelu", norm="layer"),
-    "olmo2": _small_decoder(qk_whole=True, norms="after"),
-    "gemma2": _small_decoder(tied=True, vocab=32, **GEMMA2),
-    "lora": _small_decoder_with_lora(AdapterConfig(rank=3, on=("heads", "v", "mlp"))),
+    "olmo2": _small_decoder(qk_norm="full", norm_position="post"),
+    "gemma2": _small_decoder(tie_embeddings=True, vocab=32, **GEMMA2),
+    "lora": _small_decoder_with_lora(AdapterConfig(rank=3, target_modules=("heads", "v", "mlp"))),
     "dora": _small_decoder_with_lora(AdapterConfig(rank=3, dora=True, shared=True), bias=True),
 }

@@ -167,7 +167,7 @@ def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
         for module in list(block.modules()):
             adapters = {
                 group: Adapter(config, layers, dims)
-                for group, layers, dims in _adapter_groups(module, config.on)
+                for group, layers, dims in _adapter_groups(module, config.target_modules)
             }
             if adapters:
                 module.adapters = nn.ModuleDict(adapters)

@@ -1,6 +1,6 @@
 """A mixture of experts: a router sends each token to a few of many MLPs; plain PyTorch.
 
-    p = softmax(l) or sigmoid(l), l = g x Wᵀ scores, in fp32 (float64 stays); g: router_gain
+    p = softmax(l) or sigmoid(l), l = g x Wᵀ scores, in fp32 (float64 stays); g: router_logit_scale
     experts = top k of p + bias              the bias chooses, it does not weight
     y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen, divided by their sum
 
@@ -8,7 +8,8 @@ All load balancing is defined per sequence (or, the bias, per step), so it depen
 grid nor on micro-batches. With f_e the fraction of the choices of a sequence of s tokens that went
 to expert e and P_e its mean score,
 
-    aux_loss = s · (balance · E · Σ_e f_e P_e + router_z · mean_t logsumexp(logits_t)²)
+    aux_loss = s · (aux_loss_coeff · E · Σ_e f_e P_e
+                    + z_loss_coeff · mean_t logsumexp(logits_t)²)
 
 summed over sequences, is added to the loss, which is a sum over tokens.
 
@@ -62,16 +63,16 @@ class Router:
         """The router of a model."""
         return cls(
             config.experts,
-            config.experts_top,
+            config.experts_per_token,
             config.router,
             config.router_norm,
             config.router_scale,
-            config.capacity,
-            config.balance,
-            config.router_z,
+            config.capacity_factor,
+            config.aux_loss_coeff,
+            config.z_loss_coeff,
             config.router_jitter,
-            config.router_bias,
-            config.router_gain,
+            config.expert_bias_update_rate,
+            config.router_logit_scale,
         )
 
     @property
@@ -180,9 +181,15 @@ class MoELayer(nn.Module):
             if weight is not None:
                 nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
         made = GatedMLP if self.has_gate else UngatedMLP
-        self.shared = made(replace(config, mlp=config.shared_mlp)) if config.shared_mlp else None
+        self.shared = (
+            made(replace(config, mlp=config.shared_expert_mlp))
+            if config.shared_expert_mlp
+            else None
+        )
         self.bias: Tensor | None
-        self.register_buffer("bias", torch.zeros(e) if config.router_bias > 0.0 else None)
+        self.register_buffer(
+            "bias", torch.zeros(e) if config.expert_bias_update_rate > 0.0 else None
+        )
         self.aux_loss: Tensor | None = None
         """Auxiliary loss of the last forward pass; whatever adds it to the loss resets it."""
         self.tokens_per_expert: Tensor | None = None

@@ -29,7 +29,7 @@ class RotaryEmbedding(nn.Module):
         """config: a `RotaryConfig` with a head_dim."""
         super().__init__()
         self.config: RotaryConfig = config
-        self.rotary_dim = int(config.head_dim * config.rope_share)
+        self.rotary_dim = int(config.head_dim * config.partial_rotary_factor)
 
     def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
         """Cosines of the rotated part k of each head, then sines: `[b, s, 1, 2k]`.
@@ -48,8 +48,8 @@ class RotaryEmbedding(nn.Module):
         if self.config.rope == "longrope":
             if long is None:
                 long = positions.amax(1, keepdim=True) + 1  # (b, 1)
-            beyond = (long > self.config.rope_original).unsqueeze(-1)
-            far = self.compute_frequencies(steps, self.config.rope_original + 1)
+            beyond = (long > self.config.original_max_position).unsqueeze(-1)
+            far = self.compute_frequencies(steps, self.config.original_max_position + 1)
             # Chosen by `where` on the device: a branch on the length would synchronise and break
             # graphs.
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
@@ -58,8 +58,8 @@ class RotaryEmbedding(nn.Module):
         sin = angle.sin()
         # Each value twice: both halves of a head are rotated by the same angles.
         found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)
-        if self.config.rope_attention != 1.0:
-            found = found * self.config.rope_attention
+        if self.config.attention_factor != 1.0:
+            found = found * self.config.attention_factor
         return found.to(dtype)
 
     def compute_frequencies(self, steps: Tensor, seq: int) -> Tensor:
@@ -69,7 +69,7 @@ class RotaryEmbedding(nn.Module):
         # a difference in the last bit matters.
         frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.rotary_dim)
         if config.rope == "longrope":
-            if seq > config.rope_original:
+            if seq > config.original_max_position:
                 factors = config.rope_long
             else:
                 factors = config.rope_short
@@ -91,12 +91,11 @@ class RotaryEmbedding(nn.Module):
 
         def pair(turns: float) -> float:
             """Index of the pair that makes `turns` turns in the original length."""
-            length = config.rope_original / (turns * 2 * math.pi)
+            length = config.original_max_position / (turns * 2 * math.pi)
             return k * math.log(length) / (2 * math.log(config.rope_theta))
 
-        low, high = config.rope_turns
-        first = max(math.floor(pair(high)), 0)
-        last = min(math.ceil(pair(low)), k - 1)
+        first = max(math.floor(pair(config.high_freq_factor)), 0)
+        last = min(math.ceil(pair(config.low_freq_factor)), k - 1)
         # Avoids a division by zero, with the constant of the YaRN reference implementation.
         width = last - first if last != first else 0.001
         return 1.0 - ((steps / 2 - first) / width).clamp(0.0, 1.0)
@@ -104,8 +103,9 @@ class RotaryEmbedding(nn.Module):
 
 def _llama3_keep_ratio(frequency: Tensor, config: RotaryConfig) -> Tensor:
     """Fraction of each frequency that is kept, by how often it turns (Llama 3.1)."""
-    low, high = config.rope_turns
-    turns = config.rope_original * frequency / (2 * torch.pi)
+    low = config.low_freq_factor
+    high = config.high_freq_factor
+    turns = config.original_max_position * frequency / (2 * torch.pi)
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 

@@ -76,9 +76,10 @@ def checkpoint_block(
 
     A recomputation sees the samples of its own forward pass.
     """
-    if kind == "budget":
+    if kind == "memory_budget":
         raise PlanError(
-            "recompute='budget' reached a block. A budget is turned into a kind for each block "
+            "recompute='memory_budget' reached a block. A budget is turned into a kind for each "
+            "block "
             "before the first step. Use none, selective or full."
         )
     if kind == "none" or not torch.is_grad_enabled():

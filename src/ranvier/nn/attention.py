@@ -81,8 +81,12 @@ class AttentionCore(ParallelLayer):
 
 def _example_config() -> Any:
     """The part of a decoder's config that a core reads."""
-    rope = dict.fromkeys(("rope_scale", "rope_attention", "rope_share"), 1.0)
-    plain = {"attention_scale": 0.0, "attention_cap": 0.0, "window_of_layer": lambda layer: 0}
+    rope = dict.fromkeys(("rope_scale", "attention_factor", "partial_rotary_factor"), 1.0)
+    plain = {
+        "query_pre_attn_scalar": 0.0,
+        "attn_logit_softcap": 0.0,
+        "window_of_layer": lambda layer: 0,
+    }
     return SimpleNamespace(
-        head_dim=4, positions="rope", rope="llama3", rope_theta=1e4, **rope, **plain
+        head_dim=4, position_embedding="rope", rope="llama3", rope_theta=1e4, **rope, **plain
     )

@@ -78,7 +78,7 @@ class LayerContext:
     overlapped_autograd: bool = True
     """Use the autograd functions with overlap; False: the reference built from differentiable
     collectives."""
-    dispatch: Dispatch = "same"
+    dispatch: Dispatch = "model"
     """Element type in which tokens are dispatched to experts."""
     whole_sequence: bool = False
     """The sequence was already gathered over row at the start of the enclosing module (Hugging

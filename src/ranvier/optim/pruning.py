@@ -135,7 +135,7 @@ def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
     ]
     if odd:
         raise PlanError(
-            f"prune.pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
+            f"prune.n_m_pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
             f"Groups of {of} lie on one rank each. Use other degrees of row and col, or another M."
         )
     queue.wait_for_updates()

@@ -117,7 +117,7 @@ class StateStore:
     # ---- storage ------------------------------------------------------------------------
 
     def _allocate_arena(self, size: int) -> Arena:
-        if self.placement.states == "file":
+        if self.placement.states == "disk":
             check_disk_space(size, Path(self.placement.path))
             return Arena(size, self.device, path=Path(self.placement.path))
         check_host_memory(size, self.placement.host_bytes, self.device)
@@ -257,7 +257,7 @@ class StateStore:
         )
         # Without a reason to block (disk, norm on the host, full launch queue) no thread is needed.
         many = self.device.type == "cuda" and len(self._offloaded_tiles) > MAX_QUEUED_TILES
-        if not (hosted or many or self.placement.states == "file"):
+        if not (hosted or many or self.placement.states == "disk"):
             self._run_inline(how)
             return
         for updating in self._updating.values():

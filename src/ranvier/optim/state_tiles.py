@@ -13,14 +13,14 @@ from ranvier.buckets.bucket import Bucket, ShardedParameter
 from ranvier.comm.accumulator import Pieces
 from ranvier.optim.low_precision_states import BLOCK_SIZE
 
-StateLocation = Literal["device", "host", "file"]
+StateLocation = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True)
 class StatePlacement:
     """Where optimizer states are stored, and how much of each memory they may use."""
 
-    states: Literal["device", "host", "file", "split"] = "device"
+    states: Literal["device", "host", "disk", "split"] = "device"
     device_bytes: int = 0
     """Bytes of states that remain on the device with `split`."""
     host_bytes: int = 2**62
@@ -68,8 +68,8 @@ def state_locations(
         left -= size if stays and not small else 0
         if stays:
             found[bucket] = "device"
-        elif home.states == "file":
-            found[bucket] = "file"
+        elif home.states == "disk":
+            found[bucket] = "disk"
         else:
             found[bucket] = "host"
     return found

@@ -188,8 +188,10 @@ def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
     # Collect all problems, so that one run reports every one of them.
     if inner == "samples" and grid.degrees["col"] > 1:
         problems.append(
-            f"inner='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging Face "
-            "reads the samples from its input, so col splits features there. Use inner='features'."
+            f"col_splits='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging "
+            "Face "
+            "reads the samples from its input, so col splits features there. Use "
+            "col_splits='features'."
         )
     if grid.degrees["context"] > 1:
         problems.append(

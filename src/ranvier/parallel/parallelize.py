@@ -101,10 +101,10 @@ def parallelize(
     grid: Grid,
     *,
     inner: InnerSplit = "samples",
-    overlap: Iterable[str] = ("dx", "dw", "gather", "tokens"),
+    overlap: Iterable[str] = ("dx", "dw", "weight_gather", "moe_dispatch"),
     recompute: Recompute = "none",
-    collectives: CollectiveReuse = "again",
-    dispatch: Dispatch = "same",
+    collectives: CollectiveReuse = "rerun",
+    dispatch: Dispatch = "model",
     fast: bool = True,
     compiled: str = "",
     seed: int = 0,
@@ -223,9 +223,10 @@ def _refuse_bad_arguments(model: nn.Module, recompute: Recompute, compiled: str)
     """Refuse arguments that `parallelize` does not support."""
     if hasattr(model, "parallel"):
         raise ShardingError("The model is parallel already. Build a new one for another grid.")
-    if recompute == "budget":
+    if recompute == "memory_budget":
         raise ShardingError(
-            "recompute='budget' is a matter of a run, which measures. A model has a kind for each "
+            "recompute='memory_budget' is a matter of a run, which measures. A model has a kind "
+            "for each "
             "block. Use none, selective or full, or set model.parallel.recompute_modes."
         )
     if compiled and huggingface.is_huggingface_model(model):

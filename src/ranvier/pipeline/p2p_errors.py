@@ -86,5 +86,5 @@ def describe_unsent_message(
 
 STAGES_RULE = (
     "All stages must stay alive and answer. Look at the messages of that stage first; "
-    "train.timeout says how long to wait."
+    "train.comm_timeout_seconds says how long to wait."
 )

@@ -41,7 +41,7 @@ class PipelineConfig:
     """Measured cost of each part; empty: the FLOPs of its layers."""
     seq: int = 1024
     """Tokens per sample, for the FLOPs of attention."""
-    policy: str = "message"
+    policy: str = "message_driven"
     """Name of the scheduling policy."""
     max_in_flight: int = 0
     """Maximum number of micro-batch activations on a stage; 0: no limit."""
@@ -169,8 +169,9 @@ def partition_model(
         )
     if virtual > len(parts):
         raise PlanError(
-            f"pipe={count} with chunks={how.chunks} makes {virtual} virtual stages of "
-            f"{len(parts)} parts. Each needs one at least. Use pipe·chunks of at most {len(parts)}."
+            f"pipe={count} with virtual_stages={how.chunks} makes {virtual} virtual stages of "
+            f"{len(parts)} parts. Each needs one at least. Use pipe·virtual_stages of at most "
+            f"{len(parts)}."
         )
     if how.stage_starts:
         firsts = (0, *how.stage_starts)

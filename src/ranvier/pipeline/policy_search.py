@@ -1,11 +1,10 @@
-"""Policy search: the policy of a name; for `message` the one that is fastest in simulation.
+"""Policy search: the policy of a name; for `message_driven` the one that is fastest in simulation.
 
 No heuristic is best everywhere: first come, first served can lose to 1F1B, and 1F1B loses if links
-have latency. So `message` simulates the step with several priorities and credits and with the 1F1B
-schedule, and chooses the fastest. With jitter a fixed schedule is given up only for a policy that
-is significantly faster on seeds other than those it was chosen by. Nothing here depends on rank or
-clock: equal inputs give equal choices on all ranks.
-"""
+have latency. So `message_driven` simulates the step with several priorities and credits and with
+the 1F1B schedule, and chooses the fastest. With jitter a fixed schedule is given up only for a
+policy that is significantly faster on seeds other than those it was chosen by. Nothing here depends
+on rank or clock: equal inputs give equal choices on all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ FIXED_SCHEDULES: dict[str, Callable[[PipelineShape], FixedSchedule]] = {
     "interleaved": schedules.interleaved_schedule,
     "zero-bubble": schedules.zero_bubble_schedule,
 }
-POLICY_NAMES = ("message", *FIXED_SCHEDULES)
+POLICY_NAMES = ("message_driven", *FIXED_SCHEDULES)
 JOB_BUDGET = 150_000
 """Approximate number of jobs simulated per choice, which takes a second or two."""
 SPLIT_GAIN = 0.98
@@ -75,7 +74,7 @@ def choose_policy(
     seeds: number of steps simulated with different seeds, if times have jitter.
     splits: `message` may split backward if that is clearly faster.
     """
-    if name == "message" and splits and not shape.split_backward:
+    if name == "message_driven" and splits and not shape.split_backward:
         found = [
             choose_policy(
                 name, replace(shape, split_backward=split), times, limit=limit, seeds=seeds
@@ -94,20 +93,20 @@ def choose_policy(
             hint = f"Did you mean {near[0]}?"
         else:
             hint = f"Use one of {', '.join(POLICY_NAMES)}."
-        raise PlanError(f"policy={name!r} is unknown. Policies have names. {hint}")
+        raise PlanError(f"schedule={name!r} is unknown. Policies have names. {hint}")
     if problems := times.problems(shape):
         raise PlanError(problems)
     most = shape.micro_batches * shape.chunks
     room = min(limit or most, most)
-    if name == "message":
+    if name == "message_driven":
         return _fastest_policy(shape, times, room, seeds)
     order = FIXED_SCHEDULES[name](shape)
     held = schedules.peak_activations(order)
     if max(held) > room:
         raise PlanError(
             f"{name} keeps {max(held)} activations on stage {held.index(max(held))}, but "
-            f"limit={limit}. A stage may not keep more than the limit. Use message, a higher "
-            f"limit, or fewer {'micro-batches' if name == 'gpipe' else 'stages'}."
+            f"max_in_flight={limit}. A stage may not keep more than that. Use message_driven, a "
+            f"larger max_in_flight, or fewer {'micro-batches' if name == 'gpipe' else 'stages'}."
         )
     return order
 
@@ -146,7 +145,7 @@ def credits_for(shape: PipelineShape, times: JobTimes) -> int:
 
 
 def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[SchedulingPolicy]:
-    """Return the policies that `message` chooses from, with at most `room` activations.
+    """Return the policies that `message_driven` chooses from, with at most `room` activations.
 
     Fixed schedules come first.
     """
@@ -155,8 +154,9 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
     V = shape.chunks
     if room < V:
         raise PlanError(
-            f"limit={room} is less than chunks={V}. A micro-batch leaves an activation in each "
-            f"chunk of a stage. Use a limit of {V} or more, or fewer chunks."
+            f"max_in_flight={room} is less than virtual_stages={V}. A micro-batch leaves an "
+            f"activation in each chunk of a stage. Use a max_in_flight of {V} or more, or fewer "
+            "virtual_stages."
         )
     fixed = [
         schedules.one_f_one_b_schedule(shape) if V == 1 else schedules.interleaved_schedule(shape)

@@ -27,8 +27,8 @@ def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
     """Return warm-up forwards until the first gradient can arrive, then 1F1B, then backwards."""
     if shape.chunks > 1:
         raise PlanError(
-            f"1f1b has chunks={shape.chunks}. It knows one chunk per stage. "
-            "Use interleaved or message, or chunks=1."
+            f"1f1b has virtual_stages={shape.chunks}. It knows one chunk per stage. "
+            "Use interleaved or message_driven, or virtual_stages=1."
         )
     micros = range(shape.micro_batches)
     forwards = [Job("F", m) for m in micros]

@@ -74,8 +74,9 @@ def build_stage(
     parts = part_layer_names(model)
     if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
         raise PlanError(
-            f"spread=True for {type(model).__name__}. Models with the layers embed and head can "
-            "spread their vocabulary. Use spread=False."
+            f"vocab_over_pipe=True for {type(model).__name__}. Models with the layers embed and "
+            "head can "
+            "spread their vocabulary. Use vocab_over_pipe=False."
         )
     stage = partition_model(
         model, _part_flops(parts, found, grid, how), how, grid.index["pipe"], count

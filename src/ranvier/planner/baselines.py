@@ -39,16 +39,16 @@ class PredictedCandidate:
         axes = sum(size > 1 for size in degrees.values())
         extras = (
             self.candidate.states != "device",
-            plan.chunks,
-            plan.inner != "samples",
-            bool(plan.order),
-            plan.gathered != "again",
-            ("none", "selective", "full", "budget").index(plan.recompute),
+            plan.virtual_stages,
+            plan.col_splits != "samples",
+            bool(plan.rank_order),
+            plan.reshard_after != "micro_batch",
+            ("none", "selective", "full", "memory_budget").index(plan.recompute),
         )
         # Three digits: smaller differences must not favour a more complicated layout.
         rounded = float(f"{self.prediction.step_seconds:.3g}")
         # A total order makes the result independent of the order of the search.
-        tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.order)
+        tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.rank_order)
         return (rounded, axes, *extras, self.prediction.step_seconds, *tie)
 
 

@@ -26,7 +26,9 @@ from ranvier.planner.model_spec import EXIT, BlockSpec, LayerSpec, ModelSpec
 from ranvier.sharding import ShardingTable
 from ranvier.trace import Event
 
-CommPhase = Literal["forward", "again", "backward", "gather", "scatter", "update", "pipe", "step"]
+CommPhase = Literal[
+    "forward", "recompute", "backward", "gather", "scatter", "update", "pipe", "step"
+]
 """Activations in forward, in recomputation (`again`) and in backward; weights gathered over depth,
 and their gradients reduced over it; gradients, norm and weights of the optimizer step; messages
 between stages; scalars of the step."""
@@ -80,13 +82,13 @@ class ShardingKey(NamedTuple):
     """Degrees of all axes, outermost first."""
     col_splits: InnerSplit
     vocab_over_pipe: bool
-    dispatch: Dispatch = "same"
+    dispatch: Dispatch = "model"
 
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingKey:
         """The key of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
-        return cls(degrees, plan.inner, plan.spread, plan.dispatch)
+        return cls(degrees, plan.col_splits, plan.vocab_over_pipe, plan.moe_dispatch_dtype)
 
     def with_degrees(self, **degrees: int) -> ShardingKey:
         """A copy with other degrees, to merge keys whose differences do not matter."""
@@ -192,14 +194,14 @@ def build_stage_blocks(
 def build_all_stages(model: ModelSpec, plan: Plan, seq: int) -> list[StageBlocks]:
     """All stages of a plan."""
     firsts = find_stage_starts(model, plan, seq)
-    shape = plan.pipe, plan.chunks, firsts, plan.spread
+    shape = plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     return [build_stage_blocks(model, i, *shape) for i in range(plan.pipe)]
 
 
 def distinct_stages(model: ModelSpec, plan: Plan, seq: int) -> tuple[StageBlocks, ...]:
     """One stage of each kind: the first one with its parts."""
     firsts = find_stage_starts(model, plan, seq)
-    return _distinct_stages(model, plan.pipe, plan.chunks, firsts, plan.spread)
+    return _distinct_stages(model, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe)
 
 
 @lru_cache(CACHE_SIZE)
@@ -225,10 +227,10 @@ def find_stage_starts(model: ModelSpec, plan: Plan, seq: int) -> tuple[int, ...]
     """First part of each virtual stage: as given by the plan, or balanced by cost."""
     if plan.pipe == 1:
         return (0,)
-    if plan.stages:
-        return (0, *plan.stages)
+    if plan.stage_starts:
+        return (0, *plan.stage_starts)
     inside = ShardingKey.from_plan(plan).activation_key
-    return _balance_stages(model, inside, plan.pipe * plan.chunks, seq)
+    return _balance_stages(model, inside, plan.pipe * plan.virtual_stages, seq)
 
 
 @lru_cache(CACHE_SIZE)
@@ -344,13 +346,18 @@ def step_comm_volume(
     spot = ShardingKey.from_plan(plan)
     micros = plan.num_micro_batches
     here = build_stage_blocks(
-        model, stage, plan.pipe, plan.chunks, find_stage_starts(model, plan, flow.seq), plan.spread
+        model,
+        stage,
+        plan.pipe,
+        plan.virtual_stages,
+        find_stage_starts(model, plan, flow.seq),
+        plan.vocab_over_pipe,
     )
     # Activations, then weights and gradients, then messages between stages.
     rows = _activation_volumes(
         model, here, spot, flow, micros, plan.recompute != "none" and not kept
     )
-    rows += _weight_volumes(model, here, spot, flow, micros, plan.gathered == "keep")
+    rows += _weight_volumes(model, here, spot, flow, micros, plan.reshard_after == "step")
     ground = spot.layout_context(model)
     types = element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
@@ -415,7 +422,7 @@ def _activation_volumes(
     inside = spot.activation_key
     for part, count in stage.block_counts:
         for row in pass_volumes(model, part, inside, flow):
-            if again or row.phase != "again":
+            if again or row.phase != "recompute":
                 rows.append(row._replace(count=row.count * count * micros))
     return rows
 
@@ -430,7 +437,7 @@ def pass_volumes(
     again = forward if part.is_block else ()
     return (
         *_count_events(part.name, "forward", forward, 1),
-        *_count_events(part.name, "again", again, 1),
+        *_count_events(part.name, "recompute", again, 1),
         *_count_events(part.name, "backward", backward, 1),
     )
 
@@ -501,14 +508,16 @@ def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> in
 def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
     """The scheduling policy of the stages of a plan; simulated once."""
     # Compiled blocks and a vocabulary split over pipe cannot defer weight gradients.
-    splits = plan.compile != "on" and not plan.spread
-    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
+    splits = plan.compile != "on" and not plan.vocab_over_pipe
+    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)
     firsts = find_stage_starts(model, plan, seq)
     inside = ShardingKey.from_plan(plan).activation_key
     costs = _part_costs(model, inside, seq)
     # The policy is chosen by a simulation with the cost of each virtual stage.
     sums = tuple(sum(costs[one]) for one in part_ranges(firsts, len(costs)))
-    return _build_policy(plan.policy, shape, sums, plan.jitter, plan.credits, splits)
+    return _build_policy(
+        plan.schedule, shape, sums, plan.stage_time_jitter, plan.max_in_flight, splits
+    )
 
 
 @lru_cache(CACHE_SIZE)

@@ -82,7 +82,7 @@ def list_communicators(
     model: ModelSpec, plan: Plan, *, stage: int = 0
 ) -> tuple[CommunicatorSpec, ...]:
     """The communicators of a rank of a stage in a run on GPUs, for a resolved plan."""
-    return _list_communicators(model, ShardingKey.from_plan(plan), plan.chunks, stage)
+    return _list_communicators(model, ShardingKey.from_plan(plan), plan.virtual_stages, stage)
 
 
 def communicator_bytes(count: int, peers: int = 0) -> int:
@@ -94,7 +94,7 @@ def communicator_bytes(count: int, peers: int = 0) -> int:
 
 def worst_stage(model: ModelSpec, plan: Plan) -> int:
     """The stage whose ranks lose most device memory to communicators."""
-    return _worst_stage(model, ShardingKey.from_plan(plan), plan.chunks)
+    return _worst_stage(model, ShardingKey.from_plan(plan), plan.virtual_stages)
 
 
 def worst_stage_bytes(model: ModelSpec, plan: Plan) -> int:

@@ -27,11 +27,20 @@ TIE_RATIO = 1.01
 """Ratio of step times below which they count as equal."""
 MIN_SHOWN_SHARE = 0.04
 """Minimum share of a step for a part to be named."""
-TABLE_HEADER = ("layout", "micro", "again", "step", "tok/s", "MFU", "GiB", "where the time goes")
+TABLE_HEADER = (
+    "layout",
+    "micro",
+    "recompute",
+    "step",
+    "tok/s",
+    "MFU",
+    "GiB",
+    "where the time goes",
+)
 PART_LABELS = {
     "compute": "matrix products",
     "attention": "attention",
-    "again": "what is computed again",
+    "recompute": "what is computed again",
     "row": "communication over row",
     "col": "communication over col",
     "depth": "communication over depth",
@@ -56,17 +65,17 @@ def describe_candidate(found: PredictedCandidate) -> str:
     """Everything that distinguishes a layout except its micro-batch and recompute mode."""
     plan = found.plan
     words = [format_degrees(found.plan)]
-    if plan.col > 1 and plan.inner == "features":
+    if plan.col > 1 and plan.col_splits == "features":
         words.append("features")
-    if plan.chunks > 1:
-        words.append(f"chunks {plan.chunks}")
-    if plan.gathered == "keep" and plan.depth > 1:
-        words.append("keep")
+    if plan.virtual_stages > 1:
+        words.append(f"virtual stages {plan.virtual_stages}")
+    if plan.reshard_after == "step" and plan.depth > 1:
+        words.append("reshard after step")
     if plan.compile == "on":
         words.append("compiled")
     if found.candidate.states == "host":
         words.append("host")
-    if plan.order:
+    if plan.rank_order:
         words.append(f"[{' '.join(_innermost_axes(plan))} inside]")
     return " ".join(words)
 
@@ -228,14 +237,15 @@ def describe_bottleneck(result: SearchResult) -> str:
             f"but needs {one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
         )
     # Otherwise the largest part that is neither compute nor recomputation.
-    waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "again")]
+    waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "recompute")]
     if not waits:
         return "Compute binds: no layout has less to do."
     name, share = waits[0]
     if name == "bubble":
         return _describe_slowest_stage(result) or (
             f"The batch binds: stages wait {format_percent(share)} of the time, since "
-            f"{best.plan.batch} sequences are only {best.plan.num_micro_batches} micro-batches."
+            f"{best.plan.global_batch} sequences are only {best.plan.num_micro_batches} "
+            "micro-batches."
         )
     return (
         f"{PART_LABELS[name].capitalize()} binds: {format_percent(share)} of a step that "
@@ -371,16 +381,26 @@ def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[s
     plan = found.plan
     usual = Plan()
     names = (
-        *("inner", "chunks", "gathered", "recompute", "compile", "order", "policy"),
-        *("micro_batch", "batch"),
+        *(
+            "col_splits",
+            "virtual_stages",
+            "reshard_after",
+            "recompute",
+            "compile",
+            "rank_order",
+            "schedule",
+        ),
+        *("micro_batch", "global_batch"),
     )
     out: dict[str, Any] = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
     out |= {f"plan.{n}": getattr(plan, n) for n in names if getattr(plan, n) != getattr(usual, n)}
-    out["plan.batch"] = plan.batch
+    out["plan.global_batch"] = plan.global_batch
     if found.candidate.states == "host":
-        out["memory.states"] = "host"
+        out["memory.optimizer_states"] = "host"
     if wish.fp8:
-        out["train.fp8"] = next(word for word, scales in FP8_SCALING.items() if scales == wish.fp8)
+        out["train.float8"] = next(
+            word for word, scales in FP8_SCALING.items() if scales == wish.fp8
+        )
     return out
 
 

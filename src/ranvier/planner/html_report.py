@@ -22,7 +22,7 @@ MAX_MEMORY_RATIO = 2.5
 MERGED_PARTS = {"bubble": "pipe", "context": "row", "expert": "row"} | dict.fromkeys(
     ("host", "update", "other"), "rest"
 )
-BAR_PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
+BAR_PARTS = ("compute", "row", "depth", "col", "data", "attention", "recompute", "pipe", "rest")
 """Parts of a step by colour; pipe: messages and bubble; rest: update, host and other time."""
 
 
@@ -133,7 +133,7 @@ def _point_group(
 def _hover_text(one: PredictedCandidate) -> str:
     cells = dict(zip(explain.TABLE_HEADER, explain.table_row(one), strict=True))
     return (
-        f"{cells['layout']}, micro-batch {cells['micro']}, recompute {cells['again']}\n"
+        f"{cells['layout']}, micro-batch {cells['micro']}, recompute {cells['recompute']}\n"
         f"{cells['step']} a step, {cells['tok/s']} tok/s, MFU {cells['MFU']}, {cells['GiB']} GiB; "
         f"{cells['where the time goes']}"
     )

@@ -388,7 +388,7 @@ def dense_decoder(
     head = LayerSpec("head", "head", ("vocab", "embed"), (vocab, embed), tied="embed" * tied)
     traits = {
         "activation": "swiglu" if gated else "gelu",
-        "positions": "learned" if positions else "rope",
+        "position_embedding": "learned" if positions else "rope",
     }
     parts = (
         BlockSpec(ENTRY, 1, tuple(entry)),

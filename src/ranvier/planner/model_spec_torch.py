@@ -29,12 +29,11 @@ from ranvier.planner.model_spec import ENTRY, EXIT, BlockSpec, LayerKind, LayerS
 
 MEMORY_TRAITS = (
     "activation",
-    "positions",
+    "position_embedding",
     "dropout",
     "embed_scale",
-    "norms",
+    "norm_position",
     "qk_norm",
-    "qk_whole",
 )
 """Settings of a decoder that affect what its blocks save."""
 

@@ -21,18 +21,18 @@ from ranvier.planner.memory.measured_states import ModelStateSizes
 from ranvier.planner.time import offload
 from ranvier.planner.time.offload import StepSeconds, StepTraffic, StepWork
 
-StatesLocation: TypeAlias = Literal["device", "host", "file", "split"]
+StatesLocation: TypeAlias = Literal["device", "host", "disk", "split"]
 UpdateLocation: TypeAlias = Literal["auto", "device", "cpu"]
 WeightsLocation: TypeAlias = Literal["device", "host"]
 
 SEARCHABLE_SETTINGS = (
     "micro_batch",
     "recompute",
-    "states",
-    "resident",
-    "update",
-    "weights",
-    "activations",
+    "optimizer_states",
+    "optimizer_states_on_device_gib",
+    "optimizer_step_on",
+    "parameters",
+    "activation_offload_fraction",
 )
 """Settings that may be left open."""
 FRAGMENTATION_SHARE = 0.03
@@ -59,12 +59,12 @@ class Placement:
 
     micro_batch: int
     recompute_modes: tuple[RecomputeMode, ...]
-    states: StatesLocation = "device"
-    resident: int = 0
-    """Bytes of states on the device if states = split."""
-    update: UpdateLocation = "device"
-    weights: WeightsLocation = "device"
-    activations: float = 0.0
+    optimizer_states: StatesLocation = "device"
+    optimizer_state_bytes_on_device: int = 0
+    """Bytes of states on the device if optimizer_states = split."""
+    optimizer_step_on: UpdateLocation = "device"
+    parameters: WeightsLocation = "device"
+    activation_offload_fraction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,11 @@ class FitResult:
     def sort_key(self) -> tuple[float, ...]:
         """Sort key: least time first; of equal times the one that offloads less."""
         chosen = self.placement
-        elsewhere = (chosen.weights == "host", chosen.activations, chosen.states != "device")
+        elsewhere = (
+            chosen.parameters == "host",
+            chosen.activation_offload_fraction,
+            chosen.optimizer_states != "device",
+        )
         again = recompute_budget.recompute_fraction(chosen.recompute_modes)
         # Times are rounded to three digits, so that negligible differences do not cause offloading.
         return float(f"{self.seconds.total:.3g}"), *elsewhere, again, -chosen.micro_batch
@@ -117,13 +121,15 @@ def _offloaded_state_bytes(case: FitProblem, choice: Placement) -> int:
     """Bytes of states that are not on the device."""
     # States of vectors always stay on the device.
     most = case.sizes.state_bytes - case.sizes.vector_states
-    kept = {"device": most, "split": min(choice.resident, most)}.get(choice.states, 0)
+    kept = {"device": most, "split": min(choice.optimizer_state_bytes_on_device, most)}.get(
+        choice.optimizer_states, 0
+    )
     return most - kept
 
 
 def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
     """Bytes of weights fetched from the host: of the current block and the prefetched next one."""
-    if choice.weights == "device":
+    if choice.parameters == "device":
         return 0
     # The next block is prefetched while the current one computes.
     pair = min(2, case.sizes.num_blocks) * case.sizes.block_weights
@@ -134,13 +140,13 @@ def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment
 
 def _has_measured_fetches(case: FitProblem) -> bool:
     """Whether weights were on the host in the measured passes, which then include the fetches."""
-    return case.given_placement.weights == "host" and "weights" not in case.open_settings
+    return case.given_placement.parameters == "host" and "parameters" not in case.open_settings
 
 
 def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
     """Bytes of weights on the device besides what was measured."""
     sizes = case.sizes
-    if choice.weights == "device":
+    if choice.parameters == "device":
         resting = sizes.weight_bytes
     else:
         resting = sizes.resident_weights
@@ -152,9 +158,9 @@ def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int
 def _peak_moments(case: FitProblem, choice: Placement) -> list[tuple[BudgetPeak, int]]:
     """Candidate memory peaks, and the bytes of weights at each."""
     need = case.needs[choice.micro_batch]
-    hosted = choice.weights == "host"
+    hosted = choice.parameters == "host"
     peaks = need.memory_peaks(
-        choice.recompute_modes, away=choice.activations, stowed=hosted, waits=True
+        choice.recompute_modes, away=choice.activation_offload_fraction, stowed=hosted, waits=True
     )
     return [(peak, _weight_bytes(case, choice, peak.where)) for peak in peaks]
 
@@ -170,15 +176,15 @@ def _staging_bytes(case: FitProblem, choice: Placement) -> tuple[int, int]:
     if not _offloaded_state_bytes(case, choice):
         return 0, 0
     # With a CPU update only gradients and new weights are transferred.
-    if choice.update == "cpu":
+    if choice.optimizer_step_on == "cpu":
         return 0, sizes.offload_ring - sizes.state_ring
-    return (sizes.offload_ring if choice.weights == "host" else sizes.state_ring), 0
+    return (sizes.offload_ring if choice.parameters == "host" else sizes.state_ring), 0
 
 
 def _bytes_without_states(case: FitProblem, choice: Placement) -> tuple[int, int]:
     """Bytes on the device besides states: if all of them are there, and if some are not."""
     moments = _peak_moments(case, choice)
-    ring = _staging_bytes(case, replace(choice, states="host"))[0]
+    ring = _staging_bytes(case, replace(choice, optimizer_states="host"))[0]
     # The `forward` peak holds gradients of an update that is still running, which happens only if
     # states are offloaded.
     here = max(_moment_bytes(one) for one in moments if one[0].where != "forward")
@@ -240,10 +246,10 @@ def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
         "activations": _offloaded_activations(need, choice),
         "staging": _staging_bytes(case, choice)[1],
     }
-    if choice.weights == "host":
+    if choice.parameters == "host":
         found["weights"] = sizes.weight_bytes - sizes.resident_weights
         found["gradients"] = sizes.host_gradients
-    if away and choice.states != "file":
+    if away and choice.optimizer_states != "disk":
         # Master weights and moments are offloaded in proportion.
         found["master"] = round(away * sizes.master / sizes.state_bytes)
         found["moments"] = away - found["master"]
@@ -253,7 +259,7 @@ def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
 def _offloaded_activations(need: StepMemory, choice: Placement) -> int:
     """Bytes of activations of a micro-batch on the host; the last block's stay on the device."""
     blocks = need.passes[0].blocks
-    share = need.offloaded_fraction(choice.activations)
+    share = need.offloaded_fraction(choice.activation_offload_fraction)
     return round(share * sum(blocks[kind].saved_bytes for kind in choice.recompute_modes[:-1]))
 
 
@@ -266,7 +272,7 @@ def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
     need = case.needs[choice.micro_batch]
     away = _offloaded_state_bytes(case, choice)
     blocks = need.passes[0].blocks
-    hosted = choice.weights == "host"
+    hosted = choice.parameters == "host"
     moved = StepTraffic(
         saved_activations=need.num_blocks * max(block.saved_bytes for block in blocks.values()),
         device_states=sizes.state_bytes - away,
@@ -285,7 +291,7 @@ def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
         micro=choice.micro_batch,
         share=recompute_budget.recompute_fraction(choice.recompute_modes),
         blocks=need.num_blocks,
-        cpu=choice.update == "cpu",
+        cpu=choice.optimizer_step_on == "cpu",
     )
 
 
@@ -303,9 +309,15 @@ def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
     given = case.given_placement
     free = case.open_settings
     for micro in case.needs:
-        for weights in WEIGHT_LOCATIONS if "weights" in free else (given.weights,):
-            for away in OFFLOAD_FRACTIONS if "activations" in free else (given.activations,):
-                yield replace(given, micro_batch=micro, weights=weights, activations=away)
+        for weights in WEIGHT_LOCATIONS if "parameters" in free else (given.parameters,):
+            for away in (
+                OFFLOAD_FRACTIONS
+                if "activation_offload_fraction" in free
+                else (given.activation_offload_fraction,)
+            ):
+                yield replace(
+                    given, micro_batch=micro, parameters=weights, activation_offload_fraction=away
+                )
 
 
 def _recompute_choices(case: FitProblem, micro: int) -> list[tuple[RecomputeMode, ...]]:
@@ -338,10 +350,10 @@ def _fit_recompute_modes(
 def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitResult]:
     """A placement with states where they fit, updated on the device or on the CPU."""
     ways: tuple[UpdateLocation, ...] = ("device", "cpu")
-    if "update" not in case.open_settings:
-        ways = ("device" if choice.update == "auto" else choice.update,)
+    if "optimizer_step_on" not in case.open_settings:
+        ways = ("device" if choice.optimizer_step_on == "auto" else choice.optimizer_step_on,)
     for way in ways:
-        chosen = replace(choice, update=way)
+        chosen = replace(choice, optimizer_step_on=way)
         rests = _bytes_without_states(case, chosen)
         for one in _state_placements(case, chosen, rests):
             # Where states are updated matters only if some are offloaded; skip duplicates.
@@ -357,18 +369,25 @@ def _state_placements(
 ) -> Iterator[Placement]:
     """Where the states of a placement may be stored: as many on the device as fit."""
     states = case.sizes.state_bytes
-    free = "states" in case.open_settings
-    if not free and not (choice.states == "split" and "resident" in case.open_settings):
+    free = "optimizer_states" in case.open_settings
+    if not free and not (
+        choice.optimizer_states == "split"
+        and "optimizer_states_on_device_gib" in case.open_settings
+    ):
         yield choice
         return
     # rests[1] includes the staging buffers, needed as soon as any state is offloaded.
     left = case.device_limit - rests[1] - case.sizes.vector_states
     if rests[0] + states <= case.device_limit:
-        yield replace(choice, states="device" if free else "split", resident=0 if free else states)
+        yield replace(
+            choice,
+            optimizer_states="device" if free else "split",
+            optimizer_state_bytes_on_device=0 if free else states,
+        )
     elif left >= MIN_RESIDENT_SHARE * states or (left >= 0 and not free):
-        yield replace(choice, states="split", resident=left)
+        yield replace(choice, optimizer_states="split", optimizer_state_bytes_on_device=left)
     elif left >= 0:
-        yield replace(choice, states="host", resident=0)
+        yield replace(choice, optimizer_states="host", optimizer_state_bytes_on_device=0)
 
 
 def fastest_fit(found: Iterable[FitResult]) -> FitResult | None:
@@ -380,9 +399,11 @@ def min_device_bytes(case: FitProblem) -> int:
     """Least device memory with which a placement fits, given the host memory."""
     # Without a limit states would stay on the device, so they are moved to the host explicitly.
     tight = replace(case, device_limit=2**62)
-    if "states" in case.open_settings:
-        given = replace(case.given_placement, states="host")
-        tight = replace(tight, given_placement=given, open_settings=case.open_settings - {"states"})
+    if "optimizer_states" in case.open_settings:
+        given = replace(case.given_placement, optimizer_states="host")
+        tight = replace(
+            tight, given_placement=given, open_settings=case.open_settings - {"optimizer_states"}
+        )
     return min(
         (
             found.device_bytes
@@ -427,11 +448,11 @@ def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
     if then.recompute_modes != now.recompute_modes:
         found.append(
             "--plan.recompute "
-            f"{then.recompute_modes[0] if len(set(then.recompute_modes)) == 1 else 'budget'}"
+            f"{then.recompute_modes[0] if len(set(then.recompute_modes)) == 1 else 'memory_budget'}"
         )
-    for name in ("states", "weights", "activations"):
+    for name in ("optimizer_states", "parameters", "activation_offload_fraction"):
         if getattr(then, name) != getattr(now, name):
-            found.append(f"--memory.{name} {getattr(then, name)}")
+            found.append(f"--memory.{name.replace('_', '-')} {getattr(then, name)}")
     return tuple(found)
 
 
@@ -481,7 +502,13 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
 
 def _comparison_key(choice: Placement) -> tuple[object, ...]:
     """The settings in which placements must differ to count as alternatives."""
-    return choice.micro_batch, choice.states, choice.weights, choice.activations, choice.update
+    return (
+        choice.micro_batch,
+        choice.optimizer_states,
+        choice.parameters,
+        choice.activation_offload_fraction,
+        choice.optimizer_step_on,
+    )
 
 
 def describe_placement(case: FitProblem, choice: Placement) -> str:
@@ -492,15 +519,17 @@ def describe_placement(case: FitProblem, choice: Placement) -> str:
     out = [f"micro-batch {choice.micro_batch}", f"recomputation of blocks: {blocks}"]
     away = _offloaded_state_bytes(case, choice)
     if away:
-        if choice.states == "file":
+        if choice.optimizer_states == "disk":
             where = "in a file"
         else:
             where = "on the host"
-        out.append(f"{_format_gib(away)} GiB of states {where}, updated on the {choice.update}")
-    if choice.weights == "host":
+        out.append(
+            f"{_format_gib(away)} GiB of states {where}, updated on the {choice.optimizer_step_on}"
+        )
+    if choice.parameters == "host":
         out.append("weights on the host")
-    if choice.activations > 0.0:
-        out.append(f"{choice.activations:.0%} of activations on the host")
+    if choice.activation_offload_fraction > 0.0:
+        out.append(f"{choice.activation_offload_fraction:.0%} of activations on the host")
     return ", ".join(out)
 
 

@@ -44,7 +44,7 @@ UNKNOWN_CHIP = (0.9, 1.28)
 STEP_PARTS = (
     "compute",
     "attention",
-    "again",
+    "recompute",
     "row",
     "col",
     "expert",
@@ -270,7 +270,9 @@ def predict_memory(
     plan = layout.plan
     size = compute.DTYPE_BYTES[job.dtype]
     # Only schedules without a closed form are simulated.
-    other = plan.policy != default_schedule(plan.chunks) and (played or plan.policy != "message")
+    other = plan.schedule != default_schedule(plan.virtual_stages) and (
+        played or plan.schedule != "message_driven"
+    )
     found = space.peak_memory(
         job.model,
         layout.plan,
@@ -308,7 +310,7 @@ def _compute_context(
         row=plan.row,
         col=plan.col,
         context=plan.context,
-        col_splits_features=plan.inner == "features",
+        col_splits_features=plan.col_splits == "features",
         dtype=job.dtype,
         fp8=layout.fp8,
         ranks=min(plan.world_size, cluster.per_node) if cluster.cores else 1,
@@ -407,7 +409,7 @@ class _StepEstimate:
         """Communication that overlaps with compute. Our compiled graphs overlap only what comes
         after them; layers with experts on several ranks are outside of graphs."""
         graph = self.compute_context.is_compiled and not self.framework.overlaps_in_graphs
-        words = ("dw", "tokens") if graph else self.candidate.plan.overlap
+        words = ("dw", "moe_dispatch") if graph else self.candidate.plan.overlap
         return tuple(word for word in self.candidate.plan.overlap if word in words)
 
     def exposed_seconds(self, spent: float, behind: float) -> float:
@@ -427,7 +429,7 @@ class _StepEstimate:
             times = self.time_block(part)
             spoken = self.comm_time.for_part(part)
             again = _recompute_seconds(times, plan.recompute, runtime)
-            waits = {"again": again}
+            waits = {"recompute": again}
             # Collectives of dx overlap with the dw product, which does not depend on them.
             under = sum(spoken.overlappable_seconds.values())
             left = 1.0
@@ -437,14 +439,14 @@ class _StepEstimate:
                 spent = spoken.exposed_seconds[axis] + left * spoken.overlappable_seconds[axis]
                 waits[axis] = spent * (1 - runtime.row_overlap)
             # The all-to-all of tokens overlaps with the shared expert.
-            if "tokens" in overlaps:
+            if "moe_dispatch" in overlaps:
                 beside = compute.shared_expert_seconds(
                     part, self.cluster.device, self.compute_context
                 )
                 waits["expert"] = self.exposed_seconds(waits["expert"], beside)
             # Weights of the next block are gathered, and gradients reduced, behind a whole block.
             behind = times.forward + times.backward + again
-            if "gather" in overlaps:
+            if "weight_gather" in overlaps:
                 able = behind
             else:
                 able = 0.0
@@ -498,7 +500,7 @@ class _StepEstimate:
             }
             waits["depth"] = own.depth_seconds
             # Stages that share the vocabulary compute a part of it each, but all communicate.
-            often = plan.pipe if plan.spread else 1
+            often = plan.pipe if plan.vocab_over_pipe else 1
             found.append({name: spent * often for name, spent in waits.items()})
         return found[0], found[1]
 
@@ -532,7 +534,7 @@ class _StepEstimate:
         for name, spent in self.seconds_after_backward(laps, slowest / 3).items():
             found[name] += spent
         # Fill and drain, which chunks shorten, plus waiting for the slowest stage.
-        bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
+        bubble = (plan.pipe - 1) / plan.virtual_stages * (mean + pipe / plan.virtual_stages)
         found["bubble"] = bubble + micro * (slowest - mean)
         nodes = plan.world_size / self.cluster.per_node
         lost = self.cluster.straggle * math.log2(max(nodes, 1.0))
@@ -577,7 +579,7 @@ class _StepEstimate:
 
     def stage_total(self, stage: StageBlocks, spent: Mapping[str, float]) -> float:
         """Seconds of a stage per micro-batch. spent: seconds of each part, by name."""
-        if not self.candidate.plan.spread:
+        if not self.candidate.plan.vocab_over_pipe:
             return sum([count * spent[part.name] for part, count in stage.block_counts])
         # Each stage computes an equal share of the vocabulary.
         share = 1 / stage.stage_spec.num_stages
@@ -598,11 +600,13 @@ class _StepEstimate:
         head = spent[model.parts[-1].name]
         lap = (mean * plan.pipe - entry - head) / model.num_layers
         # All stages share embedding and head equally, so the mean stands for every stage.
-        if plan.spread:
+        if plan.vocab_over_pipe:
             return mean, mean
         blocks = model.num_layers
         cut = self.framework.stage_partition
-        most = _slowest_stage_blocks(plan.pipe, plan.chunks, blocks, cut, entry / lap, head / lap)
+        most = _slowest_stage_blocks(
+            plan.pipe, plan.virtual_stages, blocks, cut, entry / lap, head / lap
+        )
         return max(most * lap, mean), mean
 
     def exposed_message_seconds(self) -> float:
@@ -620,7 +624,7 @@ class _StepEstimate:
         pair = RankGroup(2, 2 if self.rank_groups["pipe",].num_nodes == 1 else 1)
         one = links.collective_seconds(self.cluster, "send", size, pair)
         # One activation forward and one gradient backward for each chunk.
-        return 2 * plan.chunks * one * (1 - runtime.pipe_overlap)
+        return 2 * plan.virtual_stages * one * (1 - runtime.pipe_overlap)
 
     def exposed_reduction_seconds(self, spent: float, behind: float) -> float:
         """Exposed seconds of a reduction over data. behind: seconds of compute it overlaps with."""

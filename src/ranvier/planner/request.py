@@ -36,12 +36,20 @@ MIN_TOKENS_PER_DEVICE = 2**10
 """Minimum tokens per step and device."""
 SMALL_MODEL = 10**8
 """Parameters below which the settings of a run are taken as they are."""
-SEARCHED_FIELDS = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
+SEARCHED_FIELDS = (
+    "col_splits",
+    "micro_batch",
+    "schedule",
+    "virtual_stages",
+    "reshard_after",
+    "recompute",
+    "rank_order",
+)
 """Fields of a plan, besides the degrees, that are searched unless they are given."""
 
 COMMAND_SETTINGS = (
-    *(f"plan.{name}" for name in (*AXES, *SEARCHED_FIELDS, "compile", "batch")),
-    "train.fp8",
+    *(f"plan.{name}" for name in (*AXES, *SEARCHED_FIELDS, "compile", "global_batch")),
+    "train.float8",
 )
 """Settings that the command of a layout names itself (`explain.candidate_settings`)."""
 
@@ -51,7 +59,7 @@ Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 def load_model_spec(run: RunConfig) -> ModelSpec:
     """The model spec of a run; that of a named size needs no torch."""
     named = run.model.size != IMPORTED_SIZE and run.model == ModelConfig.from_size(run.model.size)
-    plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.is_enabled
+    plain = named and run.lora.rank == 0 and not run.lora.init_from and not run.prune.is_enabled
     if plain:
         return model_spec.load_shipped_spec(run.model.size)
     return model_spec.resolve_model_spec(run)
@@ -65,13 +73,13 @@ def assume_batch_and_seq(
     parameters = run.model.num_parameters
     if parameters < SMALL_MODEL:
         return run, words
-    if "data.seq" not in given:
-        run = replace(run, data=replace(run.data, seq=min(run.model.max_seq, DEFAULT_SEQ)))
-        words.append(f"--data.seq {run.data.seq}")
-    if "plan.batch" not in given:
-        batch, _ = default_batch(parameters, run.data.seq, cluster.num_devices)
-        run = replace(run, plan=replace(run.plan, batch=batch))
-        words.append(f"--plan.batch {batch}")
+    if "data.seq_len" not in given:
+        run = replace(run, data=replace(run.data, seq_len=min(run.model.max_seq, DEFAULT_SEQ)))
+        words.append(f"--data.seq-len {run.data.seq_len}")
+    if "plan.global_batch" not in given:
+        batch, _ = default_batch(parameters, run.data.seq_len, cluster.num_devices)
+        run = replace(run, plan=replace(run.plan, global_batch=batch))
+        words.append(f"--plan.global-batch {batch}")
     return run, words
 
 
@@ -122,11 +130,11 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
         )
     return Workload(
         model=load_model_spec(run),
-        seq=run.data.seq,
-        batch=run.plan.batch,
+        seq=run.data.seq_len,
+        batch=run.plan.global_batch,
         dtype=dtype,
-        moments=run.optim.moments,
-        packs_documents=run.data.packed,
+        moments=run.optim.state_dtype,
+        packs_documents=run.data.document_mask,
     )
 
 
@@ -134,15 +142,15 @@ def build_request(
     run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
 ) -> SearchRequest:
     """The search request of a run. given: dotted names of settings that are not to be searched."""
-    eight = FP8_SCALING[run.train.fp8] or ("tensor" if precision == "fp8" else "")
+    eight = FP8_SCALING[run.train.float8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
             f"{cluster.device.name} does not multiply in 8 bits. fp8 needs a device that does "
             "(H100 and later). Use --precision bf16."
         )
     fixed = frozenset(name for name in (*AXES, *SEARCHED_FIELDS) if f"plan.{name}" in given)
-    if "memory.states" in given:
-        states = run.memory.states
+    if "memory.optimizer_states" in given:
+        states = run.memory.optimizer_states
     else:
         states = None
     # `split` and `file` keep less on the device, but the search does not distinguish them.

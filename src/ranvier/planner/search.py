@@ -77,7 +77,7 @@ PARALLEL_THRESHOLD = 100
 MICRO_BATCH_PARTS = (
     "compute",
     "attention",
-    "again",
+    "recompute",
     "row",
     "col",
     "expert",
@@ -220,11 +220,14 @@ def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
     alone = dict.fromkeys(RUNNABLE_AXES, 1) | {axis: size}
     # The whole share of a replica as one micro-batch is the most permissive choice.
     whole = [
-        replace(p, micro_batch=p.batch // p.num_replicas) for p in plans_of_degrees(wish, alone)
+        replace(p, micro_batch=p.global_batch // p.num_replicas)
+        for p in plans_of_degrees(wish, alone)
     ]
     # Fixed pipeline settings must not reject degrees of other axes tried with pipe = 1.
     if alone["pipe"] == 1:
-        whole = [replace(p, chunks=1, spread=False, stages=()) for p in whole]
+        whole = [
+            replace(p, virtual_stages=1, vocab_over_pipe=False, stage_starts=()) for p in whole
+        ]
     return any(p.micro_batch and not any(p.find_problems(wish.dim_sizes)) for p in whole)
 
 
@@ -264,7 +267,7 @@ def _count_factorisations(wish: SearchRequest) -> int:
 
 def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
     """Whether Plan's rules allow a plan; given stage starts must match the number of stages."""
-    if plan.stages and len(plan.stages) + 1 != plan.pipe * plan.chunks:
+    if plan.stage_starts and len(plan.stage_starts) + 1 != plan.pipe * plan.virtual_stages:
         return False
     return next(plan.find_problems(wish.dim_sizes, wish.world_size), None) is None
 
@@ -273,26 +276,31 @@ def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[
     """A plan with these degrees for each way in which col may split the inside of a layer."""
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     # The interleaved schedule is not defined for a single chunk per stage.
-    if wish.plan.policy == "interleaved" and sizes["pipe"] > 1:
+    if wish.plan.schedule == "interleaved" and sizes["pipe"] > 1:
         chunks = 2
     else:
         chunks = 1
-    fixed = {"chunks": chunks, "gathered": "again", "order": (), **_fixed_values(wish)}
-    for inner in wish.field_choices("inner", both):
+    fixed = {
+        "virtual_stages": chunks,
+        "reshard_after": "micro_batch",
+        "rank_order": (),
+        **_fixed_values(wish),
+    }
+    for inner in wish.field_choices("col_splits", both):
         # col splits the samples of a micro-batch, so there must be at least one per col rank.
         if inner == "samples":
             least = sizes["col"]
         else:
             least = 1
-        changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
+        changes = {"micro_batch": least, **fixed, **sizes, "col_splits": inner}
         if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
             changes["micro_batch"] = wish.plan.micro_batch
-        changes["batch"] = wish.workload.batch
+        changes["global_batch"] = wish.workload.batch
         yield replace(wish.plan, **changes)
 
 
 def _fixed_values(wish: SearchRequest) -> dict[str, Any]:
-    names = ("chunks", "gathered", "order")
+    names = ("virtual_stages", "reshard_after", "rank_order")
     return {name: getattr(wish.plan, name) for name in names if name in wish.fixed_fields}
 
 
@@ -301,7 +309,7 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
     if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
         return [wish.plan.micro_batch]
     # Sequences per replica and step; a micro-batch must divide it.
-    share = plan.batch // plan.num_replicas
+    share = plan.global_batch // plan.num_replicas
     multiple = plan.micro_batch
     most = max(MAX_MICRO_BATCH_TOKENS // wish.workload.seq, multiple)
     sizes = [n for n in divisors(share) if n % multiple == 0 and n <= most]
@@ -321,34 +329,36 @@ def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
     # The rough pass takes the first two variants, so these two sizes come first.
     rough = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2])))
     made = []
-    for chunks in wish.field_choices("chunks", CHUNK_CHOICES if plan.pipe > 1 else (1,)):
+    for chunks in wish.field_choices("virtual_stages", CHUNK_CHOICES if plan.pipe > 1 else (1,)):
         # Every virtual stage needs at least one block.
         if chunks > 1 and plan.pipe * chunks > wish.dim_sizes["layers"]:
             continue
-        policy = with_schedule(wish, replace(plan, chunks=chunks)).policy
+        policy = with_schedule(wish, replace(plan, virtual_stages=chunks)).schedule
         for micro in (*rough, *(n for n in sizes if n not in rough)):
-            made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
+            made.append(replace(plan, micro_batch=micro, virtual_stages=chunks, schedule=policy))
     # With one chunk and a default schedule the factorisation has been validated already.
-    plain = "policy" not in wish.fixed_fields and not plan.stages
-    return [one for one in made if (plain and one.chunks == 1) or is_allowed(wish, one)]
+    plain = "schedule" not in wish.fixed_fields and not plan.stage_starts
+    return [one for one in made if (plain and one.virtual_stages == 1) or is_allowed(wish, one)]
 
 
 def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
     """A plan with the schedule whose memory is predicted in closed form, unless another is fixed.
 
     The message-driven schedule needs more memory, and a bound on the micro-batches in flight
-    (`credits`) needs that schedule.
+    (`max_in_flight`) needs that schedule.
     """
-    if is_message_driven(wish) or "policy" in wish.fixed_fields:
+    if is_message_driven(wish) or "schedule" in wish.fixed_fields:
         return plan
-    return replace(plan, policy=default_schedule(plan.chunks) if plan.pipe > 1 else Plan().policy)
+    return replace(
+        plan, schedule=default_schedule(plan.virtual_stages) if plan.pipe > 1 else Plan().schedule
+    )
 
 
 def is_message_driven(wish: SearchRequest) -> bool:
     """Whether the stages of its pipelines run the message-driven schedule."""
     # It is also the default of a plan, so it counts only if the user asked for it.
-    asked = "policy" in wish.fixed_fields or wish.plan.credits > 0
-    return wish.plan.policy == "message" and asked
+    asked = "schedule" in wish.fixed_fields or wish.plan.max_in_flight > 0
+    return wish.plan.schedule == "message_driven" and asked
 
 
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
@@ -362,19 +372,21 @@ def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandi
     # On CPU clusters device and host are the same memory: offloading saves nothing.
     if wish.cluster.cores and not wish.states:
         places = ("device",)
-    ways = wish.field_choices("gathered", ("keep", "again") if again else ("again",))
+    ways = wish.field_choices(
+        "reshard_after", ("step", "micro_batch") if again else ("micro_batch",)
+    )
     kind = wish.field_choices("recompute", RECOMPUTE_MODES)[0]
-    plan = _choose_compile(wish, replace(plan, gathered=ways[0], recompute=kind))
+    plan = _choose_compile(wish, replace(plan, reshard_after=ways[0], recompute=kind))
     for gathered in ways:
         tried: list[PredictedCandidate] = []
         for where in places:
             if tried and not _should_offload_states(wish, tried):
                 break
-            tried = _try_recompute_modes(wish, replace(plan, gathered=gathered), where)
+            tried = _try_recompute_modes(wish, replace(plan, reshard_after=gathered), where)
             yield from tried
             # The fastest mode fits. If weights stay gathered as well, nothing below is faster.
             if tried[0].prediction.fits_memory:
-                if gathered == "keep" and where == places[0]:
+                if gathered == "step" and where == places[0]:
                     return
                 break
 
@@ -477,7 +489,7 @@ def has_fitting_layout(wish: SearchRequest) -> bool:
 def _search_roughly(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
     """A factorisation with its smallest and a middle micro-batch, with one chunk."""
     some = plan_variants(wish, plan)
-    few = [one for one in some[:2] if one.chunks == some[0].chunks]
+    few = [one for one in some[:2] if one.virtual_stages == some[0].virtual_stages]
     return [found for one in few for found in search_recompute(wish, one)]
 
 
@@ -485,19 +497,23 @@ def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
     """What `_search_roughly` left out; where nothing fits, larger micro-batches are skipped."""
     some = plan_variants(wish, plan)
     # The number of variants that the rough pass has predicted already.
-    few = sum(one.chunks == some[0].chunks for one in some[:2])
+    few = sum(one.virtual_stages == some[0].virtual_stages for one in some[:2])
     found = list[PredictedCandidate]()
     # Smallest micro-batch that did not fit, by number of chunks.
     large = dict[int, int]()
     for one in some[few:]:
         # A single micro-batch needs no gradient accumulation and may fit even if smaller ones
         # did not.
-        if one.num_micro_batches > 1 and one.micro_batch >= large.get(one.chunks, one.batch):
+        if one.num_micro_batches > 1 and one.micro_batch >= large.get(
+            one.virtual_stages, one.global_batch
+        ):
             continue
         tried = [*search_recompute(wish, one)]
         found += tried
         if not any(each.prediction.fits_memory for each in tried):
-            large[one.chunks] = min(one.micro_batch, large.get(one.chunks, one.batch))
+            large[one.virtual_stages] = min(
+                one.micro_batch, large.get(one.virtual_stages, one.global_batch)
+            )
     return found
 
 
@@ -513,14 +529,16 @@ def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[Pre
         if shape not in seen:
             seen.add(shape)
             made.append(
-                _predict_candidate(wish, replace(plan, order=order), found.candidate.states)
+                _predict_candidate(wish, replace(plan, rank_order=order), found.candidate.states)
             )
     return made
 
 
 def _used_axes(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
     """The axes with several ranks, in their order."""
-    return tuple(axis for axis in replace(plan, order=order).axis_order if plan.degrees[axis] > 1)
+    return tuple(
+        axis for axis in replace(plan, rank_order=order).axis_order if plan.degrees[axis] > 1
+    )
 
 
 @dataclass
@@ -603,7 +621,7 @@ def search_layouts(
     tasks = {
         "rough": partial(_search_roughly, wish),
         "full": partial(_search_fully, wish),
-        "chunks": partial(_more_chunks, wish),
+        "virtual_stages": partial(_more_chunks, wish),
         "orders": partial(_try_axis_orders, wish),
     }
     # Worker processes cost start-up time, so small searches stay in this one.
@@ -615,14 +633,14 @@ def search_layouts(
         everything = [found for some in (*rough, *full) for found in some]
         # Refine only what is free: fixed chunks, schedule or stage starts leave nothing to vary.
         if (
-            "chunks" not in wish.fixed_fields
-            and "policy" not in wish.fixed_fields
-            and not wish.plan.stages
+            "virtual_stages" not in wish.fixed_fields
+            and "schedule" not in wish.fixed_fields
+            and not wish.plan.stage_starts
         ):
-            some = mapped("chunks", _best_of_styles(wish, everything))
+            some = mapped("virtual_stages", _best_of_styles(wish, everything))
             everything += [found for one in some for found in one]
         # Within one node all links are alike, so the rank order makes no difference.
-        if wish.cluster.nodes > 1 and "order" not in wish.fixed_fields:
+        if wish.cluster.nodes > 1 and "rank_order" not in wish.fixed_fields:
             first = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)[
                 :MAX_REORDERED
             ]
@@ -649,7 +667,7 @@ def _best_of_styles(
             if of(one.plan, node):
                 plan = one.plan
                 # Sorted input: the first candidate of each shape is its best.
-                seen.setdefault((*plan.degrees.values(), plan.inner, plan.micro_batch), one)
+                seen.setdefault((*plan.degrees.values(), plan.col_splits, plan.micro_batch), one)
                 if len(seen) == REFINED_PER_STYLE:
                     break
         found |= {one.candidate: one for one in seen.values()}
@@ -662,7 +680,7 @@ def _more_chunks(wish: SearchRequest, found: PredictedCandidate) -> list[Predict
     made = list[Plan]()
     for chunks in range(2, min(wish.dim_sizes["layers"] // plan.pipe, MAX_CHUNKS) + 1):
         if plan.pipe > 1 and chunks not in CHUNK_CHOICES:
-            made.append(with_schedule(wish, replace(plan, chunks=chunks)))
+            made.append(with_schedule(wish, replace(plan, virtual_stages=chunks)))
     return [one for plan in made if is_allowed(wish, plan) for one in search_recompute(wish, plan)]
 
 
@@ -726,7 +744,7 @@ def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> Se
         for one in result.feasible_candidates[: MAX_CARRIED_LAYOUTS // len(known)]
     ]:
         for sizes in _nearest_degrees(wish, one.plan):
-            plan = replace(one.plan, **dict[str, Any](sizes), batch=wish.workload.batch)
+            plan = replace(one.plan, **dict[str, Any](sizes), global_batch=wish.workload.batch)
             for micro in _nearby_micro_batches(wish, plan, one.plan.num_micro_batches):
                 plans[with_schedule(wish, replace(plan, micro_batch=micro))] = None
     able = [plan for plan in plans if is_allowed(wish, plan)]
@@ -750,8 +768,8 @@ def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
         return round(sum(steps.values()) + steps["pipe"], 6), sum(map(bool, steps.values()))
 
     least = {
-        "batch": wish.workload.batch,
-        "micro_batch": plan.col if plan.inner == "samples" else 1,
+        "global_batch": wish.workload.batch,
+        "micro_batch": plan.col if plan.col_splits == "samples" else 1,
     }
     tried = (replace(plan, **dict[str, Any](one | least)) for one in sorted(sizes, key=far))
     some = itertools.islice((one for one in tried if is_allowed(wish, one)), DEGREES_PER_CARRIED)
@@ -760,14 +778,14 @@ def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
 
 def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[int]:
     """Micro-batches near that of a plan: adjacent sizes, the least, and the one with `count`."""
-    if plan.inner == "samples":
+    if plan.col_splits == "samples":
         least = plan.col
     else:
         least = 1
     sizes = micro_batch_choices(wish, replace(plan, micro_batch=least))
     smaller = [size for size in sizes if size <= plan.micro_batch]
     larger = [size for size in sizes if size >= plan.micro_batch]
-    alike = [size for size in sizes if size * count == plan.batch // plan.num_replicas]
+    alike = [size for size in sizes if size * count == plan.global_batch // plan.num_replicas]
     return {*sizes[:1], *smaller[-1:], *larger[:1], *alike}
 
 
@@ -798,9 +816,9 @@ def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
     """
     plan = found.plan
     it = found.prediction
-    able = plan.pipe > 1 and plan.chunks == 1 and "chunks" not in wish.fixed_fields
+    able = plan.pipe > 1 and plan.virtual_stages == 1 and "virtual_stages" not in wish.fixed_fields
     most = min(wish.dim_sizes["layers"] // plan.pipe, CHUNK_CHOICES[-1])
-    if not able or "policy" in wish.fixed_fields or most < 2:
+    if not able or "schedule" in wish.fixed_fields or most < 2:
         if it.fits_memory:
             return it.step_seconds
         return math.inf

@@ -65,11 +65,13 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
 
 def change_setting(wish: SearchRequest, name: str, value: int) -> SearchRequest:
     """The request with one setting changed, everything else as it was."""
+    if name == "data.seq_len":
+        return replace(wish, workload=replace(wish.workload, seq=value))
+    if name == "plan.global_batch":
+        return replace(wish, workload=replace(wish.workload, batch=value))
     change: dict[str, Any] = {name.rpartition(".")[2]: value}
     if name in ("nodes", "devices"):
         return replace(wish, cluster=wish.cluster.with_size(**change))
-    if name in ("data.seq", "plan.batch"):
-        return replace(wish, workload=replace(wish.workload, **change))
     return replace(
         wish, plan=replace(wish.plan, **change), fixed_fields=wish.fixed_fields | {*change}
     )
@@ -84,7 +86,7 @@ def _format_remedies(remedies: list[str]) -> str:
 
 
 def _fixed_setting_names(wish: SearchRequest) -> str:
-    return ", ".join(f"plan.{name}" for name in sorted(wish.fixed_fields - {"batch"}))
+    return ", ".join(f"plan.{name}" for name in sorted(wish.fixed_fields - {"global_batch"}))
 
 
 def _unconstrained_plan(wish: SearchRequest) -> Any:
@@ -150,19 +152,19 @@ def _format_cluster_size(name: str, number: int, node: int) -> str:
 def _suggest_shorter_seq(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
     seq = wish.workload.seq // 2
     while seq >= 16:
-        if has_fitting_layout(again("data.seq", seq)):
-            yield f"data.seq={seq}"
+        if has_fitting_layout(again("data.seq_len", seq)):
+            yield f"data.seq_len={seq}"
             return
         seq //= 2
 
 
 def _suggest_free_settings(wish: SearchRequest) -> Iterator[str]:
     """Fixed settings that would have to be left open."""
-    if wish.fixed_fields - {"batch"} or wish.states:
+    if wish.fixed_fields - {"global_batch"} or wish.states:
         free = replace(wish, fixed_fields=frozenset(), states=None)
         if has_fitting_layout(free):
             best = search_layouts(free).best
-            names = _fixed_setting_names(wish) or "memory.states"
+            names = _fixed_setting_names(wish) or "memory.optimizer_states"
             such = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
             yield f"other values than the given {names} (such as {such or 'none'})"
 
@@ -188,9 +190,11 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
             "number of devices."
         )
     # With all other degrees 1, a broken rule is due to the fixed ones.
-    alone = replace(_unconstrained_plan(wish), **dict[str, Any](settled), batch=wish.workload.batch)
+    alone = replace(
+        _unconstrained_plan(wish), **dict[str, Any](settled), global_batch=wish.workload.batch
+    )
     if "micro_batch" not in wish.fixed_fields or alone.micro_batch < 1:
-        alone = replace(alone, micro_batch=max(alone.batch // alone.num_replicas, 1))
+        alone = replace(alone, micro_batch=max(alone.global_batch // alone.num_replicas, 1))
     yield from alone.find_problems(wish.dim_sizes)
 
 
@@ -204,15 +208,16 @@ def _explain_indivisible(wish: SearchRequest) -> str:
     heads = wish.dim_sizes.get("heads")
     layers = wish.dim_sizes["layers"]
     return (
-        f"{wish.world_size} devices cannot share this job{settled}: batch={wish.workload.batch}, "
-        f"seq={wish.workload.seq}, heads={heads}, layers={layers}. Ranks divide samples, "
+        f"{wish.world_size} devices cannot share this job{settled}: "
+        f"global_batch={wish.workload.batch}, "
+        f"seq_len={wish.workload.seq}, heads={heads}, layers={layers}. Ranks divide samples, "
         "tokens, heads and layers evenly."
     )
 
 
 def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
     """The nearest valid value of each fixed number of the plan."""
-    for name in (*AXES, "micro_batch", "chunks"):
+    for name in (*AXES, "micro_batch", "virtual_stages"):
         if name not in wish.fixed_fields:
             continue
         given = getattr(wish.plan, name)
@@ -237,12 +242,14 @@ def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
     )
     for sizes in enumerate_degrees(wish.world_size, degree_choices(loose)):
         for plan in plans_of_degrees(wish, sizes):
-            near.add(nearest_multiple(plan.batch, plan.num_replicas * max(plan.micro_batch, 1)))
+            near.add(
+                nearest_multiple(plan.global_batch, plan.num_replicas * max(plan.micro_batch, 1))
+            )
     for batch in sorted(near, key=lambda one: (abs(one - wish.workload.batch), one))[
         :MAX_TRIED_BATCHES
     ]:
-        if batch != wish.workload.batch and is_divisible(again("plan.batch", batch)):
-            yield f"plan.batch={batch}"
+        if batch != wish.workload.batch and is_divisible(again("plan.global_batch", batch)):
+            yield f"plan.global_batch={batch}"
             return
 
 

@@ -39,21 +39,21 @@ SIMILAR_TIME_RATIO = 1.05
 def needs_planning(run: RunConfig, world: int) -> bool:
     """Whether the planner is to choose the degrees of a run."""
     usual = Plan().degrees
-    return world > 1 and run.plan.layout == "auto" and run.plan.degrees == usual
+    return world > 1 and run.plan.auto and run.plan.degrees == usual
 
 
 def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPrediction]:
     """The run with the layout that the planner finds best, and the prediction for it."""
     known = resolve.resolve_device_and_dtype(run, resolve.resolve_device(run, ProcessInfo()))
     plan = run.plan
-    measured = run.memory.fit == "auto" or plan.recompute == "budget"
+    measured = run.memory.auto or plan.recompute == "memory_budget"
     # A setting that differs from its default was given: the search must keep it.
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
-    fixed -= {*AXES, "batch", "layout"}
+    fixed -= {*AXES, "global_batch", "auto"}
     # Memory is measured on a whole model, so a measured run has no pipeline to search.
     fixed |= {"pipe", "recompute"} if measured else set()
     # The memory limit bounds what stages may hold, which the policy decides.
-    fixed |= {"policy"} if run.memory.limit else set()
+    fixed |= {"schedule"} if run.memory.device_limit_gib else set()
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
     given = _states_location(run)
     wish = SearchRequest(
@@ -62,27 +62,27 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
         plan=wanted,
         fixed_fields=frozenset(fixed),
         states=given if measured or given == "host" else None,
-        fp8=FP8_SCALING[run.train.fp8],
+        fp8=FP8_SCALING[run.train.float8],
         allows_compile=launch.has_triton()
         and (not run.train.deterministic or compiles_deterministically()),
     )
     result = prefer_simplest(search_layouts(wish))
     best = result.best
     # Marked as given, so that restarts and resumed runs keep this layout.
-    found = replace(best.candidate.plan, layout="given")
+    found = replace(best.candidate.plan, auto=False)
     if measured:
         # These two are measured later; the search only used stand-ins.
         found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
     memory = run.memory
-    if best.candidate.states == "host" and memory.states == "device":
-        memory = replace(memory, states="host")
-    foretold = to_record(best.prediction, machine.name, explain.summarize_choice(result))
-    return replace(run, plan=found, memory=memory), foretold
+    if best.candidate.states == "host" and memory.optimizer_states == "device":
+        memory = replace(memory, optimizer_states="host")
+    predicted = to_record(best.prediction, machine.name, explain.summarize_choice(result))
+    return replace(run, plan=found, memory=memory), predicted
 
 
 def _states_location(run: RunConfig) -> DeviceOrHost:
     """Where optimizer states are stored, as the planner distinguishes it."""
-    if run.memory.states == "device":
+    if run.memory.optimizer_states == "device":
         return "device"
     return "host"
 
@@ -109,7 +109,14 @@ def prefer_simplest(result: SearchResult) -> SearchResult:
 def _plan_complexity(plan: Plan) -> tuple[int, ...]:
     """Sort key of what makes a layout harder to understand, most important first."""
     axes = sum(size > 1 for size in plan.degrees.values())
-    return plan.pipe > 1, axes, plan.chunks, len(plan.order), plan.recompute != "none", -plan.data
+    return (
+        plan.pipe > 1,
+        axes,
+        plan.virtual_stages,
+        len(plan.rank_order),
+        plan.recompute != "none",
+        -plan.data,
+    )
 
 
 def to_record(prediction: Prediction, machine: str, why: str) -> StepPrediction:
@@ -150,7 +157,7 @@ def _has_problems(run: RunConfig) -> bool:
 
 def freeze_plan(run: RunConfig) -> RunConfig:
     """The run with its layout marked as given, so that it does not change any more."""
-    return replace(run, plan=replace(run.plan, layout="given"))
+    return replace(run, plan=replace(run.plan, auto=False))
 
 
 def broadcast_plan(
@@ -161,13 +168,13 @@ def broadcast_plan(
     Communicates: a text over all ranks.
     """
     grid = Grid({"data": me.world_size}, rank=me.rank, connected=me.world_size > 1)
-    text = json.dumps([asdict(run.plan), run.memory.states, asdict(said)])
+    text = json.dumps([asdict(run.plan), run.memory.optimizer_states, asdict(said)])
     # Over a host channel of a temporary grid: the grid of the run creates its own groups later.
     words = broadcast_text(text, grid, "cpu", channel=HOST_CHANNEL)
     plan, states, facts = json.loads(words)
     # JSON has no tuples, and Plan compares its fields as tuples.
     lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
-    memory = replace(run.memory, states=states)
+    memory = replace(run.memory, optimizer_states=states)
     return replace(run, plan=Plan(**{**plan, **lists}), memory=memory), StepPrediction(**facts)
 
 
@@ -175,11 +182,11 @@ def build_workload(run: RunConfig) -> Workload:
     """The workload of a resolved run."""
     return Workload(
         resolve_model_spec(run),
-        run.data.seq,
-        run.plan.batch,
+        run.data.seq_len,
+        run.plan.global_batch,
         dtype=run.train.dtype,
-        moments=run.optim.moments,
-        packs_documents=run.data.packed,
+        moments=run.optim.state_dtype,
+        packs_documents=run.data.document_mask,
     )
 
 
@@ -213,7 +220,7 @@ def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
     plan = run.plan.without_measuring
     states = _states_location(run)
     layout = Candidate(
-        plan=plan, axis_order=plan.axis_order, states=states, fp8=FP8_SCALING[run.train.fp8]
+        plan=plan, axis_order=plan.axis_order, states=states, fp8=FP8_SCALING[run.train.float8]
     )
     return predict_step(
         build_workload(run), layout, resize_cluster(machine, plan.world_size, nodes)

@@ -93,9 +93,9 @@ def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
     }
     tables = {
         "model": {**sizes, "head_dim": BLOCK_WIDTH // 4, "vocab": 256, "max_seq": BLOCK_SEQ},
-        "data": {"seq": BLOCK_SEQ, "packed": False},
-        "plan": {"batch": 1, "micro_batch": 1, "compile": "off", "recompute": "none"},
-        "train": {"device": device.type, "dtype": "bf16", "fp8": fp8},
+        "data": {"seq_len": BLOCK_SEQ, "document_mask": False},
+        "plan": {"global_batch": 1, "micro_batch": 1, "compile": "off", "recompute": "none"},
+        "train": {"device": device.type, "dtype": "bf16", "float8": fp8},
     }
     run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
     grid = Grid({})
@@ -146,7 +146,7 @@ def count_local_ranks(nproc: int) -> int:
     return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else DEFAULT_CPU_RANKS)
 
 
-def measure_as_rank(to: str, me: ProcessInfo) -> int:
+def measure_as_rank(output: str, me: ProcessInfo) -> int:
     """Measure as one rank; the first one writes the file. Communicates: all collectives."""
     cuda = torch.cuda.is_available()
     if cuda:
@@ -158,8 +158,8 @@ def measure_as_rank(to: str, me: ProcessInfo) -> int:
     with join_process_group(me, "nccl" if cuda else "gloo", 600.0):
         made = ClusterBenchmark(me, device).measure_cluster()
         if me.rank == 0:
-            if to:
-                path = Path(to)
+            if output:
+                path = Path(output)
             else:
                 path = cluster.measured_cluster_path(made.device.name)
             cluster.write_cluster(made, path)

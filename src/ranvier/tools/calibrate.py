@@ -176,13 +176,13 @@ def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
             f"{path} cannot be read: {error!s:.100}. A run writes its steps there. Give the "
             "directory of a run."
         ) from None
-    rows = [row for row in rows if "seconds" in row][WARMUP_STEPS:]
+    rows = [row for row in rows if "step_seconds" in row][WARMUP_STEPS:]
     if len(rows) < MIN_STEPS - WARMUP_STEPS:
         raise PlanError(
             f"{folder} has {len(rows) + WARMUP_STEPS} steps. The first {WARMUP_STEPS} warm up, "
             f"and a median needs some. Use a run of at least {MIN_STEPS} steps."
         )
-    seconds = median(float(row["seconds"]) for row in rows)
+    seconds = median(float(row["step_seconds"]) for row in rows)
     exposed = median(float(row.get("exposed_communication_seconds") or 0.0) for row in rows)
     return RunTiming(seconds, min(exposed, seconds), read_collective_calls(folder, run))
 

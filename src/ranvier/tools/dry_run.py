@@ -90,7 +90,7 @@ class DryRunResult:
             "shards": {n: {"part": a, "whole": b} for n, (a, b) in self.shards.items()},
             "collectives": [vars(row) | {"axis": list(row.axis)} for row in self.collectives],
             "memory": self.memory.to_dict(),
-            "load": self.expert_load,
+            "expert_imbalance": self.expert_load,
             "seconds": self.seconds,
         }
 
@@ -111,22 +111,26 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
     problems += [
         f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {DRY_RUN_RULE} "
         f"Leave memory.{name} out."
-        for name, usual in (("states", "device"), ("weights", "device"), ("activations", 0.0))
+        for name, usual in (
+            ("optimizer_states", "device"),
+            ("parameters", "device"),
+            ("activation_offload_fraction", 0.0),
+        )
         if getattr(run.memory, name) != usual
     ]
     if run.prune.is_enabled:
         problems.append(f"Masks of a pruned run are values. {DRY_RUN_RULE} Leave prune out.")
-    if run.train.fp8 != "off":
+    if run.train.float8 != "off":
         problems.append(
-            f"train.fp8={run.train.fp8!r} asks a device. {DRY_RUN_RULE} Use train.fp8=off."
+            f"train.float8={run.train.float8!r} asks a device. {DRY_RUN_RULE} Use train.float8=off."
         )
     if problems:
         raise PlanError(problems)
     dtype = "bf16" if run.train.dtype == "auto" else run.train.dtype
     # Compiled code and CUDA graphs do not run on the meta device; packing would need real
     # documents.
-    plan = replace(run.plan.without_measuring, compile="off", graph=False)
-    packed = replace(run.data, packed=False)
+    plan = replace(run.plan.without_measuring, compile="off", cuda_graph=False)
+    packed = replace(run.data, document_mask=False)
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 
 
@@ -134,8 +138,9 @@ def _load_problem(run: RunConfig, load: float) -> str:
     """Why the assumed load of experts is out of range."""
     most = run.plan.expert
     return (
-        f"load={load:g} with plan.expert={most}. The busiest rank of expert has at least the mean "
-        f"of all and at most all rows. Use --load {min(max(load, 1.0), most):g}."
+        f"expert_imbalance={load:g} with plan.expert={most}. The busiest rank of expert has at "
+        "least the mean "
+        f"of all and at most all rows. Use --expert-imbalance {min(max(load, 1.0), most):g}."
     )
 
 
@@ -199,7 +204,7 @@ def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
             leaf.serial.window = 0  # type: ignore[assignment]
         if isinstance(leaf, MoELayer):
             leaf.assumed_load = load
-    shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
+    shape = (plan.micro_batch, run.data.seq_len // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
     pipeline = parallel.pipeline
     runtime = parallel.pipeline.executor
@@ -279,11 +284,13 @@ def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
 # ---- text output -----------------------------------------------------------------------
 
 
-def show_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0, out: str = "") -> int:
-    """Print what a rank holds and communicates; write it as JSON to `out` if given."""
-    found = dry_run(run, world=world, rank=rank, load=load)
-    if out:
-        Path(out).write_text(json.dumps(found.to_dict(), indent=1))
+def show_dry_run(
+    run: RunConfig, *, world: int, rank: int, expert_imbalance: float = 1.0, output: str = ""
+) -> int:
+    """Print what a rank holds and communicates; write it as JSON to `output` if given."""
+    found = dry_run(run, world=world, rank=rank, load=expert_imbalance)
+    if output:
+        Path(output).write_text(json.dumps(found.to_dict(), indent=1))
     for line in dry_run_lines(found):
         print(line)
     return 0
@@ -314,8 +321,11 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
 def describe_expert_load(load: float) -> str:
     """The assumption about experts as text."""
     if load == 1.0:
-        return "assumed: balanced experts (load 1: every rank of expert gets as many rows)"
-    return f"assumed: load {load:g} (this rank's experts get {load:g} times the mean of their rows)"
+        return "assumed: balanced experts (imbalance 1: every rank of expert gets as many rows)"
+    return (
+        f"assumed: expert imbalance {load:g} (this rank's experts get {load:g} times the mean of "
+        "their rows)"
+    )
 
 
 def _group_shards(found: DryRunResult) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -59,33 +59,34 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     run = run.check_and_resolve(known)
     plan = run.plan.without_measuring
     run = replace(run, plan=plan)
-    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
-    names = _policies_to_play(plan.policy, wanted.policies)
+    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)
+    names = _policies_to_play(plan.schedule, wanted.policies)
     source = find_times(run, shape, wanted.times)
     times = apply_options(source.times, wanted, shape)
-    folder = _make_output_dir(run, wanted.out)
+    folder = _make_output_dir(run, wanted.output)
     counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
     print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
-    # A policy is chosen for the jitter that is expected, which plan.jitter gives unless the times
-    # or the options do; the simulated step itself uses the jitter of the times alone.
+    # A policy is chosen for the jitter that is expected, which plan.stage_time_jitter gives
+    # unless the times or the options do; the simulated step itself uses the jitter of the times
+    # alone.
     told = wanted.jitter is not None or times.jitter > 0.0
     if told:
         expected = times
     else:
-        expected = replace(times, jitter=plan.jitter)
+        expected = replace(times, jitter=plan.stage_time_jitter)
     pictures = dict[str, TimelineChart]()
     refused = dict[str, str]()
     for name in names:
         try:
-            splits = not plan.spread
+            splits = not plan.vocab_over_pipe
             policy = policy_search.choose_policy(
-                name, shape, expected, limit=plan.credits, splits=splits
+                name, shape, expected, limit=plan.max_in_flight, splits=splits
             )
             step = play(shape, policy, times, wanted.seed)
         except PlanError as error:
             # The run itself could not use this policy: that is an error. Any other policy is only
             # listed as not fitting.
-            if name == plan.policy:
+            if name == plan.schedule:
                 raise
             refused[name] = str(error)
         else:
@@ -96,7 +97,7 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
         tables = [source.recorded_step]
     else:
         tables = []
-    tables.append(pictures[plan.policy])
+    tables.append(pictures[plan.schedule])
     for picture in tables:
         print(f"\n{timeline_svg.text_table(picture)}")
     print(f"\n{comparison_table(pictures, refused)}\n")
@@ -124,9 +125,9 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
     """Times from a table or a run, from the run itself if it has fitting ones, or from work."""
     if path and not Path(path).is_dir():
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
-    folder = Path(path or run.train.out or ".")
+    folder = Path(path or run.train.output_dir or ".")
     note = list[str]()
-    if path or (run.train.out and (folder / pipeline.TIMELINE_FILE).exists()):
+    if path or (run.train.output_dir and (folder / pipeline.TIMELINE_FILE).exists()):
         source = times_from_run(folder)
         size = len(source.times.forward)
         # A timeline that was asked for is used as it is; one found by chance must fit the plan.
@@ -160,14 +161,14 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
         model = build_decoder(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
     model = parallelize(
-        model, grid, inner=run.plan.inner, materialize=False, how=pipeline_config(run)
+        model, grid, inner=run.plan.col_splits, materialize=False, how=pipeline_config(run)
     )
     parallel: Any = model.parallel
     assert isinstance(parallel, ParallelModel)
     stage = parallel.pipeline.executor.stage
     unit = sum(stage.stage_costs) / len(stage.stage_costs)
     forward = tuple(cost / unit for cost in stage.stage_costs)
-    what = run.plan.stage_times or "the work of the layers"
+    what = run.plan.stage_profile or "the work of the layers"
     words = [f"times: in proportion to {what}, 1 is the mean forward", *stage.describe_stages()]
     return TimingSource(JobTimes(forward, forward, forward), words, RELATIVE_UNIT)
 
@@ -286,7 +287,7 @@ def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str
 
 def _make_output_dir(run: RunConfig, out: str) -> Path:
     """Directory for drawings: as asked for, else that of the run, else the current one."""
-    own = Path(run.train.out)
+    own = Path(run.train.output_dir)
     if out:
         folder = Path(out)
     elif (own / "config.toml").exists():

@@ -32,6 +32,7 @@ from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
 from ranvier.sharding import Shard
 from ranvier.system import safe_files
+from ranvier.system.model_hub import find_model
 from ranvier.train import import_export
 
 AUX_LOSS_COEFF = 0.01
@@ -94,7 +95,7 @@ class UpcycledWeights:
             hidden = 1
         else:
             hidden = 0
-        shared = self.config.shared_mlp
+        shared = self.config.shared_expert_mlp
         if len(shape) == 3:
             width = whole.shape[hidden] - shared
             one = whole.narrow(hidden, shared, width).contiguous().unsqueeze(0)
@@ -124,16 +125,21 @@ class UpcycledWeights:
 
 
 def mixture_config(
-    config: DecoderConfig, experts: int, *, top: int = 2, shared: int = 0, every: int = 1
+    config: DecoderConfig,
+    experts: int,
+    *,
+    experts_per_token: int = 2,
+    shared_expert_mlp: int = 0,
+    moe_layer_interval: int = 1,
 ) -> DecoderConfig:
     """The config of the mixture; raises if it is not possible.
 
-    shared: hidden units of the MLP that become a shared expert. every: the last of so many layers
-    is an MoE layer.
+    shared_expert_mlp: hidden units of the MLP that become a shared expert. moe_layer_interval: the
+    last of so many layers is an MoE layer.
     """
     problems = []
     if experts < 2:
-        problems.append(f"upcycle={experts}. A mixture has several experts. Use 8.")
+        problems.append(f"experts={experts}. A mixture has several experts. Use 8.")
     if config.experts:
         problems.append(
             f"It has experts={config.experts} already. A dense model becomes a mixture. Use one."
@@ -143,22 +149,22 @@ def mixture_config(
             "Its MLPs have biases. Experts have none, so it would not stay the same. Use a model "
             "without, such as those of llama or qwen3."
         )
-    if not 0 <= shared < config.mlp:
+    if not 0 <= shared_expert_mlp < config.mlp:
         problems.append(
-            f"shared={shared} of the mlp={config.mlp} hidden units. Some are left for the experts. "
-            f"Use 0 to {config.mlp - 1}."
+            f"shared_expert_mlp={shared_expert_mlp} of the mlp={config.mlp} hidden units. Some are "
+            f"left for the experts. Use 0 to {config.mlp - 1}."
         )
     made = replace(
         config,
         experts=max(experts, 0),
-        experts_top=top,
-        expert_mlp=config.mlp - shared if shared else 0,
-        shared_mlp=shared,
-        moe_every=every,
-        moe_first=0,
+        experts_per_token=experts_per_token,
+        expert_mlp=config.mlp - shared_expert_mlp if shared_expert_mlp else 0,
+        shared_expert_mlp=shared_expert_mlp,
+        moe_layer_interval=moe_layer_interval,
+        dense_first_layers=0,
         router_norm=True,
         router_scale=1.0,
-        balance=AUX_LOSS_COEFF,
+        aux_loss_coeff=AUX_LOSS_COEFF,
     )
     problems += made.find_problems()
     if problems:
@@ -170,29 +176,41 @@ def upcycle_model(
     source: str,
     out: Path,
     *,
-    upcycle: int,
-    top: int = 2,
-    shared: int = 0,
-    every: int = 1,
+    experts: int,
+    experts_per_token: int = 2,
+    shared_expert_mlp: int = 0,
+    moe_layer_interval: int = 1,
     seed: int = 0,
     step: int = -1,
 ) -> list[str]:
     """Make a run of a mixture from a dense run or published model; returns lines about it."""
-    path = import_export.find_model(source)
+    path = find_model(source)
     # A directory with config.toml is a run; anything else must be a published model.
     if (path / "config.toml").exists():
         run = load_config_from_dir(path)
         there = open_checkpoint(find_checkpoint(path, None if step < 0 else step))
         read = import_export.weight_reader(there, run)
         dense = DenseModel(run.model, read, lambda name: there.tensor_specs[f"{name}.master"][0])
-        config = mixture_config(run.model, upcycle, top=top, shared=shared, every=every)
+        config = mixture_config(
+            run.model,
+            experts,
+            experts_per_token=experts_per_token,
+            shared_expert_mlp=shared_expert_mlp,
+            moe_layer_interval=moe_layer_interval,
+        )
         return _write_run(path, out, dense, run, config, seed)
     with PublishedModel.open(path) as model:
         run = import_export.build_imported_run(
             model, out, tokenizer=(model.folder / "tokenizer.json").exists()
         )
         dense = DenseModel(model.config, model.load_tensor, model.dtype_of)
-        config = mixture_config(model.config, upcycle, top=top, shared=shared, every=every)
+        config = mixture_config(
+            model.config,
+            experts,
+            experts_per_token=experts_per_token,
+            shared_expert_mlp=shared_expert_mlp,
+            moe_layer_interval=moe_layer_interval,
+        )
         return _write_run(model.folder, out, dense, run, config, seed)
 
 
@@ -209,7 +227,7 @@ def _write_run(
         import_export.copy_origin_files(str(origin), here)
         import_export.write_initial_run(here, run, mixture, str(origin))
     return [
-        f"{config.experts} experts, {config.experts_top} for each token: "
+        f"{config.experts} experts, {config.experts_per_token} for each token: "
         f"{run.model.num_parameters:,} weights, of which a token meets "
         f"{run.model.num_active_parameters:,}, in {out}"
     ]

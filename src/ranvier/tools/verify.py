@@ -68,7 +68,7 @@ def shrink_run(run: RunConfig) -> RunConfig:
     """The run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
     model = run.model
-    inside = plan.row * (plan.col if plan.inner == "features" else 1)
+    inside = plan.row * (plan.col if plan.col_splits == "features" else 1)
     heads, kv_heads = _shrink_heads(model.heads, model.kv_heads, plan.row, inside)
     # Padding of the vocabulary depends on its remainder modulo the ranks that split it: keep that.
     period = plan.row * plan.col * plan.depth
@@ -77,7 +77,7 @@ def shrink_run(run: RunConfig) -> RunConfig:
         vocab += period
     # At least 8 tokens, at least 2 of them on each rank of row.
     seq = plan.row * max(-(-8 // plan.row), 2)
-    if plan.inner == "samples":
+    if plan.col_splits == "samples":
         micro = 2 * plan.col
     else:
         micro = 2
@@ -96,7 +96,7 @@ def shrink_run(run: RunConfig) -> RunConfig:
         # Every virtual stage gets at least one block. Sizes below are rounded up to a multiple of
         # the ranks that split them. Dropout is off: its random numbers differ between the two
         # models.
-        layers=min(model.layers, max(2, plan.pipe * plan.chunks)),
+        layers=min(model.layers, max(2, plan.pipe * plan.virtual_stages)),
         embed=narrow * -(-16 // narrow),
         heads=heads,
         kv_heads=kv_heads,
@@ -107,7 +107,7 @@ def shrink_run(run: RunConfig) -> RunConfig:
         dropout=0.0,
         **_shrink_experts(model, plan, group),
         **_shrink_positions(
-            model, min(model.layers, max(2, plan.pipe * plan.chunks)), seq, head_dim
+            model, min(model.layers, max(2, plan.pipe * plan.virtual_stages)), seq, head_dim
         ),
     )
     batch = plan.num_replicas * micro * micro_batches
@@ -117,30 +117,30 @@ def shrink_run(run: RunConfig) -> RunConfig:
         plan=replace(
             # A stage assignment and profile of the full model do not fit the shrunk one.
             plan,
-            batch=batch,
+            global_batch=batch,
             micro_batch=micro,
-            stages=(),
-            stage_times="",
-            credits=0,
-            jitter=0.0,
+            stage_starts=(),
+            stage_profile="",
+            max_in_flight=0,
+            stage_time_jitter=0.0,
         ),
-        data=replace(run.data, seq=seq),
-        lora=replace(run.lora, dropout=0.0, layers=(), start=""),
+        data=replace(run.data, seq_len=seq),
+        lora=replace(run.lora, dropout=0.0, layers=(), init_from=""),
     )
 
 
 def _shrink_positions(model: DecoderConfig, layers: int, seq: int, head_dim: int) -> dict[str, Any]:
     """Sliding windows and RoPE settings that a text of `seq` tokens exercises, for small heads."""
     # Shorter than the text, else the window would mask nothing.
-    window = min(model.window, max(seq // 3, 1))
+    window = min(model.sliding_window, max(seq // 3, 1))
     slide = tuple(i for i in range(layers) if model.window_of_layer(i * model.layers // layers))
     # RoPE rotates pairs of features: an even number of them, at least one pair.
-    turned = max(int(head_dim * model.rope_share) // 2 * 2, 2)
+    turned = max(int(head_dim * model.partial_rotary_factor) // 2 * 2, 2)
     return {
-        "window": window if slide else 0,
+        "sliding_window": window if slide else 0,
         "window_layers": () if len(slide) == layers else slide,
-        "rope_original": min(model.rope_original, max(seq // 2, 2)),
-        "rope_share": turned / head_dim,
+        "original_max_position": min(model.original_max_position, max(seq // 2, 2)),
+        "partial_rotary_factor": turned / head_dim,
         "rope_short": model.rope_short[: turned // 2],
         "rope_long": model.rope_long[: turned // 2],
     }
@@ -152,14 +152,14 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, A
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
     ranks = plan.row * plan.col * group
-    layers = min(model.layers, max(2, plan.pipe * plan.chunks))
+    layers = min(model.layers, max(2, plan.pipe * plan.virtual_stages))
     return {
         "experts": experts,
-        "experts_top": min(model.experts_top, experts),
+        "experts_per_token": min(model.experts_per_token, experts),
         "expert_mlp": ranks * -(-24 // ranks),
-        "shared_mlp": ranks * -(-16 // ranks) if model.shared_mlp else 0,
-        "moe_every": min(model.moe_every, layers),
-        "moe_first": min(model.moe_first, layers - 1),
+        "shared_expert_mlp": ranks * -(-16 // ranks) if model.shared_expert_mlp else 0,
+        "moe_layer_interval": min(model.moe_layer_interval, layers),
+        "dense_first_layers": min(model.dense_first_layers, layers - 1),
         # Jitter is random noise that the serial model would not reproduce.
         "router_jitter": 0.0,
     }
@@ -189,11 +189,11 @@ def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
 def random_batch(run: RunConfig) -> Batch:
     """A batch of random tokens, equal on every rank; some tokens have no target."""
     drawn = torch.Generator().manual_seed(run.train.seed + 1)
-    shape = (run.plan.batch, run.data.seq)
+    shape = (run.plan.global_batch, run.data.seq_len)
     tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
     targets = torch.randint(0, run.model.vocab, shape, generator=drawn)
     targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
-    if not run.data.packed:
+    if not run.data.document_mask:
         return Batch(tokens, targets)
     starts = torch.rand(shape, generator=drawn) < 0.25
     starts[:, 0] = True
@@ -223,7 +223,10 @@ class SerialSteps:
         named = list(model.named_parameters())
         # One group per parameter, as weight decay applies to matrices only.
         optimizer = torch.optim.AdamW(
-            [{"params": [p], "weight_decay": optim.decay * decays[name]} for name, p in named],
+            [
+                {"params": [p], "weight_decay": optim.weight_decay * decays[name]}
+                for name, p in named
+            ],
             lr=run.peak_lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
@@ -240,8 +243,8 @@ class SerialSteps:
             found.losses.append(loss.item() - found.aux_losses[-1])
             if step == 0:
                 found.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
-            if optim.clip > 0.0:
-                limit = optim.clip
+            if optim.max_grad_norm > 0.0:
+                limit = optim.max_grad_norm
             else:
                 limit = math.inf
             found.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
@@ -276,7 +279,10 @@ def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.from_plan(
-        run.plan, rank=me.rank, connected=me.world_size > 1, timeout_seconds=run.train.timeout
+        run.plan,
+        rank=me.rank,
+        connected=me.world_size > 1,
+        timeout_seconds=run.train.comm_timeout_seconds,
     )
     torch.manual_seed(run.train.seed)
     serial = build_decoder(run.model, run.lora).double()
@@ -328,12 +334,20 @@ def _describe_features(run: RunConfig) -> str:
     memory = run.memory
     pruned = run.prune
     if pruned.is_enabled:
-        words = [f"pruned to {pruned.pattern or f'{pruned.sparsity:.0%} zeros'}"]
+        words = [f"pruned to {pruned.n_m_pattern or f'{pruned.sparsity:.0%} zeros'}"]
     else:
         words = []
-    words += [f"states in {memory.states} memory"] if memory.states != "device" else []
-    words += ["weights in host memory"] if memory.weights == "host" else []
-    words += [f"{memory.activations:.0%} of activations on the host"] if memory.activations else []
+    words += (
+        [f"states in {memory.optimizer_states} memory"]
+        if memory.optimizer_states != "device"
+        else []
+    )
+    words += ["weights in host memory"] if memory.parameters == "host" else []
+    words += (
+        [f"{memory.activation_offload_fraction:.0%} of activations on the host"]
+        if memory.activation_offload_fraction
+        else []
+    )
     if words:
         return f" {', '.join(words)}"
     return ""
@@ -357,15 +371,15 @@ def compare_with_serial(
     model = parallelize(
         build_decoder(run.model, run.lora).double(),
         grid,
-        inner=run.plan.inner,
+        inner=run.plan.col_splits,
         overlap=run.plan.overlap,
         recompute=run.plan.recompute,
-        collectives=run.memory.collectives,
+        collectives=run.memory.recompute_collectives,
         # A compiled block saves what eager backward would gather again, so its events differ:
         # compile only where blocks do not communicate.
         compiled="inductor" if run.plan.compile == "on" and _has_local_blocks(run) else "",
         how=pipeline_config(run),
-        keep=run.plan.gathered == "keep",
+        keep=run.plan.reshard_after == "step",
         device=device,
     )
     parallel = get_parallel_model(model)
@@ -378,8 +392,8 @@ def compare_with_serial(
         lr=run.peak_lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        decay=optim.decay,
-        clip=optim.clip,
+        decay=optim.weight_decay,
+        clip=optim.max_grad_norm,
     )
     # Only the first step is traced, up to and including its update.
     with grid.trace.record_events() as events:
@@ -397,7 +411,9 @@ def compare_with_serial(
     if any(reference.aux_losses):
         findings += _compare_numbers("loss of experts", extras, reference.aux_losses)
     findings += _compare_tensors(parallel, reference, grads)
-    flow = ActivationShape(run.plan.micro_batch, run.data.seq, itemsize=8, statistics_itemsize=8)
+    flow = ActivationShape(
+        run.plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8
+    )
     predicted = predict_events(parallel, flow, run.plan.num_micro_batches)
     return findings, diff_events(predicted, events, parallel.data_dependent_layers), events
 
@@ -514,11 +530,12 @@ def _print_report(
         " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
         or "one rank"
     )
-    print(f"grid: {shape}; col splits {plan.inner} inside")
+    print(f"grid: {shape}; col splits {plan.col_splits} inside")
     print(
         f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, "
-        f"{model.kv_heads} kv heads, mlp {model.mlp}, vocab {model.vocab}, {run.data.seq} tokens, "
-        f"packed {run.data.packed}, tied {model.tied}"
+        f"{model.kv_heads} kv heads, mlp {model.mlp}, vocab {model.vocab}, {run.data.seq_len} "
+        "tokens, "
+        f"packed {run.data.document_mask}, tied {model.tie_embeddings}"
     )
     print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
     _print_comparisons(findings)

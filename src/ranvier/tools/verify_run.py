@@ -1,12 +1,12 @@
 """Verify a run: train the shrunk model, save, reload and continue it, as `ranvier train` does.
 
 Where `verify` compares passes and updates, this covers the whole life of a run on the configured
-grid: initial weights or those of another model (`train.start`), masks of pruned matrices, optimizer
-states and weights offloaded to the host, two steps, the final checkpoint, a second run that resumes
-from it, and its final checkpoint. Everything is judged from outside, by the files that the run
-leaves: the losses and gradient norms in `metrics.jsonl`, the weights in the checkpoint and the
-status in `run.json` are compared with plain PyTorch in one process, in float64. A pruned run starts
-from the weights of another model, so that masks computed from the wrong weights are noticed.
+grid: initial weights or those of another model (`train.init_from`), masks of pruned matrices,
+optimizer states and weights offloaded to the host, two steps, the final checkpoint, a second run
+that resumes from it, and its final checkpoint. Everything is judged from outside, by the files that
+the run leaves: the losses and gradient norms in `metrics.jsonl`, the weights in the checkpoint and
+the status in `run.json` are compared with plain PyTorch in one process, in float64. A pruned run
+starts from the weights of another model, so that masks computed from the wrong weights are noticed.
 
 Left out: adapters, the sample of text, dtypes other than float64.
 """
@@ -71,37 +71,39 @@ def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
     """The shrunk run, set up to train in a directory for `steps` steps, in float64."""
     memory = run.memory
     pruned = run.prune
-    if memory.states == "file":
-        memory = replace(memory, path=str(folder))
+    if memory.optimizer_states == "disk":
+        memory = replace(memory, offload_dir=str(folder))
     # A mask file fits the full model only: prune by magnitude instead.
-    if pruned.masks:
-        pruned = replace(pruned, masks="", sparsity=pruned.sparsity or 0.5)
+    if pruned.mask_file:
+        pruned = replace(pruned, mask_file="", sparsity=pruned.sparsity or 0.5)
     # Let every step up to the checkpoint update the masks.
-    if pruned.every:
-        pruned = replace(pruned, every=1, until=SAVED_STEPS)
+    if pruned.update_interval:
+        pruned = replace(pruned, update_interval=1, final_step=SAVED_STEPS)
     # See the module docstring: a pruned run always starts from other weights.
-    starts = run.train.start or pruned.is_enabled
+    starts = run.train.init_from or pruned.is_enabled
     return replace(
         run,
-        lora=replace(run.lora, rank=0, start=""),
-        data=replace(run.data, corpus=(str(folder / "tokens"),), weights=(), held_out=0.0),
+        lora=replace(run.lora, rank=0, init_from=""),
+        data=replace(
+            run.data, sources=(str(folder / "tokens"),), mixture_weights=(), validation_fraction=0.0
+        ),
         # Everything that would round, measure or depend on chance is switched off.
-        optim=replace(run.optim, moments="master"),
-        memory=replace(memory, fit="off", limit=0.0, host=0.0),
+        optim=replace(run.optim, state_dtype="master"),
+        memory=replace(memory, auto=False, device_limit_gib=0.0, host_limit_gib=0.0),
         prune=pruned,
-        checkpoint=replace(run.checkpoint, every=0, resume="auto", keep=0),
+        checkpoint=replace(run.checkpoint, interval=0, resume="auto", keep_latest=0),
         train=replace(
             run.train,
             steps=steps,
-            out=str(folder / "run"),
-            start=str(folder / "start") if starts else "",
+            output_dir=str(folder / "run"),
+            init_from=str(folder / "start") if starts else "",
             dtype="fp64",
             device=run.train.device if run.train.backend == "nccl" else "cpu",
-            fp8="off",
-            evaluate=0,
-            prompt="",
-            log=(),
-            trace=False,
+            float8="off",
+            eval_interval=0,
+            sample_prompt="",
+            loggers=(),
+            trace_comm=False,
         ),
     )
 
@@ -117,7 +119,7 @@ def train_and_judge(
         if grid.rank == 0:
             _write_tokens(folder, run)
             first = short_run(run, folder, steps=SAVED_STEPS)
-            if first.train.start:
+            if first.train.init_from:
                 _write_start(folder, first)
         # Barrier: rank 0 has written all files.
         broadcast_text("", grid, device)
@@ -138,8 +140,8 @@ def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Itera
     """A temporary directory seen by all ranks, beside the run's if it has one; removed at exit."""
     made = ""
     if grid.rank == 0:
-        if run.train.out:
-            near = Path(run.train.out).parent
+        if run.train.output_dir:
+            near = Path(run.train.output_dir).parent
         else:
             near = None
         made = tempfile.mkdtemp(prefix="ranvier-verify-", dir=near)
@@ -165,7 +167,7 @@ def _write_tokens(folder: Path, run: RunConfig) -> None:
     """Write documents of random tokens, enough for all steps, and their index."""
     drawn = np.random.default_rng(run.train.seed + 1)
     writer = IndexedDatasetBuilder(folder / "tokens", "<i4")
-    while writer.num_tokens < (TOTAL_STEPS + 1) * run.plan.batch * (run.data.seq + 1):
+    while writer.num_tokens < (TOTAL_STEPS + 1) * run.plan.global_batch * (run.data.seq_len + 1):
         length = int(drawn.integers(2, 2 * DOCUMENT_TOKENS))
         writer.add_document(drawn.integers(0, run.model.vocab, length))
     writer.close()
@@ -211,7 +213,7 @@ class SerialRun:
     @classmethod
     def train_serially(cls, folder: Path, run: RunConfig) -> SerialRun:
         """Take all steps with torch's AdamW; matrices are pruned as documented."""
-        seed = run.train.seed + (1 if run.train.start else 0)
+        seed = run.train.seed + (1 if run.train.init_from else 0)
         # Initial values come from the counter-based RNG, which gives the same on any grid.
         parallel = _single_rank_model(run, seed)
         model = build_decoder(run.model, run.lora).double()
@@ -232,9 +234,9 @@ class SerialRun:
         optimizer = _build_adamw(run, parallel, named)
         data = train.open_dataset(run, [_read_index_path(folder)]).train
         for step in range(TOTAL_STEPS):
-            if run.prune.every and 0 < step <= run.prune.until:
+            if run.prune.update_interval and 0 < step <= run.prune.final_step:
                 found.prune_weights(run, pruned, step=step)
-            size = run.plan.batch
+            size = run.plan.global_batch
             (batch,) = load_micro_batches(data, step * size, size, Grid({}), size)
             found.take_step(run, model, optimizer, batch, step)
         found.weights = {name: param.detach() for name, param in named.items()}
@@ -258,7 +260,7 @@ class SerialRun:
                 rows = size.reshape(-1, of)
             else:
                 rows = size.flatten(1)
-                sparsity = pruning.sparsity_at(step, config.sparsity, config.until)
+                sparsity = pruning.sparsity_at(step, config.sparsity, config.final_step)
                 stay = pruning.num_kept_elements(rows.shape[1], sparsity)
             # A stable sort breaks ties as the sharded implementation does.
             order = rows.sort(dim=1, descending=True, stable=True).indices[:, :stay]
@@ -285,9 +287,9 @@ class SerialRun:
             step,
             kind=optim.schedule,
             steps=steps,
-            warmup=optim.warmup,
-            cooldown=optim.cooldown,
-            floor=optim.floor,
+            warmup=optim.warmup_steps,
+            cooldown=optim.decay_ratio,
+            floor=optim.min_lr_ratio,
         )
         for group in optimizer.param_groups:
             group["lr"] = run.peak_lr * part * group["factor"]
@@ -303,8 +305,8 @@ class SerialRun:
                 param.grad.mul_(self.masks[name].view(param.shape))
             if step == 0 and param.grad is not None:
                 self.max_grads[name] = float(param.grad.abs().max())
-        if optim.clip > 0.0:
-            limit = optim.clip
+        if optim.max_grad_norm > 0.0:
+            limit = optim.max_grad_norm
         else:
             limit = math.inf
         self.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
@@ -326,8 +328,10 @@ def _build_adamw(
     groups = [
         {
             "params": [param],
-            "weight_decay": optim.decay if parallel.weight_summaries[name][0] == "matrix" else 0.0,
-            "factor": float(getattr(optim, f"{parallel.weight_summaries[name][0]}_lr")),
+            "weight_decay": optim.weight_decay
+            if parallel.weight_summaries[name][0] == "matrix"
+            else 0.0,
+            "factor": float(getattr(optim, f"{parallel.weight_summaries[name][0]}_lr_scale")),
         }
         for name, param in named.items()
     ]

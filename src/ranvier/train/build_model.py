@@ -43,17 +43,17 @@ def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks
     return parallelize(
         model,
         grid,
-        inner=run.plan.inner,
+        inner=run.plan.col_splits,
         overlap=run.plan.overlap,
         recompute=run.plan.without_measuring.recompute,
-        collectives=run.memory.collectives,
-        dispatch=run.plan.dispatch,
+        collectives=run.memory.recompute_collectives,
+        dispatch=run.plan.moe_dispatch_dtype,
         compiled="inductor" if run.plan.compile == "on" else "",
         seed=run.train.seed,
         dtype=DTYPES[run.train.dtype],
         device=device,
         how=pipeline_config(run),
-        keep=run.plan.gathered == "keep",
+        keep=run.plan.reshard_after == "step",
         room=placement.weight_offload_bytes(run, local_ranks),
     )
 
@@ -65,14 +65,14 @@ def pipeline_config(run: RunConfig) -> PipelineConfig:
     """The pipeline configuration of a plan."""
     plan = run.plan
     return PipelineConfig(
-        chunks=plan.chunks,
-        stage_starts=plan.stages,
-        part_costs=load_stage_times(Path(plan.stage_times)) if plan.stage_times else (),
-        seq=run.data.seq,
-        policy=plan.policy,
-        max_in_flight=plan.credits,
-        jitter=plan.jitter,
-        vocab_over_pipe=plan.spread,
+        chunks=plan.virtual_stages,
+        stage_starts=plan.stage_starts,
+        part_costs=load_stage_times(Path(plan.stage_profile)) if plan.stage_profile else (),
+        seq=run.data.seq_len,
+        policy=plan.schedule,
+        max_in_flight=plan.max_in_flight,
+        jitter=plan.stage_time_jitter,
+        vocab_over_pipe=plan.vocab_over_pipe,
     )
 
 
@@ -90,12 +90,13 @@ def load_stage_times(path: Path) -> tuple[float, ...]:
             seconds = tuple(float(sum(one)) for one in sums)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"plan.stage_times={str(path)!r} cannot be read: {error}. It holds the measured times "
+            f"plan.stage_profile={str(path)!r} cannot be read: {error}. It holds the measured "
+            "times "
             f"of the parts of the model. {remedy}"
         ) from None
     if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
         raise PlanError(
-            f"plan.stage_times={str(path)!r} has the times {list(seconds)}. Each part has one, a "
+            f"plan.stage_profile={str(path)!r} has the times {list(seconds)}. Each part has one, a "
             f"finite number, and not all are 0. {remedy}"
         )
     return seconds

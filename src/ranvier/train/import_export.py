@@ -42,6 +42,7 @@ from ranvier.models.hf.family import (
 from ranvier.models.hf.registry import FAMILIES, find_family, find_fitting_family
 from ranvier.models.lora import adapted_weights
 from ranvier.system import safe_files
+from ranvier.system.model_hub import find_model
 from ranvier.system.terminal import print
 from ranvier.train.progress import show_progress
 from ranvier.train.resume.checkpointing import run_to_dict
@@ -58,7 +59,7 @@ ORIGIN_FILES = (
 ORIGIN_PATH_FILE = "origin.txt"
 """File in that directory with the path of the imported model."""
 DEFAULT_SEQ_LIMIT = 512
-"""Upper bound of the default `data.seq` of an imported run, in tokens."""
+"""Upper bound of the default `data.seq_len` of an imported run, in tokens."""
 PROGRESS_MIN_BYTES = 1 << 30
 """Minimum size of a model, in bytes, for a progress display."""
 MAX_SHARD_BYTES = 5 * 10**9
@@ -93,7 +94,7 @@ def write_initial_run(
         "source": source,
         "samples": 0,
         "fingerprint": "",
-        "config": {"model": run_to_dict(run)["model"]},
+        "config": {"format": runs.SETTINGS_FORMAT, "model": run_to_dict(run)["model"]},
     }
     with transfer_progress("importing") as progress:
         count = published.write_weights(weights, inside, progress)
@@ -102,42 +103,6 @@ def write_initial_run(
     for told in inside.glob("rank-*.json"):
         told.unlink()
     directory.write_latest_pointer(here / "checkpoints", inside.name)
-
-
-def find_model(source: str) -> Path:
-    """The path of a model: a directory, a file, or the snapshot of a Hugging Face Hub name."""
-    path = Path(source)
-    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise PlanError(
-            f"{source!r} is an adapter (adapter_config.json), no model. It is trained beside the "
-            "weights of its base. Give the base as SRC or train.start, and this as lora.start."
-        )
-    if path.exists():
-        return path
-    # A name on the hub is `name` or `owner/name`; anything else is a path that does not exist.
-    if source.count("/") > 1 or source.startswith((".", "/", "~")) or not source:
-        raise PlanError(
-            f"{source!r} is not there. A model is a directory with config.json and *.safetensors, "
-            "or the name of one on the hub. Mend the path."
-        )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise PlanError(
-            f"{source!r} is no directory here, and huggingface_hub, which fetches models, is not "
-            "installed. Give a directory, or install the extra: pip install 'ranvier[hf]'."
-        ) from None
-    try:
-        # No pickles and no code.
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE", "NOTICE"]
-        return Path(snapshot_download(source, allow_patterns=patterns))
-    # The hub client raises many kinds of errors, also those of the network.
-    except Exception as error:
-        raise PlanError(
-            f"{source!r} is no directory here and cannot be fetched: "
-            f"{str(error).splitlines()[0]:.200}. Give the path of a directory with config.json "
-            "and *.safetensors."
-        ) from None
 
 
 def _dropout_notes(model: PublishedModel) -> list[str]:
@@ -151,7 +116,7 @@ def _dropout_notes(model: PublishedModel) -> list[str]:
 
 def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> RunConfig:
     """The config of an imported run."""
-    data = DataConfig(seq=min(DEFAULT_SEQ_LIMIT, model.config.max_seq))
+    data = DataConfig(seq_len=min(DEFAULT_SEQ_LIMIT, model.config.max_seq))
     if tokenizer:
         data = replace(data, tokenizer=str(out.absolute() / "tokenizer.json"))
     return RunConfig(model=to_model_config(model.config), data=data)
@@ -204,7 +169,7 @@ def _copy_if_present(source: Path, target: Path, root: Path) -> None:
 def write_atomically(out: Path) -> Iterator[Path]:
     """Yield a hidden directory that is renamed to `out` on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --to.")
+        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --output.")
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.writing")
     try:
         hidden.mkdir(parents=True)
@@ -244,7 +209,7 @@ def copy_origin_files(start: str, into: Path) -> None:
 
 def init_from(run: RunConfig) -> RunConfig:
     """The config of a new run with the model and tokenizer of what it starts from."""
-    source = find_model(run.train.start)
+    source = find_model(run.train.init_from)
     if directory.CHECKPOINT_NAME.fullmatch(source.name):
         origin = source.parent.parent
     else:
@@ -260,7 +225,7 @@ def init_from(run: RunConfig) -> RunConfig:
     # A tokenizer that the user has chosen is not replaced.
     if words.exists() and data.tokenizer == DataConfig().tokenizer:
         data = replace(data, tokenizer=str(words.absolute()))
-    return replace(run, model=model, data=data, train=replace(run.train, start=str(source)))
+    return replace(run, model=model, data=data, train=replace(run.train, init_from=str(source)))
 
 
 # ---- out --------------------------------------------------------------------------------
@@ -273,7 +238,7 @@ def export_model(
     step: int = -1,
     dtype: str = "",
     family: str = "",
-    shard: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Export the weights of a run as a Hugging Face model; returns lines to print.
 
@@ -283,8 +248,10 @@ def export_model(
         raise PlanError(
             f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
         )
-    if shard < 1:
-        raise PlanError(f"shard={shard} bytes. A file holds a tensor at least. Use 5000000000.")
+    if max_shard_bytes < 1:
+        raise PlanError(
+            f"max_shard_bytes={max_shard_bytes}. A file holds a tensor at least. Use 5000000000."
+        )
     run = load_config_from_dir(origin)
     checkpoint = find_checkpoint(origin, None if step < 0 else step)
     kind, theirs = resolve_family(origin, run, family)
@@ -317,7 +284,7 @@ def export_model(
         read = weight_reader(source, run)
         with transfer_progress("exporting") as progress:
             names = safetensors.write_safetensors(
-                here, tensors, read, most=shard, progress=progress
+                here, tensors, read, most=max_shard_bytes, progress=progress
             )
     size = sum(one.num_bytes for one in tensors)
     return [

@@ -27,10 +27,10 @@ PRINTED_LINES = 20
 
 def check_loggers(run: RunConfig) -> None:
     """Raise if the package of a logger is missing, before any work is done."""
-    missing = [name for name in run.train.log if importlib.util.find_spec(name) is None]
+    missing = [name for name in run.train.loggers if importlib.util.find_spec(name) is None]
     if missing:
         raise PlanError(
-            f"train.log names {', '.join(missing)}, which is not installed. A log needs its "
+            f"train.loggers names {', '.join(missing)}, which is not installed. A log needs its "
             "package. Install the extra: pip install -e '.[log]'."
         )
 
@@ -38,15 +38,15 @@ def check_loggers(run: RunConfig) -> None:
 def format_metrics(row: MetricsRow, steps: int) -> str:
     """The metrics of a step as one line."""
     parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_format_number(row['loss'], '.4f')}"]
-    if row["held_out_loss"] is not None:
-        parts.append(f"held-out {row['held_out_loss']:.4f}")
+    if row["val_loss"] is not None:
+        parts.append(f"val loss {row['val_loss']:.4f}")
     parts += [f"lr {row['lr']:.2e}", f"norm {_format_number(row['grad_norm'], '.3f')}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row["mfu"] is not None:
-        parts.append(f"MFU {row['mfu']:.1%} (full {row['mfu_full']:.1%})")
-    parts.append(f"{row['memory'] / 2**30:.2f} GiB")
-    if row["skips"]:
-        parts.append(f"{row['skips']} left out")
+        parts.append(f"MFU {row['mfu']:.1%} (non-causal {row['mfu_noncausal']:.1%})")
+    parts.append(f"{row['peak_memory_bytes'] / 2**30:.2f} GiB")
+    if row["skipped_total"]:
+        parts.append(f"{row['skipped_total']} skipped")
     return "  ".join(parts)
 
 
@@ -63,7 +63,7 @@ def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
         # The file comes first, so that a failing display cannot lose a row.
         every: list[MetricsSink] = [stack.enter_context(metrics_file(folder / "metrics.jsonl"))]
         every.append(stack.enter_context(progress_display(run.train.steps)))
-        for name in run.train.log:
+        for name in run.train.loggers:
             every.append(stack.enter_context(tolerate_failures(name, LOGGERS[name](run, folder))))
 
         def sink(row: MetricsRow) -> None:
@@ -151,8 +151,8 @@ def progress_display(steps: int) -> Iterator[MetricsSink]:
 
         def show(row: MetricsRow) -> None:
             # Keep the latest validation loss visible between evaluations.
-            if row["held_out_loss"] is None:
-                row = {**row, "held_out_loss": last.get("held_out_loss")}
+            if row["val_loss"] is None:
+                row = {**row, "val_loss": last.get("val_loss")}
             last.update(row)
             bar.update(task, completed=row["step"] + 1, description=format_metrics(row, steps))
 
@@ -165,7 +165,7 @@ def _line_printer(steps: int) -> MetricsSink:
     def show(row: MetricsRow) -> None:
         step = row["step"]
         # Besides the regular lines: the last step, every evaluation, and every skipped step.
-        shown = step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None
+        shown = step % every == 0 or step == steps - 1 or row["val_loss"] is not None
         if shown or row["skipped"]:
             print(format_metrics(row, steps), flush=True)
 
@@ -209,7 +209,8 @@ def wandb_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
         log = wandb.init(project="ranvier", name=folder.name, dir=str(folder), config=config)
     except wandb.errors.Error as error:
         raise PlanError(
-            f"train.log names wandb, which does not start: {error}. It needs an account or to be "
+            f"train.loggers names wandb, which does not start: {error}. It needs an account or to "
+            "be "
             "offline. Run `wandb login`, or set WANDB_MODE=offline."
         ) from None
     with log:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,7 @@ from ranvier.parallel.parallel_model import get_parallel_model
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
-FIXED_LORA_SETTINGS = ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")
+FIXED_LORA_SETTINGS = ("rank", "alpha", "target_modules", "layers", "dora", "rslora", "shared")
 """Settings that must not change, as the weights of adapters depend on them."""
 ADAPTER_INFIX = ".adapters."
 """Part of the names of all adapter weights, and of no others."""
@@ -29,14 +30,14 @@ ADAPTER_INFIX = ".adapters."
 
 def resolve_lora(run: RunConfig) -> RunConfig:
     """The run config with the settings of the adapter that it starts from."""
-    if not run.lora.start:
+    if not run.lora.init_from:
         return run
-    stored = read_adapter(Path(run.lora.start), run.model)
+    stored = read_adapter(Path(run.lora.init_from), run.model)
     if run.lora.rank not in (0, stored.lora.rank):
         raise PlanError(
-            f"lora.rank={run.lora.rank}, but lora.start={run.lora.start!r} has rank "
+            f"lora.rank={run.lora.rank}, but lora.init_from={run.lora.init_from!r} has rank "
             f"{stored.lora.rank}. A run that starts from an adapter has its settings. Leave "
-            "lora.rank out, or lora.start empty."
+            "lora.rank out, or lora.init_from empty."
         )
     return replace(run, lora=replace(run.lora, **asdict(stored.lora)))
 
@@ -46,12 +47,17 @@ def is_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> bool:
     return run.lora.rank > 0 and not any(ADAPTER_INFIX in name for name in manifest.tensors)
 
 
-def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
-    """Raise if a run starts from one with adapters, but has none or other ones."""
+def check_same_adapters(
+    manifest: CheckpointManifest, stored: Mapping[str, Any], run: RunConfig
+) -> None:
+    """Raise if a run starts from one with adapters, but has none or other ones.
+
+    stored: the settings of the run that saved the checkpoint.
+    """
     if not any(ADAPTER_INFIX in name for name in manifest.tensors):
         return
-    start = run.train.start
-    theirs = dict(manifest.facts.get("config", {}).get("lora", {}))
+    start = run.train.init_from
+    theirs = dict(stored.get("lora", {}))
     # A JSON round trip, as in the manifest: tuples become lists.
     mine = json.loads(json.dumps(asdict(run.lora)))
     other = [key for key in FIXED_LORA_SETTINGS if key in theirs and theirs[key] != mine[key]]
@@ -64,9 +70,11 @@ def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
     if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
     raise CheckpointError(
-        f"train.start={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but this "
+        f"train.init_from={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but "
+        "this "
         f"one has {have}. Its weights are those of its base without what was trained beside them. "
-        f"Merge them with `ranvier export {origin} --to DIR` and use train.start=DIR, or go on "
+        f"Merge them with `ranvier export {origin} --output DIR` and use train.init_from=DIR, or "
+        "go on "
         f"with the adapters: {want}."
     )
 
@@ -84,9 +92,9 @@ def init_adapters(trainer: Trainer) -> None:
     for _, adapter, layer in named_adapters(trainer.model):
         # DoRA starts with the row norms of the base weight, so this needs its final values.
         adapter.init_magnitudes(layer)
-    if run.lora.start:
+    if run.lora.init_from:
         mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
-        read_adapter(Path(run.lora.start), run.model).fill_state(mine)
+        read_adapter(Path(run.lora.init_from), run.model).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
     # The working weights were changed: refresh the master copies.
     trainer.optimizer.reload_master_weights()

@@ -28,7 +28,7 @@ from ranvier.nn.linear import Linear
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.train.memory.probe import candidate_micro_batches
 
-DEFAULT_FLOAT8_LAYERS = TrainConfig().fp8_layers
+DEFAULT_FLOAT8_LAYERS = TrainConfig().float8_layers
 MAX_PACKED_FEATURES = 4096
 """Output features up to which fused layers are packed in fp8."""
 
@@ -43,7 +43,7 @@ def choose_arithmetic(
     parallel = get_parallel_model(model)
     dtype = next(iter(model.parameters())).dtype
     notes = _choose_attention(run, parallel, grid, device, dtype, flow)
-    if run.train.fp8 != "off":
+    if run.train.float8 != "off":
         # The micro-batch may still be open: the smallest candidate must satisfy the fp8 size rules,
         # too.
         least = replace(flow, samples=candidate_micro_batches(run.plan, flow.seq)[-1])
@@ -93,38 +93,39 @@ def _choose_attention(
 
 
 def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShape) -> list[str]:
-    """Use fp8 matmuls in the layers of `train.fp8_layers` whose sizes allow it."""
-    products, layers = float8.Float8Linear(run.train.fp8), _linear_layers(parallel)  # type: ignore[arg-type]
+    """Use fp8 matmuls in the layers of `train.float8_layers` whose sizes allow it."""
+    products, layers = float8.Float8Linear(run.train.float8), _linear_layers(parallel)  # type: ignore[arg-type]
     named = [
         name
         for name in layers
-        if set(name.split(".")) & set(run.train.fp8_layers) and ".adapters." not in name
+        if set(name.split(".")) & set(run.train.float8_layers) and ".adapters." not in name
     ]
     # With a pipeline another stage may have the named layers.
     if not named and parallel.grid.degrees["pipe"] == 1:
         raise PlanError(
-            f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
+            f"train.float8_layers={list(run.train.float8_layers)} names no linear layer. A word of "
+            "its "
             f"name means a layer. Words are {', '.join(_name_parts(layers))}."
         )
     left = [name for name in named if not _fits_float8(layers[name], flow)]
     chosen = [name for name in named if name not in left]
     if named and not chosen:
         raise PlanError(
-            f"train.fp8={run.train.fp8!r}, but no layer can be multiplied so: tokens of a "
+            f"train.float8={run.train.float8!r}, but no layer can be multiplied so: tokens of a "
             f"micro-batch, inputs and outputs must be multiples of {float8.SIZE_MULTIPLE}, not "
             f"{_input_tokens(layers[left[0]], flow)}, {_matrix_shape(layers[left[0]])[1]} and "
-            f"{_matrix_shape(layers[left[0]])[0]}. Change data.seq or the model, or use "
-            "train.fp8='off'."
+            f"{_matrix_shape(layers[left[0]])[0]}. Change data.seq_len or the model, or use "
+            "train.float8='off'."
         )
     for name in chosen:
         layers[name].matmul_backend = products
     count = sum(math.prod(_matrix_shape(layers[name])) for name in chosen)
-    lines = [f"fp8 ({run.train.fp8}): {len(chosen)} layers, {count:,} parameters on a rank"]
+    lines = [f"fp8 ({run.train.float8}): {len(chosen)} layers, {count:,} parameters on a rank"]
     nowhere = sorted(
-        set(run.train.fp8_layers) - set(_name_parts(named)) - set(DEFAULT_FLOAT8_LAYERS)
+        set(run.train.float8_layers) - set(_name_parts(named)) - set(DEFAULT_FLOAT8_LAYERS)
     )
     if nowhere:
-        lines.append(f"train.fp8_layers has words of no layer: {', '.join(nowhere)}")
+        lines.append(f"train.float8_layers has words of no layer: {', '.join(nowhere)}")
     if left:
         lines.append(
             f"not in fp8, as their sizes are no multiples of {float8.SIZE_MULTIPLE}: "

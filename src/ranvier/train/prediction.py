@@ -53,10 +53,10 @@ class PredictionCheck:
 
         counted: whether the device counts the bytes of its tensors.
         """
-        self.step_seconds.append(float(row["seconds"]))
+        self.step_seconds.append(float(row["step_seconds"]))
         # On a CPU the row has the memory of the whole process, which was not predicted.
         if counted:
-            self.memory = int(row["memory"])
+            self.memory = int(row["peak_memory_bytes"])
         else:
             self.memory = 0
         if len(self.step_seconds) == CHECK_AFTER_STEPS:
@@ -74,14 +74,16 @@ class PredictionCheck:
         """Predicted vs. measured, as a sentence."""
         said = self.prediction
         words = (
-            f"a step was foretold to take {_format_time(said.seconds)}, and takes "
+            f"step time: predicted {_format_time(said.seconds)}, measured "
             f"{_format_time(self.median_seconds)}"
         )
         words += f" ({self.median_seconds / said.seconds - 1.0:+.0%})"
         if self.memory:
-            words += f"; memory {said.memory / GIB:.2f} and {self.memory / GIB:.2f} GiB"
+            words += (
+                f"; memory: predicted {said.memory / GIB:.2f}, measured {self.memory / GIB:.2f} GiB"
+            )
         if not said.low <= self.median_seconds <= said.high:
-            words += "; `ranvier plan --calibrate RUN` brings the planner nearer"
+            words += "; `ranvier plan --calibrate RUN` corrects the planner"
         return words
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def prediction_section(facts: Any) -> str:
     rows += [(f"of it {name}", f"{x:.4g}", "", "") for name, x in said.parts.items()]
     notes = [
         f"{said.why} ({said.machine})",
-        f"Four of five lie in {said.low:.4g} to {said.high:.4g} s.",
+        f"80% interval: {said.low:.4g} to {said.high:.4g} s.",
     ]
     return page.render_section(
         "Prediction",

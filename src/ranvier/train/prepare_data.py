@@ -15,10 +15,10 @@ from ranvier.data import prepare as preparing
 from ranvier.data.cache import DataFormat, holds_chats, pair_prefixes
 from ranvier.data.chat.conversation import parse_conversation
 from ranvier.data.chat.template import load_chat_template
-from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.corpus import Corpus
 from ranvier.data.dataset import cache_corpora
-from ranvier.data.manifest import CorpusManifest
+from ranvier.data.manifest import LEARN_VALUES, CorpusManifest
 from ranvier.data.prepare import PrepareProgress
 from ranvier.data.sources import DocumentReader
 from ranvier.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -32,15 +32,15 @@ def tokenize_corpora(run: RunConfig) -> list[str]:
     data = run.data
     with tokenization_progress() as progress:
         folders = cache_corpora(
-            data.corpus,
+            data.sources,
             cache=launch.cache_dir(),
             tokenizer=data.tokenizer,
             form=data.format,
-            template=data.template,
-            learn=data.learn,
-            field=data.field,
+            template=data.chat_template,
+            loss_on=data.loss_on,
+            field=data.text_field,
             max_bytes=data.max_bytes,
-            verify=data.verify,
+            verify=data.verify_checksums,
             progress=progress,
         )
     return [str(folder) for folder in folders]
@@ -49,42 +49,42 @@ def tokenize_corpora(run: RunConfig) -> list[str]:
 def prepare_corpus(
     inputs: Sequence[str],
     *,
-    out: str,
+    output: str,
     tokenizer: str,
     vocab: int,
-    field: str,
+    text_field: str,
     format: DataFormat,
-    template: str,
-    learn: Learn,
+    chat_template: str,
+    loss_on: LossOn,
 ) -> int:
     """Tokenize files into a directory and print a summary; returns the exit code."""
     if not inputs:
         raise PlanError(
             "data prepare was given no file. It tokenizes one or more. "
-            "Write: ranvier data prepare FILE ... --out DIR."
+            "Write: ranvier data prepare FILE ... --output DIR."
         )
     # Inputs in Megatron's indexed format are tokenized already.
     tokens = [path for path in inputs if pair_prefixes(Path(path))]
     if tokens:
         raise PlanError(
             f"{tokens[0]} holds tokens already. prepare makes them of texts. Train on it as it is: "
-            f"{command_line('ranvier', 'train', '--data.corpus', Path(tokens[0]))}"
+            f"{command_line('ranvier', 'train', '--data.sources', Path(tokens[0]))}"
         )
-    folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
+    folder = Path(output or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
     # Checked before the tokenizer is trained, which may take long.
     preparing.refuse_other_content(folder)
-    chats = _has_chats(inputs, field, format)
-    words = _load_or_train_tokenizer(inputs, tokenizer, vocab, field, chats=chats)
+    chats = _has_chats(inputs, text_field, format)
+    words = _load_or_train_tokenizer(inputs, tokenizer, vocab, text_field, chats=chats)
     if chats:
-        chat = ChatEncoder(load_chat_template(words, tokenizer, template), words)
+        chat = ChatEncoder(load_chat_template(words, tokenizer, chat_template), words)
     else:
         chat = None
     with tokenization_progress() as progress:
         preparing.prepare_corpus(
-            inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress
+            inputs, folder, words, chat=chat, loss_on=loss_on, field=text_field, progress=progress
         )
     show_corpus(folder)
-    print(f"Train on it with:\n  {command_line('ranvier', 'train', '--data.corpus', folder)}")
+    print(f"Train on it with:\n  {command_line('ranvier', 'train', '--data.sources', folder)}")
     return 0
 
 
@@ -95,7 +95,7 @@ def _has_chats(inputs: Sequence[str], field: str, form: DataFormat) -> bool:
         kinds = ", ".join(f"{path}: {'chat' if it else 'text'}" for path, it in found.items())
         raise PlanError(
             f"{kinds}. A prepared corpus holds one kind. Prepare them apart, and mix them with "
-            "data.weights."
+            "data.mixture_weights."
         )
     return any(found.values())
 
@@ -123,7 +123,8 @@ def show_corpus(folder: Path) -> int:
     print(f"  fingerprint of the corpus: {corpus.fingerprint}")
     print(f"  fingerprint of the tokenizer: {corpus.tokenizer or 'unknown'}")
     if corpus.template:
-        print(f"  fingerprint of the chat template: {corpus.template}, learn {corpus.learn}")
+        loss_on = next(ours for ours, stored in LEARN_VALUES.items() if stored == corpus.learn)
+        print(f"  fingerprint of the chat template: {corpus.template}, loss on {loss_on}")
         print("  the first conversation, with what is learnt in «»:\n")
         lines = escape_controls(mark_learned_tokens(Corpus.open(folder))).splitlines()
         print("\n".join(f"    {line}" for line in lines))

@@ -44,13 +44,15 @@ def choose_masks(run: RunConfig, parallel: ParallelModel, step: int) -> MaskFunc
     """The mask function after `step` steps, from the current weights. Communicates: counts."""
     config = run.prune
     queue = parallel.bucket_scheduler
-    if config.masks:
+    if config.mask_file:
         return run_and_raise_together(
-            lambda: load_mask_file(Path(config.masks), parallel), parallel.grid, queue.device
+            lambda: load_mask_file(Path(config.mask_file), parallel), parallel.grid, queue.device
         )
     if config.pattern_n_m is not None:
         return pruning.by_pattern(queue, *config.pattern_n_m)
-    return pruning.by_magnitude(queue, pruning.sparsity_at(step, config.sparsity, config.until))
+    return pruning.by_magnitude(
+        queue, pruning.sparsity_at(step, config.sparsity, config.final_step)
+    )
 
 
 def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
@@ -61,13 +63,13 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
     config = run.prune
     if not config.is_enabled:
         return
-    if run.train.out:
-        own = directory.find_checkpoints(Path(run.train.out) / "checkpoints")
+    if run.train.output_dir:
+        own = directory.find_checkpoints(Path(run.train.output_dir) / "checkpoints")
     else:
         own = []
     goes_on = bool(own) or run.checkpoint.resume not in ("auto", "never")
     # The file may be gone by the time a run is resumed.
-    if config.masks and goes_on and not Path(config.masks).exists():
+    if config.mask_file and goes_on and not Path(config.mask_file).exists():
         return
     pruning.prune_buckets(parallel.bucket_scheduler, choose_masks(run, parallel, 0))
 
@@ -77,8 +79,8 @@ def init_masks(run: RunConfig, parallel: ParallelModel) -> None:
 
 def is_update_due(run: RunConfig, step: int) -> bool:
     """Whether masks are updated after `step` steps."""
-    every = run.prune.every
-    until = run.prune.until
+    every = run.prune.update_interval
+    until = run.prune.final_step
     return 0 < step <= until and (step % every == 0 or step == until)
 
 
@@ -119,8 +121,8 @@ def sparsity_lines(trainer: Trainer) -> list[str]:
     experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
     line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
     line += ", each expert's of their own" if experts else ""
-    if config.every:
-        grows = f", to be {config.sparsity:.2%} after step {config.until}"
+    if config.update_interval:
+        grows = f", to be {config.sparsity:.2%} after step {config.final_step}"
     else:
         grows = ""
     return [line + grows]
@@ -158,7 +160,7 @@ class MaskLoader:
             self.mask_function = load_checkpoint_masks(
                 checkpoint, manifest, get_parallel_model(self.trainer.model)
             )
-        if self.mask_function is None and run.prune.every:
+        if self.mask_function is None and run.prune.update_interval:
             # With a schedule nothing is pruned before its first update.
             self.mask_function = keep_all
         if self.mask_function is None:
@@ -181,7 +183,7 @@ def fill_weights(
     if lora.is_base_checkpoint(manifest, run):
         # A base checkpoint has no adapters; they are initialised afterwards.
         weights = {name: x for name, x in weights.items() if lora.ADAPTER_INFIX not in name}
-    load.load_checkpoint(checkpoint, weights, partial=run.checkpoint.partial, cast=True)
+    load.load_checkpoint(checkpoint, weights, strict=run.checkpoint.strict, cast=True)
 
 
 # ---- from files -------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def load_mask_file(path: Path, parallel: ParallelModel) -> MaskFunction:
         names = {*file.keys()}
     except (OSError, SafetensorError) as error:
         raise PlanError(
-            f"prune.masks={str(path)!r} cannot be read: {error!s:.200}. It is a file of "
+            f"prune.mask_file={str(path)!r} cannot be read: {error!s:.200}. It is a file of "
             "safetensors, with a mask by the name of each weight that is pruned. Mend the path."
         ) from None
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
@@ -260,7 +262,8 @@ def _check_mask_shapes(
         else:
             more = ""
         raise PlanError(
-            f"prune.masks={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks are of "
+            f"prune.mask_file={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks are "
+            "of "
             "matrices of layers, by their names in the checkpoints of the run (without .master). "
             "Mend the file."
         )

@@ -80,18 +80,21 @@ def resolve_device_and_dtype(
             f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
             "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
         )
-    if run.train.fp8 != "off" and device.type == "cuda" and dtype != "bf16":
+    if run.train.float8 != "off" and device.type == "cuda" and dtype != "bf16":
         raise PlanError(
-            f"train.fp8={run.train.fp8!r} with train.dtype={dtype!r}. On cuda products in 8 bits "
-            "give bf16. Use train.dtype='bf16' or train.fp8='off'."
+            f"train.float8={run.train.float8!r} with train.dtype={dtype!r}. On cuda products in 8 "
+            "bits "
+            "give bf16. Use train.dtype='bf16' or train.float8='off'."
         )
-    if run.train.fp8 != "off" and not float8.supports_device(device):
+    if run.train.float8 != "off" and not float8.supports_device(device):
         raise PlanError(
-            f"train.fp8={run.train.fp8!r}, but {torch.cuda.get_device_name(device)} does not "
-            "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.fp8='off'."
+            f"train.float8={run.train.float8!r}, but {torch.cuda.get_device_name(device)} does not "
+            "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.float8='off'."
         )
-    if run.plan.graph and device.type != "cuda":
-        raise PlanError(f"plan.graph=True on {device}. CUDA records graphs. Use plan.graph=False.")
+    if run.plan.cuda_graph and device.type != "cuda":
+        raise PlanError(
+            f"plan.cuda_graph=True on {device}. CUDA records graphs. Use plan.cuda_graph=False."
+        )
     compiled = run.plan.compile
     if compiled == "auto":
         able = device.type == "cuda" and has_triton()
@@ -141,17 +144,17 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
     memory = run.memory
     width = DTYPES[run.train.dtype].itemsize
     split = plan.pipe * plan.depth * plan.row * plan.col
-    tokens = max(plan.micro_batch, 1) * run.data.seq
+    tokens = max(plan.micro_batch, 1) * run.data.seq_len
     wide = max(width, 4)
-    free = memory.fit == "auto"
+    free = memory.auto
     trained = run.trainable_parameters * run.prune.initial_density
-    moment = {"bf16": 2, "int8": 1}.get(run.optim.moments, wide)
+    moment = {"bf16": 2, "int8": 1}.get(run.optim.state_dtype, wide)
     # Offloaded or automatically placed tensors count as 0: this is only a lower bound.
     state = 0.0
     # Weights and gradients, split over pipe and the tensor axes.
-    if memory.weights == "device" and not free:
+    if memory.parameters == "device" and not free:
         state += (run.model.num_parameters + trained) * width / split
-    if memory.states == "device" and not free:
+    if memory.optimizer_states == "device" and not free:
         # Two Adam moments, and an fp32 master copy if weights are 16-bit; sharded over all ranks.
         state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world_size
     layers = run.model.layers / plan.pipe
@@ -161,13 +164,14 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world_size
-    if memory.limit > 0.0:
-        there = min(there, int(memory.limit * 2**30))
+    if memory.device_limit_gib > 0.0:
+        there = min(there, int(memory.device_limit_gib * 2**30))
     if state + kept > there:
         raise PlanError(
             f"A rank needs {(state + kept) / 2**30:,.2f} GiB at least ({state / 2**30:,.2f} for "
             f"weights, gradients and moments, {kept / 2**30:,.2f} for activations), but has "
-            f"{there / 2**30:,.2f} GiB. They must fit. Use a smaller model.size, data.seq or "
-            f"plan.batch, {'a larger memory.limit, ' if memory.limit > 0.0 else ''}"
-            f"{'' if free else 'memory.fit=auto, '}or more ranks on depth, row or col."
+            f"{there / 2**30:,.2f} GiB. They must fit. Use a smaller model.size, data.seq_len or "
+            "plan.global_batch, "
+            f"{'a larger memory.device_limit_gib, ' if memory.device_limit_gib > 0.0 else ''}"
+            f"{'' if free else 'memory.auto=True, '}or more ranks on depth, row or col."
         )

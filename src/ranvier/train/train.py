@@ -22,7 +22,7 @@ from ranvier.comm.consensus import (
     max_over_ranks,
     run_and_raise_together,
 )
-from ranvier.config.run import RunConfig
+from ranvier.config.run import SETTINGS_FORMAT, RunConfig
 from ranvier.data.dataset import RunData, open_data
 from ranvier.errors import STOPPED_EXIT_CODE, DataError, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
@@ -60,13 +60,13 @@ def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
     """Open the tokenized corpora of a run; raises if a token is outside the model's vocabulary."""
     data = open_data(
         stored,
-        weights=run.data.weights,
-        seq=run.data.seq,
+        weights=run.data.mixture_weights,
+        seq=run.data.seq_len,
         seed=run.train.seed,
-        held_out=run.data.held_out,
-        packed=run.data.packed,
+        held_out=run.data.validation_fraction,
+        packed=run.data.document_mask,
         truncate=run.data.truncate,
-        learn=run.data.learn,
+        loss_on=run.data.loss_on,
     )
     # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token id.
     words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
@@ -116,9 +116,12 @@ def train(
     if run.plan.compile == "on":
         cache_compiled_kernels()
     grid = Grid.from_plan(
-        run.plan, rank=me.rank, connected=me.world_size > 1, timeout_seconds=run.train.timeout
+        run.plan,
+        rank=me.rank,
+        connected=me.world_size > 1,
+        timeout_seconds=run.train.comm_timeout_seconds,
     )
-    grid.trace.check_collectives = run.train.debug
+    grid.trace.check_collectives = run.train.check_collectives
     check_same_settings(run, grid, device)
     if stored is None:
         here = run_and_raise_together(
@@ -136,12 +139,14 @@ def train(
     # With a heartbeat file the launcher watches this rank; otherwise it watches itself.
     alone = me.world_size > 1 and not me.heartbeat_file
     grid.trace.on_issue = pulse.record_collective
-    watching = watch_for_hangs(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
+    watching = (
+        watch_for_hangs(pulse, me.rank, run.launch.watchdog_seconds) if alone else nullcontext()
+    )
     with handle or nullcontext(), watching:
         placed = folders.with_dir(run, folder)
         local = me.local_world_size
         trainer = Trainer.from_run(placed, grid, device, data, local_ranks=local)
-        # `memory.fit=auto` has made a prediction already.
+        # `memory.auto` has made a prediction already.
         if device.type == "cuda" and trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
                 trainer.run, trainer.model, trainer.optimizer, device, local
@@ -152,16 +157,18 @@ def train(
         else:
             trainer.prediction_check = PredictionCheck(said)
         held = [folder]
-        if run.checkpoint.every >= 0:
+        if run.checkpoint.interval >= 0:
             # Creating the saver now also fails early if its directory cannot be written.
             held += [trainer.saver.folder]
-        if run.train.start and not candidates:
-            checkpointing.load_initial_weights(trainer, Path(run.train.start))
-            trainer.notes += [f"it begins with the weights of {run.train.start}"]
+        if run.train.init_from and not candidates:
+            checkpointing.load_initial_weights(trainer, Path(run.train.init_from))
+            trainer.notes += [f"it begins with the weights of {run.train.init_from}"]
             if me.rank == 0:
-                import_export.copy_origin_files(run.train.start, folder)
+                import_export.copy_origin_files(run.train.init_from, folder)
         elif run.lora.rank and not candidates:
-            line = "adapters are trained beside random weights: give train.start, or import a model"
+            line = (
+                "adapters are trained beside random weights: set train.init_from or import a model"
+            )
             trainer.notes += [line]
         if candidates:
             trainer.notes += trainer.resume_from(*candidates)
@@ -211,7 +218,11 @@ def _train_and_record(
 
 def _is_already_finished(run: RunConfig, grid: Grid, device: torch.device) -> bool:
     """Whether the run has finished before. Communicates: rank 0's answer, to all."""
-    here = grid.rank == 0 and bool(run.train.out) and folders.is_finished(Path(run.train.out))
+    here = (
+        grid.rank == 0
+        and bool(run.train.output_dir)
+        and folders.is_finished(Path(run.train.output_dir))
+    )
     return max_over_ranks(int(here), grid, device) > 0
 
 
@@ -224,10 +235,10 @@ def _acquire_dir(
     def claim() -> tuple[Any, IO[str] | None]:
         if grid.rank > 0:
             return None, None
-        there = run.train.out and Path(run.train.out).is_dir()
+        there = run.train.output_dir and Path(run.train.output_dir).is_dir()
         # An existing directory is locked before anything in it is renamed.
         if there:
-            held = folders.lock_dir(Path(run.train.out))
+            held = folders.lock_dir(Path(run.train.output_dir))
         else:
             held = None
         try:
@@ -329,6 +340,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         before = {}
     folders.update_run_json(
         folder,
+        format=SETTINGS_FORMAT,
         title=folder.name,
         model=run.model.size,
         parameters=count_parameters(parallel),
@@ -394,12 +406,16 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
         folders.update_run_json(folder, status=status, finished=current_time())
 
     def record_facts() -> None:
-        counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
+        counts = zip(
+            ("nonfinite_steps", "spikes", "skipped_total", "rewinds"),
+            trainer.guard.counts,
+            strict=True,
+        )
         more: dict[str, Any] = {**dict(counts), **folders.compute_goodput(folder)}
         folders.update_run_json(folder, phases=trainer.meter.phases, **more)
         folders.update_run_json(folder, memory=_memory_facts(trainer))
         if trainer.prediction_check is not None:
-            folders.update_run_json(folder, foretold=trainer.prediction_check.to_dict())
+            folders.update_run_json(folder, prediction=trainer.prediction_check.to_dict())
 
     lines = [
         _try_optional("status in run.json", record_status),
@@ -424,7 +440,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     # Recorded before the sample, as generating one may even end the process.
     lines = _record_end(trainer, folder, status)
     small = count_parameters(get_parallel_model(trainer.model)) <= MAX_SAMPLED_PARAMETERS
-    words = run.train.prompt and (folder / "tokenizer.json").exists()
+    words = run.train.sample_prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stop_signal:
         lines.insert(0, _try_optional("sample of text", lambda: _show_sample(trainer, folder)))
     print("", *filter(None, lines), sep="\n")
@@ -434,13 +450,13 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         if saved:
             where = f"saved in {saved[-1]}"
         else:
-            where = "not saved, as checkpoint.every=-1"
+            where = "not saved, as checkpoint.interval=-1"
         print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
         print(f"Go on with:\n  {command_line('ranvier', 'train', folder)}")
         return
     print("Try next:")
     if saved:
-        prompt = f"{run.train.prompt.strip()} "
+        prompt = f"{run.train.sample_prompt.strip()} "
         if prompt[0] == "-":
             # A prompt that starts with a dash would be parsed as an option.
             asks = [f"--prompt={prompt}"]
@@ -451,13 +467,13 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         more = ("--train.steps", 2 * run.train.steps)
         print(f"  {command_line('ranvier', 'generate', folder, *asks)}")
         print(f"  {command_line('ranvier', 'train', folder, *more)}")
-    print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
+    print("  ranvier train --data.sources YOUR.txt --plan.row 2")
     print("  ranvier train --help")
 
 
 def _show_sample(trainer: Trainer, folder: Path) -> None:
     """Print a sample of the latest checkpoint and add it to run.json and the report."""
-    prompt = trainer.run.train.prompt
+    prompt = trainer.run.train.sample_prompt
     text = sample_text(folder, trainer)
     print("\nA sample of text:\n")
     print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
@@ -469,7 +485,11 @@ def sample_text(folder: Path, trainer: Trainer) -> str:
     """Generate a continuation of the prompt with the run's latest checkpoint."""
     speaker = TextGenerator.from_run(folder, trainer.device)
     pieces = speaker.complete_prompt(
-        trainer.run.train.prompt, tokens=80, temperature=0.7, top_k=40, seed=trainer.run.train.seed
+        trainer.run.train.sample_prompt,
+        tokens=80,
+        temperature=0.7,
+        top_k=40,
+        seed=trainer.run.train.seed,
     )
     return "".join(pieces)
 
@@ -499,10 +519,10 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
         ]
         count = sum(members)
         if group == "matrix":
-            decay = run.optim.decay
+            decay = run.optim.weight_decay
         else:
             decay = 0.0
-        lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr"))
+        lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr_scale"))
         if members:
             lines.append(
                 f"group {group}: {len(members)} weights, {count:,} parameters, lr {lr:g}, "
@@ -531,7 +551,8 @@ def describe_run(trainer: Trainer) -> str:
         f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
         f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {describe_grid(run)}"
         f"{f' over {run.train.backend}' if trainer.grid.world_size > 1 else ''}; "
-        f"{run.plan.batch} x {run.data.seq} tokens a step in {run.plan.num_micro_batches} "
+        f"{run.plan.global_batch} x {run.data.seq_len} tokens a step in "
+        f"{run.plan.num_micro_batches} "
         "micro-batch(es)"
     )
 

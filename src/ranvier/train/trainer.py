@@ -147,9 +147,9 @@ class Trainer:
         model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
         # Masks come first: memory and optimizer are sized by the elements that remain.
         pruning.init_masks(run, get_parallel_model(model))
-        micro = candidate_micro_batches(run.plan, run.data.seq)[0]
+        micro = candidate_micro_batches(run.plan, run.data.seq_len)[0]
         local_ranks = local_ranks or grid.world_size
-        flow = ActivationShape(micro, run.data.seq, dtype.itemsize, statistics_itemsize=4)
+        flow = ActivationShape(micro, run.data.seq_len, dtype.itemsize, statistics_itemsize=4)
         notes = choose_arithmetic(run, model, grid, device, flow)
         # The order matters: what a later step measures depends on the kernels, the placement and
         # the optimizer that the earlier ones have chosen.
@@ -165,13 +165,13 @@ class Trainer:
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
-        meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
+        meter = Meter(plan.global_batch * run.data.seq_len, flops, peak_flops(device, dtype))
         guard = LossGuard(run.guard, device)
         notes += found.notes
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
         trainer.memory_tracker = found.memory_tracker
         lora.init_adapters(trainer)
-        if plan.graph:
+        if plan.cuda_graph:
             trainer.take_step = CudaGraphStep(model, optimizer).step
         return trainer
 
@@ -182,7 +182,7 @@ class Trainer:
 
         stop: its `signal` is read before each step; all ranks end after the same step.
         """
-        if self.run.train.evaluate and self.step == 0:
+        if self.run.train.eval_interval and self.step == 0:
             first = self.compute_val_loss()
         else:
             first = None
@@ -195,13 +195,13 @@ class Trainer:
 
     def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
         """Run steps until the last one, a stop signal, or a spike that requires a rewind."""
-        every = self.run.train.evaluate
+        every = self.run.train.eval_interval
         last = self.run.train.steps
         guard = self.guard
         before: PendingStep | None = None
         ended: DeviceEvent | None = None
         runtime = get_parallel_model(self.model).pipeline.executor
-        patience = self.run.train.timeout
+        patience = self.run.train.comm_timeout_seconds
         with freeze_gc(), Loader(self._batch_maker(), self.step, patience=patience) as loader:
             while self.step < last and not self.stop_signal:
                 # Stage timing synchronises the device, so it is enabled only for the steps that
@@ -225,7 +225,7 @@ class Trainer:
                 if guard.needs_rewind():
                     return
                 before = under
-                saved = self.is_due(self.run.checkpoint.every)
+                saved = self.is_due(self.run.checkpoint.interval)
                 if self.is_due(every):
                     under.val_loss = self.compute_val_loss()
                 # Evaluation and the replica comparison run between two steps, so this step is read
@@ -250,13 +250,13 @@ class Trainer:
     def _reads_before_save(self) -> bool:
         """Whether a step is read before it is saved; otherwise the device does not even pause."""
         # With spike='rewind' a checkpoint must not contain a step that turns out to be a spike.
-        waits = self.device.type == "cpu" or not self.run.checkpoint.background
-        return waits or self.run.guard.spike == "rewind"
+        waits = self.device.type == "cpu" or not self.run.checkpoint.async_save
+        return waits or self.run.guard.on_spike == "rewind"
 
     def _is_comparison_due(self) -> bool:
         """Whether the replicas of weights are compared after this step."""
         if self.grid.world_size > 1:
-            every = self.run.guard.replicas
+            every = self.run.guard.replica_check_interval
         else:
             every = 0
         return every > 0 and self.step % every == 0
@@ -272,8 +272,8 @@ class Trainer:
         return self.device.type == "cpu" or self.step == self.run.train.steps - 1
 
     def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
-        """Issue a step; the last one is traced if `train.trace` is set."""
-        if not self.run.train.trace or self.step < self.run.train.steps - 1:
+        """Issue a step; the last one is traced if `train.trace_comm` is set."""
+        if not self.run.train.trace_comm or self.step < self.run.train.steps - 1:
             return self.issue_step(loader, signal=signal)
         with self.grid.trace.record_events() as events:
             under = self.issue_step(loader, signal=signal)
@@ -288,13 +288,13 @@ class Trainer:
         """Return a function from step number to the micro-batches of this rank."""
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
-        offset = self.samples - self.step * self.run.plan.batch
+        offset = self.samples - self.step * self.run.plan.global_batch
 
         def make(step: int) -> list[Batch]:
             return load_micro_batches(
                 self.data.train,
-                offset + step * run.plan.batch,
-                run.plan.batch,
+                offset + step * run.plan.global_batch,
+                run.plan.global_batch,
                 self.grid,
                 run.plan.micro_batch,
                 pin=self.device.type == "cuda",
@@ -329,7 +329,7 @@ class Trainer:
             largest = collectives.all_reduce(status, world_axis(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
         # A graph replay does not call `before_update`, so wait here until the weights are copied.
-        if run.plan.graph and self._saver is not None:
+        if run.plan.cuda_graph and self._saver is not None:
             self._saver.wait_for_copies()
         self.guard.update_limit(self.step)
         taken = self.take_step(on_device, lr, self.guard.step_limits, *self._pass_wrapper())
@@ -347,20 +347,20 @@ class Trainer:
         experts = moe.router_statistics(get_parallel_model(self.model).load_balancer)
         numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
         self.step = self.step + 1
-        self.samples = self.samples + run.plan.batch
+        self.samples = self.samples + run.plan.global_batch
         awaited = self.grid.trace.waited_events
         self.grid.trace.waited_events = []
-        tokens = self.samples * run.data.seq
+        tokens = self.samples * run.data.seq_len
         return PendingStep(
             self.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
         )
 
     def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
         """The wrapper around forward and backward of this step, as optional last argument."""
-        again = self.run.guard.replay
+        again = self.run.guard.replay_interval
         if again and self.step % again == 0:
             return (StepReplay(self.model, self.step).run_twice,)
-        if self.memory_tracker.gradient_bytes or self.run.plan.graph:
+        if self.memory_tracker.gradient_bytes or self.run.plan.cuda_graph:
             return ()
         # Gradient memory is measured once, in the first step that is neither replayed nor a graph.
         return (partial(self.memory_tracker.track_gradients, self.model),)
@@ -388,9 +388,9 @@ class Trainer:
             self.step,
             kind=optim.schedule,
             steps=run.train.steps,
-            warmup=optim.warmup,
-            cooldown=optim.cooldown,
-            floor=optim.floor,
+            warmup=optim.warmup_steps,
+            cooldown=optim.decay_ratio,
+            floor=optim.min_lr_ratio,
         )
 
     def read_step(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
@@ -409,9 +409,9 @@ class Trainer:
             self.raise_nonfinite(under.step, loss)
         if spike:
             self.guard.check_spikes(under.step, self._describe_latest())
-        if spike and self.run.guard.spike == "rewind" and self.latest_checkpoints():
+        if spike and self.run.guard.on_spike == "rewind" and self.latest_checkpoints():
             self.guard.rewind_tokens = under.tokens
-        elif spike and self.run.guard.spike == "rewind":
+        elif spike and self.run.guard.on_spike == "rewind":
             words += "There is no checkpoint to go back to."
         if words:
             self.warn_on_first_rank(words)
@@ -435,7 +435,8 @@ class Trainer:
             cause = "Taken again, all are: a device may be faulty"
         raise NumericError(
             f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
-            f"finite. {cause}. At most guard.skips={self.run.guard.skips} such steps are left out; "
+            f"finite. {cause}. At most guard.max_skipped_steps={self.run.guard.max_skipped_steps} "
+            "such steps are left out; "
             "weights and moments were not updated with them. Use a lower optim.lr or look at "
             f"samples {self.sample_range(step)}; go on from {self._describe_latest()}."
         )
@@ -448,8 +449,8 @@ class Trainer:
 
     def sample_range(self, step: int) -> str:
         """The range of sample numbers of a step that has been issued."""
-        first = self.samples - (self.step - step) * self.run.plan.batch
-        return f"{first} to {first + self.run.plan.batch - 1}"
+        first = self.samples - (self.step - step) * self.run.plan.global_batch
+        return f"{first} to {first + self.run.plan.global_batch - 1}"
 
     def compute_val_loss(self) -> float | None:
         """Mean loss of the validation samples; None without any. Communicates: as forward."""
@@ -460,8 +461,8 @@ class Trainer:
         with self.meter.time_phase("evaluation"):
             batches = validation_batches(
                 held_out,
-                run.train.evaluate_samples,
-                run.plan.batch,
+                run.train.eval_samples,
+                run.plan.global_batch,
                 self.grid,
                 run.plan.micro_batch,
             )
@@ -474,7 +475,7 @@ class Trainer:
     @property
     def checkpoint_dir(self) -> Path:
         """The directory that holds the checkpoints."""
-        return Path(self.run.train.out) / "checkpoints"
+        return Path(self.run.train.output_dir) / "checkpoints"
 
     @property
     def saver(self) -> AsyncSaver:
@@ -498,20 +499,20 @@ class Trainer:
 
         Communicates: see `AsyncSaver`.
         """
-        if self.run.checkpoint.every < 0:
+        if self.run.checkpoint.interval < 0:
             return None
         # Never save replicas that differ; a comparison that was due has just been done.
-        if self.run.guard.replicas and not self._is_comparison_due():
+        if self.run.guard.replica_check_interval and not self._is_comparison_due():
             self.compare_replicas()
         saver = self.saver
-        wait = wait or not self.run.checkpoint.background
+        wait = wait or not self.run.checkpoint.async_save
         with self.meter.time_phase("checkpoint"):
             if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
                 self._skip_save(saver.step)
             # The final save may find that the last step has been saved already.
             elif saver.step != self.step:
                 mine, sparse = checkpointing.tensors_to_write(self)
-                also = [Path(self.run.train.out) / "metrics.jsonl"]
+                also = [Path(self.run.train.output_dir) / "metrics.jsonl"]
                 saver.save(
                     self.step, mine, checkpointing.checkpoint_facts(self), also=also, sparse=sparse
                 )
@@ -526,7 +527,7 @@ class Trainer:
         self.skipped_saves += 1
         self.warn_on_first_rank(
             f"No checkpoint after step {self.step}: that of step {before} is still being written. "
-            "Use a larger checkpoint.every or a faster disk."
+            "Use a larger checkpoint.interval or a faster disk."
         )
 
     def latest_checkpoints(self) -> list[Path]:
@@ -544,7 +545,7 @@ class Trainer:
         guard = self.guard
         after = self.step
         assert guard.rewind_tokens is not None, after
-        samples = guard.rewind_tokens // self.run.data.seq
+        samples = guard.rewind_tokens // self.run.data.seq_len
         # Loading restores the counts of the checkpoint, which does not know of this spike.
         counts = guard.counts
         for line in self.resume_from(*self.latest_checkpoints()):
@@ -567,10 +568,10 @@ class Trainer:
         Communicates: broadcast of a text from each stage.
         """
         parallel = get_parallel_model(self.model)
-        if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
+        if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.output_dir:
             return
         facts = gather_timeline(parallel, self.step, self.run.plan.num_micro_batches, self.device)
-        folder = Path(self.run.train.out)
+        folder = Path(self.run.train.output_dir)
         timed = facts["seconds"] > 0.0
         if self.grid.rank == 0 and folder.is_dir() and timed:
             try:
@@ -582,7 +583,7 @@ class Trainer:
 
     def write_trace(self, events: list[trace.Event]) -> None:
         """Write this rank's trace of the last step; rank 0 also prints it as a table."""
-        folder = Path(self.run.train.out)
+        folder = Path(self.run.train.output_dir)
         path = folder / f"trace-rank{self.grid.rank}.json"
         try:
             trace.write_chrome_trace(path, {self.grid.rank: events})

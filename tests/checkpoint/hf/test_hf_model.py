@@ -165,10 +165,10 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
     shape: dict[str, Any] = {"layers": 2, "embed": 32, "mlp": 48, "vocab": VOCAB, "head_dim": 8}
     for i, (kind, more) in enumerate(
         {
-            "llama": {"rope_scale": 8.0, "rope_original": 16},
-            "gpt2": {"kv_heads": 4, "positions": "learned", "norm": "layer"}
-            | {"activation": "gelu", "bias": True, "tied": True, "max_seq": 128},
-            "qwen3": {"qk_norm": True, "window": 4, "window_layers": (1,)},
+            "llama": {"rope_scale": 8.0, "original_max_position": 16},
+            "gpt2": {"kv_heads": 4, "position_embedding": "learned", "norm": "layer"}
+            | {"activation": "gelu", "bias": True, "tie_embeddings": True, "max_seq": 128},
+            "qwen3": {"qk_norm": "per_head", "sliding_window": 4, "window_layers": (1,)},
         }.items()
     ):
         config = DecoderConfig(**shape, **more)
@@ -192,7 +192,7 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
         directory.write_manifest(
             inside, 3, dict.fromkeys(AXES, 1), {"samples": 0, "fingerprint": ""}, files=1
         )
-        export_model(here, tmp_path / f"out{i}", shard=10_000)
+        export_model(here, tmp_path / f"out{i}", max_shard_bytes=10_000)
         table = json.loads((tmp_path / f"out{i}/config.json").read_text())
         assert table["model_type"] == kind
         assert (tmp_path / f"out{i}/model.safetensors.index.json").exists()
@@ -234,7 +234,11 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("deepseek_v3", {}, "model_type='deepseek_v3'"),
-    ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, "experts_top=3 of experts=2"),
+    (
+        "mixtral",
+        {"num_local_experts": 2, "num_experts_per_tok": 3},
+        "experts_per_token=3 of experts=2",
+    ),
     ("mixtral", {"num_local_experts": "many"}, "num_local_experts='many'"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
@@ -383,13 +387,17 @@ def test_configs_as_they_are_published_are_read(name: str) -> None:
     table = SEEN[name]
     config = FAMILIES[table["model_type"]].config_from_hf(table)
     assert config.window_layers == (tuple(range(0, 42, 2)) if name == "gemma-2-9b" else ())
-    assert config.window == (4096 if name == "gemma-2-9b" else 0)
+    assert config.sliding_window == (4096 if name == "gemma-2-9b" else 0)
     if name in MIXED:
         assert config == MODEL_SIZES[MIXED[name]]
     if name == "OLMoE-1B-7B-0924":
-        assert (config.experts, config.experts_top, config.expert_width) == (64, 8, 1024)
+        assert (config.experts, config.experts_per_token, config.expert_width) == (64, 8, 1024)
     if name == "Phi-4-mini":
-        assert (config.rope, config.rope_share, config.rope_original) == ("longrope", 0.75, 4096)
+        assert (config.rope, config.partial_rotary_factor, config.original_max_position) == (
+            "longrope",
+            0.75,
+            4096,
+        )
     if name == "deepseek-coder-1.3b":
         assert (config.rope, config.rope_scale, config.rope_theta) == ("linear", 4.0, 1e5)
 
@@ -398,7 +406,9 @@ def test_a_document_is_as_long_as_it_is_wherever_it_is_packed() -> None:
     """LongRoPE's factors depend on the length of the text, not on what lies beside it."""
     shape: dict[str, Any] = {"layers": 1, "embed": 16, "mlp": 16, "head_dim": 4, "vocab": VOCAB}
     factors: dict[str, Any] = {"rope_short": (1.0, 2.0), "rope_long": (3.0, 9.0)}
-    model = Decoder(DecoderConfig(**shape, rope="longrope", rope_original=8, **factors)).double()
+    model = Decoder(
+        DecoderConfig(**shape, rope="longrope", original_max_position=8, **factors)
+    ).double()
     x = tokens()[:1]
     documents = torch.tensor([[0] * 8 + [1] * 12])
     positions = torch.cat([torch.arange(8), torch.arange(12)]).unsqueeze(0)

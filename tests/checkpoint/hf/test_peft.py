@@ -130,7 +130,7 @@ def test_an_a_for_each_packed_layer_is_written_as_blocks(
     made: Any, on: tuple[str, ...], rslora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only part of a packed layer, or all of it: PEFT computes the same, and we read it back."""
-    one, lora = made("phi3"), AdapterConfig(rank=2, alpha=6.0, on=on, rslora=rslora)
+    one, lora = made("phi3"), AdapterConfig(rank=2, alpha=6.0, target_modules=on, rslora=rslora)
     weights = {**one.base, **drawn(one.config, lora)}
     written(monkeypatch, one, lora, weights, tmp_path)
     want = cases.logits(one.config, lora, weights)

@@ -114,7 +114,7 @@ def test_the_verb_says_keeps_and_refuses(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("3 times 3 is 9, " * 5)
-    words = ["--corpus", str(tmp_path / "a.txt"), "--data.seq", "8"]
+    words = ["--corpus", str(tmp_path / "a.txt"), "--data.seq-len", "8"]
     assert call("eval", str(folder), *words) == 0
     assert "perplexity" in capsys.readouterr().out
     known = json.loads((folder / "eval-3.json").read_text())
@@ -125,19 +125,30 @@ def test_the_verb_says_keeps_and_refuses(
     tasks.write_text(
         json.dumps({"task": "t", "language": "python", "prompt": "x = (", "tests": ""})
     )
-    words = ["--code", str(tasks), "--samples-per-task", "2", "--tokens", "3", "--k", "1,2"]
+    words = [
+        "--code",
+        str(tasks),
+        "--samples-per-task",
+        "2",
+        "--max-new-tokens",
+        "3",
+        "--pass-at-k",
+        "1,2",
+    ]
     assert call("eval", str(folder), *words) == 0
     known = json.loads((folder / "eval-3.json").read_text())
     assert known["corpora"] and known["code"]["pass"].keys() == {"1", "2"}
-    assert call("eval", "--samples", str(folder / "samples-3.jsonl"), "--k", "1,2") == 0
+    assert (
+        call("eval", "--samples-file", str(folder / "samples-3.jsonl"), "--pass-at-k", "1,2") == 0
+    )
     assert "build" in capsys.readouterr().out
 
     for words, said in (
         ([str(folder)], "nothing to do"),
         ([str(folder), "--tasks", "a", "--code", "b"], "one thing at a time"),
         (["--code", str(tasks)], "Name its RUN"),
-        ([str(folder), "--samples", "x"], "are of no RUN"),
-        ([str(folder), "--code", str(tasks), "--k", "9"], "--samples-per-task 9"),
+        ([str(folder), "--samples-file", "x"], "needs no RUN"),
+        ([str(folder), "--code", str(tasks), "--pass-at-k", "9"], "--samples-per-task 9"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--batch", "0"], "batch=0"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--step", "7"], "after step 7"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--stride", "99"], "stride=99"),
@@ -156,11 +167,18 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
 
     monkeypatch.setattr(lm_eval_harness, "build_task_manager", unknown)
     monkeypatch.setattr(verb, "load_model", lambda *_, **__: pytest.fail("weights were read"))
-    learned = ["--model.positions", "learned", "--model.max-seq", "32", "--data.seq", "32"]
+    learned = [
+        "--model.position-embedding",
+        "learned",
+        "--model.max-seq",
+        "32",
+        "--data.seq-len",
+        "32",
+    ]
     for words, said in (
-        ([*learned, "--length", "33"], "length=33, but the model has learned 32 positions"),
-        ([*learned, "--length", "32"], "('a', 'b') are not known"),
-        (["--length", "9999"], "('a', 'b') are not known"),
+        ([*learned, "--max-length", "33"], "length=33, but the model has learned 32 positions"),
+        ([*learned, "--max-length", "32"], "('a', 'b') are not known"),
+        (["--max-length", "9999"], "('a', 'b') are not known"),
     ):
         assert call("eval", str(folder), "--tasks", "a, b", *words) == 64, words
         assert said in capsys.readouterr().err, words

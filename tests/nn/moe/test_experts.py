@@ -31,7 +31,7 @@ OPTIONS: dict[str, list[Any]] = {
     "kind": ["", "sigmoid", "every", "raw"],
     "inner": ["samples", "features"],
     "recompute": ["none", "selective", "full"],
-    "collectives": ["again", "keep"],
+    "collectives": ["rerun", "save"],
     "micro_batches": [1, 2],
 }
 ROUTER, RUN = ("top", "capacity", "shared"), ("inner", "recompute", "collectives", "micro_batches")
@@ -39,7 +39,7 @@ ROUTER, RUN = ("top", "capacity", "shared"), ("inner", "recompute", "collectives
 
 def valid(row: dict[str, Any]) -> bool:
     """A model that computes nothing again keeps nothing for it."""
-    return row["recompute"] != "none" or row["collectives"] == "again"
+    return row["recompute"] != "none" or row["collectives"] == "rerun"
 
 
 def case_of(row: dict[str, Any]) -> Case:

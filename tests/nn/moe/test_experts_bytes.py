@@ -45,7 +45,7 @@ def test_recomputation_adds_no_collective(pool: Pool, kind: str) -> None:
     degrees = {"expert": 2, "row": 2}
     plain, again, kept = (
         pool.on_grid(degrees, traced, Case(MODEL, recompute=how, collectives=collectives))
-        for how, collectives in (("none", "again"), (kind, "again"), (kind, "keep"))
+        for how, collectives in (("none", "rerun"), (kind, "rerun"), (kind, "save"))
     )
     for a, b, c in zip(plain, again, kept, strict=True):
         assert (a["lines"], b["lines"], c["lines"]) == ([], [], [])

@@ -27,18 +27,20 @@ SMALL = DecoderConfig(
     vocab=29,
     max_seq=8,
     experts=4,
-    experts_top=2,
+    experts_per_token=2,
     expert_mlp=8,
-    shared_mlp=8,
-    balance=0.01,
-    router_z=0.001,
+    shared_expert_mlp=8,
+    aux_loss_coeff=0.01,
+    z_loss_coeff=0.001,
 )
 Found = dict[str, Tensor]
 
 
 def learned(grid: Grid, capacity: float, gain: float = 1.0, **options: Any) -> Found:
     """Loss and gradients of a step, in float64."""
-    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity, "router_gain": gain})
+    config = DecoderConfig(
+        **{**vars(SMALL), "capacity_factor": capacity, "router_logit_scale": gain}
+    )
     with torch.device("meta"):
         model = Decoder(config)
     model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)

@@ -26,7 +26,7 @@ LEAF = "blocks.1.mlp"
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "at once": {"overlap": ("dx", "dw", "gather")},
+    "at once": {"overlap": ("dx", "dw", "weight_gather")},
     "bf16": {"dispatch": "bf16"},
     "fp8": {"dispatch": "fp8"},
 }
@@ -68,7 +68,7 @@ def between(events: list[Event], swap: Event, where: str) -> list[Event]:
 
 @pytest.mark.parametrize(
     ("recompute", "collectives"),
-    [("none", "again"), ("full", "keep"), pytest.param("full", "again", marks=pytest.mark.full)],
+    [("none", "rerun"), ("full", "save"), pytest.param("full", "rerun", marks=pytest.mark.full)],
 )
 def test_the_shared_expert_is_computed_while_tokens_travel(
     pool: Pool, recompute: Any, collectives: Any
@@ -82,7 +82,7 @@ def test_the_shared_expert_is_computed_while_tokens_travel(
         events = found["events"]
         assert found["lines"] == []
         swaps = [e for e in events if e.op == "all_to_all"]
-        repeated = recompute != "none" and collectives == "again"
+        repeated = recompute != "none" and collectives == "rerun"
         assert len(swaps) == (6 if repeated else 4)
         for swap, where in [
             (swaps[0], "shared.enter"),
@@ -127,7 +127,7 @@ def rows() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_arrives_is_as_near_as_is_said(dtype: torch.dtype) -> None:
     x = rows().to(dtype)
-    assert encode_rows(x, "same") is x and torch.equal(decode_rows(x, "same", dtype), x)
+    assert encode_rows(x, "model") is x and torch.equal(decode_rows(x, "model", dtype), x)
     wide, largest = x.double(), x.double().abs().amax(1, keepdim=True)
     half = encode_rows(x, "bf16")
     assert half.dtype == torch.bfloat16
@@ -160,8 +160,8 @@ def test_a_narrow_dispatch_is_near_and_counted(
 
 
 def test_a_word_that_is_none_is_told() -> None:
-    wrong = Plan(data=1, dispatch="fp16")  # type: ignore[arg-type]
-    assert any("dispatch='fp16' is not known" in line for line in wrong.find_problems({}))
+    wrong = Plan(data=1, moe_dispatch_dtype="fp16")  # type: ignore[arg-type]
+    assert any("moe_dispatch_dtype='fp16' is not known" in line for line in wrong.find_problems({}))
 
 
 # ---- compiled blocks --------------------------------------------------------------------

@@ -19,12 +19,12 @@ FLOW = ActivationShape(1, 512, itemsize=2, statistics_itemsize=4)
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pipe": 4, "chunks": 3, "batch": 32},
-        {"pipe": 4, "chunks": 2, "batch": 16, "depth": 2, "recompute": "full"},
-        {"pipe": 4, "chunks": 3, "batch": 24, "depth": 2, "spread": True},
-        {"pipe": 8, "batch": 32, "data": 2, "recompute": "selective"},
-        {"pipe": 2, "batch": 16, "policy": "zero-bubble"},
-        {"depth": 4, "batch": 32},
+        {"pipe": 4, "virtual_stages": 3, "global_batch": 32},
+        {"pipe": 4, "virtual_stages": 2, "global_batch": 16, "depth": 2, "recompute": "full"},
+        {"pipe": 4, "virtual_stages": 3, "global_batch": 24, "depth": 2, "vocab_over_pipe": True},
+        {"pipe": 8, "global_batch": 32, "data": 2, "recompute": "selective"},
+        {"pipe": 2, "global_batch": 16, "schedule": "zero-bubble"},
+        {"depth": 4, "global_batch": 32},
     ],
     ids=str,
 )
@@ -33,7 +33,7 @@ def test_the_fullest_turns_are_enough(
     size: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, model = Plan(micro_batch=1, **{"data": 1, **layout}), load_shipped_spec(size)
-    simulated = plan.policy != Plan().policy
+    simulated = plan.schedule != Plan().schedule
 
     def totals() -> list[int]:
         kept = {"simulated": simulated, "keeps": False}
@@ -65,7 +65,7 @@ def _all(fewer: Any, counts: list[tuple[int, int]], found: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "layout"),
     [
-        ("llama3-8b", {"pipe": 4, "chunks": 4}),
+        ("llama3-8b", {"pipe": 4, "virtual_stages": 4}),
         ("llama3-405b", {"pipe": 11, "recompute": "full"}),
         ("mixtral-8x7b", {"pipe": 5}),
         ("ted-6.7b-16e", {"pipe": 12, "recompute": "full"}),
@@ -76,13 +76,17 @@ def test_the_worst_stage_is_among_those_with_parts_of_their_own(
     size: str, layout: dict[str, Any]
 ) -> None:
     model = load_shipped_spec(size)
-    plan = Plan(micro_batch=1, data=1, batch=4 * layout["pipe"], **layout)
+    plan = Plan(micro_batch=1, data=1, global_batch=4 * layout["pipe"], **layout)
     every = [
         peak_memory(model, plan, FLOW, simulated=False, stage=i).total_bytes
         for i in range(plan.pipe)
     ]
     assert peak_memory(model, plan, FLOW, simulated=False).total_bytes == max(every)
     few = fullest_stages(
-        model, plan.pipe, plan.chunks, find_stage_starts(model, plan, FLOW.seq), plan.spread
+        model,
+        plan.pipe,
+        plan.virtual_stages,
+        find_stage_starts(model, plan, FLOW.seq),
+        plan.vocab_over_pipe,
     )
     assert len(few) < plan.pipe and (size == "llama3-8b" or every.index(max(every)) > 0)

@@ -17,10 +17,10 @@ from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
 from training import losses_of, run_of, stored
 
-EVEN = {"optim__schedule": "wsd", "optim__warmup": 0, "optim__cooldown": 0.0}
+EVEN = {"optim__schedule": "wsd", "optim__warmup_steps": 0, "optim__decay_ratio": 0.0}
 """The learning rate does not depend on how many steps there will be."""
-HOST = {"memory__states": "host", "memory__tile": 4096, **EVEN}
-AWAY = {**HOST, "memory__weights": "host"}
+HOST = {"memory__optimizer_states": "host", "memory__offload_tile": 4096, **EVEN}
+AWAY = {**HOST, "memory__parameters": "host"}
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +68,17 @@ def losses_read_late(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_gather", watched)
         return losses_of(
-            grid, corpus, "", steps, changes={**changes, "checkpoint__every": -1}
+            grid, corpus, "", steps, changes={**changes, "checkpoint__interval": -1}
         ), lost
 
 
 RELATIVES: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"pipe": 2, "depth": 2}, {"memory__weights": "host", "plan__policy": "1f1b"}),
-    ({"pipe": 2, "depth": 2}, {"memory__weights": "host", "plan__policy": "zero-bubble"}),
-    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__chunks": 2, "model__layers": 6}),
+    ({"pipe": 2, "depth": 2}, {"memory__parameters": "host", "plan__schedule": "1f1b"}),
+    ({"pipe": 2, "depth": 2}, {"memory__parameters": "host", "plan__schedule": "zero-bubble"}),
+    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__virtual_stages": 2, "model__layers": 6}),
     ({"pipe": 2, "data": 2, "depth": 2}, {**AWAY, "plan__overlap": ("dw",)}),
     ({"pipe": 2, "depth": 2, "row": 2}, {**AWAY, "plan__recompute": "full"}),
-    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__gathered": "keep"}),
+    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__reshard_after": "step"}),
 ]
 
 
@@ -95,7 +95,7 @@ def test_memory_of_weights_stays_while_it_is_read(
     """A stage that uses a block twice in a row gathers it anew while the first gather arrives."""
     changes = {"model__layers": 4, **EVEN, **changes}
     shape = {key: changes[key] for key in ("model__layers", *EVEN)}
-    whole = losses_of(Grid({}), corpus, "", 3, changes={**shape, "checkpoint__every": -1})
+    whole = losses_of(Grid({}), corpus, "", 3, changes={**shape, "checkpoint__interval": -1})
     for losses, lost in pool.on_grid(degrees, losses_read_late, corpus, 3, changes):
         assert lost == 0
         assert losses == pytest.approx(whole, rel=1e-12)
@@ -103,7 +103,7 @@ def test_memory_of_weights_stays_while_it_is_read(
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_go_on_to_the_bit(corpus: str, tmp_path: Path, moments: str) -> None:
-    how: dict[str, Any] = {"train__dtype": "fp32", "optim__moments": moments, **AWAY}
+    how: dict[str, Any] = {"train__dtype": "fp32", "optim__state_dtype": moments, **AWAY}
     whole = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 5, changes=how)
     first = losses_of(Grid({}), corpus, str(tmp_path / "a"), 2, changes=how)
     last = str(find_checkpoints(tmp_path / "a" / "checkpoints")[-1])
@@ -115,20 +115,43 @@ def test_the_command_keeps_states_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [*SMALL, "--train.out", "run", "--memory.states", "file", "--memory.path", "disk"]
-    assert call("train", *words, "--memory.weights", "host") == 0
+    words = [
+        *SMALL,
+        "--train.output-dir",
+        "run",
+        "--memory.optimizer-states",
+        "file",
+        "--memory.offload-dir",
+        "disk",
+    ]
+    assert call("train", *words, "--memory.parameters", "host") == 0
     assert list((tmp_path / "disk").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"memory__states": "file"}, r"memory.states='file' without memory.path"),
-        ({"memory__path": "x"}, r"memory.path='x' with memory.states='device'"),
-        ({"memory__resident": 1.0}, r"memory.resident=1.0 with memory.states='device'"),
-        ({"memory__tile": 10}, r"memory.tile=10 is too small"),
-        ({**HOST, "plan__graph": True}, r"memory.states='host' with plan.graph=True"),
-        ({**AWAY, "guard__replay": 3}, r"memory.weights='host' with guard.replay=3"),
+        (
+            {"memory__optimizer_states": "disk"},
+            r"memory.optimizer_states='disk' without memory.offload_dir",
+        ),
+        (
+            {"memory__offload_dir": "x"},
+            r"memory.offload_dir='x' with memory.optimizer_states='device'",
+        ),
+        (
+            {"memory__optimizer_states_on_device_gib": 1.0},
+            r"memory.optimizer_states_on_device_gib=1.0 with memory.optimizer_states='device'",
+        ),
+        ({"memory__offload_tile": 10}, r"memory.offload_tile=10 is too small"),
+        (
+            {**HOST, "plan__cuda_graph": True},
+            r"memory.optimizer_states='host' with plan.cuda_graph=True",
+        ),
+        (
+            {**AWAY, "guard__replay_interval": 3},
+            r"memory.parameters='host' with guard.replay_interval=3",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -139,4 +162,4 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
 
 def test_states_that_do_not_fit_the_host_are_refused(corpus: str) -> None:
     with pytest.raises(PlanError, match=r"GiB are to lie on the host, but a rank may use 9.99e-07"):
-        losses_of(Grid({}), corpus, "", 1, changes={**HOST, "memory__host": 1e-6})
+        losses_of(Grid({}), corpus, "", 1, changes={**HOST, "memory__host_limit_gib": 1e-6})

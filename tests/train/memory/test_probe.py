@@ -50,14 +50,14 @@ def made(corpus: str, grid: Grid | None = None, **changes: Any) -> Trainer:
     """A trainer; changes of the plan without a section."""
     grid = grid or Grid({})
     named = {name if "__" in name else f"plan__{name}": x for name, x in changes.items()}
-    named = {"data__packed": False, "model__layers": LAYERS, **named}
+    named = {"data__document_mask": False, "model__layers": LAYERS, **named}
     run = run_of("unused", dict(grid.degrees), 3, **named)
     return trainer_of(grid, corpus, run)
 
 
 def need_of(trainer: Trainer, micro: int, *kinds: RecomputeMode) -> StepMemory:
     run = trainer.run
-    count = min(run.plan.batch // (run.plan.num_replicas * micro), resolve.MEASURED_PASSES)
+    count = min(run.plan.global_batch // (run.plan.num_replicas * micro), resolve.MEASURED_PASSES)
     kinds = kinds or tuple(recompute_budget.RECOMPUTE_COST)
     found = measure_passes(run, trainer.model, trainer.device, micro, passes=count, kinds=kinds)
     assert found is not None
@@ -87,7 +87,9 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
     found = []
     for available in (low, (low + high) // 2):
         limit = (available + 1.0) / GIB
-        trainer = made(corpus, recompute="budget", memory__limit=limit, micro_batch=8)
+        trainer = made(
+            corpus, recompute="memory_budget", memory__device_limit_gib=limit, micro_batch=8
+        )
         kinds = tuple(get_parallel_model(trainer.model).recompute_modes.values())
         found.append(recompute_budget.recompute_fraction(kinds))  # type: ignore[arg-type]
         assert "micro-batch 8, recomputation of blocks: " in trainer.notes[0]
@@ -101,11 +103,15 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
     ("kind", "micro", "more"),
     [
         ("none", 8, {}),
-        ("selective", 4, {"model__tied": True, "model__vocab": 1000, "data__packed": True}),
+        (
+            "selective",
+            4,
+            {"model__tie_embeddings": True, "model__vocab": 1000, "data__document_mask": True},
+        ),
         ("full", 2, {"train__dtype": "fp32"}),
         pytest.param("none", 2, {"model__layers": 1}, marks=pytest.mark.full),
         pytest.param("full", 8, {"lora__rank": 2}, marks=pytest.mark.full),
-        pytest.param("selective", 1, {"data__packed": True}, marks=pytest.mark.full),
+        pytest.param("selective", 1, {"data__document_mask": True}, marks=pytest.mark.full),
     ],
 )
 def test_prediction_is_what_a_step_needs(
@@ -138,7 +144,7 @@ def predicted(
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sizes_are_those_of_the_tensors(corpus: str, dtype: str) -> None:
-    trainer = made(corpus, micro_batch=8, train__dtype=dtype, model__tied=dtype == "fp32")
+    trainer = made(corpus, micro_batch=8, train__dtype=dtype, model__tie_embeddings=dtype == "fp32")
     parallel, known = get_parallel_model(trainer.model), tensors_by_category(trainer.optimizer)
     found = {name: sum(x.nbytes for x in some) for name, some in known.items()}
     sizes = model_state_sizes(parallel, tile=1024)
@@ -161,7 +167,7 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
     four, double = (need_of(trainer, micro).passes[0] for micro in (4, 8))
     kept = [four.blocks[kind].saved_bytes for kind in ("none", "selective", "full")]
     assert kept[0] > 1.3 * kept[1] and kept[1] > 3 * kept[2]
-    embed, seq = trainer.run.model.embed, trainer.run.data.seq
+    embed, seq = trainer.run.model.embed, trainer.run.data.seq_len
     assert kept[2] == 4 * seq * embed * 8, "the output, which is the input of the next block"
     assert [double.blocks[kind].saved_bytes for kind in double.blocks] == [2 * n for n in kept]
     weights = get_parallel_model(trainer.model).weights.items()
@@ -194,12 +200,14 @@ def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
 def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute_budget, "USEFUL_TOKENS", 32)
     monkeypatch.setattr(recompute_budget, "OVERHEAD_TOKENS", 2)
-    plain = made(corpus, batch=4, micro_batch=2)
-    rich = made(corpus, batch=4, recompute="budget")
+    plain = made(corpus, global_batch=4, micro_batch=2)
+    rich = made(corpus, global_batch=4, recompute="memory_budget")
     assert rich.run.plan.micro_batch == 2, "32 tokens are enough"
     assert set(get_parallel_model(rich.model).recompute_modes.values()) == {"none"}
     tight = recompute_budget.min_step_bytes(need_of(plain, 2)) - 1
-    poor = made(corpus, batch=4, recompute="budget", memory__limit=tight / GIB)
+    poor = made(
+        corpus, global_batch=4, recompute="memory_budget", memory__device_limit_gib=tight / GIB
+    )
     assert poor.run.plan.micro_batch == 1
     assert losses(poor) == pytest.approx(losses(plain), rel=1e-12)
     assert poor.run.check_and_resolve(1) == poor.run, (
@@ -210,26 +218,29 @@ def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.full
 def test_too_small_a_budget_is_refused(corpus: str) -> None:
     with pytest.raises(PlanError) as caught:
-        made(corpus, recompute="budget", memory__limit=1e-4)
+        made(corpus, recompute="memory_budget", memory__device_limit_gib=1e-4)
     text = str(caught.value)
     assert re.search(r"a rank needs at least [\d.]+ GiB, but may use 0.0001 GiB \(", text)
-    assert "must fit. Use a larger memory.limit, memory.fit=auto, a smaller data.seq" in text
+    assert (
+        "must fit. Use a larger memory.device_limit_gib, memory.auto=True, a smaller data.seq_len"
+        in text
+    )
 
 
 def test_what_is_left_open() -> None:
     sizes = {"embed": 8, "heads": 2, "kv_heads": 2, "mlp": 8, "vocab": 8, "seq": 8}
-    plan = Plan(recompute="budget", batch=12).check_and_resolve(sizes, 2)
+    plan = Plan(recompute="memory_budget", global_batch=12).check_and_resolve(sizes, 2)
     assert (plan.data, plan.micro_batch) == (2, -1) and plan.check_and_resolve(sizes, 2) == plan
     assert (plan.without_measuring.micro_batch, plan.without_measuring.recompute) == (
         6,
         "selective",
     )
     assert Plan().without_measuring == Plan()
-    fitted = Plan(batch=12).check_and_resolve(sizes, 2, fitted=True)
+    fitted = Plan(global_batch=12).check_and_resolve(sizes, 2, fitted=True)
     assert fitted.micro_batch == -1 and fitted.without_measuring.micro_batch == 6
     with pytest.raises(PlanError, match="col=4 does not divide micro_batch=6"):
-        Plan(recompute="budget", batch=6, data=1, col=4).check_and_resolve(sizes, 4)
-    col = Plan(recompute="budget", batch=24, data=1, col=2)
+        Plan(recompute="memory_budget", global_batch=6, data=1, col=4).check_and_resolve(sizes, 4)
+    col = Plan(recompute="memory_budget", global_batch=24, data=1, col=2)
     assert candidate_micro_batches(col, 16) == [24, 12, 8, 6, 4, 2]
     assert candidate_micro_batches(replace(col, micro_batch=3), 16) == [3]
     assert available_bytes(0.5, torch.device("cpu"), 1) == GIB // 2
@@ -242,17 +253,20 @@ def test_what_is_left_open() -> None:
     ("changes", "want"),
     [
         ({}, set()),
-        ({"plan__recompute": "budget"}, {"recompute", "micro_batch"}),
-        ({"memory__states": "host", "memory__update": "cpu"}, set()),
-        ({"memory__states": "split"}, {"resident", "update"}),
-        ({"memory__activations": -1.0}, {"activations"}),
+        ({"plan__recompute": "memory_budget"}, {"recompute", "micro_batch"}),
+        ({"memory__optimizer_states": "host", "memory__optimizer_step_on": "cpu"}, set()),
         (
-            {"memory__fit": "auto"},
-            {"micro_batch", "recompute", "states", "weights", "activations", "update"},
+            {"memory__optimizer_states": "split"},
+            {"optimizer_states_on_device_gib", "optimizer_step_on"},
+        ),
+        ({"memory__activation_offload_fraction": -1.0}, {"activation_offload_fraction"}),
+        (
+            {"memory__auto": True},
+            {"micro_batch", "recompute", *resolve.RATE_DEPENDENT},
         ),
         (
-            {"memory__fit": "auto", "plan__recompute": "full", "memory__states": "host"},
-            {"micro_batch", "weights", "activations", "update"},
+            {"memory__auto": True, "plan__recompute": "full", "memory__optimizer_states": "host"},
+            {"micro_batch", *resolve.RATE_DEPENDENT} - {"optimizer_states"},
         ),
     ],
 )
@@ -265,14 +279,17 @@ def test_what_is_given_is_kept(changes: dict[str, Any], want: set[str]) -> None:
     [
         (
             {"plan__pipe": 2, "plan__data": 1},
-            r"memory.fit='auto' with plan.pipe=2\. .* plan.pipe=1",
+            r"memory.auto=True with plan.pipe=2\. .* plan.pipe=1",
         ),
-        ({"plan__graph": True, "data__packed": False}, "memory.fit='auto' with plan.graph=True"),
+        (
+            {"plan__cuda_graph": True, "data__document_mask": False},
+            "memory.auto=True with plan.cuda_graph=True",
+        ),
     ],
 )
 def test_fits_that_cannot_be(changes: dict[str, Any], words: str) -> None:
     run = RunConfig()
-    for name, value in {**changes, "memory__fit": "auto"}.items():
+    for name, value in {**changes, "memory__auto": True}.items():
         section, _, key = name.partition("__")
         run = replace(run, **{section: replace(getattr(run, section), **{key: value})})
     with pytest.raises(PlanError, match=words):
@@ -302,7 +319,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
     monkeypatch.setattr(resolve, "run_trial_steps", trial)
     monkeypatch.setattr(resolve.offload_search, "enumerate_fits", fits)
     limit = 2_500_000
-    trainer = made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
+    trainer = made(corpus, memory__auto=True, memory__device_limit_gib=limit / GIB, micro_batch=8)
     assert limits[:3] == [limit, limit - limit // 20, limit - limit // 20 - 200 * 1024]
     assert len(tries) == 3 and sum("chosen again" in note for note in trainer.notes) == 2
     assert losses(trainer) == pytest.approx(want, rel=1e-12)
@@ -312,7 +329,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
         resolve, "run_trial_steps", lambda *_: (_ for _ in ()).throw(short("1.00 GiB"))
     )
     with pytest.raises((DeviceMemoryError, PlanError)):
-        made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
+        made(corpus, memory__auto=True, memory__device_limit_gib=limit / GIB, micro_batch=8)
 
 
 def test_weights_go_before_two_blocks_are_measured_if_they_must(
@@ -325,10 +342,10 @@ def test_weights_go_before_two_blocks_are_measured_if_they_must(
         home = get_parallel_model(self.model).bucket_scheduler.host_offload is not None
         return probed(self, micro, count) if home else None
 
-    whole = [row["loss"] for row in made(corpus, batch=4).run_steps()]
+    whole = [row["loss"] for row in made(corpus, global_batch=4).run_steps()]
     monkeypatch.setattr(resolve.MemoryProbes, "step_passes", passes)
-    trainer = made(corpus, batch=4, memory__fit="auto", memory__limit=0.01)
-    assert trainer.run.memory.weights == "host"
+    trainer = made(corpus, global_batch=4, memory__auto=True, memory__device_limit_gib=0.01)
+    assert trainer.run.memory.parameters == "host"
     assert [row["loss"] for row in trainer.run_steps()] == pytest.approx(whole, rel=1e-9)
 
 
@@ -342,7 +359,7 @@ def test_what_torch_says_is_missing() -> None:
 def on_grid(
     grid: Grid, corpus: str, limit: float, how: dict[str, Any]
 ) -> tuple[list[float], list[str], int, list[str]]:
-    trainer = made(corpus, grid, memory__limit=limit, **how)
+    trainer = made(corpus, grid, memory__device_limit_gib=limit, **how)
     kinds = list(get_parallel_model(trainer.model).recompute_modes.values())
     return losses(trainer), kinds, trainer.run.plan.micro_batch, trainer.notes
 
@@ -354,11 +371,18 @@ def on_grid(
 )
 @pytest.mark.full
 def test_ranks_agree(pool: Pool, corpus: str, degrees: dict[str, int]) -> None:
-    rich = pool.on_grid(degrees, on_grid, corpus, 1.0, {"recompute": "budget"})
+    rich = pool.on_grid(degrees, on_grid, corpus, 1.0, {"recompute": "memory_budget"})
     want = losses(made(corpus))
     cases: list[tuple[float, dict[str, Any]]] = [
-        (0.0017, {"recompute": "budget"}),
-        (0.0015, {"memory__fit": "auto", "memory__states": "device", "memory__tile": 4096}),
+        (0.0017, {"recompute": "memory_budget"}),
+        (
+            0.0015,
+            {
+                "memory__auto": True,
+                "memory__optimizer_states": "device",
+                "memory__offload_tile": 4096,
+            },
+        ),
     ]
     for limit, how in cases:
         found = pool.on_grid(degrees, on_grid, corpus, limit, how)
@@ -375,7 +399,7 @@ def test_a_run_that_is_short_says_what_would_fit(corpus: str) -> None:
     trainer = made(corpus, micro_batch=8)
     run, model, device = trainer.run, trainer.model, trainer.device
     assert trainer.memory_tracker.predicted_usage is None
-    plain = pytest.raises(DeviceMemoryError, match=r"Weights, .* Use --memory.fit auto")
+    plain = pytest.raises(DeviceMemoryError, match=r"Weights, .* Use --memory.auto")
     with plain, trainer.memory_tracker.explain_out_of_memory(device):
         raise short("20 MiB")
     known = resolve.predict_memory(run, model, trainer.optimizer, device, 1)
@@ -419,8 +443,8 @@ def test_the_command_tells_it_without_a_traceback(
         return issue(trainer, *arguments, **options)
 
     monkeypatch.setattr(Trainer, "issue_step", failing)
-    fitted = ("--memory.fit", "auto", "--plan.batch", "2", "--plan.data", "1")
-    steps = ("--train.steps", "5", "--train.out", str(out))
+    fitted = ("--memory.auto", "True", "--plan.global-batch", "2", "--plan.data", "1")
+    steps = ("--train.steps", "5", "--train.output-dir", str(out))
     assert call("train", *SMALL, *fitted, *steps) == INTERNAL_EXIT_CODE
     said = capsys.readouterr()
     assert "recomputation of blocks: 2 keep all" in said.out and "sum of tensors" in said.out

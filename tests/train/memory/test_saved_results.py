@@ -41,7 +41,7 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     """What a run keeps if half of all that it could keep fits; its losses, and those without."""
     plain = made(corpus, grid)
     parallel, plan, run = get_parallel_model(plain.model), plain.run.plan, plain.run
-    flow = ActivationShape(plan.micro_batch, run.data.seq, itemsize=8, statistics_itemsize=8)
+    flow = ActivationShape(plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8)
     results = saved_collectives.collective_results(
         parallel, list(parallel.recompute_modes), flow, plain.device
     )
@@ -55,7 +55,9 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
         return replace(account, fit_problem=replace(account.fit_problem, device_limit=limit))
 
     with mock.patch.object(saved_collectives, "predict_memory", half):
-        some = made(corpus, grid, memory__collectives="auto", memory__limit=1.0)
+        some = made(
+            corpus, grid, memory__recompute_collectives="auto", memory__device_limit_gib=1.0
+        )
     names = get_parallel_model(some.model).step_context.save_policy.chosen_layers
     assert names is not None
     batches = [batch.to("cpu") for batch in some._batch_maker()(0)]
@@ -87,7 +89,7 @@ def test_auto_keeps_what_fits(pool: Pool, corpus: str) -> None:
 
 
 def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
-    trainer = made(corpus, Grid({}), memory__collectives="auto")
+    trainer = made(corpus, Grid({}), memory__recompute_collectives="auto")
     keeping = get_parallel_model(trainer.model).step_context.save_policy
     assert (
         keeping.saves_all_layers
@@ -103,7 +105,14 @@ def test_a_run_with_activations_on_the_host_is_the_same(
     monkeypatch.setattr(placement, "ActivationOffload", partial(ActivationOffload, small=1))
     losses = []
     for share in (0.0, 1.0):
-        run = run_of("", {}, 2, plan__recompute=kind, guard__replay=1, memory__activations=share)
+        run = run_of(
+            "",
+            {},
+            2,
+            plan__recompute=kind,
+            guard__replay_interval=1,
+            memory__activation_offload_fraction=share,
+        )
         trainer = trainer_of(Grid({}), corpus, run)
         losses.append([row["loss"] for row in trainer.run_steps()])
     assert losses[0] == losses[1]
@@ -118,13 +127,25 @@ def test_a_run_with_activations_on_the_host_is_the_same(
 @pytest.mark.parametrize(
     ("plan", "memory", "words"),
     [
-        ({"graph": True}, {"activations": 0.5}, r"activations=0\.5 with plan\.graph=True\. .* Use"),
-        ({}, {"activations": -0.5}, r"activations=-0\.5 is no share\. It lies in \[0, 1\]"),
-        ({}, {"activations": 1.5}, r"activations=1\.5 is too large"),
+        (
+            {"cuda_graph": True},
+            {"activation_offload_fraction": 0.5},
+            r"activation_offload_fraction=0\.5 with plan\.cuda_graph=True\. .* Use",
+        ),
+        (
+            {},
+            {"activation_offload_fraction": -0.5},
+            r"activation_offload_fraction=-0\.5 is no share\. It lies in \[0, 1\]",
+        ),
+        (
+            {},
+            {"activation_offload_fraction": 1.5},
+            r"activation_offload_fraction=1\.5 is too large",
+        ),
         (
             {"pipe": 2},
-            {"collectives": "auto", "limit": 2.0},
-            r"'auto' with memory\.limit=2\.0 and a pipeline\. .* Use 'keep' or 'again'",
+            {"recompute_collectives": "auto", "device_limit_gib": 2.0},
+            r"'auto' with memory\.device_limit_gib=2\.0 and a pipeline\. .* Use 'save' or 'rerun'",
         ),
     ],
 )
@@ -132,6 +153,6 @@ def test_what_does_not_go_together_is_refused(
     plan: dict[str, Any], memory: dict[str, Any], words: str
 ) -> None:
     run = RunConfig(plan=Plan(**plan), memory=MemoryConfig(**memory))
-    run = replace(run, data=replace(run.data, packed=False))
+    run = replace(run, data=replace(run.data, document_mask=False))
     with pytest.raises(PlanError, match=words):
         run.check_and_resolve(plan.get("pipe", 1))

@@ -46,14 +46,14 @@ def metrics(step: int, **changes: Any) -> dict[str, Any]:
         "loss": 3.0 + math.exp(-step / 50),
         "lr": 3e-4,
         "grad_norm": 0.5 + 0.1 * (step % 3),
-        "seconds": 0.5,
+        "step_seconds": 0.5,
         "tokens_per_second": 2048.0,
         "mfu": 0.41,
-        "mfu_full": 0.46,
-        "memory": 3 * 2**30,
+        "mfu_noncausal": 0.46,
+        "peak_memory_bytes": 3 * 2**30,
         "exposed_communication_seconds": 0.1,
         "data_seconds": 0.05,
-        "held_out_loss": 3.5 if step % 10 == 9 else None,
+        "val_loss": 3.5 if step % 10 == 9 else None,
         "loss_scale": None,
     }
     return {**row, **changes}
@@ -126,7 +126,7 @@ def test_a_full_run_shows_everything(tmp_path: Path) -> None:
     text, page = page_of(folder)
     mfu, bar = "Model FLOP utilization (MFU)", "Share of the time"
     assert set(titles(text)) == {*ALWAYS, mfu, bar}
-    for series in ("train", "train, smoothed", "held-out"):
+    for series in ("train", "train, smoothed", "validation"):
         assert f'data-name="{series}"' in text
     words = "tiny on a laptop|finished|4 rank(s)|row 2 · col 2|3.5000|2048|41 %|46 %|3 GiB|41k|"
     words += "1 min 40 s|124M|def main(|stdlib: 4 MB|9f3c2a71|matrices: 85 M|ranvier train tiny|"
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
 
 
 def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
-    known = ("step", "loss", "lr", "grad_norm", "seconds", "tokens_per_second")
+    known = ("step", "loss", "lr", "grad_norm", "step_seconds", "tokens_per_second")
     rows = [{key: metrics(step)[key] for key in known} for step in range(5)]
     text, page = page_of(save(tmp_path, rows))
     assert set(titles(text)) == {*ALWAYS, "Share of the time"} - {"Memory"}
@@ -242,11 +242,11 @@ def test_times_are_split(tmp_path: Path) -> None:
 
 def test_a_summary_has_the_key_facts(tmp_path: Path) -> None:
     rows = [metrics(step) for step in range(40)]
-    rows += [metrics(step, loss=1.0, held_out_loss=None) for step in range(30, 40)]  # resumed
+    rows += [metrics(step, loss=1.0, val_loss=None) for step in range(30, 40)]  # resumed
     facts = report.summarize_run(save(tmp_path, rows, ABOUT))
     json.dumps(facts, allow_nan=False)
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 1024 and facts["final_loss"] == 1.0
-    assert facts["held_out_loss"] == 3.5 and facts["parameters"] == 124_439_808
+    assert facts["val_loss"] == 3.5 and facts["parameters"] == 124_439_808
     assert facts["mfu"] == 0.41 and facts["peak_memory_bytes"] == 3 * 2**30
     assert facts["seconds"] == 100.0 and facts["status"] == "finished"
 
@@ -260,7 +260,7 @@ def test_smoothing_follows_without_lag_and_ignores_spikes() -> None:
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    form = '{"step": %d, "loss": %g, "grad_norm": %g, "seconds": %g, "tokens_per_second": %g}'
+    form = '{"step": %d, "loss": %g, "grad_norm": %g, "step_seconds": %g, "tokens_per_second": %g}'
     lines = []
     for i in range(50_000):
         noise = i * 7919 % 101 / 500

@@ -45,7 +45,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     begun = {}
     for kill in ("", *KILLS):
         folder = tmp_path_factory.mktemp("run")
-        words = [*PAIR, "--checkpoint.every", "2", "--checkpoint.background", "False"]
+        words = [*PAIR, "--checkpoint.interval", "2", "--checkpoint.async-save", "False"]
         faults = ("", "")
         if kill:
             name, step, rank = KILLS[kill]
@@ -100,7 +100,7 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     faults = patch("issue_step", step=3, rank=1, number=signal.SIGUSR2)
-    code, out, errors = ended(started(tmp_path, *PAIR, "--train.out", "run", patch=faults))
+    code, out, errors = ended(started(tmp_path, *PAIR, "--train.output-dir", "run", patch=faults))
     assert code == 75 and errors == "", errors
     done = len(metrics(tmp_path / "run"))
     assert 3 < done < 8 and f"Stopped after step {done} of 8; saved in" in out
@@ -113,9 +113,12 @@ def test_a_directory_in_use_is_refused_before_ranks_start(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     with folders.lock_dir(tmp_path / "run"):
-        assert call(*PAIR, "--train.out", "run") == 77
+        assert call(*PAIR, "--train.output-dir", "run") == 77
     text = capsys.readouterr().err
-    assert "train.out='run' is being written by process" in text and "Wait for it, stop it" in text
+    assert (
+        "train.output_dir='run' is being written by process" in text
+        and "Wait for it, stop it" in text
+    )
     folders.lock_dir(tmp_path / "run").close()
 
 
@@ -123,14 +126,14 @@ def test_grids_that_cannot_be_are_refused_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert call(*PAIR, "--launch.grids", "dat=1", "row=2") == 64
+    assert call(*PAIR, "--launch.fallback-grids", "dat=1", "row=2") == 64
     text = capsys.readouterr().err
     assert "Did you mean 'data'" in text and "'row=2' has 2 ranks, the plan 2" in text
     assert not (tmp_path / "runs").exists()
 
 
 def test_time_of_several_launches_adds_up(tmp_path: Path) -> None:
-    rows = [{"step": step, "seconds": 2.0} for step in range(5)]
+    rows = [{"step": step, "step_seconds": 2.0} for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     launches = [{"began": 0.0, "seconds": 15.0, "failures": []}]
     launches += [{"began": 1e12, "seconds": 0.0, "failures": []}]

@@ -15,9 +15,10 @@ from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.config import run as runs
 
 FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
-SAVING = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]
+SAVING = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
 FILE = "rank-00000.safetensors"
 
 
@@ -27,8 +28,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("origin")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert call("train", *FAST, *SAVING, "--train.steps", "6", "--train.out", "run") == 0
-        assert call("train", *FAST, "--train.steps", "8", "--train.out", "whole") == 0
+        assert call("train", *FAST, *SAVING, "--train.steps", "6", "--train.output-dir", "run") == 0
+        assert call("train", *FAST, "--train.steps", "8", "--train.output-dir", "whole") == 0
     return folder
 
 
@@ -51,6 +52,36 @@ def place_of(checkpoint: Path, name: str) -> int:
     """A byte in the middle of a tensor in its file."""
     entry = manifests.read_manifest(checkpoint).tensors[name]
     return entry.shards[0].offset + torch.Size(entry.shape).numel() * entry.dtype.itemsize // 2
+
+
+def test_settings_of_another_version_are_refused_in_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the directory of a run, as a file, as initial weights, and in a checkpoint."""
+    config = folder / "run" / "config.toml"
+    assert config.read_text().startswith("format = 2\n")
+    assert json.loads((folder / "run" / "run.json").read_text())["format"] == 2
+    steps = ["--train.steps", "8"]
+    checkpoint = str(find_checkpoints(folder / "run" / "checkpoints")[-1])
+    new = ["train", *FAST, *steps, "--train.output-dir"]
+    before = sorted(path.name for path in (folder / "run").iterdir())
+    for how in ("another version", "no number"):
+        if how == "another version":
+            monkeypatch.setattr(runs, "SETTINGS_FORMAT", 3)
+        else:
+            monkeypatch.undo()
+            monkeypatch.chdir(folder)
+            config.write_text(config.read_text().removeprefix("format = 2\n"))
+        commands = [["train", "run", *steps], ["report", "run"], ["generate", "run"]]
+        commands += [["export", "run"], [*new, "a", "--train.init-from", "run"]]
+        if how == "another version":
+            commands += [["train", str(config)], [*new, "b", "--checkpoint.resume", checkpoint]]
+        for words in commands:
+            assert call(*words) == 64, words
+            said = capsys.readouterr().err
+            assert "was written by another version of Ranvier" in said, words
+            assert said.count("\n") == 1 and "Traceback" not in said, said
+    assert sorted(path.name for path in (folder / "run").iterdir()) == before
 
 
 TENSORS = ["head.weight.master", "head.weight.square", "random.cpu", "run.updates"]
@@ -78,7 +109,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(
 
 
 def test_a_run_goes_on_to_the_bit_and_newer_ones_are_set_aside(folder: Path) -> None:
-    words = ["train", "whole", "--nproc", "1", "--train.steps", "10", "--train.out"]
+    words = ["train", "whole", "--nproc", "1", "--train.steps", "10", "--train.output-dir"]
     source = "whole/checkpoints/step-00000008"
     assert call(*words, "a", "--checkpoint.resume", source) == 0
     assert call(*words, "b", "--checkpoint.resume", "whole") == 0
@@ -114,17 +145,17 @@ def test_all_damaged_is_an_error_that_lists_each(
 REFUSED: dict[str, tuple[list[str], int, str]] = {
     "D8 nothing there": (["--checkpoint.resume", "nowhere"], 66, "has no checkpoint"),
     "D9 layers": (["--model.layers", "2"], 66, "model.layers=2"),
-    "D9 tied": (["--model.tied", "True"], 66, "model.tied=True"),
+    "D9 tied": (["--model.tie-embeddings", "True"], 66, "model.tie_embeddings=True"),
     "D9 vocab": (["--model.vocab", "300"], 66, "model.vocab=300"),
     "D9 norm": (["--model.norm", "layer"], 66, "model.norm='layer'"),
     "the type": (["--train.dtype", "fp64"], 66, "train.dtype='fp64'"),
-    "D13 moments": (["--optim.moments", "bf16"], 66, "optim.moments='bf16'"),
+    "D13 moments": (["--optim.state-dtype", "bf16"], 66, "optim.state_dtype='bf16'"),
     "the seed": (["--train.seed", "5"], 66, "train.seed=5"),
     "E3 the corpus": (["--data.max-bytes", "50000"], 65, "has the fingerprint"),
     "E3 the shuffled order of other weights": (
-        ["--data.held-out", "0.3"],
+        ["--data.validation-fraction", "0.3"],
         66,
-        "data.held_out=0.3",
+        "data.validation_fraction=0.3",
     ),
 }
 
@@ -144,21 +175,23 @@ def test_flags_accept_what_else_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """D10, D13: other data, other settings, more layers."""
-    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out"]
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.output-dir"]
     source = ["--checkpoint.resume", "run/checkpoints/step-00000004"]
-    change = ["--data.max-bytes", "50000", "--checkpoint.other-data", "True"]
+    change = ["--data.max-bytes", "50000", "--checkpoint.allow-data-mismatch", "True"]
     assert call(*words, "a", *source, *change) == 0
-    change = ["--optim.moments", "bf16", "--checkpoint.other-config", "True"]
+    change = ["--optim.state-dtype", "bf16", "--checkpoint.allow-config-mismatch", "True"]
     assert call(*words, "b", *source, *change) == 0
-    change = ["--model.layers", "2", "--checkpoint.other-config", "True"]
+    change = ["--model.layers", "2", "--checkpoint.allow-config-mismatch", "True"]
     assert call(*words, "c", *source, *change) == 66
     assert "not there: blocks.1." in capsys.readouterr().err
-    assert call(*words, "c", *source, *change, "--checkpoint.partial", "True") == 0
+    assert call(*words, "c", *source, *change, "--checkpoint.strict", "False") == 0
     assert "left as they are: blocks.1." in capsys.readouterr().err
     assert [len(losses(folder / name)) for name in "abc"] == [8, 8, 8]
-    change = ["--model.layers", "1", "--checkpoint.other-config", "True"]
+    change = ["--model.layers", "1", "--checkpoint.allow-config-mismatch", "True"]
     source = ["--checkpoint.resume", "c"]
-    assert call(*words[:-3], "--train.steps", "9", "--train.out", "d", *source, *change) == 66
+    assert (
+        call(*words[:-3], "--train.steps", "9", "--train.output-dir", "d", *source, *change) == 66
+    )
 
 
 def test_never_begins_anew_beside_what_was_there(
@@ -166,7 +199,7 @@ def test_never_begins_anew_beside_what_was_there(
 ) -> None:
     before = losses(folder / "run")
     words = ["train", "run", "--nproc", "1", "--checkpoint.resume", "never"]
-    assert call(*words, "--checkpoint.every", "0") == 0
+    assert call(*words, "--checkpoint.interval", "0") == 0
     assert "the run before is now run/before-1-" in capsys.readouterr().out
     assert losses(folder / "run") == before
     assert [p.name for p in find_checkpoints(folder / "run" / "checkpoints")] == ["step-00000006"]
@@ -179,10 +212,10 @@ def test_a_longer_run_and_another_batch_go_on_by_rule(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """D13, F9: the schedule follows the new length; the next sample comes next."""
-    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--plan.batch", "4"]
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--plan.global-batch", "4"]
     assert call(*words) == 0
     out = capsys.readouterr().out
-    assert "changed: train.steps from 6 to 8" in out and "plan.batch from 8 to 4" in out
+    assert "changed: train.steps from 6 to 8" in out and "plan.global_batch from 8 to 4" in out
     samples = manifests.read_manifest(find_checkpoints(folder / "run" / "checkpoints")[-1]).facts[
         "samples"
     ]
@@ -194,7 +227,7 @@ def test_a_run_goes_on_on_another_grid_by_its_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """D11: degrees and micro-batch that nobody gives follow from the ranks there are."""
-    steps = ["--train.steps", "8", "--optim.warmup", "2"]
+    steps = ["--train.steps", "8", "--optim.warmup-steps", "2"]
     assert (
         call(
             "train",
@@ -202,7 +235,7 @@ def test_a_run_goes_on_on_another_grid_by_its_command(
             "--nproc",
             "1",
             *steps,
-            "--train.out",
+            "--train.output-dir",
             "one",
             "--checkpoint.resume",
             "run",
@@ -278,7 +311,7 @@ def test_a_directory_without_manifest_is_no_checkpoint(
     for name in ("step-00000006", "other"):
         shutil.copytree(path, folder / name)
         (folder / name / "manifest.json").rename(folder / name / "state.json")
-    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out", "new"]
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.output-dir", "new"]
     assert call(*words, "--checkpoint.resume", "step-00000006") == 66
     assert "step-00000006 has no manifest.json. A checkpoint is" in capsys.readouterr().err
     assert call(*words, "--checkpoint.resume", "other") == 66

@@ -270,7 +270,7 @@ class PublishedModel:
                 problems.append(f"{name} has numbers of the type {have.get_dtype()}")
         for name in sorted(self.file_by_tensor.keys() - expected):
             # Some publishers store the tied head as well; `_check_tied` compares it.
-            head = name == "lm_head.weight" and self.config.tied
+            head = name == "lm_head.weight" and self.config.tie_embeddings
             if not head and not name.endswith(IGNORED_SUFFIXES):
                 problems.append(f"{name} has no place in {self.family.model_type}")
         if problems:
@@ -286,7 +286,7 @@ class PublishedModel:
 
     def _check_tied(self) -> None:
         """Refuse a head next to a tied embedding unless both are equal."""
-        if self.config.tied and "lm_head.weight" in self.file_by_tensor:
+        if self.config.tie_embeddings and "lm_head.weight" in self.file_by_tensor:
             head = self.mapped_tensor("lm_head.weight")
             if not torch.equal(head, self.load_tensor("embed.weight")):
                 raise CheckpointError(

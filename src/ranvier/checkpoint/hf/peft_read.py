@@ -336,7 +336,10 @@ def _adapted_layers(
     (names,) = kinds
     # An empty tuple means all blocks.
     layers = () if len(found) == config.layers else tuple(sorted(found))
-    return {"on": tuple(name for name in LAYER_ORDER if name in names), "layers": layers}
+    return {
+        "target_modules": tuple(name for name in LAYER_ORDER if name in names),
+        "layers": layers,
+    }
 
 
 def _locate_slices(

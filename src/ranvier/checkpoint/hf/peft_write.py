@@ -95,7 +95,8 @@ def _pack_adapter(
     # a shared A.
     if None in owns and (lora.dora or lora.shared):
         raise CheckpointError(
-            f"lora.on={list(lora.on)} adapts only a part of {entry.name}, which packs "
+            f"lora.target_modules={list(lora.target_modules)} adapts only a part of {entry.name}, "
+            "which packs "
             f"{len(owns)} of our layers. PEFT adapts such a layer as a whole. Adapt all of them, "
             "or none."
         )

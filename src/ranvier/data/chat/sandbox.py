@@ -280,7 +280,7 @@ class SandboxedTemplate:
         if "syntax" in reply:
             raise DataError(
                 f"{origin}:{reply.get('line')}: {reply['syntax']!s:.300}. A chat template is "
-                "written in Jinja. Mend it, or name another one with data.template."
+                "written in Jinja. Mend it, or name another one with data.chat_template."
             )
         if "generates" not in reply:
             raise self._refused_error(reply)
@@ -298,12 +298,12 @@ class SandboxedTemplate:
         raise DataError(
             f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
             f"conversation: {reply['failed']!s:.300}. It decides which roles and turns there may "
-            "be. Mend the record, or use another data.template."
+            "be. Mend the record, or use another data.chat_template."
         )
 
     def _refused_error(self, reply: Mapping[str, Any]) -> UnsafeInputError:
         reason = reply.get("refused", reply.get("failed", "an answer that is none"))
         return UnsafeInputError(
             f"The chat template {self.origin} was stopped: {reason!s:.200}. A template says how a "
-            "conversation is written, and nothing else. Use another one (data.template)."
+            "conversation is written, and nothing else. Use another one (data.chat_template)."
         )

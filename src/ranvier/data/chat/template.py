@@ -152,5 +152,5 @@ def _parse_templates(value: Any, path: Path) -> dict[str, str]:
         pass
     raise DataError(
         f"{path}: chat_template is {value!r:.80}. It is a text, or a list of objects with name and "
-        "template. Mend it, or name another one with data.template."
+        "template. Mend it, or name another one with data.chat_template."
     )

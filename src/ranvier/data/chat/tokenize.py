@@ -45,7 +45,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 CharSpan = tuple[int, int]
 MarkPlace = tuple[int | None, int | None]
 """Begin and end of a text, as far as they are known."""
-Learn = Literal["answers", "all"]
+LossOn = Literal["assistant", "all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +56,11 @@ class ChatEncoder:
     tokenizer: Tokenizer
 
     def encode(
-        self, talk: Conversation, learn: Learn = "answers"
+        self, talk: Conversation, loss_on: LossOn = "assistant"
     ) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
         """The tokens of a conversation, and a mask of the tokens to learn."""
         text, kept = self._render_plain(talk)
-        if learn == "all":
+        if loss_on == "all":
             spans = [(0, len(text))]
             if self._ends_with_special(text):
                 cut = None
@@ -410,7 +410,7 @@ class ChatEncoder:
         return DataError(
             f"{talk.location}: the answers cannot be told from the rest in what the chat template "
             f"{self.template.origin} writes: {what}. They are learnt, the rest is not. Put "
-            "{% generation %} and {% endgeneration %} around them, or use data.learn=all."
+            "{% generation %} and {% endgeneration %} around them, or use data.loss_on=all."
         )
 
     # ---- tokens ----------------------------------------------------------------------------

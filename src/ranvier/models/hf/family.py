@@ -29,12 +29,13 @@ from ranvier.models.hf.family_rope import (
     write_window,
 )
 
-WIDTH_SETTINGS = ("mlp", "expert_mlp", "moe_first", "moe_every")
+WIDTH_SETTINGS = ("mlp", "expert_mlp", "dense_first_layers", "moe_layer_interval")
 """Settings that can express the same layers in several ways."""
 
 
 def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
-    """Our moe_first and moe_every: every step-th layer has experts, except those listed."""
+    """Our dense_first_layers and moe_layer_interval: every step-th layer has experts, except those
+    listed."""
     layers = theirs.get("num_hidden_layers")
     step = theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
@@ -54,11 +55,12 @@ def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
         rule = "such that, after some dense layers, the last of every few has experts"
         problems.append(describe_bad_key("mlp_only_layers", dense, rule))
         return {}
-    return {"moe_first": found[0], "moe_every": found[1]}
+    return {"dense_first_layers": found[0], "moe_layer_interval": found[1]}
 
 
 def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | None:
-    """(moe_first, moe_every) that give exactly these layers; None: there is no such pattern."""
+    """(dense_first_layers, moe_layer_interval) that give exactly these layers; None: there is no
+    such pattern."""
     # No layer has experts: all `layers` layers are dense first layers.
     if not have:
         return layers, 1
@@ -72,8 +74,8 @@ def write_moe_layers(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of `read_moe_layers`."""
     dense = [i for i in range(config.layers) if not config.has_experts(i)]
     # Dense layers at the start shift the pattern, which a step alone cannot express.
-    if config.moe_first == 0:
-        return {"decoder_sparse_step": config.moe_every, "mlp_only_layers": []}
+    if config.dense_first_layers == 0:
+        return {"decoder_sparse_step": config.moe_layer_interval, "mlp_only_layers": []}
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -203,17 +205,17 @@ class Family:
             raise UnsupportedModelError("\n".join(problems))
         for name in ("norm_eps", "init_std"):
             ours[name] = _read_nonnegative(ours[name], self._hf_key(name), problems)
-        for name in ("attention_scale", "attention_cap", "logit_cap"):
+        for name in ("query_pre_attn_scalar", "attn_logit_softcap", "final_logit_softcap"):
             if name in ours:
                 # null disables a soft cap; an attention scale has no such meaning.
-                none = ours[name] is None and name != "attention_scale"
+                none = ours[name] is None and name != "query_pre_attn_scalar"
                 if none:
                     ours[name] = 0.0
                 else:
                     ours[name] = _read_positive(ours[name], self._hf_key(name), problems)
         if "experts" in ours:
             ours |= self._read_moe(theirs, ours, problems)
-        ours["tied"] = _read_flag(theirs, self._hf_key("tied"), problems)
+        ours["tie_embeddings"] = _read_flag(theirs, self._hf_key("tie_embeddings"), problems)
         given = [some for key, some in self.bias_keys.items() if _read_flag(theirs, key, problems)]
         layers = sorted({layer for some in given for layer in some})
         ours["biases"] = tuple(layers or self.fixed_settings.get("biases", ()))
@@ -229,7 +231,7 @@ class Family:
         ours["activation"] = self.activation_names.get(act, "swiglu")
         if self.window_rule:
             ours |= read_window(theirs, self.window_rule, problems)
-        if ours.get("positions", "rope") == "rope":
+        if ours.get("position_embedding", "rope") == "rope":
             ours |= self._read_rope(theirs, ours, problems)
         if "embed_scale" in self.fixed_settings:
             # The table's 0.0 is only a marker: Gemma scales embeddings by sqrt(hidden_size).
@@ -262,7 +264,7 @@ class Family:
                 theirs[key] = theirs[key] or None
         # transformers accepts only an integer here.
         if "query_pre_attn_scalar" in theirs:
-            scale = config.attention_scale or config.head_dim
+            scale = config.query_pre_attn_scalar or config.head_dim
             if scale == int(scale):
                 theirs["query_pre_attn_scalar"] = int(scale)
             else:
@@ -276,10 +278,10 @@ class Family:
             theirs |= write_window(config, self.window_rule)
         if "mlp_only_layers" in self.default_config:
             theirs |= write_moe_layers(config)
-        if config.positions == "rope":
+        if config.position_embedding == "rope":
             theirs["rope_parameters"] = write_rope(config)
             if config.rope == "longrope":
-                theirs["original_max_position_embeddings"] = config.rope_original
+                theirs["original_max_position_embeddings"] = config.original_max_position
         # Round trip: whatever does not survive the conversion back cannot be expressed by this
         # family.
         if theirs[self.activation_key]:
@@ -379,12 +381,14 @@ class Family:
     def _read_moe(self, theirs: HFConfig, ours: HFConfig, problems: list[str]) -> dict[str, Any]:
         """Settings of experts and router, and the layers that have experts."""
         found: dict[str, Any] = {}
-        for name in ("experts", "experts_top", "expert_mlp"):
+        for name in ("experts", "experts_per_token", "expert_mlp"):
             if name in ours:
                 found[name] = _read_size(theirs, self._hf_key(name), name, problems)
         if "router_norm" not in self.fixed_settings:
             found["router_norm"] = _read_flag(theirs, self._hf_key("router_norm"), problems)
-        found["balance"] = _read_nonnegative(ours["balance"], self._hf_key("balance"), problems)
+        found["aux_loss_coeff"] = _read_nonnegative(
+            ours["aux_loss_coeff"], self._hf_key("aux_loss_coeff"), problems
+        )
         if "mlp_only_layers" in self.default_config:
             found |= read_moe_layers(theirs, problems)
         return found
@@ -427,7 +431,7 @@ class Family:
 MAX_CONFIG_NUMBER = 1e30
 """The largest accepted number in a config, sizes aside."""
 BIAS_LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
-TRAINING_SETTINGS = ("dropout", "init_std", "balance", "router_z", "router_jitter")
+TRAINING_SETTINGS = ("dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_jitter")
 """Settings of training, which need not be equal."""
 HARMLESS_WHEN_OFF = (
     *("use_mrope", "n_special", "rope_interleaved", "is_encoder_decoder", "torchscript"),
@@ -492,7 +496,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     # have up to 10,000 layers.
     for mixed in (False, True):
         layers = [i for i in range(config.layers) if config.has_experts(i) == mixed]
-        changes: Any = {"layers": 1, "window_layers": (), "moe_first": 0, "moe_every": 1}
+        changes: Any = {
+            "layers": 1,
+            "window_layers": (),
+            "dense_first_layers": 0,
+            "moe_layer_interval": 1,
+        }
         changes |= {} if mixed else {"experts": 0}
         if not layers:
             continue

@@ -71,8 +71,8 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
             problems.append(
                 describe_bad_key("sliding_window", size, "given where layer_types has windows")
             )
-        return {"window": 0, "window_layers": ()}
-    return {"window": size, "window_layers": () if len(slide) == layers else slide}
+        return {"sliding_window": 0, "window_layers": ()}
+    return {"sliding_window": size, "window_layers": () if len(slide) == layers else slide}
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -80,7 +80,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
     """Inverse of `read_window`."""
-    size = config.window or None
+    size = config.sliding_window or None
     if how == "all":
         return {"sliding_window": size}
     slide = [config.window_of_layer(i) > 0 for i in range(config.layers)]
@@ -112,16 +112,16 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         return table.get(key) is not None
 
     found: dict[str, Any] = {"rope_theta": number("rope_theta")}
-    found["rope_share"] = number("partial_rotary_factor", 1)
+    found["partial_rotary_factor"] = number("partial_rotary_factor", 1)
     if kind == "default":
         return found
     found["rope"] = kind
     if kind == "linear":
         return found | {"rope_scale": number("factor")}
-    before = found["rope_original"] = int(number("original_max_position_embeddings", 2**31))
+    before = found["original_max_position"] = int(number("original_max_position_embeddings", 2**31))
     if kind == "llama3":
-        turns = number("low_freq_factor"), number("high_freq_factor")
-        return found | {"rope_turns": turns, "rope_scale": number("factor")}
+        found |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        return found | {"rope_scale": number("factor")}
     # Without a factor the extension is the ratio of the new to the original length.
     if given("factor"):
         scale = number("factor")
@@ -137,7 +137,7 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
             high = number("beta_fast")
         else:
             high = 32.0
-        found |= {"rope_scale": scale, "rope_turns": (low, high)}
+        found |= {"rope_scale": scale, "low_freq_factor": low, "high_freq_factor": high}
         # attention_factor as transformers derives it where it is not given.
         both = table.get("mscale") and table.get("mscale_all_dim")
         above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
@@ -154,7 +154,7 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         else:
             attention = 1.0
     return found | {
-        "rope_attention": number("attention_factor") if given("attention_factor") else attention
+        "attention_factor": number("attention_factor") if given("attention_factor") else attention
     }
 
 
@@ -170,8 +170,8 @@ def _yarn_mscale(scale: float, weight: float) -> float:
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Inverse of `read_rope`."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_share != 1.0:
-        table["partial_rotary_factor"] = config.rope_share
+    if config.partial_rotary_factor != 1.0:
+        table["partial_rotary_factor"] = config.partial_rotary_factor
     if config.rope == "longrope":
         table |= {key: list(getattr(config, name)) for name, key in _ROPE_FACTOR_KEYS.items()}
     elif config.rope_scale != 1.0:
@@ -180,12 +180,13 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
         return table
     table["rope_type"] = config.rope
     if config.rope != "linear":
-        table["original_max_position_embeddings"] = config.rope_original
-    low, high = config.rope_turns
+        table["original_max_position_embeddings"] = config.original_max_position
+    low = config.low_freq_factor
+    high = config.high_freq_factor
     if config.rope == "llama3":
         table |= {"low_freq_factor": low, "high_freq_factor": high}
     elif config.rope == "yarn":
         table |= {"beta_slow": low, "beta_fast": high}
     if config.rope in ("yarn", "longrope"):
-        table["attention_factor"] = config.rope_attention
+        table["attention_factor"] = config.attention_factor
     return table

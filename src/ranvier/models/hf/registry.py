@@ -50,7 +50,7 @@ _KEYS = {
     "max_position_embeddings": "max_seq",
     "rms_norm_eps": "norm_eps",
     "initializer_range": "init_std",
-    "tie_word_embeddings": "tied",
+    "tie_word_embeddings": "tie_embeddings",
 }
 _DEFAULTS = {
     "vocab_size": 32000,
@@ -100,7 +100,7 @@ _FUSED_EXPERTS = {
     "blocks.{i}.mlp.down[e]": f"{_LAYER_PREFIX}mlp.experts.down_proj",
 }
 _NAMES_WITHOUT_MLP = {**_EMBED_NORM_HEAD, **_PRE_NORMS, **_ATTENTION}
-_MOE_KEYS = {"num_experts_per_tok": "experts_top", "router_aux_loss_coef": "balance"}
+_MOE_KEYS = {"num_experts_per_tok": "experts_per_token", "router_aux_loss_coef": "aux_loss_coeff"}
 
 _FAMILIES = (
     Family(
@@ -143,7 +143,7 @@ _FAMILIES = (
         layer_names=_NAMES,
         config_keys=_KEYS,
         default_config={**_DEFAULTS, **_QWEN_DEFAULTS, "head_dim": 128},
-        fixed_settings={"qk_norm": True},
+        fixed_settings={"qk_norm": "per_head"},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
         window_rule="first",
     ),
@@ -159,7 +159,7 @@ _FAMILIES = (
         },
         config_keys=_KEYS,
         default_config={**_DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5},
-        fixed_settings={"qk_whole": True, "norms": "after"},
+        fixed_settings={"qk_norm": "full", "norm_position": "post"},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
     Family(
@@ -179,9 +179,9 @@ _FAMILIES = (
         },
         config_keys={
             **_KEYS,
-            "query_pre_attn_scalar": "attention_scale",
-            "attn_logit_softcapping": "attention_cap",
-            "final_logit_softcapping": "logit_cap",
+            "query_pre_attn_scalar": "query_pre_attn_scalar",
+            "attn_logit_softcapping": "attn_logit_softcap",
+            "final_logit_softcapping": "final_logit_softcap",
         },
         default_config={
             **_DEFAULTS,
@@ -201,7 +201,7 @@ _FAMILIES = (
             "attn_logit_softcapping": 50.0,
         },
         # embed_scale is a marker; `config_from_hf` replaces it by sqrt(hidden_size).
-        fixed_settings={"norm_shift": 1.0, "norms": "both", "embed_scale": 0.0},
+        fixed_settings={"norm_weight_offset": 1.0, "norm_position": "both", "embed_scale": 0.0},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
         activation_key="hidden_activation",
         window_rule="even",
@@ -286,7 +286,7 @@ _FAMILIES = (
             "router_aux_loss_coef": 0.001,
             "mlp_only_layers": [],
         },
-        fixed_settings={"qk_norm": True},
+        fixed_settings={"qk_norm": "per_head"},
         # Sliding windows of this family are not supported, so it has no window rule.
         required_values={"use_sliding_window": False},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
@@ -318,7 +318,7 @@ _FAMILIES = (
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
         },
-        fixed_settings={"qk_whole": True},
+        fixed_settings={"qk_norm": "full"},
         # Clipping of q, k and v is not implemented here.
         required_values={"clip_qkv": None},
         bias_keys={"attention_bias": _ATTENTION_LAYERS},
@@ -348,7 +348,7 @@ _FAMILIES = (
             "n_positions": "max_seq",
             "layer_norm_epsilon": "norm_eps",
             "initializer_range": "init_std",
-            "tie_word_embeddings": "tied",
+            "tie_word_embeddings": "tie_embeddings",
         },
         default_config={
             "vocab_size": 50257,
@@ -361,7 +361,7 @@ _FAMILIES = (
             "initializer_range": 0.02,
             "tie_word_embeddings": True,
         },
-        fixed_settings={"norm": "layer", "positions": "learned", "bias": True},
+        fixed_settings={"norm": "layer", "position_embedding": "learned", "bias": True},
         required_values={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,

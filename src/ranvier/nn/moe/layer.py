@@ -381,7 +381,7 @@ class MoELayer(ParallelLayer):
         if self.expert.size == 1:
             return rows
         return self._start_all_to_all(
-            rows[: sum(lanes.output_splits)], lanes.output_splits, lanes.input_splits, "same"
+            rows[: sum(lanes.output_splits)], lanes.output_splits, lanes.input_splits, "model"
         )
 
     def _start_all_to_all(
@@ -393,9 +393,9 @@ class MoELayer(ParallelLayer):
         at_once = torch.compiler.is_compiling() or not self.site.overlapped_autograd
         # A lossy dispatch type must round the same way in the reference, which only the dispatcher
         # does.
-        if at_once and dispatch == "same":
+        if at_once and dispatch == "model":
             return all_to_all(rows, self.expert, send, receive)
-        hidden = "tokens" in self.site.bucket_scheduler.overlap
+        hidden = "moe_dispatch" in self.site.bucket_scheduler.overlap
         return start_all_to_all(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
 
     def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
@@ -596,8 +596,8 @@ class _RecordStats(torch.autograd.Function):
         slope = leaf.site.step_context.loss_grad_scale
         if slope is None:
             raise DataError(
-                f"{leaf.site.name} adds balance={leaf.rule.aux_loss_coeff} and "
-                f"router_z={leaf.rule.z_loss_coeff} to "
+                f"{leaf.site.name} adds aux_loss_coeff={leaf.rule.aux_loss_coeff} and "
+                f"z_loss_coeff={leaf.rule.z_loss_coeff} to "
                 "a loss that the model did not compute, so it does not know its factor. Give the "
                 "model targets, or set both to 0."
             )

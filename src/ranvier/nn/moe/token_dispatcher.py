@@ -122,7 +122,7 @@ def start_all_to_all(
     receive: Sequence[int],
     *,
     hidden: bool = True,
-    dispatch: Dispatch = "same",
+    dispatch: Dispatch = "model",
 ) -> PendingAllToAll:
     """Start sending rows `[sum(send), d]`. hidden: following work may overlap with it.
 

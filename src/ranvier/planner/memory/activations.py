@@ -301,7 +301,7 @@ def _qkv_bytes(
     """Bytes of queries, keys and values; a view of values keeps a fused buffer of all three."""
     q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     # Without rotary embeddings q and k are used as they are computed; with them they are copies.
-    if model.traits.get("positions", "rope") != "rope":
+    if model.traits.get("position_embedding", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
     if _is_qkv_fused(pairs):
         values = q + 2 * k

@@ -121,7 +121,7 @@ def build_chunks(
     else:
         mine = [slice(None)]
     # With the vocabulary split over pipe the head's gradient is counted per stage, not per chunk.
-    spread = plan.spread and count > 1
+    spread = plan.vocab_over_pipe and count > 1
     if spread:
         head = 0
     else:

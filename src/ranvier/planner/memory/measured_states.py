@@ -72,7 +72,7 @@ class ModelStateSizes:
 def model_state_sizes(
     parallel: ParallelModel, *, moments: str = "master", tile: int = 2**24
 ) -> ModelStateSizes:
-    """The sizes of a model on this rank. moments: `optim.moments`; tile: `memory.tile`."""
+    """Sizes of a model on this rank. moments: `optim.state_dtype`; tile: `memory.offload_tile`."""
     queue = parallel.bucket_scheduler
     names = list(parallel.recompute_modes)
     data = queue.data_axis.size

@@ -361,7 +361,7 @@ def find_peaks(
         elif kind == "W":
             found += _deferred_grad_peaks(load, now)
     # Weights that stay gathered are in memory until the optimizer step.
-    if plan.gathered == "keep":
+    if plan.reshard_after == "step":
         found = [
             one._replace(gathered_weights=max(one.gathered_weights, own.gathered_bytes))
             if one.where != IN_UPDATE
@@ -399,11 +399,13 @@ def _stage_turns(
     moves = load.model_states.is_split
     if plan.pipe == 1 or not simulated:
         return one_f_one_b_snapshots(
-            plan.pipe, plan.num_micro_batches, plan.chunks, index, groups, moves
+            plan.pipe, plan.num_micro_batches, plan.virtual_stages, index, groups, moves
         )
     policy = pipeline_policy(model, plan, seq)
     assert isinstance(policy, MessageDrivenPolicy | FixedSchedule), policy
-    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks, policy.split_backward)
+    shape = PipelineShape(
+        plan.pipe, plan.num_micro_batches, plan.virtual_stages, policy.split_backward
+    )
     return peak_snapshots(policy, shape, index, groups, moves)
 
 
@@ -419,7 +421,7 @@ def _build_stage_memory(
 ) -> StageMemory:
     stream = stream_bytes(model, inside, flow)
     # Without a pipeline there is nothing to split the vocabulary over.
-    spread = plan.spread and plan.pipe > 1
+    spread = plan.vocab_over_pipe and plan.pipe > 1
     groups, chunks = build_chunks(model, stage, firsts, inside, flow, plan, own, how)
     scores = find_head(model, stage.blocks, inside)
     return StageMemory(
@@ -450,7 +452,7 @@ def _peak_in_loss(
     one = now.chunk
     turn = now.turn
     mine = own.head_elements * own.itemsize
-    once = turn.is_last or load.plan.gathered == "keep"
+    once = turn.is_last or load.plan.reshard_after == "step"
     if own.is_split:
         near = mine + (own.gathered_block_bytes or mine * (not once))
     else:

@@ -49,7 +49,7 @@ def peak_memory(
     how = MemoryOptions(keeps, compiled, fp8, simulated)
     spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
-    shape = plan.pipe, plan.chunks, firsts, plan.spread
+    shape = plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     found = list[tuple[int, StageModelStates, PeakUsage]]()
     for i in fullest_stages(model, *shape) if stage is None else (stage,):
         here = build_stage_blocks(model, i, *shape)

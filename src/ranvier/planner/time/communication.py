@@ -104,9 +104,10 @@ def ranvier_comm_time(
     )
     spot = ShardingKey.from_plan(plan)
     again = plan.recompute != "none"
-    keep = plan.gathered == "keep"
+    keep = plan.reshard_after == "step"
     near = tuple(
-        places[axes] for axes in (*ACTIVATION_GROUPS, *(VOCAB_GROUPS if plan.spread else ()))
+        places[axes]
+        for axes in (*ACTIVATION_GROUPS, *(VOCAB_GROUPS if plan.vocab_over_pipe else ()))
     )
     stages = comm_volume.distinct_stages(model, plan, setup.seq)
     types = comm_volume.element_sizes(flow)
@@ -194,7 +195,7 @@ def _pass_seconds(
     # Experts wait for the results of their reduce-scatters.
     lone = {leaf.name for leaf in part.layers_of_kind("mixture")}
     for row in comm_volume.pass_volumes(model, part, inside, flow):
-        if row.phase == "again" and not again:
+        if row.phase == "recompute" and not again:
             continue
         spent = row.count * links.collective_seconds(cluster, row.op, row.bytes, groups[row.axis])
         # The reduce-scatter of dx runs while dw is computed, which does not depend on it.

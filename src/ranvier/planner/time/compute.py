@@ -56,7 +56,7 @@ ROW_SPLIT_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 Fp8Scaling = Literal["", "tensor", "row"]
 """Scaling of 8-bit matmuls: none, one scale per tensor, or one scale per row."""
 FP8_SCALING: Mapping[str, Fp8Scaling] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
-"""The same by the values of `train.fp8`."""
+"""The same by the values of `train.float8`."""
 
 
 @dataclass(frozen=True)

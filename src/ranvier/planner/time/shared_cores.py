@@ -90,7 +90,9 @@ def shared_stage_seconds(
     firsts = find_stage_starts(model, plan, setup.seq)
     found = []
     for index in range(plan.pipe):
-        here = build_stage_blocks(model, index, plan.pipe, plan.chunks, firsts, plan.spread)
+        here = build_stage_blocks(
+            model, index, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
+        )
         parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
         # Every single collective counts, since nothing overlaps on shared cores.
         for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
@@ -111,7 +113,7 @@ def _combine_stages(
     slowest = max(sum(parts.values()) for parts in stages)
     # Fill and drain of the pipeline, plus the imbalance of the stages. With several ranks per core
     # others use the core meanwhile, so only what exceeds the busy time remains.
-    fill = (plan.pipe - 1) / plan.chunks / plan.num_micro_batches
+    fill = (plan.pipe - 1) / plan.virtual_stages / plan.num_micro_batches
     bubble = (busy - mean.get("update", 0.0)) * fill + slowest - busy
     crowd = max(plan.world_size / cluster.cores, 1.0)
     return {**mean, "bubble": max((busy + bubble) / crowd - busy, 0.0)}
@@ -126,14 +128,14 @@ def _stage_compute_seconds(
     packed: bool,
 ) -> dict[str, float]:
     """Compute seconds of a rank of a stage per step."""
-    found = {"compute": 0.0, "attention": 0.0, "again": 0.0}
+    found = {"compute": 0.0, "attention": 0.0, "recompute": 0.0}
     for part, count in stage.block_counts:
         own = _part_seconds(part, cluster, setup, runtime, packed)
         times = count * plan.num_micro_batches
         found["compute"] += times * own[0]
         found["attention"] += times * own[1]
         if part.is_block and plan.recompute in ("selective", "full"):
-            found["again"] += times * own[2 if plan.recompute == "selective" else 3]
+            found["recompute"] += times * own[2 if plan.recompute == "selective" else 3]
     return found
 
 

@@ -8,7 +8,7 @@ with two peaks of the device (a roofline):
 
 It is bound by compute or memory, whichever term is larger; by neither, if it takes more than four
 times as long. What a trace does not contain is printed as "-". Not handled: several ranks (see
-`train.trace`).
+`train.trace_comm`).
 """
 
 from __future__ import annotations
@@ -427,19 +427,21 @@ def describe_bottleneck(report: ProfileReport) -> str:
 # ---- taking the steps -----------------------------------------------------------------------
 
 
-def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int, out: str) -> int:
+def profile_run(
+    run: RunConfig, origin: Path, *, steps: int, warmup_steps: int, top: int, output: str
+) -> int:
     """Profile steps of a run on one rank, write and print the report; returns the exit code.
 
     origin: the directory of the run or its TOML file; nothing else in it is changed.
     """
-    for name, value in (("steps", steps), ("warm", warm), ("top", top)):
+    for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("top", top)):
         if not 1 <= value <= 1000:
             raise PlanError(f"{name}={value}. It is from 1 to 1000. Use {name}=10.")
     # Check everything before data are tokenized and a model is built.
     run = _check_single_rank(run, origin)
     # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
-    if run.plan.graph:
-        warm = max(warm, WARMUP_STEPS + 2)
+    if run.plan.cuda_graph:
+        warmup_steps = max(warmup_steps, WARMUP_STEPS + 2)
     device = resolve.resolve_device(run, ProcessInfo())
     run = resolve.resolve_device_and_dtype(
         run, device, resolve.resolve_backend(run, ProcessInfo(), device)
@@ -449,18 +451,27 @@ def profile_run(run: RunConfig, origin: Path, *, steps: int, warm: int, top: int
         where = origin / "profile"
     else:
         where = origin.with_name(f"{origin.stem}-profile")
-    folder = _make_report_dir(Path(out) if out else where)
+    folder = _make_report_dir(Path(output) if output else where)
     cache_compiled_kernels()
     data = train.open_dataset(run, prepare_data.tokenize_corpora(run))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    grid = Grid.from_plan(run.plan, rank=0, connected=False, timeout_seconds=run.train.timeout)
+    grid = Grid.from_plan(
+        run.plan, rank=0, connected=False, timeout_seconds=run.train.comm_timeout_seconds
+    )
     # More steps than are profiled, so that the run does not end meanwhile; nothing that interrupts
     # steps.
-    more = replace(run.train, steps=max(warm + steps + 3, run.train.steps), evaluate=0, trace=False)
-    only = replace(run, train=more, checkpoint=replace(run.checkpoint, every=-1))
+    more = replace(
+        run.train,
+        steps=max(warmup_steps + steps + 3, run.train.steps),
+        eval_interval=0,
+        trace_comm=False,
+    )
+    only = replace(run, train=more, checkpoint=replace(run.checkpoint, interval=-1))
     trainer = Trainer.from_run(only, grid, device, data)
-    pace, kernels = _profile_steps(trainer, folder / "trace.json.gz", steps=steps, warm=warm)
+    pace, kernels = _profile_steps(
+        trainer, folder / "trace.json.gz", steps=steps, warmup_steps=warmup_steps
+    )
     peaks = DevicePeaks.from_device(device, build_model.DTYPES[run.train.dtype])
     report = summarize_kernels(kernels, steps=steps, peaks=peaks)
     page = format_report(report, pace, top=top)
@@ -489,11 +500,11 @@ def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
     # One rank would otherwise process the samples of all replicas.
     readers = math.prod(many.get(axis, 1) for axis in ("data", "expert", "depth"))
     options = " ".join(f"--plan.{axis} 1" for axis in many)
-    options += f" --plan.batch {max(plan.batch // readers, 1)}" if readers > 1 else ""
+    options += f" --plan.global-batch {max(plan.global_batch // readers, 1)}" if readers > 1 else ""
     raise PlanError(
         f"{origin} is a run on {' · '.join(f'{axis}={size}' for axis, size in many.items())}. "
         "profile takes one rank. Profile the work of one, without its communication, with "
-        f"{options}; the communication of all is shown by: ranvier train --train.trace True."
+        f"{options}; the communication of all is shown by: ranvier train --train.trace-comm True."
     )
 
 
@@ -503,16 +514,19 @@ def _make_report_dir(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlanError(
-            f"out={str(folder)!r} cannot be made: {error.strerror}. The report needs a directory "
-            "that it can write in. Choose another with --out."
+            f"output={str(folder)!r} cannot be made: {error.strerror}. The report needs a "
+            "directory "
+            "that it can write in. Choose another with --output."
         ) from None
     if not launch.is_writable(folder):
-        raise PlanError(f"out={str(folder)!r} cannot be written in. Choose another with --out.")
+        raise PlanError(
+            f"output={str(folder)!r} cannot be written in. Choose another with --output."
+        )
     return folder
 
 
 def _profile_steps(
-    trainer: Trainer, path: Path, *, steps: int, warm: int
+    trainer: Trainer, path: Path, *, steps: int, warmup_steps: int
 ) -> tuple[Throughput, list[Kernel]]:
     """Take the steps; returns the throughput before profiling, and the profiled kernels."""
     cuda = trainer.device.type == "cuda"
@@ -520,7 +534,7 @@ def _profile_steps(
     _annotate_optimizer(trainer)
     # Each row is one step behind: the next step is already running when it is yielded.
     rows = trainer.run_steps()
-    row = [next(rows) for _ in range(warm)][-1]
+    row = [next(rows) for _ in range(warmup_steps)][-1]
     record = torch.profiler.profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
@@ -546,7 +560,9 @@ def _profile_steps(
             "that no other profiler runs. End that one, or profile with --train.device cpu."
         )
     what = train.describe_run(trainer)
-    return Throughput(what, name, row["seconds"], row["tokens_per_second"], row["mfu"]), kernels
+    return Throughput(
+        what, name, row["step_seconds"], row["tokens_per_second"], row["mfu"]
+    ), kernels
 
 
 def _annotate_optimizer(trainer: Trainer) -> None:

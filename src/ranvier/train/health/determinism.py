@@ -19,23 +19,25 @@ from ranvier.errors import PlanError
 
 def check_deterministic(run: RunConfig) -> None:
     """Raise on settings that would make a deterministic run depend on measurements."""
-    if run.guard.replay and run.train.device == "cuda" and not run.train.deterministic:
+    if run.guard.replay_interval and run.train.device == "cuda" and not run.train.deterministic:
         raise PlanError(
-            f"guard.replay={run.guard.replay} without train.deterministic. On cuda the same work "
-            "may else give other bits. Use train.deterministic=True or guard.replay=0."
+            f"guard.replay_interval={run.guard.replay_interval} without train.deterministic. On "
+            "cuda the same work "
+            "may else give other bits. Use train.deterministic=True or guard.replay_interval=0."
         )
     if not run.train.deterministic:
         return
     problems = []
-    if run.plan.recompute == "budget":
+    if run.plan.recompute == "memory_budget":
         problems.append(
-            "train.deterministic=True with plan.recompute='budget'. The micro-batch follows from "
+            "train.deterministic=True with plan.recompute='memory_budget'. The micro-batch follows "
+            "from "
             "measured memory, and sums from it. Use plan.recompute='none', 'selective' or 'full'."
         )
-    if run.memory.fit == "auto":
+    if run.memory.auto:
         problems.append(
-            "train.deterministic=True with memory.fit='auto'. The micro-batch follows from "
-            "measured memory, and sums from it. Use memory.fit='off'."
+            "train.deterministic=True with memory.auto=True. The micro-batch follows from "
+            "measured memory, and sums from it. Use memory.auto=False."
         )
     if run.plan.compile == "on" and not compiles_deterministically():
         problems.append(

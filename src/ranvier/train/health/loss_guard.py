@@ -38,9 +38,9 @@ class LossGuard:
     def __init__(self, config: GuardConfig, device: torch.device | str) -> None:
         self.config = config
         self.step_limits = StepLimits.for_device(
-            device, budget=config.skips, strict=config.spike == "skip"
+            device, budget=config.max_skipped_steps, strict=config.on_spike == "skip"
         )
-        self.window: deque[float] = deque(maxlen=config.window)
+        self.window: deque[float] = deque(maxlen=config.spike_window)
         """The latest losses that were finite and not spikes."""
         self.recent_losses: list[tuple[int, float]] = []
         """(step, loss) pairs that are too recent for the limit of the next step."""
@@ -55,7 +55,7 @@ class LossGuard:
 
     def update_limit(self, step: int) -> None:
         """Write the spike limit of the next step to the device, without a synchronisation."""
-        if self.config.spike == "off":
+        if self.config.on_spike == "off":
             return
         # A loss that the host happens to have read earlier must not enter the limit earlier.
         self.window.extend(loss for known, loss in self.recent_losses if known <= step - 2)
@@ -66,11 +66,11 @@ class LossGuard:
 
     def spike_limit(self) -> float:
         """median + height * 1.4826 * MAD of the window; infinity with too few losses."""
-        if len(self.window) < min(MIN_LOSSES, self.config.window):
+        if len(self.window) < min(MIN_LOSSES, self.config.spike_window):
             return math.inf
         middle = statistics.median(self.window)
         spread = MAD_TO_STD * statistics.median(abs(loss - middle) for loss in self.window)
-        return middle + self.config.height * max(
+        return middle + self.config.spike_threshold * max(
             spread, MIN_RELATIVE_DEVIATION * abs(middle), MIN_DEVIATION
         )
 
@@ -97,7 +97,8 @@ class LossGuard:
         if bad:
             return (
                 f"{what} or a gradient is not finite. The step is left out on all ranks; that "
-                f"makes {self.nonfinite_steps} of guard.skips={self.config.skips}."
+                f"makes {self.nonfinite_steps} of "
+                f"guard.max_skipped_steps={self.config.max_skipped_steps}."
             )
         if self.step_limits.skips_spikes:
             done = "The step is left out."
@@ -111,24 +112,26 @@ class LossGuard:
 
     def is_exhausted(self) -> bool:
         """Whether more steps were non-finite than the run may skip."""
-        return self.nonfinite_steps > self.config.skips
+        return self.nonfinite_steps > self.config.max_skipped_steps
 
     def check_spikes(self, step: int, kept: str) -> None:
         """Raise after too many skipped spikes in a row, or too many rewinds.
 
         kept: the checkpoint to resume from, for the message.
         """
-        if self.step_limits.skips_spikes and self.spikes_in_row > self.config.skips:
+        if self.step_limits.skips_spikes and self.spikes_in_row > self.config.max_skipped_steps:
             raise NumericError(
                 f"Step {step + 1} is spike number {self.spikes_in_row} in a row. At most "
-                "guard.skips="
-                f"{self.config.skips} are left out: the losses stay high. Use a lower optim.lr or "
-                f"a larger guard.height, and go on from {kept}."
+                "guard.max_skipped_steps="
+                f"{self.config.max_skipped_steps} are left out: the losses stay high. Use a lower "
+                "optim.lr or "
+                f"a larger guard.spike_threshold, and go on from {kept}."
             )
-        if self.config.spike == "rewind" and self.rewinds >= self.config.rewinds:
+        if self.config.on_spike == "rewind" and self.rewinds >= self.config.max_rewinds:
             raise NumericError(
                 f"Step {step + 1} is a spike, and the run has gone back {self.rewinds} times. "
-                f"guard.rewinds={self.config.rewinds} allows no more. Use a lower optim.lr or "
+                f"guard.max_rewinds={self.config.max_rewinds} allows no more. Use a lower optim.lr "
+                "or "
                 f"other data, and go on from {kept}."
             )
 
@@ -157,8 +160,8 @@ class LossGuard:
         """Restore the state from a checkpoint."""
         bad, self.spikes, self.skipped_steps, self.rewinds = facts["counts"]
         # If fewer steps may be skipped than before, only the next bad step fails the run.
-        self.nonfinite_steps = min(bad, self.config.skips)
+        self.nonfinite_steps = min(bad, self.config.max_skipped_steps)
         self.spikes_in_row = facts["row"]
-        self.window = deque(facts["window"], maxlen=self.config.window)
+        self.window = deque(facts["window"], maxlen=self.config.spike_window)
         self.recent_losses = [(int(step), float(loss)) for step, loss in facts["fresh"]]
         self.step_limits.nonfinite_steps.fill_(self.nonfinite_steps)

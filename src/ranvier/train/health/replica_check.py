@@ -12,7 +12,7 @@ Computes a step twice before its update and compares loss and gradients bit by b
 
 A flipped bit in an activation leaves the loss finite and the replicas of weights equal: only
 repeating the same work detects it (silent data corruption). It costs a second forward and backward
-pass, so it is done only every `guard.replay` steps.
+pass, so it is done only every `guard.replay_interval` steps.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 TYPICAL_RATES = DeviceRates(flops=4e14, memory=2e12, to_device=2e10, to_host=2e10, adam=1e9)
 """Rates of a current device, for suggestions when nothing can be measured any more."""
 MEMORY_RULE = "Weights, gradients, moments and activations of a rank must fit on its device."
-MEMORY_REMEDY = "Use --memory.fit auto, a smaller plan.micro_batch, or more ranks."
+MEMORY_REMEDY = "Use --memory.auto, a smaller plan.micro_batch, or more ranks."
 OOM_LIMIT_FRACTION = 0.95
 """Fraction of the predicted bytes assumed to be available after the prediction was too low."""
 

@@ -14,8 +14,8 @@ from ranvier.parallel.parallel_model import get_parallel_model
 
 def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:
     """Host bytes available for offloaded weights; None if weights stay on the device."""
-    if run.memory.weights == "host":
-        return host_bytes_per_rank(ranks, run.memory.host)
+    if run.memory.parameters == "host":
+        return host_bytes_per_rank(ranks, run.memory.host_limit_gib)
     return None
 
 
@@ -35,34 +35,34 @@ def states_placement(
     ranks: number of ranks that share the host. homes: the offload of weights and gradients.
     """
     memory = run.memory
-    if memory.states == "device":
-        return StatePlacement(tile_elements=memory.tile)
-    room = host_bytes_per_rank(ranks, memory.host)
+    if memory.optimizer_states == "device":
+        return StatePlacement(tile_elements=memory.offload_tile)
+    room = host_bytes_per_rank(ranks, memory.host_limit_gib)
     if homes is not None:
         # Offloaded weights are allocated already, so what is free now excludes them; room for
         # gradients is still to be reserved. A configured limit includes both.
         free = host_bytes_per_rank(ranks) - homes.pending_grad_bytes
-        if memory.host > 0.0:
+        if memory.host_limit_gib > 0.0:
             room = min(free, room - homes.host_bytes - homes.pending_grad_bytes)
         else:
             room = free
     return StatePlacement(
-        memory.states,
-        device_bytes=int(memory.resident * GIB),
+        memory.optimizer_states,
+        device_bytes=int(memory.optimizer_states_on_device_gib * GIB),
         host_bytes=max(room, 0),
-        path=memory.path,
-        update_device="cpu" if memory.update == "cpu" else "device",
-        tile_elements=memory.tile,
+        path=memory.offload_dir,
+        update_device="cpu" if memory.optimizer_step_on == "cpu" else "device",
+        tile_elements=memory.offload_tile,
     )
 
 
 def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> None:
     """Offload a fraction of the activations of blocks to the host, or none."""
     get_parallel_model(model).step_context.save_policy.store = InPlaceStore()
-    if run.memory.activations <= 0.0:
+    if run.memory.activation_offload_fraction <= 0.0:
         return
     parallel = get_parallel_model(model)
-    room = host_bytes_per_rank(local_ranks, run.memory.host)
+    room = host_bytes_per_rank(local_ranks, run.memory.host_limit_gib)
     blocks = list(parallel.recompute_modes)
     runtime = parallel.pipeline.executor
     stage = runtime.stage
@@ -70,7 +70,7 @@ def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> Non
     # A stage may have no blocks.
     ends = stage.index == stage.num_stages - 1 and bool(blocks)
     parallel.step_context.save_policy.store = ActivationOffload(
-        run.memory.activations,
+        run.memory.activation_offload_fraction,
         blocks,
         device,
         weights=lambda: [bucket.data for bucket in parallel.bucket_scheduler.buckets],

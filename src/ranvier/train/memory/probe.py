@@ -49,12 +49,14 @@ def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
     """Micro-batches to try, largest first: the given one, or all useful ones."""
     if plan.micro_batch > 0:
         return [plan.micro_batch]
-    if plan.inner == "samples":
+    if plan.col_splits == "samples":
         # The col axis splits the samples of a micro-batch.
         multiple = plan.col
     else:
         multiple = 1
-    return recompute_budget.candidate_micro_batches(plan.batch // plan.num_replicas, seq, multiple)
+    return recompute_budget.candidate_micro_batches(
+        plan.global_batch // plan.num_replicas, seq, multiple
+    )
 
 
 def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int:
@@ -88,18 +90,18 @@ def resolve_in_flight_limit(
     """
     parallel = get_parallel_model(model)
     plan = run.plan
-    limited = run.memory.limit
+    limited = run.memory.device_limit_gib
     pipeline = parallel.pipeline
     stage = pipeline.executor.stage
     if stage.num_stages == 1:
         return []
     lines = stage.describe_stages()
-    if limited > 0.0 and plan.credits == 0:
+    if limited > 0.0 and plan.max_in_flight == 0:
         kept = max(
             _activation_bytes(run, parallel, chunk, device) for chunk in range(len(stage.chunks))
         )
         own = measured_states.model_state_sizes(
-            parallel, moments=run.optim.moments, tile=run.memory.tile
+            parallel, moments=run.optim.state_dtype, tile=run.memory.offload_tile
         )
         wide = sum(b.size for b in parallel.bucket_scheduler.buckets if b.trainable)
         # Bytes that do not depend on the micro-batches in flight: weights, communication buffers,
@@ -110,7 +112,9 @@ def resolve_in_flight_limit(
             + wide * parallel.bucket_scheduler.reduce_dtype.itemsize
         )
         fixed += (
-            own.state_bytes if run.memory.states == "device" else own.state_ring + own.vector_states
+            own.state_bytes
+            if run.memory.optimizer_states == "device"
+            else own.state_ring + own.vector_states
         )
         available = available_bytes(limited, device, local_ranks)
         fits = (available - fixed) // max(kept, 1)
@@ -118,10 +122,10 @@ def resolve_in_flight_limit(
         limit = -max_over_ranks(-int(min(fits, 2**31)), parallel.grid, device)
         if limit < 1:
             raise PlanError(
-                f"memory.limit={limited} leaves room for no micro-batch: of "
+                f"memory.device_limit_gib={limited} leaves room for no micro-batch: of "
                 f"{available / GIB:.3g} GiB weights, gradients and moments take "
                 f"{fixed / GIB:.3g} on rank {parallel.grid.rank}, a micro-batch {kept / GIB:.3g}. "
-                "A stage holds one at least. Use a larger memory.limit, a smaller "
+                "A stage holds one at least. Use a larger memory.device_limit_gib, a smaller "
                 "plan.micro_batch, or plan.recompute='full'."
             )
         pipeline.config = replace(pipeline.config, max_in_flight=limit)
@@ -136,7 +140,7 @@ def resolve_in_flight_limit(
         pipeline.step_shape(plan.num_micro_batches),
     )
     pipeline.policies[plan.num_micro_batches] = policy
-    return [*lines, f"policy {plan.policy}: {policy}"]
+    return [*lines, f"policy {plan.schedule}: {policy}"]
 
 
 def _activation_bytes(
@@ -150,7 +154,7 @@ def _activation_bytes(
     parallel.step_context.samples = batch.samples
     shape = (
         plan.micro_batch,
-        run.data.seq // (plan.row * plan.context),
+        run.data.seq_len // (plan.row * plan.context),
         run.model.embed // plan.col,
     )
     # All but the first chunk receive activations instead of tokens.
@@ -371,12 +375,12 @@ def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device
 
 def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
     """A micro-batch of zeros, with two documents per sample if documents are packed."""
-    tokens = torch.zeros(micro, run.data.seq, dtype=torch.int64)
+    tokens = torch.zeros(micro, run.data.seq_len, dtype=torch.int64)
     samples = torch.arange(micro)
-    if not run.data.packed or run.data.seq < 2:
+    if not run.data.document_mask or run.data.seq_len < 2:
         return Batch(tokens, tokens, samples=samples).to(device)
-    positions = torch.arange(run.data.seq).expand(micro, -1)
-    documents = (positions >= run.data.seq // 2).long()
+    positions = torch.arange(run.data.seq_len).expand(micro, -1)
+    documents = (positions >= run.data.seq_len // 2).long()
     return Batch(tokens, tokens, positions.contiguous(), documents, samples).to(device)
 
 

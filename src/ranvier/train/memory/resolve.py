@@ -1,11 +1,11 @@
 """Resolves the open memory settings of a run by measuring, before its first step.
 
-Open are the settings that ask for it: `plan.recompute = budget`, `memory.activations = -1`,
-`memory.states = split` without `resident`, `memory.update = auto` with offloaded states; and with
-`memory.fit = auto` all of recomputation, micro-batch, states, weights, activations and update that
-have their default value. Any other value is the user's decision and is kept. A fit is verified by
-trial steps, which change no weights.
-"""
+Open are the settings that ask for it: `plan.recompute = memory_budget`,
+`memory.activation_offload_fraction = -1`, `memory.optimizer_states = split` without
+`optimizer_states_on_device_gib`, `memory.optimizer_step_on = auto` with offloaded states; and with
+`memory.auto` all of recomputation, micro-batch, states, weights, activations and update that have
+their default value. Any other value is the user's decision and is kept. A fit is verified by trial
+steps, which change no weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ STATE_BYTES = 12
 MIN_TILE_BITS = 20
 """Fraction of the device memory for tiles of optimizer states; bytes of states per element; and
 log2 of the elements of the smallest tile, as smaller transfers would not saturate the link."""
-RATE_DEPENDENT = frozenset({"states", "weights", "activations", "update"})
+RATE_DEPENDENT = frozenset(
+    {"optimizer_states", "parameters", "activation_offload_fraction", "optimizer_step_on"}
+)
 """Settings whose choice depends on transfer and compute rates."""
 EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
 """Used if only recomputation and micro-batch are open: the choice does not depend on rates."""
@@ -97,16 +99,16 @@ def build_optimizer(
         lr=run.peak_lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        decay=optim.decay,
-        clip=optim.clip,
+        decay=optim.weight_decay,
+        clip=optim.max_grad_norm,
         factors={
-            "matrix": optim.matrix_lr,
-            "embedding": optim.embedding_lr,
-            "vector": optim.vector_lr,
+            "matrix": optim.matrix_lr_scale,
+            "embedding": optim.embedding_lr_scale,
+            "vector": optim.vector_lr_scale,
         },
         # Only fp16 gradients underflow; bf16 has the exponent range of fp32.
         scale=GradScaler(device) if run.train.dtype == "fp16" else None,
-        moments=optim.moments,
+        moments=optim.state_dtype,
         home=placement.states_placement(run, local_ranks, queue.host_offload),
     )
 
@@ -120,11 +122,11 @@ def resolve_memory(
     over all axes; after a fit two trial steps.
     """
     free = open_settings(run)
-    if device.type == "cpu" and run.memory.limit == 0.0:
+    if device.type == "cpu" and run.memory.device_limit_gib == 0.0:
         # The host is the device: there is nothing to offload to.
         free -= RATE_DEPENDENT
     # This choice needs only rates, so no memory is measured.
-    if free == {"update"}:
+    if free == {"optimizer_step_on"}:
         run = choose_update_device(run, get_parallel_model(model), device)
         free = frozenset()
     # Two blocks are not representative of a pipeline stage, so with stages nothing is searched
@@ -137,9 +139,9 @@ def resolve_memory(
     run = _choose_tile(run, device, local_ranks)
     case = build_fit_problem(run, model, device, local_ranks, free)
     # Next to all weights not even a model of two blocks fits: offload weights and measure again.
-    if not case.needs and "weights" in free:
-        run = replace(run, memory=replace(run.memory, weights="host"))
-        free = free - {"weights"}
+    if not case.needs and "parameters" in free:
+        run = replace(run, memory=replace(run.memory, parameters="host"))
+        free = free - {"parameters"}
         placement.offload_weights(run, model, local_ranks)
         case = build_fit_problem(run, model, device, local_ranks, free)
     parallel = get_parallel_model(model)
@@ -176,22 +178,21 @@ def open_settings(run: RunConfig) -> frozenset[str]:
     plan = run.plan
     memory = run.memory
     usual = MemoryConfig()
-    auto = memory.fit == "auto"
+    auto = memory.auto
     found = set[str]()
-    if plan.recompute == "budget" or (auto and plan.recompute == Plan().recompute):
+    if plan.recompute == "memory_budget" or (auto and plan.recompute == Plan().recompute):
         found.add("recompute")
     if plan.micro_batch == -1:
         found.add("micro_batch")
-    if memory.activations < 0.0:
-        found.add("activations")
-    if memory.states == "split" and memory.resident == 0.0:
-        found.add("resident")
-    if memory.states != "device" and memory.update == "auto":
-        found.add("update")
+    if memory.activation_offload_fraction < 0.0:
+        found.add("activation_offload_fraction")
+    if memory.optimizer_states == "split" and memory.optimizer_states_on_device_gib == 0.0:
+        found.add("optimizer_states_on_device_gib")
+    if memory.optimizer_states != "device" and memory.optimizer_step_on == "auto":
+        found.add("optimizer_step_on")
     if auto:
         # A value other than the default is the user's decision.
-        names = ("states", "weights", "activations", "update")
-        found |= {name for name in names if getattr(memory, name) == getattr(usual, name)}
+        found |= {name for name in RATE_DEPENDENT if getattr(memory, name) == getattr(usual, name)}
     return frozenset(found)
 
 
@@ -206,7 +207,7 @@ def choose_update_device(
         device_rates.measure_rates(device, parallel.bucket_scheduler.buckets[0].data.dtype),
         parallel,
     )
-    sizes = model_state_sizes(parallel, moments=run.optim.moments, tile=run.memory.tile)
+    sizes = model_state_sizes(parallel, moments=run.optim.state_dtype, tile=run.memory.offload_tile)
     moved = StepTraffic(
         0, 0, sizes.state_bytes - sizes.vector_states, sizes.trained_elements, 0, 0, 0
     )
@@ -215,36 +216,40 @@ def choose_update_device(
         update: Literal["device", "cpu"] = "cpu"
     else:
         update = "device"
-    return replace(run, memory=replace(run.memory, update=update))
+    return replace(run, memory=replace(run.memory, optimizer_step_on=update))
 
 
 def _choose_tile(run: RunConfig, device: torch.device, local_ranks: int) -> RunConfig:
-    """With `memory.fit`: limit the size of state tiles to a small fraction of the device memory.
+    """With `memory.auto`: limit the size of state tiles to a small fraction of the device memory.
 
     The update is elementwise, so no result depends on the tile size.
     """
     memory = run.memory
-    if memory.fit == "off" or memory.tile != MemoryConfig().tile:
+    if not memory.auto or memory.offload_tile != MemoryConfig().offload_tile:
         return run
     most = (
         TILE_FRACTION
-        * available_bytes(memory.limit, device, local_ranks)
+        * available_bytes(memory.device_limit_gib, device, local_ranks)
         / (NUM_SLOTS * STATE_BYTES)
     )
     # Round down to a power of two, but never above the configured tile.
-    tile = min(1 << max(int(most).bit_length() - 1, MIN_TILE_BITS), memory.tile)
-    return replace(run, memory=replace(memory, tile=tile))
+    tile = min(1 << max(int(most).bit_length() - 1, MIN_TILE_BITS), memory.offload_tile)
+    return replace(run, memory=replace(memory, offload_tile=tile))
 
 
 def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
     """Return the run with the settings of a placement."""
     memory = replace(
         run.memory,
-        states=choice.states,
-        resident=choice.resident / GIB if choice.states == "split" else 0.0,
-        update=run.memory.update if choice.states == "device" else choice.update,
-        weights=choice.weights,
-        activations=choice.activations,
+        optimizer_states=choice.optimizer_states,
+        optimizer_states_on_device_gib=choice.optimizer_state_bytes_on_device / GIB
+        if choice.optimizer_states == "split"
+        else 0.0,
+        optimizer_step_on=run.memory.optimizer_step_on
+        if choice.optimizer_states == "device"
+        else choice.optimizer_step_on,
+        parameters=choice.parameters,
+        activation_offload_fraction=choice.activation_offload_fraction,
     )
     return replace(run, plan=replace(run.plan, micro_batch=choice.micro_batch), memory=memory)
 
@@ -261,17 +266,17 @@ def predict_memory(
     plan = run.plan
     peers = count_peers(run, parallel)
     # Neither a stage nor a CUDA graph is like the eager model of two blocks that is measured.
-    if plan.pipe > 1 or plan.graph:
+    if plan.pipe > 1 or plan.cuda_graph:
         return MemoryTracker(peers=peers)
     case = build_fit_problem(run, model, device, local_ranks, frozenset(), optimizer)
     own = plan.micro_batch
-    share = plan.batch // plan.num_replicas
+    share = plan.global_batch // plan.num_replicas
     if own not in case.needs:
         return MemoryTracker(peers=peers)
     need = case.needs[own]
     passes = need.passes
     # Bytes of the input of a block, which a block with full recomputation still saves.
-    output = run.data.seq // (plan.row * plan.context)
+    output = run.data.seq_len // (plan.row * plan.context)
     output *= (
         own
         * (run.model.embed // plan.col)
@@ -304,7 +309,7 @@ def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
     """Number of point-to-point peers of this rank, over all communicators."""
     plan = run.plan
     stage = parallel.grid.index["pipe"]
-    stages = pipe_peers(stage, plan.pipe, chunks=plan.chunks, spread=plan.spread)
+    stages = pipe_peers(stage, plan.pipe, chunks=plan.virtual_stages, spread=plan.vocab_over_pipe)
     return sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
 
 
@@ -333,10 +338,12 @@ def build_fit_problem(
     plan = run.plan
     memory = run.memory
     grid = parallel.grid
-    micros = candidate_micro_batches(plan, run.data.seq)
+    micros = candidate_micro_batches(plan, run.data.seq_len)
     # All ranks must choose alike, so the rank with the least memory decides: min x = -max(-x).
-    limit = -max_over_ranks(-available_bytes(memory.limit, device, local_ranks), grid, device)
-    host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host), grid, device)
+    limit = -max_over_ranks(
+        -available_bytes(memory.device_limit_gib, device, local_ranks), grid, device
+    )
+    host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host_limit_gib), grid, device)
     kind = _recompute_mode(parallel)
     if "recompute" in free:
         kinds = tuple(recompute_budget.RECOMPUTE_COST)
@@ -347,18 +354,18 @@ def build_fit_problem(
         for micro in micros
     }
     needs = MemoryProbes(run, model, device, kinds, chunks).memory_needs(micros)
-    sizes = model_state_sizes(parallel, moments=run.optim.moments, tile=memory.tile)
+    sizes = model_state_sizes(parallel, moments=run.optim.state_dtype, tile=memory.offload_tile)
     needs = {
         micro: replace(need, weight_gather_bytes=sizes.publish) for micro, need in needs.items()
     }
     given = Placement(
         micros[0],
         (kind,) * sizes.num_blocks,
-        memory.states,
-        int(memory.resident * GIB),
-        memory.update,
-        memory.weights,
-        max(memory.activations, 0.0),
+        memory.optimizer_states,
+        int(memory.optimizer_states_on_device_gib * GIB),
+        memory.optimizer_step_on,
+        memory.parameters,
+        max(memory.activation_offload_fraction, 0.0),
     )
     found = EQUAL_RATES
     if free & RATE_DEPENDENT:
@@ -399,7 +406,7 @@ class MemoryProbes:
         """
         plan = self.run.plan
         if plan.micro_batch > 0:
-            share = plan.batch // (plan.num_replicas * micro)
+            share = plan.global_batch // (plan.num_replicas * micro)
         else:
             share = MEASURED_PASSES
         # Without a reduction a longer measurement contains the shorter ones, so measure once.
@@ -423,7 +430,7 @@ class MemoryProbes:
         each size takes time.
         """
         blocks = len(self.model.blocks)
-        share = self.run.plan.batch // self.run.plan.num_replicas
+        share = self.run.plan.global_batch // self.run.plan.num_replicas
         counts = {micro: min(share // micro, MEASURED_PASSES) for micro in micros}
         high = next((m for m in micros if self.step_passes(m, counts[m]) is not None), None)
         if high is None:
@@ -459,7 +466,7 @@ class MemoryProbes:
 def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
     """The recomputation mode of all blocks while measuring; the budget starts from none."""
     word = next(iter(parallel.recompute_modes.values()))
-    if word == "budget":
+    if word == "memory_budget":
         return "none"
     return word
 
@@ -467,12 +474,12 @@ def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
 def activation_shape(run: RunConfig, parallel: ParallelModel, micro: int) -> ActivationShape:
     """The activation shape of a micro-batch."""
     size = parallel.bucket_scheduler.buckets[0].data.element_size()
-    return ActivationShape(micro, run.data.seq, size, statistics_itemsize=4)
+    return ActivationShape(micro, run.data.seq_len, size, statistics_itemsize=4)
 
 
 def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
     """FLOPs of this rank per sample, and the samples and tokens of its step."""
-    share = run.plan.batch // run.plan.num_replicas
+    share = run.plan.global_batch // run.plan.num_replicas
     flow = activation_shape(run, parallel, share)
     forward = backward = inside = 0
     for name, leaf in parallel.layers.items():
@@ -484,7 +491,7 @@ def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
         if any(name.startswith(f"{block}.") for block in parallel.recompute_modes):
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
-    return StepWork(forward // share, backward // share, blocks, share, run.data.seq)
+    return StepWork(forward // share, backward // share, blocks, share, run.data.seq_len)
 
 
 def _measure_rates(parallel: ParallelModel, device: torch.device) -> DeviceRates:
@@ -516,10 +523,10 @@ def other_bytes(parallel: ParallelModel, device: torch.device, optimizer: Optimi
 
 
 def _refusal_text(run: RunConfig, case: FitProblem) -> str:
-    if run.memory.fit == "auto":
-        word = "memory.fit='auto'"
+    if run.memory.auto:
+        word = "memory.auto=True"
     else:
-        word = "plan.recompute='budget'"
+        word = "plan.recompute='memory_budget'"
     if case.needs:
         short = offload_search.min_device_bytes(case)
     else:
@@ -532,12 +539,13 @@ def _refusal_text(run: RunConfig, case: FitProblem) -> str:
         remedy = "a smaller plan.micro_batch, "
     else:
         remedy = ""
-    remedy += "a larger memory.limit, " if run.memory.limit > 0.0 else ""
-    remedy += "" if run.memory.fit == "auto" else "memory.fit=auto, "
+    remedy += "a larger memory.device_limit_gib, " if run.memory.device_limit_gib > 0.0 else ""
+    remedy += "" if run.memory.auto else "memory.auto=True, "
     return (
         f"{word}: a rank needs {least}, but may use {case.device_limit / GIB:.3g} GiB (and "
         f"{case.host_limit / GIB:.3g} of the host). Weights, moments, gradients and what a block "
-        f"computes again must fit. Use {remedy}a smaller data.seq or model.size, or more ranks on "
+        f"computes again must fit. Use {remedy}a smaller data.seq_len or model.size, or more ranks "
+        "on "
         "depth, row or col."
     )
 
@@ -557,7 +565,7 @@ def _try_placement(
     optimizer = None
     try:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
-        if run.memory.fit == "auto":
+        if run.memory.auto:
             run_trial_steps(run, model, optimizer, device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -572,7 +580,7 @@ def _try_placement(
         # The callback is the gradient-norm accumulator of the discarded optimizer.
         optimizer = parallel.bucket_scheduler.on_bucket_complete = None
         gc.collect()
-    if missing or run.memory.fit == "auto":
+    if missing or run.memory.auto:
         drop_gradients(parallel, device)
     return optimizer, missing
 

@@ -1,9 +1,8 @@
 """Chooses which results of collectives recomputed blocks save, so as not to rerun the collectives.
 
-All of them, or (`memory.collectives = auto` with a memory limit) some: the step is measured without
-them, and the memory left is divided evenly among the blocks that recompute. All ranks choose alike:
-free memory is that of the worst rank, rates are those measured by rank 0.
-"""
+All of them, or (`memory.recompute_collectives = auto` with a memory limit) some: the step is
+measured without them, and the memory left is divided evenly among the blocks that recompute. All
+ranks choose alike: free memory is that of the worst rank, rates are those measured by rank 0."""
 
 from __future__ import annotations
 
@@ -39,7 +38,11 @@ def choose_saved_collectives(
     plan = run.plan
     keeping = get_parallel_model(model).step_context.save_policy
     again = [block for block, kind in parallel.recompute_modes.items() if kind != "none"]
-    if run.memory.collectives != "auto" or run.memory.limit == 0.0 or not again:
+    if (
+        run.memory.recompute_collectives != "auto"
+        or run.memory.device_limit_gib == 0.0
+        or not again
+    ):
         return []
     # The step is measured without any saved results.
     keeping.chosen_layers = frozenset()
@@ -51,7 +54,7 @@ def choose_saved_collectives(
     free = -max_over_ranks(-free, parallel.grid, device)
     itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
     flow = ActivationShape(
-        plan.micro_batch, run.data.seq, itemsize, statistics_itemsize=max(itemsize, 4)
+        plan.micro_batch, run.data.seq_len, itemsize, statistics_itemsize=max(itemsize, 4)
     )
     results = collective_results(parallel, again, flow, device)
     names = set[str]()

@@ -36,8 +36,8 @@ from ranvier.train.memory import breakdown
 from ranvier.train.report import moe, pipeline
 from ranvier.train.resume import run_directory as folders
 
-TABLE_COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
-MFU = {"causal": "mfu", "full": "mfu_full"}
+TABLE_COLUMNS = ("tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second")
+MFU = {"causal": "mfu", "full": "mfu_noncausal"}
 Metrics = dict[str, Any]
 
 
@@ -208,7 +208,7 @@ def step_seconds(record: RunRecord) -> dict[str, list[float]]:
     )
     compute = [
         math.nan if whole is None else max(whole - a - b, 0.0)
-        for whole, a, b in zip(record.metric_column("seconds"), wait, data, strict=True)
+        for whole, a, b in zip(record.metric_column("step_seconds"), wait, data, strict=True)
     ]
     return {"compute": compute, "exposed communication": wait, "data": data}
 
@@ -217,7 +217,7 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
     """The key facts of a record; see `summarize_run`."""
     latest = record.latest_rows()
     facts = record.run_facts
-    held = latest.finite_values("held_out_loss")
+    held = latest.finite_values("val_loss")
     # The loss of the last step may be non-finite, which is reported as such below.
     losses = [v for v in latest.metric_column("loss") if v is not None]
     bad = [
@@ -226,7 +226,7 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         if loss is not None and not math.isfinite(loss)
     ]
     # All rows, also of steps that were repeated after a restart: they took time.
-    busy = sum(record.finite_values("seconds"))
+    busy = sum(record.finite_values("step_seconds"))
     parameters = to_float(facts.get("parameters"))
     return {
         "title": str(facts.get("title") or facts.get("model") or record.folder.resolve().name),
@@ -237,13 +237,13 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         "final_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         "losses_not_finite": len(bad),
         "first_loss_not_finite": bad[0] if bad else None,
-        "skips": sum(row.get("skipped") is True for row in record.rows),
-        "held_out_loss": held[-1] if held else None,
-        "best_held_out_loss": min(held, default=None),
+        "skipped_total": sum(row.get("skipped") is True for row in record.rows),
+        "val_loss": held[-1] if held else None,
+        "best_val_loss": min(held, default=None),
         "tokens_per_second": median_or_none(latest.finite_values("tokens_per_second")),
         "mfu": median_or_none(latest.finite_values("mfu")),
-        "mfu_full": median_or_none(latest.finite_values("mfu_full")),
-        "peak_memory_bytes": max(latest.finite_values("memory"), default=None),
+        "mfu_noncausal": median_or_none(latest.finite_values("mfu_noncausal")),
+        "peak_memory_bytes": max(latest.finite_values("peak_memory_bytes"), default=None),
         "seconds": max(wall_seconds(facts) or 0.0, busy) or None,
         "parameters": parameters,
         "phases": phase_seconds(record),
@@ -302,12 +302,16 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
         ("Final loss", "not finite" if loss is None and bad else format_value(loss, ".4f"), ""),
         (
             "Held-out loss",
-            format_value(facts["held_out_loss"], ".4f"),
-            f"best {format_value(facts['best_held_out_loss'], '.4f')}",
+            format_value(facts["val_loss"], ".4f"),
+            f"best {format_value(facts['best_val_loss'], '.4f')}",
         ),
         ("Throughput", format_value(facts["tokens_per_second"], format_number), "tokens/s, median"),
         ("MFU", format_value(facts["mfu"], format_percent), "causal attention, median"),
-        ("MFU, full", format_value(facts["mfu_full"], format_percent), "full attention, median"),
+        (
+            "MFU, non-causal",
+            format_value(facts["mfu_noncausal"], format_percent),
+            "full attention, median",
+        ),
         ("Peak memory", format_value(facts["peak_memory_bytes"], format_bytes), "of a device"),
         ("Tokens", format_value(facts["tokens"], format_number), f"in {facts['steps']:,} steps"),
         ("Wall time", format_value(facts["seconds"], format_duration), ""),
@@ -349,12 +353,12 @@ def metric_series(record: RunRecord, name: str, label: str, *, scale: float = 1.
 
 def loss_series(record: RunRecord) -> list[Series]:
     """Training and validation loss; the latter is joined across steps without an evaluation."""
-    held = [(row["step"], to_float(row.get("held_out_loss"))) for row in record.rows]
+    held = [(row["step"], to_float(row.get("val_loss"))) for row in record.rows]
     # Without gaps between evaluations, so that the dots are joined.
     held = [(step, loss) for step, loss in held if loss is not None]
     out = metric_series(record, "loss", "train")
     if held:
-        out.append(Series("held-out", [x for x, _ in held], [y for _, y in held], "dots"))
+        out.append(Series("validation", [x for x, _ in held], [y for _, y in held], "dots"))
     return [
         *out,
         *marker_series(record, "skipped", "left out"),
@@ -412,10 +416,10 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
     yield plot([Series("lr", steps, record.metric_column("lr"))], "Learning rate", "", "zero")
     norms = metric_series(record, "grad_norm", "each step")
     yield plot(norms, "Gradient norm", "before clipping", "log")
-    peak = max(record.finite_values("memory"), default=None)
+    peak = max(record.finite_values("peak_memory_bytes"), default=None)
     if peak is not None:
         size, unit = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
-        memory = metric_series(record, "memory", "memory", scale=1 / size)[:1]
+        memory = metric_series(record, "peak_memory_bytes", "memory", scale=1 / size)[:1]
         yield plot([replace(memory[0], style="line")], "Memory", f"{unit} of a device", "zero")
     shares = {word: key for word, key in MFU.items() if record.finite_values(key)}
     if shares:
@@ -423,7 +427,7 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
         yield plot(used, "Model FLOP utilization (MFU)", "% of the device's peak", "zero")
     split = {k: v for k, v in step_seconds(record).items() if any(t > 0.0 for t in v)}
     if split:
-        slow = record.finite_values("seconds")
+        slow = record.finite_values("step_seconds")
         parts = [Series(name, steps, values) for name, values in split.items()]
         yield plot(parts, "Time per step", "seconds", "log" if has_spikes(slow) else "zero")
     if record.finite_values("loss_scale"):
@@ -481,8 +485,10 @@ def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
             f"The loss is not finite on {facts['losses_not_finite']:,} step(s), "
             f"first on step {facts['first_loss_not_finite']:,}."
         )
-    if facts["skips"]:
-        notes.append(f"{facts['skips']:,} step(s) were left out (dots in the plot of the loss).")
+    if facts["skipped_total"]:
+        notes.append(
+            f"{facts['skipped_total']:,} step(s) were left out (dots in the plot of the loss)."
+        )
     if resumed := restart_steps(record):
         shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:MAX_LIST_LINES])
         notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
@@ -544,7 +550,7 @@ def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
             render_section("Curves", f'<div class="plots">{"".join(draw_plots(latest))}</div>'),
             render_section("Where the time went", time_table(facts["phases"], len(record.rows))),
             pipeline.pipeline_section(record.folder),
-            prediction.prediction_section(known.get("foretold")),
+            prediction.prediction_section(known.get("prediction")),
             moe.experts_section(record.rows),
             breakdown.memory_section(known.get("memory")),
             render_section("Steps in numbers", steps_table(latest)),

@@ -24,7 +24,7 @@ from ranvier.checkpoint.directory import RetentionPolicy
 from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
-from ranvier.config.run import RunConfig
+from ranvier.config.run import SETTINGS_FORMAT, RunConfig, check_settings_format
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.sharding import Shard, ShardedStateDict
@@ -38,9 +38,16 @@ if TYPE_CHECKING:
 RNG_PREFIX = "random."
 """Prefix of the names of RNG states."""
 FIXED_SETTINGS = (
-    *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
+    *(
+        "model",
+        "data.seq_len",
+        "data.document_mask",
+        "data.validation_fraction",
+        "train.seed",
+        "train.dtype",
+    ),
     *(f"lora.{key}" for key in lora.FIXED_LORA_SETTINGS),
-    *("optim.moments", "data.learn", "data.truncate", "prune"),
+    *("optim.state_dtype", "data.loss_on", "data.truncate", "prune"),
 )
 """Settings that must not change when a run is resumed; corpora are compared by fingerprint.
 
@@ -149,13 +156,22 @@ def run_to_dict(run: RunConfig) -> dict[str, Any]:
     """A run config as JSON represents it."""
     # A round trip through JSON, so that it compares equal to a stored config (tuples become lists).
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run), default=str))
-    return found
+    return {"format": SETTINGS_FORMAT, **found}
+
+
+def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run that saved a checkpoint; raises if they are of another format."""
+    stored = manifest.facts.get("config")
+    if not isinstance(stored, dict):
+        return {}
+    check_settings_format(stored, checkpoint)
+    return stored
 
 
 def build_saver(trainer: Trainer) -> AsyncSaver:
     """Build the checkpoint saver of a run. Communicates: a text over all axes."""
     config = trainer.run.checkpoint
-    keep = RetentionPolicy(config.keep, config.keep_every, config.keep_best)
+    keep = RetentionPolicy(config.keep_latest, config.keep_interval, config.keep_best)
     made = AsyncSaver(trainer.checkpoint_dir, trainer.grid, trainer.device, keep)
     # An update must not overwrite tensors that a background save is still copying.
     trainer.optimizer.before_update = made.wait_for_copies
@@ -182,7 +198,7 @@ def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
         )
     base = lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run)
     own = _is_same_dir(checkpoint.parent, trainer.checkpoint_dir)
-    if trainer.run.checkpoint.every >= 0 and own and not base:
+    if trainer.run.checkpoint.interval >= 0 and own and not base:
         # This step is saved already.
         trainer.saver.step = trainer.step
     # Later checkpoints belong to a history that is discarded; a restart must not find them.
@@ -208,7 +224,7 @@ def _set_aside_checkpoints(trainer: Trainer, after: int) -> list[Path]:
     except OSError as error:
         raise WriteError(
             f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind are "
-            "renamed. Make their directory writable, or choose another train.out."
+            "renamed. Make their directory writable, or choose another train.output_dir."
         ) from None
 
 
@@ -256,7 +272,9 @@ def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     # An imported model has weights only: optimizer, data and step start from zero.
     if manifest.facts.get("weights"):
         return load_weights_only(trainer, checkpoint, manifest)
-    check_same_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
+    check_same_data(
+        manifest, checkpoint, trainer.data.fingerprint, allowed=config.allow_data_mismatch
+    )
     _check_weight_names(trainer, manifest, checkpoint)
     left: list[str] = []
     random: ShardedStateDict = {}
@@ -267,7 +285,7 @@ def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
                 # Saved by another number of ranks: these states cannot be mapped.
                 del state[name]
         left += load.load_checkpoint(
-            checkpoint, state, partial=config.partial, cast=config.other_config
+            checkpoint, state, strict=config.strict, cast=config.allow_config_mismatch
         )
         random |= {name: x for name, x in state.items() if name.startswith(RNG_PREFIX)}
         # Loaded all the same, but not silently.
@@ -291,11 +309,11 @@ def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoi
     """Raise if the checkpoint has weights that the model lacks."""
     known = {f"{name}.master" for name in get_parallel_model(trainer.model).weight_summaries}
     odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
-    if odd and not trainer.run.checkpoint.partial:
+    if odd and trainer.run.checkpoint.strict:
         raise CheckpointError(
             f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
             f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
-            "Use the same settings, or checkpoint.partial=True to load what fits."
+            "Use the same settings, or checkpoint.strict=False to load what fits."
         )
 
 
@@ -325,8 +343,9 @@ def load_initial_weights(trainer: Trainer, source: Path) -> None:
         found, _ = folders.newest_checkpoints(checkpoints if checkpoints.is_dir() else source)
         checkpoint = found[0] if found else source
         manifest = manifests.read_manifest(checkpoint)
-        if not trainer.run.checkpoint.partial:
-            lora.check_same_adapters(manifest, trainer.run)
+        if trainer.run.checkpoint.strict:
+            stored = stored_settings(manifest, checkpoint)
+            lora.check_same_adapters(manifest, stored, trainer.run)
         _check_weight_names(trainer, manifest, checkpoint)
         fill_weights(trainer.run, checkpoint, manifest, state)
         bare = lora.is_base_checkpoint(manifest, trainer.run)
@@ -379,26 +398,26 @@ def check_same_data(
         raise DataError(
             f"The data has the fingerprint {fingerprint}, but {checkpoint} was trained on "
             f"{before}. A run goes on with the same corpora, tokenizer and weights. Restore them, "
-            "or set checkpoint.other_data=True."
+            "or set checkpoint.allow_data_mismatch=True."
         )
 
 
 def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunConfig) -> None:
     """Raise if settings differ that the checkpoint depends on."""
-    if run.checkpoint.other_config:
+    if run.checkpoint.allow_config_mismatch:
         return
     fatal = [
         f"{name}={new!r}, but {checkpoint} has {old!r}."
         for name, old, new in setting_differences(
-            manifest.facts.get("config", {}), run_to_dict(run)
+            stored_settings(manifest, checkpoint), run_to_dict(run)
         )
         if (name in FIXED_SETTINGS or name.partition(".")[0] in FIXED_SETTINGS)
-        and not (name == "model.max_seq" and run.model.positions == "rope")
+        and not (name == "model.max_seq" and run.model.position_embedding == "rope")
     ]
     if fatal:
         raise CheckpointError(
             "\n".join(fatal) + "\nA run goes on with the settings it was begun with. Use those, "
-            "another train.out, or checkpoint.other_config=True."
+            "another train.output_dir, or checkpoint.allow_config_mismatch=True."
         )
 
 

@@ -18,7 +18,7 @@ from ranvier.errors import PlanError
 
 
 def format_grid(degrees: Mapping[str, int]) -> str:
-    """A grid in the notation of `launch.grids`."""
+    """A grid in the notation of `launch.fallback_grids`."""
     return ",".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "data=1"
 
 
@@ -29,12 +29,14 @@ def parse_grid(text: str) -> dict[str, int]:
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
             raise PlanError(
-                f"launch.grids={text!r}: {axis!r} is no axis.{suggest_nearest(axis, AXES)} A "
+                f"launch.fallback_grids={text!r}: {axis!r} is no "
+                f"axis.{suggest_nearest(axis, AXES)} A "
                 "grid is written as data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
             raise PlanError(
-                f"launch.grids={text!r}: {axis}={size} is not a number of ranks. A degree is at "
+                f"launch.fallback_grids={text!r}: {axis}={size} is not a number of ranks. A degree "
+                "is at "
                 f"least 1. Write {axis}=2."
             )
         degrees[axis] = int(size)
@@ -47,9 +49,9 @@ def change_grid(run: RunConfig, degrees: Mapping[str, int]) -> RunConfig:
     plan = dataclasses.replace(run.plan, **dict[str, Any](degrees))
     if plan.pipe != run.plan.pipe:
         # Explicit stage boundaries are valid only for the number of stages they were given for.
-        plan = dataclasses.replace(plan, stages=())
+        plan = dataclasses.replace(plan, stage_starts=())
     if plan.pipe == 1:
-        plan = dataclasses.replace(plan, chunks=1, spread=False)
+        plan = dataclasses.replace(plan, virtual_stages=1, vocab_over_pipe=False)
     return fit_micro_batch(dataclasses.replace(run, plan=plan), world)
 
 
@@ -67,21 +69,22 @@ def fit_micro_batch(run: RunConfig, world: int) -> RunConfig:
 
 
 def fallback_runs(run: RunConfig) -> list[RunConfig]:
-    """A validated run for each grid of `launch.grids`; raises with all problems at once."""
+    """A validated run for each of `launch.fallback_grids`; raises with all problems at once."""
     runs = []
     problems = []
-    for text in run.launch.grids:
+    for text in run.launch.fallback_grids:
         try:
             degrees = parse_grid(text)
             # A fallback grid is for fewer ranks than the plan.
             if math.prod(degrees.values()) >= run.plan.world_size:
                 raise PlanError(
-                    f"launch.grids={text!r} has {math.prod(degrees.values())} ranks, the plan "
+                    f"launch.fallback_grids={text!r} has {math.prod(degrees.values())} ranks, the "
+                    "plan "
                     f"{run.plan.world_size}. It is for when ranks are lost. Name smaller grids."
                 )
             runs.append(change_grid(run, degrees))
         except PlanError as error:
-            named_in = f"launch.grids={text!r}"
+            named_in = f"launch.fallback_grids={text!r}"
             problems += [p if named_in in p else f"{named_in}: {p}" for p in error.problems]
     if problems:
         raise PlanError(problems)

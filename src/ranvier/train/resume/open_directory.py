@@ -57,7 +57,7 @@ class OpenDirectory:
                 f"{path} is not the directory any more that this run began in: it was deleted, "
                 "renamed or replaced. A run saves only there, as nobody could continue what it "
                 "saves elsewhere. Restore it and start the run again from its newest checkpoint, "
-                "or choose another train.out."
+                "or choose another train.output_dir."
             )
 
     def exit_code(self) -> int:

@@ -44,29 +44,32 @@ It remains if the run is killed with all of its processes; a run that is trainin
 
 def check_output_dir(run: RunConfig) -> None:
     """Raise if the output directory cannot be created or written, before any work is done."""
-    folder = Path(run.train.out or "runs")
+    folder = Path(run.train.output_dir or "runs")
     try:
         # The nearest existing ancestor decides whether the directory can be created.
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"train.out={str(folder)[:80]!r} cannot be a directory: {error.__class__.__name__}. "
+            f"train.output_dir={str(folder)[:80]!r} cannot be a directory: "
+            f"{error.__class__.__name__}. "
             "Its name must be one that the file system takes. Choose another."
         ) from None
     if not there.is_dir():
         raise PlanError(
-            f"train.out={str(folder)!r}: {there} is no directory. A run needs one of its own. "
-            "Choose another train.out."
+            f"train.output_dir={str(folder)!r}: {there} is no directory. A run needs one of its "
+            "own. "
+            "Choose another train.output_dir."
         )
     if not is_writable(there):
         # Master weights of all parameters and two moments of the trained ones.
         wide = {"fp64": 8}.get(run.train.dtype, 4)
-        moments = 2 * (2 if run.optim.moments == "bf16" else wide)
+        moments = 2 * (2 if run.optim.state_dtype == "bf16" else wide)
         needed = run.model.num_parameters * wide + run.trainable_parameters * moments
         raise WriteError(
-            f"train.out={str(folder)!r}: {there} cannot be written in. A run writes there, and a "
+            f"train.output_dir={str(folder)!r}: {there} cannot be written in. A run writes there, "
+            "and a "
             f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
-            "train.out."
+            "train.output_dir."
         )
 
 
@@ -109,8 +112,8 @@ def is_locked(folder: Path) -> bool:
 
 def check_unlocked(run: RunConfig) -> None:
     """Raise if another run holds the directory, before any rank is started."""
-    if run.train.out and (Path(run.train.out) / ".lock").exists():
-        lock_dir(Path(run.train.out)).close()
+    if run.train.output_dir and (Path(run.train.output_dir) / ".lock").exists():
+        lock_dir(Path(run.train.output_dir)).close()
 
 
 def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
@@ -118,7 +121,8 @@ def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
         handle.seek(0)
         holder = handle.read(200).strip() or "another run"
     return UnsafeInputError(
-        f"train.out={str(folder)!r} is being written by {holder}. A directory holds one run. Wait "
+        f"train.output_dir={str(folder)!r} is being written by {holder}. A directory holds one "
+        "run. Wait "
         "for it, stop it, or choose another directory."
     )
 
@@ -129,7 +133,7 @@ def with_auto_resume(run: RunConfig, began: float) -> RunConfig:
     began: start time of this launch. A run with `resume=never` may have failed before it moved the
     old checkpoints aside; these are not its own.
     """
-    folder = Path(run.train.out)
+    folder = Path(run.train.output_dir)
     own = any(one.get("began") == began for one in read_launches(folder))
     if own and (run.checkpoint.resume == "never" or find_checkpoints(folder / "checkpoints")):
         return replace(run, checkpoint=replace(run.checkpoint, resume="auto"))
@@ -139,17 +143,17 @@ def with_auto_resume(run: RunConfig, began: float) -> RunConfig:
 def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[Path], list[str]]:
     """The directory of a run, the checkpoints to resume from (best first), and notes on them.
 
-    Without `train.out` a new directory is created, which only one run can claim. restarted: the
-    launcher has restarted the ranks; all steps may be done, but not the report.
-    """
+    Without `train.output_dir` a new directory is created, which only one run can claim. restarted:
+    the launcher has restarted the ranks; all steps may be done, but not the report."""
     word = run.checkpoint.resume
-    if run.train.out:
-        own = Path(run.train.out)
+    if run.train.output_dir:
+        own = Path(run.train.output_dir)
     else:
         own = None
     if own is not None and not (own / "config.toml").exists() and (own / "metrics.jsonl").exists():
         raise PlanError(
-            f"train.out={run.train.out!r} holds metrics without a config.toml. A run is only "
+            f"train.output_dir={run.train.output_dir!r} holds metrics without a config.toml. A run "
+            "is only "
             "continued by its own settings. Choose another directory."
         )
     lines: list[str] = []
@@ -170,7 +174,8 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
         # Otherwise `write_header` reports the changes.
         if own is None or not (own / "config.toml").exists():
             changed = checkpointing.setting_differences(
-                manifest.facts.get("config", {}), checkpointing.run_to_dict(run)
+                checkpointing.stored_settings(manifest, candidates[0]),
+                checkpointing.run_to_dict(run),
             )
             lines += [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     if own is None:
@@ -184,13 +189,14 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
     if is_base_checkpoint(manifest, run) and not manifest.facts.get("weights"):
         word = run.checkpoint.resume
         if word == "auto":
-            where = run.train.out
+            where = run.train.output_dir
         else:
             where = word
         raise PlanError(
             f"lora.rank={run.lora.rank}, but {where!r} is of a run without adapters. A run that "
-            f"trains adapters begins with weights and goes on by itself. Use train.start={where!r} "
-            "and another train.out."
+            "trains adapters begins with weights and goes on by itself. Use "
+            f"train.init_from={where!r} "
+            "and another train.output_dir."
         )
 
 
@@ -215,7 +221,8 @@ def is_finished(folder: Path) -> bool:
 
 def _finished_error(run: RunConfig, other: str) -> PlanError:
     return PlanError(
-        f"train.out={run.train.out!r} holds a run that has taken its steps. A finished run is not "
+        f"train.output_dir={run.train.output_dir!r} holds a run that has taken its steps. A "
+        "finished run is not "
         f"repeated. Use another directory{other}."
     )
 
@@ -257,7 +264,7 @@ def _move_aside(folder: Path) -> list[str]:
 
 
 def make_run_dir(name: str) -> Path:
-    """Create a new directory runs/NAME, runs/NAME-2, ... for a run without `train.out`."""
+    """Create a new directory runs/NAME, runs/NAME-2, ... for a run without `train.output_dir`."""
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
         # mkdir is atomic: of two runs that start together only one gets the name.
@@ -389,13 +396,13 @@ def compute_goodput(folder: Path) -> dict[str, Any]:
     known[-1]["seconds"] = max(time.time() - float(known[-1]["began"]), 0.0)
     whole = sum(float(one.get("seconds", 0.0)) for one in known)
     rows = _rows_before(folder / "metrics.jsonl", MAX_INTEGER)
-    counted = sum(float(json.loads(row).get("seconds", 0.0)) for row in rows)
+    counted = sum(float(json.loads(row).get("step_seconds", 0.0)) for row in rows)
     return {"launches": known, "goodput": min(counted / whole, 1.0) if whole else 0.0}
 
 
 def with_dir(run: RunConfig, folder: Path) -> RunConfig:
     """The run config with its output directory set."""
-    return replace(run, train=replace(run.train, out=str(folder)))
+    return replace(run, train=replace(run.train, output_dir=str(folder)))
 
 
 def restart_lines(about: Mapping[str, Any]) -> list[str]:
