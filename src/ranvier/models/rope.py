@@ -120,12 +120,14 @@ class RotateHalves(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
         (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
-        return (x * cos).addcmul_(torch.cat([-right, left], -1), sin)
+        # Not in place: of an in-place result in the forward pass, torch.compile of torch 2.11 loses
+        # the gradient.
+        return torch.addcmul(x * cos, torch.cat([-right, left], -1), sin)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (left, right), (cos, sin) = dy.chunk(2, -1), ctx.saved_tensors[0].chunk(2, -1)
-        return (dy * cos).addcmul_(torch.cat([right, -left], -1), sin), None
+        return torch.addcmul(dy * cos, torch.cat([right, -left], -1), sin), None
 
 
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
