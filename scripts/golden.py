@@ -43,6 +43,8 @@ RENAMED = {
     "plan.schedule": "plan.policy",
     "plan.virtual_stages": "plan.chunks",
     "plan.col_splits": "plan.inner",
+    "plan.rank_order": "plan.order",
+    "plan.reshard_after": "plan.gathered",
     "memory.optimizer_states": "memory.states",
     "memory.parameters": "memory.weights",
 }
@@ -268,17 +270,23 @@ def record_plan(revision: Revision, words: Sequence[str]) -> Any:
 
 def _rename_keys(value: Any) -> Any:
     if isinstance(value, dict):
+        settings = {before: now for now, before in RENAMED.items()}
+        names = {**RENAMED_KEYS, **settings}
         renamed = {
-            RENAMED_KEYS.get(key, key): _rename_keys(item)
+            names.get(key, key): _rename_keys(item)
             for key, item in value.items()
             if key not in UNCOMPARED_PLAN_KEYS
         }
-        return {
-            key: RENAMED_WORDS.get((key, item), item) if isinstance(item, str) else item
-            for key, item in renamed.items()
-        }
+        return {key: _rename_word(key, item) for key, item in renamed.items()}
     if isinstance(value, list):
         return [_rename_keys(item) for item in value]
+    return value
+
+
+def _rename_word(key: str, value: Any) -> Any:
+    """A value under its current name; key: its setting, with or without the section."""
+    if isinstance(value, str):
+        return RENAMED_WORDS.get((key.rpartition(".")[2], value), value)
     return value
 
 
