@@ -126,8 +126,8 @@ before(Trainer, "issue_step", lambda self, *_, **__: self.step == 4 and time.sle
 WAITS = {
     "meeting": (
         "ranvier.launch.process_group",
-        "before(sys.modules[__name__], 'connect', "
-        "lambda me, **_: me.rank == 1 and (mark(), time.sleep(60)))",
+        "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and (mark(), "
+        "time.sleep(60)))",
         False,
     ),
     "data": (
@@ -270,9 +270,9 @@ def _random(stage: Stage) -> str:
 def _locked(stage: Stage) -> str:
     (stage.folder / "run").mkdir(parents=True)
     code = (
-        "import sys, time; from pathlib import Path; "
-        "from ranvier.train.resume import run_directory as folder; "
-        "handle = folder.lock_dir(Path('run')); print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from ranvier.train.resume import "
+        "run_directory as folder; handle = folder.lock_dir(Path('run')); print('locked', "
+        "flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", code], cwd=stage.folder, stdout=subprocess.PIPE, text=True

@@ -230,8 +230,8 @@ def ranking(guesses: Sequence[Guess], null: dict[str, float]) -> None:
     verdict("best of the first three over the best, %", 100 * (top / min(measured) - 1), 3)
     first = min(range(len(sweep)), key=zero.__getitem__)
     print(
-        f"null model: tau {tau(measured, zero):.2f}, "
-        f"regret {100 * (measured[first] / min(measured) - 1):.1f} %"
+        f"null model: tau {tau(measured, zero):.2f}, regret "
+        f"{100 * (measured[first] / min(measured) - 1):.1f} %"
     )
 
 

@@ -48,8 +48,7 @@ def main() -> None:
         name = f"{size} on {nodes} x {machine}"
         print(
             f"{name:32} {result.num_grids:6} {result.num_candidates:8,} {spent[1]:8.2f} s "
-            f"{spent[0]:6.2f} s "
-            f"{result.num_candidates / spent[0]:9,.0f}"
+            f"{spent[0]:6.2f} s {result.num_candidates / spent[0]:9,.0f}"
         )
     for name, words in (("named size", NAMED), ("other model", OTHER)):
         spent_all = [started(words) for _ in range(TIMES if words is NAMED else 1)]

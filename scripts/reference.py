@@ -80,8 +80,7 @@ METRICS = {
     "lr": "Learning rate of this step, before the factor of a group.",
     "grad_norm": "Norm of the gradient of the whole model before clipping; null if not finite.",
     "step_seconds": "Seconds from the end of the step before, or from its own start after an "
-    "evaluation or a "
-    "checkpoint, to its end.",
+    "evaluation or a checkpoint, to its end.",
     "tokens_per_second": "Of all ranks together.",
     "mfu": "Share of the device's peak that is used, attention counted causally; null where the "
     "peak is not known (CPU, fp32, unknown GPUs).",

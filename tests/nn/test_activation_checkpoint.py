@@ -153,7 +153,8 @@ def of_blocks(events: list[Event]) -> list[Event]:
 
 def collectives(grid: Grid, case: Case) -> tuple[list[str], dict[str, int]]:
     """Gradients that are not those of blocks that keep all, events that were not predicted; and
-    the collectives of blocks in a step by way of recomputation."""
+    the collectives of blocks in a step by way of recomputation.
+    """
     batch = batch_of(case.model, samples=16, packed=False)
     micros, flow = micros_of(batch, grid, case.micro_batches), flow_of(batch, grid, 1)
     flow = replace(flow, samples=flow.samples // case.micro_batches)

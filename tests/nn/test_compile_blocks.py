@@ -137,7 +137,8 @@ def trained(grid: Grid, case: Case, compiled: str) -> Trained:
 
 def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
     """What a compiled decoder does otherwise than the eager one; graphs of each step; what of the
-    weights is left when the models are gone."""
+    weights is left when the models are gone.
+    """
     fresh()
     want, have = trained(grid, case, ""), trained(grid, case, "aot_eager")
     lines = []

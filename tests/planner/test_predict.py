@@ -360,7 +360,8 @@ def test_a_graph_leaves_out_what_nobody_reads() -> None:
 
 def test_a_graph_keeps_what_products_in_8_bits_read() -> None:
     """One scale: down's input in 8 bits, attention's result once more in 8 bits. Scales by rows:
-    inputs of qkv, gate and down are made again; values keep the buffer of queries and keys."""
+    inputs of qkv, gate and down are made again; values keep the buffer of queries and keys.
+    """
     model, flow, tokens = (
         load_shipped_spec("llama3-8b"),
         ActivationShape(2, 512, itemsize=2, statistics_itemsize=4),

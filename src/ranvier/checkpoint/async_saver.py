@@ -445,8 +445,6 @@ def _explain_write_error(error: OSError, where: Path, needed: int) -> WriteError
         free = f"it cannot be reached ({gone.strerror})"
     return WriteError(
         f"{error.filename or where}: {error.strerror}. A checkpoint needs about {needed:,} bytes; "
-        f"{free}. Free space, make the "
-        "directory writable or choose another train.output_dir; checkpoints that were finished are "
-        "as "
-        "they were."
+        f"{free}. Free space, make the directory writable or choose another train.output_dir; "
+        "checkpoints that were finished are as they were."
     )

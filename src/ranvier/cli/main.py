@@ -176,8 +176,7 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
             started = f" under {me.launcher}, which has started {me.world_size} ranks"
         raise PlanError(
             f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. One command a node starts "
-            "its "
-            f"ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
+            f"its ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
         )
     return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 

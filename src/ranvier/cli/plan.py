@@ -123,8 +123,8 @@ def resolve_cluster(wanted: PlanOptions) -> Cluster:
             raise PlanError(
                 "No cluster is given and this machine was never measured. A plan needs to know "
                 "devices and links. Use --cluster with one of "
-                f"{', '.join(clusters.cluster_names())} or a "
-                "TOML file, or run `ranvier measure` first."
+                f"{', '.join(clusters.cluster_names())} or a TOML file, or run `ranvier measure` "
+                "first."
             )
     else:
         found = clusters.load_cluster(wanted.cluster)

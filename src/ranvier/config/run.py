@@ -129,8 +129,8 @@ class RunConfig:
         if self.plan.cuda_graph and self.data.document_mask:
             yield (
                 "plan.cuda_graph=True with data.document_mask=True. A recorded step is always the "
-                "same work, "
-                "but documents differ. Use data.document_mask=False or plan.cuda_graph=False."
+                "same work, but documents differ. Use data.document_mask=False or "
+                "plan.cuda_graph=False."
             )
         yield from self._memory_problems()
         yield from self._fit_problems()
@@ -138,14 +138,14 @@ class RunConfig:
         if self.guard.replay_interval and self.plan.cuda_graph:
             yield (
                 f"guard.replay_interval={self.guard.replay_interval} with plan.cuda_graph=True. A "
-                "recorded step is taken "
-                "as a whole. Use guard.replay_interval=0 or plan.cuda_graph=False."
+                "recorded step is taken as a whole. Use guard.replay_interval=0 or "
+                "plan.cuda_graph=False."
             )
         if self.optim.warmup_steps > self.train.steps:
             yield (
                 f"optim.warmup_steps={self.optim.warmup_steps} is longer than "
-                f"train.steps={self.train.steps}. "
-                f"The learning rate must get where it rises to. Use at most {self.train.steps}."
+                f"train.steps={self.train.steps}. The learning rate must get where it rises to. "
+                f"Use at most {self.train.steps}."
             )
 
     def _fit_problems(self) -> Iterator[str]:
@@ -157,14 +157,13 @@ class RunConfig:
         if self.memory.activation_offload_fraction < 0.0 and self.plan.pipe > 1:
             yield (
                 f"memory.activation_offload_fraction={self.memory.activation_offload_fraction} "
-                f"with plan.pipe={self.plan.pipe}. "
-                "What fits is measured on whole models. Use a share from 0 to 1, or plan.pipe=1."
+                f"with plan.pipe={self.plan.pipe}. What fits is measured on whole models. Use a "
+                "share from 0 to 1, or plan.pipe=1."
             )
         if self.memory.auto and self.plan.cuda_graph:
             yield (
                 "memory.auto=True with plan.cuda_graph=True. A recorded step has memory of its "
-                "own, "
-                "and states that come and go are not recorded. Use memory.auto=False."
+                "own, and states that come and go are not recorded. Use memory.auto=False."
             )
 
     def _number_problems(self) -> Iterator[str]:
@@ -223,16 +222,14 @@ class RunConfig:
         if data.mixture_weights and len(data.mixture_weights) != len(data.sources):
             yield (
                 f"data.mixture_weights has {len(data.mixture_weights)} numbers for "
-                f"{len(data.sources)} corpora. "
-                "Each corpus has its weight. Give as many, or none."
+                f"{len(data.sources)} corpora. Each corpus has its weight. Give as many, or none."
             )
         if data.mixture_weights and not all(
             0.0 <= weight < math.inf for weight in data.mixture_weights
         ):
             yield (
                 f"data.mixture_weights={list(data.mixture_weights)} are no shares. A weight is a "
-                "finite number "
-                "from 0. Use for example 0.7 0.3."
+                "finite number from 0. Use for example 0.7 0.3."
             )
         elif data.mixture_weights and not any(data.mixture_weights):
             yield "data.mixture_weights are all 0. One source must be read. Use a weight above 0."
@@ -242,8 +239,7 @@ class RunConfig:
         if memory.optimizer_states == "disk" and not memory.offload_dir:
             yield (
                 "memory.optimizer_states='disk' without memory.offload_dir. States on disk need a "
-                "directory. Give "
-                "one on a fast disk, or use memory.optimizer_states='host'."
+                "directory. Give one on a fast disk, or use memory.optimizer_states='host'."
             )
         if memory.offload_dir and memory.optimizer_states != "disk":
             yield (
@@ -270,8 +266,7 @@ class RunConfig:
         if away and self.plan.cuda_graph:
             yield (
                 f"{away[0]} with plan.cuda_graph=True. A recorded step copies nothing from the "
-                "host. "
-                "Use plan.cuda_graph=False."
+                "host. Use plan.cuda_graph=False."
             )
         if (
             self.plan.pipe > 1
@@ -280,15 +275,13 @@ class RunConfig:
         ):
             yield (
                 f"memory.optimizer_states='split' with plan.pipe={self.plan.pipe} and "
-                "memory.optimizer_states_on_device_gib=0. "
-                "What is left on a device is measured on whole models. Give "
-                "memory.optimizer_states_on_device_gib."
+                "memory.optimizer_states_on_device_gib=0. What is left on a device is measured on "
+                "whole models. Give memory.optimizer_states_on_device_gib."
             )
         if -1.0 < memory.activation_offload_fraction < 0.0:
             yield (
                 f"memory.activation_offload_fraction={memory.activation_offload_fraction} is no "
-                "share. It lies in [0, 1], or is -1 "
-                "for as little as fits. Use for example 0.5."
+                "share. It lies in [0, 1], or is -1 for as little as fits. Use for example 0.5."
             )
         if (
             memory.recompute_collectives == "auto"
@@ -314,21 +307,18 @@ class RunConfig:
         if prune.n_m_pattern and groups is None:
             yield (
                 f"prune.n_m_pattern={prune.n_m_pattern!r} is no pattern. Of each M numbers N stay, "
-                "and "
-                "0 < N < M. Use 2:4."
+                "and 0 < N < M. Use 2:4."
             )
         # A sparsity that repeats what the pattern implies is harmless.
         elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
             yield (
                 f"prune.sparsity={prune.sparsity} with prune.n_m_pattern={prune.n_m_pattern!r}. "
-                "The "
-                f"pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
+                f"The pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
             )
         if prune.mask_file and (prune.sparsity or prune.n_m_pattern):
             yield (
                 f"prune.mask_file={prune.mask_file!r} with a sparsity or a pattern. The file says "
-                "which "
-                "numbers stay. Leave the others out."
+                "which numbers stay. Leave the others out."
             )
         if prune.is_enabled and (self.lora.rank or self.lora.init_from):
             yield (
@@ -359,8 +349,7 @@ class RunConfig:
         if self.plan.cuda_graph:
             yield (
                 f"{given} with plan.cuda_graph=True. A recorded step has the same masks for ever. "
-                "Use "
-                "plan.cuda_graph=False or fixed masks."
+                "Use plan.cuda_graph=False or fixed masks."
             )
 
     def _lora_problems(self) -> Iterator[str]:
@@ -381,8 +370,8 @@ class RunConfig:
         if odd or not lora.target_modules:
             yield (
                 f"lora.target_modules={list(lora.target_modules)} names no layer of this model "
-                f"with {odd or 'nothing'}. "
-                f"Layers are named by dims or by their own names. Words are {', '.join(words)}."
+                f"with {odd or 'nothing'}. Layers are named by dims or by their own names. Words "
+                f"are {', '.join(words)}."
             )
         if any(not 0 <= block < self.model.layers for block in lora.layers):
             yield (
@@ -401,9 +390,8 @@ class RunConfig:
                 remedy = f"or extend its rotary positions with model.max_seq={self.data.seq_len}"
             yield (
                 f"data.seq_len={self.data.seq_len} is longer than model.max_seq={model.max_seq}. A "
-                "model "
-                "reads as many tokens as it has positions. Use "
-                f"data.seq_len={model.max_seq} or less, {remedy}."
+                f"model reads as many tokens as it has positions. Use data.seq_len={model.max_seq} "
+                f"or less, {remedy}."
             )
 
 

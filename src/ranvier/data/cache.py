@@ -252,8 +252,8 @@ def _index_pair(
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
             raise DataError(
                 f"{pair_file(pair.prefix, 'bin')}: document {document} has tokens from "
-                f"{tokens.min()} "
-                f"to {tokens.max()}. A token is 0 or more and below 2^31. Make the pair again."
+                f"{tokens.min()} to {tokens.max()}. A token is 0 or more and below 2^31. Make the "
+                "pair again."
             )
         hashes[document] = tally.add_document(tokens)
         # Report rarely: documents may be tiny.
@@ -272,8 +272,7 @@ def _index_pair(
 def _check_vocab(tokenizer: Tokenizer, tally: CorpusTally, prefix: Path) -> None:
     if tally.largest_token >= tokenizer.vocab_size:
         raise DataError(
-            f"{prefix} holds token {tally.largest_token}. Its tokenizer "
-            f"{tokenizer.fingerprint} has "
-            f"{tokenizer.vocab_size} ids, from 0. Put the tokenizer.json that made the pair "
+            f"{prefix} holds token {tally.largest_token}. Its tokenizer {tokenizer.fingerprint} "
+            f"has {tokenizer.vocab_size} ids, from 0. Put the tokenizer.json that made the pair "
             "beside it."
         )

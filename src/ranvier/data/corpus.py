@@ -130,8 +130,8 @@ class Corpus:
             raise DataError(
                 f"{self.folder / TOKENIZER_CONFIG} is changed or damaged: its template has the "
                 f"fingerprint {found.fingerprint}. {self.folder / CORPUS_MANIFEST} names "
-                f"{self.manifest.template}. "
-                "Restore it, or remove the folder and prepare the corpus again."
+                f"{self.manifest.template}. Restore it, or remove the folder and prepare the "
+                "corpus again."
             )
         return ChatEncoder(found, self.tokenizer)
 
@@ -234,9 +234,8 @@ class Corpus:
         document = int(np.searchsorted(pair.document_bounds, place, "right")) - 1
         need = max(self.manifest.largest + 1, self.manifest.vocab)
         return DataError(
-            f"{pair_file(pair.prefix, 'bin')}: document {document} has token "
-            f"{pair.tokens[place]} at "
-            f"offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} names "
+            f"{pair_file(pair.prefix, 'bin')}: document {document} has token {pair.tokens[place]} "
+            f"at offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} names "
             f"tokens below {vocab}. Use {need} or more, or the tokenizer of the model."
         )
 

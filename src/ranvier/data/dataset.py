@@ -155,8 +155,7 @@ def _check_options(count: int, seq: int, held_out: float) -> None:
     if not 0 <= held_out < 1:
         problems.append(
             f"validation_fraction={held_out} is no share of the documents. It is 0 or more and "
-            "below 1. Use a "
-            "small one, such as 0.01."
+            "below 1. Use a small one, such as 0.01."
         )
     if problems:
         raise PlanError(problems)
@@ -180,8 +179,7 @@ def _open_train_stream(
             f"{name} has nothing to learn: no token of an answer is left in its "
             f"{corpus.manifest.documents} conversations with data.seq_len={seq} and "
             f"data.truncate={options['truncate']}. Use a larger data.seq_len, another "
-            "data.truncate, "
-            "or data.loss_on=all."
+            "data.truncate, or data.loss_on=all."
         )
     if stream is None:
         raise DataError(
@@ -204,8 +202,7 @@ def _check_loss_on(corpora: Sequence[Corpus], loss_on: LossOn) -> None:
         if known.template and known.learn == "all" and loss_on == "assistant":
             raise DataError(
                 f"{corpus.folder} was prepared with loss_on=all: nobody has looked for the "
-                "answers. "
-                "data.loss_on=assistant needs to know them. Prepare it again, or use "
+                "answers. data.loss_on=assistant needs to know them. Prepare it again, or use "
                 "data.loss_on=all."
             )
 

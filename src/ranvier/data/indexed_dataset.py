@@ -124,8 +124,7 @@ def _read_index(path: Path, size: int) -> IndexArrays:
         kind = {6: " (float64)", 7: " (float32)"}.get(code, "")
         raise DataError(
             f"{path} has tokens of type {code}{kind}. Types are "
-            f"{', '.join(map(str, TOKEN_TYPES))}: "
-            f"integers. {PAIR_REMEDY}"
+            f"{', '.join(map(str, TOKEN_TYPES))}: integers. {PAIR_REMEDY}"
         )
     # Per sequence 4 bytes of length and 8 of pointer; 8 per border.
     expected = HEADER.size + 12 * sequences + 8 * borders

@@ -170,10 +170,9 @@ class ConversationStream:
             where = "each in one of"
         what = done.get(self.truncate, f"cut on the {self.truncate}")
         return (
-            f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows "
-            f"of {self.seq} ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
-            f"{found.num_unlearned:,} with "
-            "nothing to learn left out"
+            f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows of "
+            f"{self.seq} ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
+            f"{found.num_unlearned:,} with nothing to learn left out"
         )
 
     def read_sample(self, number: int) -> Window:

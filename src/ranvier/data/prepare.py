@@ -147,7 +147,8 @@ def prepare_corpus(
     """Tokenize files, directories or "stdlib" into a corpus directory; return its manifest.
 
     chat: for conversations, of which the tokens that `loss_on` names are marked. max_bytes: how
-    much of "stdlib" is read. An `out` that holds the same corpus already is left alone."""
+    much of "stdlib" is read. An `out` that holds the same corpus already is left alone.
+    """
     if shard_tokens < 1 or not inputs:
         raise PlanError(
             f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be 1 or more. "

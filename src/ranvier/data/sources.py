@@ -84,8 +84,8 @@ class DocumentReader:
         if not found:
             raise DataError(
                 f"{self.name} holds no document ({len(self.files)} files, {self.total_bytes} "
-                "bytes). A "
-                "corpus needs at least one that is not empty. Choose another file or folder."
+                "bytes). A corpus needs at least one that is not empty. Choose another file or "
+                "folder."
             )
 
     @property

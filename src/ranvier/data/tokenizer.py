@@ -345,8 +345,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         raise PlanError(
             f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
             "document need one each, and more than 2^20 no memory holds. Use "
-            f"{TRAINED_VOCAB_RANGE[0]} to "
-            f"{TRAINED_VOCAB_RANGE[1]}, such as {STANDARD_VOCAB}."
+            f"{TRAINED_VOCAB_RANGE[0]} to {TRAINED_VOCAB_RANGE[1]}, such as {STANDARD_VOCAB}."
         )
     tokenizers = import_optional(
         "tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)"

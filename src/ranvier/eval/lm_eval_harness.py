@@ -148,9 +148,8 @@ def _data_error(wanted: EvalOptions, error: Exception) -> DataError:
     said = (str(error).strip().splitlines() or [""])[0][:300]
     return DataError(
         f"The data of {', '.join(task_names(wanted))} cannot be had: {type(error).__name__}: "
-        f"{said}. "
-        "Most tasks fetch it when they are first used. Run once where there is a network, or give "
-        "--include DIR with tasks on local files."
+        f"{said}. Most tasks fetch it when they are first used. Run once where there is a network, "
+        "or give --include DIR with tasks on local files."
     )
 
 
@@ -247,9 +246,8 @@ class HarnessModel:
             if room < 1:
                 raise PlanError(
                     f"A task wants {wish.max_new_tokens} tokens, but the model looks at "
-                    f"{self.max_length}. "
-                    "Both the context and these must fit. Use a larger --max-length, or a smaller "
-                    "max_gen_toks in the task."
+                    f"{self.max_length}. Both the context and these must fit. Use a larger "
+                    "--max-length, or a smaller max_gen_toks in the task."
                 )
             prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
             prompts = [prompt or [self.prefix_token_id] for prompt in prompts]

@@ -223,8 +223,8 @@ def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) 
         return every[0]
     raise PlanError(
         f"{launcher.name} has started {env[launcher.find_world_size_variable(env)]} ranks on "
-        "several nodes, but "
-        "MASTER_ADDR is not set. All ranks meet at the host of rank 0. Set MASTER_ADDR to its name."
+        "several nodes, but MASTER_ADDR is not set. All ranks meet at the host of rank 0. Set "
+        "MASTER_ADDR to its name."
     )
 
 

@@ -74,9 +74,8 @@ def init_process_group(
         first = str(error).partition("\n")[0].rstrip(".")
         raise CommunicationError(
             f"Rank {me.rank} of {me.world_size} could not join the others{where}: {first}. All "
-            "ranks "
-            f"must start within {timeout_seconds:.0f} s and reach that address. Check it and the "
-            f"other ranks{slurm}."
+            f"ranks must start within {timeout_seconds:.0f} s and reach that address. Check it and "
+            f"the other ranks{slurm}."
         ) from error
 
 

@@ -59,8 +59,7 @@ class NodeInfo:
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise PlanError(
                 f"launch.rdzv_endpoint={self.endpoint!r} is no address. All nodes meet where node "
-                "0 "
-                "listens. Write host:port, for example node01:29400."
+                "0 listens. Write host:port, for example node01:29400."
             )
         if not 0 <= self.node_rank < self.num_nodes:
             raise PlanError(

@@ -344,8 +344,7 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
         rule = "Weights, gradients, moments and activations of a rank must fit on its device."
         remedy = (
             "Use memory.auto=True (if it is on, a memory.device_limit_gib below what the device "
-            "has), a "
-            "smaller plan.micro_batch, or more ranks."
+            "has), a smaller plan.micro_batch, or more ranks."
         )
         return (
             f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}",

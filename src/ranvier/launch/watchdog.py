@@ -146,9 +146,8 @@ def describe_hang(
     else:
         stopped = ""
     lines = [
-        f"HangError: Rank {ranks[worst]} has given no sign of life for "
-        f"{now - beat.begin_time:.0f} s in "
-        f"section {beat.section} after step {beat.step}{stopped}. A rank may take "
+        f"HangError: Rank {ranks[worst]} has given no sign of life for {now - beat.begin_time:.0f} "
+        f"s in section {beat.section} after step {beat.step}{stopped}. A rank may take "
         f"{silence_limit(beat, seconds):g} s there. Look at its stack, or use a larger "
         "launch.watchdog_seconds."
     ]

@@ -196,8 +196,7 @@ class ActivationOffload:
         if not 0.0 <= share <= 1.0:
             raise PlanError(
                 f"memory.activation_offload_fraction={share} reached the blocks. It is a share in "
-                "[0, 1]; -1 is "
-                "settled before (memory.auto=True). Use for example 0.5."
+                "[0, 1]; -1 is settled before (memory.auto=True). Use for example 0.5."
             )
         self.blocks = list(blocks)
         self.device = device

@@ -129,8 +129,7 @@ def pin_memory(memory: Tensor) -> None:
         raise PlanError(
             f"{memory.numel()} bytes of host memory cannot be pinned (CUDA error {int(done)}). A "
             "device copies from pinned memory only. Use a smaller memory.host_limit_gib, or raise "
-            "the limit "
-            "of locked memory (ulimit -l)."
+            "the limit of locked memory (ulimit -l)."
         )
 
 
@@ -297,10 +296,9 @@ class HostBufferPool:
     def _check_room(self, more: int) -> None:
         if self.total_bytes + more > self.max_bytes:
             raise PlanError(
-                f"Activations take {(self.total_bytes + more) / GIB:.3g} GiB of the host, but "
-                "a rank may "
-                f"use {self.max_bytes / GIB:.3g} there. What waits must fit. Use a smaller "
-                "memory.activation_offload_fraction or plan.micro_batch, or a larger "
+                f"Activations take {(self.total_bytes + more) / GIB:.3g} GiB of the host, but a "
+                f"rank may use {self.max_bytes / GIB:.3g} there. What waits must fit. Use a "
+                "smaller memory.activation_offload_fraction or plan.micro_batch, or a larger "
                 "memory.host_limit_gib."
             )
 

@@ -174,8 +174,7 @@ class SavedResults:
             raise RuntimeError(
                 f"{label} is computed again, but what was kept of it is gone. It serves one "
                 "backward pass. Compute the loss again, or set "
-                "memory.recompute_collectives='again' and "
-                "recompute='full'."
+                "memory.recompute_collectives='again' and recompute='full'."
             )
         kept, value = self.entries.popleft()
         if kept != label:

@@ -109,8 +109,7 @@ class ExpertConfig:
         if not 1 <= self.experts_per_token <= self.experts:
             found.append(
                 f"experts_per_token={self.experts_per_token} of experts={self.experts}. A token "
-                "goes to one "
-                f"expert at least and to all at most. Use 1 to {self.experts}."
+                f"goes to one expert at least and to all at most. Use 1 to {self.experts}."
             )
         if self.moe_layer_interval < 1 or self.dense_first_layers < 0:
             found.append(

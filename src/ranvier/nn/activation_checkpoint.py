@@ -79,8 +79,7 @@ def checkpoint_block(
     if kind == "memory_budget":
         raise PlanError(
             "recompute='memory_budget' reached a block. A budget is turned into a kind for each "
-            "block "
-            "before the first step. Use none, selective or full."
+            "block before the first step. Use none, selective or full."
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)

@@ -189,8 +189,7 @@ def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
     if inner == "samples" and grid.degrees["col"] > 1:
         problems.append(
             f"col_splits='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging "
-            "Face "
-            "reads the samples from its input, so col splits features there. Use "
+            "Face reads the samples from its input, so col splits features there. Use "
             "col_splits='features'."
         )
     if grid.degrees["context"] > 1:

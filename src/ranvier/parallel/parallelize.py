@@ -226,8 +226,7 @@ def _refuse_bad_arguments(model: nn.Module, recompute: Recompute, compiled: str)
     if recompute == "memory_budget":
         raise ShardingError(
             "recompute='memory_budget' is a matter of a run, which measures. A model has a kind "
-            "for each "
-            "block. Use none, selective or full, or set model.parallel.recompute_modes."
+            "for each block. Use none, selective or full, or set model.parallel.recompute_modes."
         )
     if compiled and huggingface.is_huggingface_model(model):
         raise ShardingError(
@@ -471,8 +470,8 @@ def _refuse_unnamed(model: nn.Module, site: LayerContext) -> None:
     if lost:
         raise ShardingError(
             f"{type(model).__name__} has {len(lost)} weights without named dimensions: "
-            f"{', '.join(lost)}. Every weight must say which dims it has. "
-            "Add them to dims of their class, or () to replicate."
+            f"{', '.join(lost)}. Every weight must say which dims it has. Add them to dims of "
+            "their class, or () to replicate."
         )
 
 

@@ -4,7 +4,8 @@ No heuristic is best everywhere: first come, first served can lose to 1F1B, and 
 have latency. So `message_driven` simulates the step with several priorities and credits and with
 the 1F1B schedule, and chooses the fastest. With jitter a fixed schedule is given up only for a
 policy that is significantly faster on seeds other than those it was chosen by. Nothing here depends
-on rank or clock: equal inputs give equal choices on all ranks."""
+on rank or clock: equal inputs give equal choices on all ranks.
+"""
 
 from __future__ import annotations
 

@@ -187,8 +187,7 @@ def explain_choice(result: SearchResult) -> list[str]:
         named = ""
     said = [
         f"{describe_candidate(best)}{named}: {format_seconds(it.step_seconds)} a step (80 % of "
-        "such predictions lie between "
-        f"{format_seconds(low)} and {format_seconds(high)}), "
+        f"such predictions lie between {format_seconds(low)} and {format_seconds(high)}), "
         f"{format_number(it.tokens_per_second)} tokens/s, MFU {format_percent(it.mfu)}, "
         f"{it.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB of a device.",
         "Its time goes into "
@@ -231,10 +230,10 @@ def describe_bottleneck(result: SearchResult) -> str:
     if faster:
         one = min(faster, key=lambda one: (one.prediction.memory.total_bytes, one.sort_key))
         return (
-            f"Memory binds: {describe_candidate(one)} with micro-batch {one.plan.micro_batch} "
-            "and recompute "
-            f"{one.plan.recompute} would take {format_seconds(one.prediction.step_seconds)}, "
-            f"but needs {one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
+            f"Memory binds: {describe_candidate(one)} with micro-batch {one.plan.micro_batch} and "
+            f"recompute {one.plan.recompute} would take "
+            f"{format_seconds(one.prediction.step_seconds)}, but needs "
+            f"{one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
         )
     # Otherwise the largest part that is neither compute nor recomputation.
     waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "recompute")]
@@ -255,7 +254,8 @@ def describe_bottleneck(result: SearchResult) -> str:
 
 def _describe_slowest_stage(result: SearchResult) -> str:
     """A sentence that the slowest stage is the bottleneck, if the others wait for it longer than
-    for the pipeline to fill and drain; else empty."""
+    for the pipeline to fill and drain; else empty.
+    """
     best = result.best
     wish = result.request
     plan = best.plan
@@ -336,7 +336,8 @@ def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
 
 def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
     """Traffic of the busiest stage of a layout over row and col per step, its rate, and its exposed
-    time."""
+    time.
+    """
     plan = found.plan
     job = wish.workload
     size = {"fp32": 4, "fp64": 8}.get(job.dtype, 2)

@@ -231,7 +231,8 @@ class NodeTrials:
 
     def fewer_nodes_to_try(self, nodes: int) -> list[int]:
         """Smaller clusters to try: those with most divisors, of all whose nodes need not be more
-        than MAX_NODE_SPEEDUP times as fast as any seen."""
+        than MAX_NODE_SPEEDUP times as fast as any seen.
+        """
         # Goal progress per node and second; it bounds how few nodes could be enough.
         pace = max(1.0 / (one.seconds * one.nodes) for one in self.best_by_nodes.values())
         least = math.ceil(1.0 / (self.goal.seconds * pace * MAX_NODE_SPEEDUP))

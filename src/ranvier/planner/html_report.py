@@ -92,9 +92,8 @@ def _render_chart(result: SearchResult) -> str:
             if shown:
                 groups.append(_point_group(name, colour, shown, faint))
     said = (
-        f"Faint: needs more memory than there is. {left:,} that take more than "
-        f"{MAX_TIME_RATIO:g} times "
-        f"as long or need more than {MAX_MEMORY_RATIO:g} times the memory are not drawn."
+        f"Faint: needs more memory than there is. {left:,} that take more than {MAX_TIME_RATIO:g} "
+        f"times as long or need more than {MAX_MEMORY_RATIO:g} times the memory are not drawn."
     )
     figure = scatter_plot(
         groups,

@@ -479,8 +479,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
         slower = other.seconds.total / max(time.total, 1e-12) - 1.0
         lines.append(
             f"next best: {describe_placement(case, other.placement)}: "
-            f"{_format_gib(other.device_bytes)} GiB, "
-            f"{other.seconds.total:.3g} s ({slower:+.1%})"
+            f"{_format_gib(other.device_bytes)} GiB, {other.seconds.total:.3g} s ({slower:+.1%})"
         )
     # The fastest placement with unlimited memory shows which limit binds, if any.
     free = fastest_fit(enumerate_fits(replace(case, device_limit=2**62, host_limit=2**62)))
@@ -494,8 +493,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
     )
     lines.append(
         f"what binds is {what}: with {_format_gib(size)} GiB there, "
-        f"{describe_placement(case, free.placement)} would "
-        f"take {free.seconds.total:.3g} s"
+        f"{describe_placement(case, free.placement)} would take {free.seconds.total:.3g} s"
     )
     return lines
 

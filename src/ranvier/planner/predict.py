@@ -135,7 +135,8 @@ class Prediction:
 
 def merge_predictions(several: Sequence[Prediction]) -> Prediction:
     """One prediction for several layouts of which one runs: the geometric middle of their times
-    and the largest of their memory."""
+    and the largest of their memory.
+    """
     order = sorted(several, key=lambda one: one.step_seconds)
     shortest = order[0].step_seconds
     longest = order[-1].step_seconds
@@ -407,7 +408,8 @@ class _StepEstimate:
     @property
     def overlapped_comm(self) -> tuple[str, ...]:
         """Communication that overlaps with compute. Our compiled graphs overlap only what comes
-        after them; layers with experts on several ranks are outside of graphs."""
+        after them; layers with experts on several ranks are outside of graphs.
+        """
         graph = self.compute_context.is_compiled and not self.framework.overlaps_in_graphs
         words = ("dw", "moe_dispatch") if graph else self.candidate.plan.overlap
         return tuple(word for word in self.candidate.plan.overlap if word in words)

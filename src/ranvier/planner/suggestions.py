@@ -209,9 +209,8 @@ def _explain_indivisible(wish: SearchRequest) -> str:
     layers = wish.dim_sizes["layers"]
     return (
         f"{wish.world_size} devices cannot share this job{settled}: "
-        f"global_batch={wish.workload.batch}, "
-        f"seq_len={wish.workload.seq}, heads={heads}, layers={layers}. Ranks divide samples, "
-        "tokens, heads and layers evenly."
+        f"global_batch={wish.workload.batch}, seq_len={wish.workload.seq}, heads={heads}, "
+        f"layers={layers}. Ranks divide samples, tokens, heads and layers evenly."
     )
 
 

@@ -91,8 +91,7 @@ def load_stage_times(path: Path) -> tuple[float, ...]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanError(
             f"plan.stage_profile={str(path)!r} cannot be read: {error}. It holds the measured "
-            "times "
-            f"of the parts of the model. {remedy}"
+            f"times of the parts of the model. {remedy}"
         ) from None
     if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
         raise PlanError(

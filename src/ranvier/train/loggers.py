@@ -210,8 +210,7 @@ def wandb_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
     except wandb.errors.Error as error:
         raise PlanError(
             f"train.loggers names wandb, which does not start: {error}. It needs an account or to "
-            "be "
-            "offline. Run `wandb login`, or set WANDB_MODE=offline."
+            "be offline. Run `wandb login`, or set WANDB_MODE=offline."
         ) from None
     with log:
         yield lambda row: log.log(scalar_metrics(row), step=row["step"])

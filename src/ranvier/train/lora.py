@@ -71,11 +71,9 @@ def check_same_adapters(
         origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
     raise CheckpointError(
         f"train.init_from={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but "
-        "this "
-        f"one has {have}. Its weights are those of its base without what was trained beside them. "
-        f"Merge them with `ranvier export {origin} --output DIR` and use train.init_from=DIR, or "
-        "go on "
-        f"with the adapters: {want}."
+        f"this one has {have}. Its weights are those of its base without what was trained beside "
+        f"them. Merge them with `ranvier export {origin} --output DIR` and use "
+        f"train.init_from=DIR, or go on with the adapters: {want}."
     )
 
 

@@ -104,8 +104,7 @@ def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShap
     if not named and parallel.grid.degrees["pipe"] == 1:
         raise PlanError(
             f"train.float8_layers={list(run.train.float8_layers)} names no linear layer. A word of "
-            "its "
-            f"name means a layer. Words are {', '.join(_name_parts(layers))}."
+            f"its name means a layer. Words are {', '.join(_name_parts(layers))}."
         )
     left = [name for name in named if not _fits_float8(layers[name], flow)]
     chosen = [name for name in named if name not in left]

@@ -60,8 +60,8 @@ def prepare_corpus(
     """Tokenize files into a directory and print a summary; returns the exit code."""
     if not inputs:
         raise PlanError(
-            "data prepare was given no file. It tokenizes one or more. "
-            "Write: ranvier data prepare FILE ... --output DIR."
+            "data prepare was given no file. It tokenizes one or more. Write: ranvier data "
+            "prepare FILE ... --output DIR."
         )
     # Inputs in Megatron's indexed format are tokenized already.
     tokens = [path for path in inputs if pair_prefixes(Path(path))]

@@ -263,9 +263,8 @@ def _check_mask_shapes(
             more = ""
         raise PlanError(
             f"prune.mask_file={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks are "
-            "of "
-            "matrices of layers, by their names in the checkpoints of the run (without .master). "
-            "Mend the file."
+            "of matrices of layers, by their names in the checkpoints of the run (without "
+            ".master). Mend the file."
         )
 
 

@@ -230,7 +230,8 @@ def _acquire_dir(
     run: RunConfig, grid: Grid, device: torch.device, *, restarted: bool
 ) -> tuple[Path, list[Path], list[str], IO[str] | None]:
     """Claim and lock the run directory on rank 0; returns it, the checkpoints to resume from,
-    lines to print, and the lock. Communicates: a text over all axes."""
+    lines to print, and the lock. Communicates: a text over all axes.
+    """
 
     def claim() -> tuple[Any, IO[str] | None]:
         if grid.rank > 0:

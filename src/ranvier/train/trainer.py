@@ -436,9 +436,9 @@ class Trainer:
         raise NumericError(
             f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
             f"finite. {cause}. At most guard.max_skipped_steps={self.run.guard.max_skipped_steps} "
-            "such steps are left out; "
-            "weights and moments were not updated with them. Use a lower optim.lr or look at "
-            f"samples {self.sample_range(step)}; go on from {self._describe_latest()}."
+            "such steps are left out; weights and moments were not updated with them. Use a lower "
+            f"optim.lr or look at samples {self.sample_range(step)}; go on from "
+            f"{self._describe_latest()}."
         )
 
     def _describe_latest(self) -> str:

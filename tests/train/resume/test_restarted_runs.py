@@ -41,7 +41,8 @@ End = tuple[Path, tuple[int, str, str]]
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     """A run that nobody disturbed and those with a killed rank, side by side: a start of ranks
-    imports modules one after the other, which leaves cores idle."""
+    imports modules one after the other, which leaves cores idle.
+    """
     begun = {}
     for kill in ("", *KILLS):
         folder = tmp_path_factory.mktemp("run")

@@ -177,9 +177,8 @@ class PublishedModel:
             if other:
                 raise CheckpointError(
                     f"{path / INDEX_FILE} names {other[0]!r:.100}. Weights are read from "
-                    "*.safetensors "
-                    "only, which run no code. Convert the model with save_pretrained(..., "
-                    "safe_serialization=True)."
+                    "*.safetensors only, which run no code. Convert the model with "
+                    "save_pretrained(..., safe_serialization=True)."
                 )
         elif safe_files.path_exists(path / SINGLE_FILE):
             files = {path / SINGLE_FILE}

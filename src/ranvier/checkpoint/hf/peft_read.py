@@ -235,8 +235,8 @@ def _refuse_missing_layers(
         raise CheckpointError(
             f"{path / CONFIG_FILE} has target_modules={table.get('target_modules')!r:.120}, but "
             f"{WEIGHTS_FILE} has no adapter of {', '.join(lost[:3])} ({len(lost)} in all). "
-            "Adapters of "
-            "embeddings, heads and norms are not known here; others were lost. Train another."
+            "Adapters of embeddings, heads and norms are not known here; others were lost. Train "
+            "another."
         )
 
 
@@ -392,9 +392,8 @@ def _check_tensors(
         name = odd[0]
         raise CheckpointError(
             f"{path / WEIGHTS_FILE} has {name} of shape {list(shapes.get(name, ()))}, but it "
-            "should be "
-            f"{list(expected.get(name, ()))} ({len(odd)} such in all; [] is not there). An adapter "
-            "fits the model that it was made for. Use that model."
+            f"should be {list(expected.get(name, ()))} ({len(odd)} such in all; [] is not there). "
+            "An adapter fits the model that it was made for. Use that model."
         )
     stacked = [m for m, e in entries.items() if len(e.our_names) > 1 and not lora.shared]
     for module in stacked:
@@ -417,7 +416,7 @@ def _refuse_mixed(
         row += out
     if bool(b.any()):
         raise CheckpointError(
-            f"{path / WEIGHTS_FILE} has {name} that is not zero outside of "
-            f"{len(entry.our_names)} blocks on "
-            "its diagonal. Packed layers have one A of rank r, or one each. Train another."
+            f"{path / WEIGHTS_FILE} has {name} that is not zero outside of {len(entry.our_names)} "
+            "blocks on its diagonal. Packed layers have one A of rank r, or one each. Train "
+            "another."
         )

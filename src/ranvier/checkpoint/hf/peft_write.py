@@ -96,9 +96,8 @@ def _pack_adapter(
     if None in owns and (lora.dora or lora.shared):
         raise CheckpointError(
             f"lora.target_modules={list(lora.target_modules)} adapts only a part of {entry.name}, "
-            "which packs "
-            f"{len(owns)} of our layers. PEFT adapts such a layer as a whole. Adapt all of them, "
-            "or none."
+            f"which packs {len(owns)} of our layers. PEFT adapts such a layer as a whole. Adapt "
+            "all of them, or none."
         )
     there = [own for own in owns if own is not None]
     kinds = ("a", "b", "m") if lora.dora else ("a", "b")

@@ -164,9 +164,9 @@ class ChatEncoder:
         if marked.replace(GUARD, "") != text:
             raise DataError(
                 f"{talk.location}: a message holds a special token "
-                f"({', '.join(self._special_names(talk))}) that "
-                f"the chat template {self.template.origin} looks for. In a message it is text. "
-                "Remove it from the record."
+                f"({', '.join(self._special_names(talk))}) that the chat template "
+                f"{self.template.origin} looks for. In a message it is text. Remove it from the "
+                "record."
             )
         kept = []
         # Each guard before this one shifts the position by one character.

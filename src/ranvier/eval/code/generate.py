@@ -133,8 +133,8 @@ def attempt_tasks(
         if len(prompt) + wish.max_new_tokens > length:
             raise DataError(
                 f"Task {task.task!r} has a prompt of {len(prompt)} tokens and "
-                f"{wish.max_new_tokens} to "
-                f"come, but the model looks at {length}. Both must fit. Use fewer --max-new-tokens."
+                f"{wish.max_new_tokens} to come, but the model looks at {length}. Both must fit. "
+                "Use fewer --max-new-tokens."
             )
         if task.baseline:
             base = _time_baseline(task, limits, run)

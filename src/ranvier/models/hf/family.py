@@ -35,7 +35,8 @@ WIDTH_SETTINGS = ("mlp", "expert_mlp", "dense_first_layers", "moe_layer_interval
 
 def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
     """Our dense_first_layers and moe_layer_interval: every step-th layer has experts, except those
-    listed."""
+    listed.
+    """
     layers = theirs.get("num_hidden_layers")
     step = theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
@@ -60,7 +61,8 @@ def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
 
 def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | None:
     """(dense_first_layers, moe_layer_interval) that give exactly these layers; None: there is no
-    such pattern."""
+    such pattern.
+    """
     # No layer has experts: all `layers` layers are dense first layers.
     if not have:
         return layers, 1
@@ -372,9 +374,8 @@ class Family:
             if key not in known and not key.startswith("_") and not empty and not off:
                 found.append(
                     f"config.json has {key}={value!r:.80}, which is not known for "
-                    f"{self.model_type}. It "
-                    "may change what the model computes. If it does not, take it out of a copy of "
-                    "config.json."
+                    f"{self.model_type}. It may change what the model computes. If it does not, "
+                    "take it out of a copy of config.json."
                 )
         return found
 

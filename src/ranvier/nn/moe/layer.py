@@ -597,9 +597,8 @@ class _RecordStats(torch.autograd.Function):
         if slope is None:
             raise DataError(
                 f"{leaf.site.name} adds aux_loss_coeff={leaf.rule.aux_loss_coeff} and "
-                f"z_loss_coeff={leaf.rule.z_loss_coeff} to "
-                "a loss that the model did not compute, so it does not know its factor. Give the "
-                "model targets, or set both to 0."
+                f"z_loss_coeff={leaf.rule.z_loss_coeff} to a loss that the model did not compute, "
+                "so it does not know its factor. Give the model targets, or set both to 0."
             )
         return dy, slope.to(ctx.dtype), None, None
 

@@ -651,7 +651,8 @@ def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """Peaks of stages other than the first at the end of a step, if the embedding is split over
-    pipe: there its gradients are computed after all backward passes."""
+    pipe: there its gradients are computed after all backward passes.
+    """
     own = load.model_states
     count = load.plan.num_micro_batches
     grads = (

@@ -189,7 +189,8 @@ def _pass_seconds(
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[float, float], ...]:
     """Seconds of a part over each axis per micro-batch: exposed ones, and those that can overlap
-    with the matmul of a weight gradient."""
+    with the matmul of a weight gradient.
+    """
     groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
     found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
     # Experts wait for the results of their reduce-scatters.

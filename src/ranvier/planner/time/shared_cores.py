@@ -210,7 +210,8 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
 
 def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tuple[str, float]:
     """The part of the step that communication belongs to, and its seconds; messages count at the
-    sender."""
+    sender.
+    """
     name = row.axis[0] if row.axis else "other"
     size = prod(plan.degrees[axis] for axis in row.axis)
     if row.op == "receive":

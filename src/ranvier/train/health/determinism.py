@@ -22,17 +22,17 @@ def check_deterministic(run: RunConfig) -> None:
     if run.guard.replay_interval and run.train.device == "cuda" and not run.train.deterministic:
         raise PlanError(
             f"guard.replay_interval={run.guard.replay_interval} without train.deterministic. On "
-            "cuda the same work "
-            "may else give other bits. Use train.deterministic=True or guard.replay_interval=0."
+            "cuda the same work may else give other bits. Use train.deterministic=True or "
+            "guard.replay_interval=0."
         )
     if not run.train.deterministic:
         return
     problems = []
     if run.plan.recompute == "memory_budget":
         problems.append(
-            "train.deterministic=True with plan.recompute='memory_budget'. The micro-batch follows "
-            "from "
-            "measured memory, and sums from it. Use plan.recompute='none', 'selective' or 'full'."
+            "train.deterministic=True with plan.recompute='memory_budget'. The micro-batch "
+            "follows from measured memory, and sums from it. Use plan.recompute='none', "
+            "'selective' or 'full'."
         )
     if run.memory.auto:
         problems.append(

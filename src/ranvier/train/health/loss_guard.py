@@ -122,17 +122,15 @@ class LossGuard:
         if self.step_limits.skips_spikes and self.spikes_in_row > self.config.max_skipped_steps:
             raise NumericError(
                 f"Step {step + 1} is spike number {self.spikes_in_row} in a row. At most "
-                "guard.max_skipped_steps="
-                f"{self.config.max_skipped_steps} are left out: the losses stay high. Use a lower "
-                "optim.lr or "
-                f"a larger guard.spike_threshold, and go on from {kept}."
+                f"guard.max_skipped_steps={self.config.max_skipped_steps} are left out: the losses "
+                "stay high. Use a lower optim.lr or a larger guard.spike_threshold, and go on "
+                f"from {kept}."
             )
         if self.config.on_spike == "rewind" and self.rewinds >= self.config.max_rewinds:
             raise NumericError(
                 f"Step {step + 1} is a spike, and the run has gone back {self.rewinds} times. "
                 f"guard.max_rewinds={self.config.max_rewinds} allows no more. Use a lower optim.lr "
-                "or "
-                f"other data, and go on from {kept}."
+                f"or other data, and go on from {kept}."
             )
 
     def record_rewind(self, counts: tuple[int, int, int, int]) -> None:

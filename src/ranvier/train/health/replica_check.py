@@ -157,9 +157,8 @@ def _raise_mismatch(
     held = {rank: h for rank, (h, place) in zip(ranks, rows, strict=True) if place == here}
     raise NumericError(
         f"{_describe_mismatch(name, held)}. Copies of a weight are equal to the bit as long as "
-        "devices "
-        "and sums are right. Do not use those devices before they are checked (ranvier doctor), "
-        f"and go on from {kept()}."
+        "devices and sums are right. Do not use those devices before they are checked (ranvier "
+        f"doctor), and go on from {kept()}."
     )
 
 

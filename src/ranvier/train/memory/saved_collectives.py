@@ -2,7 +2,8 @@
 
 All of them, or (`memory.recompute_collectives = auto` with a memory limit) some: the step is
 measured without them, and the memory left is divided evenly among the blocks that recompute. All
-ranks choose alike: free memory is that of the worst rank, rates are those measured by rank 0."""
+ranks choose alike: free memory is that of the worst rank, rates are those measured by rank 0.
+"""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def read_record(folder: Path) -> RunRecord:
     rows, broken = parse_metrics(lines)
     if not rows:
         raise DataError(
-            f"{path} holds no step in {len(lines)} line(s). {rule} "
-            "Wait for the first step, or give another directory."
+            f"{path} holds no step in {len(lines)} line(s). {rule} Wait for the first step, or "
+            "give another directory."
         )
     if broken:
         notes.append(f"{broken} line(s) of metrics.jsonl could not be read and were left out.")

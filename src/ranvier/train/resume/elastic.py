@@ -30,14 +30,12 @@ def parse_grid(text: str) -> dict[str, int]:
         if axis not in AXES:
             raise PlanError(
                 f"launch.fallback_grids={text!r}: {axis!r} is no "
-                f"axis.{suggest_nearest(axis, AXES)} A "
-                "grid is written as data=2,row=2."
+                f"axis.{suggest_nearest(axis, AXES)} A grid is written as data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
             raise PlanError(
                 f"launch.fallback_grids={text!r}: {axis}={size} is not a number of ranks. A degree "
-                "is at "
-                f"least 1. Write {axis}=2."
+                f"is at least 1. Write {axis}=2."
             )
         degrees[axis] = int(size)
     return degrees
@@ -79,8 +77,8 @@ def fallback_runs(run: RunConfig) -> list[RunConfig]:
             if math.prod(degrees.values()) >= run.plan.world_size:
                 raise PlanError(
                     f"launch.fallback_grids={text!r} has {math.prod(degrees.values())} ranks, the "
-                    "plan "
-                    f"{run.plan.world_size}. It is for when ranks are lost. Name smaller grids."
+                    f"plan {run.plan.world_size}. It is for when ranks are lost. Name smaller "
+                    "grids."
                 )
             runs.append(change_grid(run, degrees))
         except PlanError as error:

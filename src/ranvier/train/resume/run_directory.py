@@ -51,14 +51,13 @@ def check_output_dir(run: RunConfig) -> None:
     except (OSError, ValueError) as error:
         raise PlanError(
             f"train.output_dir={str(folder)[:80]!r} cannot be a directory: "
-            f"{error.__class__.__name__}. "
-            "Its name must be one that the file system takes. Choose another."
+            f"{error.__class__.__name__}. Its name must be one that the file system takes. Choose "
+            "another."
         ) from None
     if not there.is_dir():
         raise PlanError(
             f"train.output_dir={str(folder)!r}: {there} is no directory. A run needs one of its "
-            "own. "
-            "Choose another train.output_dir."
+            "own. Choose another train.output_dir."
         )
     if not is_writable(there):
         # Master weights of all parameters and two moments of the trained ones.
@@ -67,8 +66,7 @@ def check_output_dir(run: RunConfig) -> None:
         needed = run.model.num_parameters * wide + run.trainable_parameters * moments
         raise WriteError(
             f"train.output_dir={str(folder)!r}: {there} cannot be written in. A run writes there, "
-            "and a "
-            f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
+            f"and a checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
             "train.output_dir."
         )
 
@@ -122,8 +120,7 @@ def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
         holder = handle.read(200).strip() or "another run"
     return UnsafeInputError(
         f"train.output_dir={str(folder)!r} is being written by {holder}. A directory holds one "
-        "run. Wait "
-        "for it, stop it, or choose another directory."
+        "run. Wait for it, stop it, or choose another directory."
     )
 
 
@@ -144,7 +141,8 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
     """The directory of a run, the checkpoints to resume from (best first), and notes on them.
 
     Without `train.output_dir` a new directory is created, which only one run can claim. restarted:
-    the launcher has restarted the ranks; all steps may be done, but not the report."""
+    the launcher has restarted the ranks; all steps may be done, but not the report.
+    """
     word = run.checkpoint.resume
     if run.train.output_dir:
         own = Path(run.train.output_dir)
@@ -153,8 +151,7 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
     if own is not None and not (own / "config.toml").exists() and (own / "metrics.jsonl").exists():
         raise PlanError(
             f"train.output_dir={run.train.output_dir!r} holds metrics without a config.toml. A run "
-            "is only "
-            "continued by its own settings. Choose another directory."
+            "is only continued by its own settings. Choose another directory."
         )
     lines: list[str] = []
     candidates: list[Path] = []
@@ -195,8 +192,7 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
         raise PlanError(
             f"lora.rank={run.lora.rank}, but {where!r} is of a run without adapters. A run that "
             "trains adapters begins with weights and goes on by itself. Use "
-            f"train.init_from={where!r} "
-            "and another train.output_dir."
+            f"train.init_from={where!r} and another train.output_dir."
         )
 
 
@@ -222,8 +218,7 @@ def is_finished(folder: Path) -> bool:
 def _finished_error(run: RunConfig, other: str) -> PlanError:
     return PlanError(
         f"train.output_dir={run.train.output_dir!r} holds a run that has taken its steps. A "
-        "finished run is not "
-        f"repeated. Use another directory{other}."
+        f"finished run is not repeated. Use another directory{other}."
     )
 
 
