@@ -166,6 +166,35 @@ def raw_output(path: PurePosixPath, source: str) -> list[str]:
     return problems + forbidden(path, source, streams)
 
 
+SPLITTING_AXES = {"row", "col", "context"}
+
+
+def local_shapes(path: PurePosixPath, source: str) -> list[str]:
+    """Arithmetic with the degree of an axis that splits tokens or features."""
+    if top(path) in {"sharding", "config", "planner"}:
+        return []
+
+    def is_degree(node: ast.AST) -> bool:
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            return (
+                ast.unparse(node.value).endswith("degrees") and node.slice.value in SPLITTING_AXES
+            )
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr in SPLITTING_AXES
+            and ast.unparse(node.value).endswith("plan")
+        )
+
+    arithmetic = (ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
+    return [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, arithmetic)
+        and (is_degree(node.left) or is_degree(node.right))
+    ]
+
+
 def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
     if top(path) != "models":
         return []
@@ -230,6 +259,14 @@ def test_what_is_printed_goes_through_terminal(package: dict[PurePosixPath, str]
     )
 
 
+def test_local_shapes_are_asked_of_sharding(package: dict[PurePosixPath, str]) -> None:
+    check(
+        local_shapes,
+        package,
+        "Local shapes and multiples to pad to are asked of `ShardingTable`, not computed again:",
+    )
+
+
 def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
     check(foreign_to_models, package, "A model imports torch, the standard library, other models:")
 
@@ -265,6 +302,10 @@ BAD: list[tuple[Rule, str, str]] = [
     (global_statements, "config/run.py", "def f():\n    global state\n    state = 1"),
     (raw_output, "config/run.py", "print('x')"),
     (raw_output, "config/run.py", "import sys\nsys.stdout.write('x')"),
+    (local_shapes, "infer/logprobs.py", "m = -(-n // grid.degrees['row'])"),
+    (local_shapes, "eval/run.py", "seq = n % (run.plan.row)"),
+    (local_shapes, "tools/dry_run.py", "d = model.embed // plan.col"),
+    (local_shapes, "train/train.py", "ranks = 2 * self.grid.degrees['context']"),
     (foreign_to_models, "models/decoder.py", "import numpy"),
     (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
     (foreign_to_models, "models/decoder.py", "from ..config.plan import Plan"),
@@ -292,6 +333,8 @@ GOOD: list[tuple[Rule, str, str]] = [
         "models/vision.py",
         "import math\nimport torch\nfrom .decoder import Block",
     ),
+    (local_shapes, "planner/search.py", "d = model.embed // plan.col"),
+    (local_shapes, "infer/logprobs.py", "if grid.degrees['row'] > 1:\n    x = 2 * plan.pipe"),
     (foreign_to_models, "nn/linear.py", "import numpy"),
     (vague_names, "data/corpora.py", ""),
 ]

@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ranvier.config.plan import AXES, InnerSplit
+from ranvier.config.plan import AXES, InnerSplit, Plan
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import (
     INNER_RULES,
     OUTER_RULE,
+    REPLICA_AXES,
     WEIGHT_RULE,
     CommStep,
     Dim,
@@ -28,6 +29,8 @@ from ranvier.sharding import (
     Shard,
     Sharding,
     ShardingTable,
+    local_range,
+    round_up,
 )
 
 RULES = {
@@ -374,3 +377,84 @@ def test_regions() -> None:
 def test_a_rank_is_whole(inner: InnerSplit, dims: tuple[str, str], move: LinearComm) -> None:
     """Only its own activations are moved, to where the tokens of the other side lie."""
     assert ShardingTable(inner).linear_comm(*dims) == move
+
+
+# ---- local parts of activations ------------------------------------------------------------------
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[ShardingTable, dict[str, int]]:
+    """A table, and a grid."""
+    degrees = {axis: draw(st.sampled_from((1, 1, 2, 3))) for axis in AXES}
+    inner: InnerSplit = draw(st.sampled_from(("samples", "features")))
+    return ShardingTable(inner, draw(st.booleans())), degrees
+
+
+def split_by_hand(
+    table: ShardingTable, dim: str, shape: tuple[int, int, int], rank: dict[str, int], grid: Any
+) -> Tensor:
+    """The elements of a rank, cut axis after axis as the rules say; of all replicas together."""
+    x = torch.arange(math.prod(shape)).view(shape)
+    rule = table.activation_rule(dim)
+    for place, name in enumerate(("batch", "seq", dim)):
+        for axis in rule.get(name, ()):
+            x = x.chunk(grid[axis], place)[rank[axis]]
+    return x
+
+
+DIMS = ("embed", "heads", "mlp", "vocab", "rank")
+
+
+@given(drawn=tables(), dim=st.sampled_from(DIMS), sizes=st.tuples(*[st.integers(1, 3)] * 3))
+def test_local_shapes_and_indices_are_those_of_cutting(
+    drawn: tuple[ShardingTable, dict[str, int]], dim: str, sizes: tuple[int, int, int]
+) -> None:
+    table, degrees = drawn
+    rule = table.activation_rule(dim)
+    parts = [math.prod(degrees[axis] for axis in rule.get(n, ())) for n in ("batch", "seq", dim)]
+    shape = tuple(size * count for size, count in zip(sizes, parts, strict=True))
+    replicas = math.prod(degrees[axis] for axis in REPLICA_AXES)
+    # The corners of the grid are enough: every index is 0 or the last one.
+    corners = product(*({0, n - 1} for n in degrees.values()))
+    for corner in corners:
+        rank = dict(zip(AXES, corner, strict=True))
+        mine = split_by_hand(table, dim, shape, rank, degrees)  # type: ignore[arg-type]
+        inside = shape[0] // replicas, shape[1], shape[2]
+        assert table.local_shape(dim, *inside, degrees) == tuple(mine.shape)
+        for place, name in enumerate(("batch", "seq", dim)):
+            held = local_range(shape[place], rule.get(name, ()), degrees, rank)
+            index = mine.flatten() // math.prod(shape[place + 1 :]) % shape[place]
+            assert sorted({*index.tolist()}) == [*held]
+            assert table.num_parts(dim, name, degrees) == parts[place]
+
+
+@given(drawn=tables(), size=st.integers(1, 100))
+def test_multiples_are_the_smallest_that_every_region_can_split(
+    drawn: tuple[ShardingTable, dict[str, int]], size: int
+) -> None:
+    table, degrees = drawn
+
+    def cuts(name: str, *, without: tuple[str, ...] = ()) -> list[int]:
+        """Ranks that split a dim of tokens, region by region."""
+        rules = [table.activation_rule(dim) for dim in DIMS]
+        return [math.prod(degrees[a] for a in rule[name] if a not in without) for rule in rules]
+
+    def smallest(counts: list[int]) -> int:
+        return next(n for n in range(1, 10**6) if all(n % count == 0 for count in counts))
+
+    assert table.seq_multiple(degrees) == smallest(cuts("seq"))
+    assert table.batch_multiple(degrees) == smallest(cuts("batch", without=REPLICA_AXES))
+    # As the head and the embedding are padded.
+    found = table.padded_vocab(size, degrees)
+    for rule in (table.weight_rule, table.activation_rule("vocab")):
+        sharding = Sharding.from_dims([size], ["vocab"], rule, degrees)
+        ranks = math.prod(degrees[axis] for axis in rule["vocab"])
+        assert sharding.local_shape[0] * ranks == found >= size
+    assert round_up(size, 7) == min(n for n in range(0, 200, 7) if n >= size)
+
+
+def test_a_table_has_the_rules_of_its_plan() -> None:
+    plan = Plan(pipe=2, col=2, col_splits="features", vocab_over_pipe=True)
+    assert ShardingTable.from_plan(plan) == ShardingTable("features", vocab_over_pipe=True)
+    assert plan.ranks_per_copy == 4 and not plan.has_whole_blocks
+    assert Plan(pipe=4, data=8, expert=2).has_whole_blocks

@@ -15,17 +15,22 @@ the ranks that hold the same shard and so sum its gradient (`Sharding.replica_co
 linear layer communicates (`ShardingTable.linear_comm`). Two dims need not divide: the vocabulary is
 padded to a multiple of row·col, and dim 0 to a multiple of depth. Padding follows the valid
 elements of a rank, is zero, and never leaves the rank.
+
+Questions about the local part of an activation have one answer each: its shape
+(`ShardingTable.local_shape`), what its samples and tokens are padded to (`batch_multiple`,
+`seq_multiple`, `padded_vocab`), which axes split it inside of a replica (`axes_inside_replica`),
+and which indices of a dim are on a rank (`local_range`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ranvier.config.plan import AXES, InnerSplit
+from ranvier.config.plan import AXES, InnerSplit, Plan
 from ranvier.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -55,6 +60,11 @@ INNER_RULES: Mapping[InnerSplit, AxisRule] = {
     "features": {"batch": ("data", "expert", "depth"), "seq": ("context",)}
     | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row", "col")),
 }
+EXPERT_HIDDEN_AXES = ("row", "col")
+"""Axes whose ranks together split the hidden features of an expert."""
+REPLICA_AXES = OUTER_RULE["batch"]
+"""Axes along which ranks read different samples in every region; one coordinate of them is a
+replica."""
 UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
     "samples": {"batch": INNER_RULES["samples"]["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
     "features": {"batch": OUTER_RULE["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
@@ -63,6 +73,10 @@ UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
 ranks of col hold the same values, and the same gradients of them."""
 TOKEN_DIMS = {"batch": 0, "seq": 1}
 """Position of these dims in an activation; the features are its last dim."""
+
+
+REGION_DIMS = ("embed", "mlp")
+"""A feature dim of the outer and of the inner region."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,28 @@ class LinearComm:
     scatter: CommStep = CommStep()
     copy_axis: str = ""
     reduce_axis: str = ""
+
+
+def count_parts(axes: Iterable[str], degrees: Mapping[str, int]) -> int:
+    """Return the number of parts into which these axes split a dim."""
+    return math.prod(degrees[axis] for axis in axes)
+
+
+def local_range(
+    size: int, axes: Iterable[str], degrees: Mapping[str, int], index: Mapping[str, int]
+) -> range:
+    """Return the indices of a dim of `size` elements that are on a rank, with `axes` splitting it.
+
+    The first axis is the outermost: `index` (i, j) of axes (a, b) has the part i · b + j.
+    """
+    parts = 1
+    part = 0
+    for axis in axes:
+        parts = parts * degrees[axis]
+        part = part * degrees[axis] + index[axis]
+    each, rest = divmod(size, parts)
+    assert rest == 0, (size, parts)
+    return range(part * each, (part + 1) * each)
 
 
 @dataclass(frozen=True)
@@ -124,6 +160,50 @@ class ShardingTable:
     def token_axes(self, dim: str, name: str) -> tuple[str, ...]:
         """Return the axes that split `name` (batch or seq) where `dim` is the feature dim."""
         return self.activation_rule(dim)[name]
+
+    def num_parts(self, dim: str, name: str, degrees: Mapping[str, int]) -> int:
+        """Return the number of parts of `name` (batch, seq or `dim`) where `dim` is the feature
+        dim.
+        """
+        return count_parts(self.activation_rule(dim).get(name, ()), degrees)
+
+    def axes_inside_replica(self, dim: str, name: str) -> tuple[str, ...]:
+        """Return the axes that split `name` (batch or seq) among the ranks of one replica."""
+        return tuple(axis for axis in self.token_axes(dim, name) if axis not in REPLICA_AXES)
+
+    def local_shape(
+        self, dim: str, samples: int, seq: int, features: int, degrees: Mapping[str, int]
+    ) -> tuple[int, int, int]:
+        """Return the shape on a rank of an activation `[samples, seq, features]` of one replica.
+
+        dim: the name of its features, such as embed for the residual stream `[b, s/row, d/col]`.
+        """
+        sizes = (
+            (samples, self.axes_inside_replica(dim, "batch")),
+            (seq, self.token_axes(dim, "seq")),
+            (features, self.feature_axes(dim)),
+        )
+        b, s, n = (size // count_parts(axes, degrees) for size, axes in sizes)
+        return b, s, n
+
+    def batch_multiple(self, degrees: Mapping[str, int]) -> int:
+        """Return what the samples of a micro-batch of one replica must be a multiple of."""
+        return math.lcm(
+            *(count_parts(self.axes_inside_replica(dim, "batch"), degrees) for dim in REGION_DIMS)
+        )
+
+    def seq_multiple(self, degrees: Mapping[str, int]) -> int:
+        """Return what the tokens of a sample must be a multiple of."""
+        return math.lcm(*(self.num_parts(dim, "seq", degrees) for dim in REGION_DIMS))
+
+    def padded_vocab(self, size: int, degrees: Mapping[str, int]) -> int:
+        """Return the size of a vocabulary with its padding, which is the same in all splits."""
+        return round_up(size, _vocab_multiple(self.feature_axes("vocab"), degrees))
+
+    @classmethod
+    def from_plan(cls, plan: Plan) -> ShardingTable:
+        """Return the rules of a plan."""
+        return cls(plan.col_splits, plan.vocab_over_pipe)
 
     def linear_comm(self, out: str, into: str) -> LinearComm:
         """Return the communication of a linear layer whose weight is `(out, into)`.
@@ -477,9 +557,9 @@ def _split_dim(
     padded = False
     # The vocabulary is padded to the same size for all splits of it (row, or row and col).
     if name == "vocab":
-        multiple = degrees["row"] * degrees["col"] * (degrees["pipe"] if "pipe" in axes else 1)
-        padded = size % multiple > 0
-        size = units = -(-size // multiple) * multiple
+        padded_size = round_up(size, _vocab_multiple(axes, degrees))
+        padded = padded_size > size
+        size = units = padded_size
     if axes and size % units:
         raise ShardingError(
             f"{name} has {size} elements for {units} units. All units have the same size. "
@@ -505,6 +585,15 @@ def _split_dim(
         size = size * share // ranks
         cuts.append(AxisSplit(axis, ranks, share, size))
     return tuple(cuts)
+
+
+def _vocab_multiple(axes: Sequence[str], degrees: Mapping[str, int]) -> int:
+    return count_parts(("row", "col", *(axis for axis in axes if axis == "pipe")), degrees)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not less than `size`."""
+    return -(-size // multiple) * multiple
 
 
 def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) -> tuple[int, int]:

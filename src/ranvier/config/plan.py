@@ -128,6 +128,16 @@ class Plan:
         return (*(axis for axis in AXES if axis not in self.rank_order), *self.rank_order)
 
     @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that split one copy of the weights: pipe · depth · row · col."""
+        return self.pipe * self.depth * self.row * self.col
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether each block is on one rank, so that it computes without communication."""
+        return self.ranks_per_copy == self.pipe
+
+    @property
     def num_replicas(self) -> int:
         """Coordinates that read different samples: data · expert · depth."""
         return self.data * self.expert * self.depth
@@ -227,8 +237,8 @@ class Plan:
         for axis, size in self.degrees.items():
             if size > 1 and axis not in RUNNABLE_AXES:
                 yield (
-                    f"{axis}={size}: the {axis} axis has no runtime yet. "
-                    f"Axes that run today are {', '.join(RUNNABLE_AXES)}. Use {axis}=1."
+                    f"{axis}={size}: the {axis} axis has no runtime yet. Axes that run today are "
+                    f"{', '.join(RUNNABLE_AXES)}. Use {axis}=1."
                 )
         if world is not None and self.world_size != world:
             yield _world_problem(self.degrees, world)
@@ -252,8 +262,8 @@ class Plan:
         ):
             yield (
                 f"virtual_stages={self.virtual_stages}, max_in_flight={self.max_in_flight} or "
-                f"stage_time_jitter={self.stage_time_jitter} is out of "
-                "range. They are 1 or more, 0 or more, in [0, 2]. Use 1, 0 and 0.1."
+                f"stage_time_jitter={self.stage_time_jitter} is out of range. They are 1 or more, "
+                "0 or more, in [0, 2]. Use 1, 0 and 0.1."
             )
             # The checks below assume values in range.
             return
@@ -271,22 +281,19 @@ class Plan:
         if "layers" in sizes and virtual > parts:
             yield (
                 f"pipe={self.pipe} with virtual_stages={self.virtual_stages} makes {virtual} "
-                "virtual stages, but "
-                f"{sizes['layers']} layers, embedding and head are {parts} parts. Each stage needs "
-                f"one. Use pipe·virtual_stages of at most {parts}."
+                f"virtual stages, but {sizes['layers']} layers, embedding and head are {parts} "
+                f"parts. Each stage needs one. Use pipe·virtual_stages of at most {parts}."
             )
         if self.recompute == "memory_budget":
             yield (
                 "recompute='memory_budget' with a pipeline. A budget is measured on whole models. "
-                "Use "
-                "'selective' or 'full', and max_in_flight or memory.device_limit_gib to bound what "
-                "a stage holds."
+                "Use 'selective' or 'full', and max_in_flight or memory.device_limit_gib to bound "
+                "what a stage holds."
             )
         if self.schedule in ("1f1b", "gpipe", "zero-bubble") and self.virtual_stages > 1:
             yield (
                 f"schedule={self.schedule!r} with virtual_stages={self.virtual_stages}. Its order "
-                "is for one chunk. "
-                "Use 'interleaved' or 'message_driven', or virtual_stages=1."
+                "is for one chunk. Use 'interleaved' or 'message_driven', or virtual_stages=1."
             )
         if self.schedule == "interleaved" and self.virtual_stages == 1:
             yield (
@@ -318,17 +325,16 @@ class Plan:
         if self.global_batch < 1 or self.global_batch % shares:
             yield (
                 f"global_batch={self.global_batch} cannot be shared by data·expert·depth={shares} "
-                "ranks. "
-                f"The batch must be a multiple of it. "
-                f"Use global_batch={nearest_multiple(self.global_batch, shares)}."
+                "ranks. The batch must be a multiple of it. Use "
+                f"global_batch={nearest_multiple(self.global_batch, shares)}."
             )
         elif self.micro_batch < 1 or (self.global_batch // shares) % self.micro_batch:
             share = self.global_batch // shares
             yield (
                 f"micro_batch={self.micro_batch} does not divide the {share} sequences of a rank "
                 f"(global_batch={self.global_batch} over {shares}). A rank's share must be a "
-                "multiple of the "
-                f"micro-batch. Use micro_batch in {_format_numbers(divisors(share))}."
+                "multiple of the micro-batch. Use micro_batch in "
+                f"{_format_numbers(divisors(share))}."
             )
 
     def _sample_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -353,8 +359,8 @@ class Plan:
             remedies += ["col_splits='features'"]
         yield (
             f"col={self.col} does not divide micro_batch={self.micro_batch}. With "
-            "col_splits='samples' "
-            f"col splits the samples of a micro-batch. Use {', or '.join(remedies)}."
+            "col_splits='samples' col splits the samples of a micro-batch. Use "
+            f"{', or '.join(remedies)}."
         )
 
     @property

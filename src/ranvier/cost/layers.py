@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from ranvier.config.plan import AXES, Dispatch
-from ranvier.sharding import WEIGHT_RULE, Sharding, ShardingTable
+from ranvier.sharding import WEIGHT_RULE, Sharding, ShardingTable, count_parts
 from ranvier.trace import Event
 
 COUNT_BYTES = 4
@@ -70,10 +71,9 @@ class LayoutContext:
 
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Return the tokens of a micro-batch on this rank where `dim` is the feature dim."""
-        region = self.table.activation_rule(dim)
-        # An ActivationShape is already that of one (data, expert, depth) coordinate.
-        cut = {*region["batch"], *region["seq"]} - {"data", "expert", "depth"}
-        return flow.samples * flow.seq // math.prod(self.degrees[axis] for axis in cut)
+        # An ActivationShape is already that of one replica.
+        inside = (self.table.axes_inside_replica(dim, name) for name in ("batch", "seq"))
+        return flow.samples * flow.seq // count_parts(chain.from_iterable(inside), self.degrees)
 
 
 @dataclass(frozen=True, eq=False)

@@ -265,9 +265,9 @@ class LMHeadCost(LinearCost):
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
         """All-gather x; per chunk reduce-scatter the logits, then all-reduce their statistics."""
-        batch = self.layout_context.table.activation_rule(self.weights[0].out_dim)["batch"]
         # If col splits samples, a rank has the statistics of its samples only, after the scatter.
-        samples = self.layout_context.axis_group(*(axis for axis in batch if axis == "col")).size
+        inside = self.layout_context.table.axes_inside_replica(self.weights[0].out_dim, "batch")
+        samples = self.layout_context.axis_group(*inside).size
         events = self.predict_event(
             "all_gather", self.gather_group, self._input_elements(flow), flow.itemsize
         )

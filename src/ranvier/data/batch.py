@@ -17,6 +17,7 @@ from torch import Tensor
 from ranvier.grid import Grid
 from ranvier.models.document_attention import Documents
 from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.sharding import REPLICA_AXES
 
 Ints = NDArray[np.int64]
 
@@ -83,7 +84,7 @@ class Batch:
 
     def split_micro_batches(self, grid: Grid, size: int) -> list[Batch]:
         """This rank's micro-batches: its contiguous share of the samples, `size` at a time."""
-        axis = grid.axis_without_group("data", "expert", "depth")
+        axis = grid.axis_without_group(*REPLICA_AXES)
         share, rest = divmod(self.tokens.shape[0], axis.size)
         assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)
         mine = self.select(slice(axis.index * share, (axis.index + 1) * share))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ranvier.data.batch import Batch, Window
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
+from ranvier.sharding import REPLICA_AXES, local_range
 
 T = TypeVar("T")
 
@@ -113,9 +114,8 @@ class Loader(Generic[T]):
                 self._has_hung = True
                 raise HangError(
                     f"Batch {self._number} has not come for {self._timeout_seconds:.0f} s. The "
-                    "thread "
-                    "that reads the data hangs, perhaps in a file system. Look at the disks of the "
-                    "corpora, or use a larger train.comm_timeout_seconds."
+                    "thread that reads the data hangs, perhaps in a file system. Look at the "
+                    "disks of the corpora, or use a larger train.comm_timeout_seconds."
                 )
             if self._is_closed:
                 raise StopIteration
@@ -158,15 +158,7 @@ class Loader(Generic[T]):
 
 def rank_rows(batch: int, grid: Grid) -> range:
     """Samples of a batch that this rank reads: a contiguous share over data, expert and depth."""
-    size = 1
-    index = 0
-    # Ranks along the other axes read the same samples.
-    for axis in ("data", "expert", "depth"):
-        size = size * grid.degrees[axis]
-        index = index * grid.degrees[axis] + grid.index[axis]
-    share, rest = divmod(batch, size)
-    assert rest == 0, (batch, size)
-    return range(index * share, (index + 1) * share)
+    return local_range(batch, REPLICA_AXES, grid.degrees, grid.index)
 
 
 def load_micro_batches(

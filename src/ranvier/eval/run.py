@@ -30,6 +30,7 @@ from ranvier.infer.generate import find_checkpoint
 from ranvier.infer.load import inference_dtype, load_model, saved_dtype
 from ranvier.launch import ProcessInfo, join_process_group
 from ranvier.pipeline.partition import PipelineConfig
+from ranvier.sharding import ShardingTable, round_up
 from ranvier.system.terminal import escape_controls, print
 from ranvier.train import prepare_data
 from ranvier.train.build_model import DTYPES
@@ -110,12 +111,13 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
-    size = plan.num_replicas * (plan.col if plan.col_splits == "samples" else 1)
+    table = ShardingTable.from_plan(plan)
     # The smallest batch that the grid divides; the batch of training may not fit this grid.
-    plan = replace(plan, global_batch=size, micro_batch=size // plan.num_replicas)
-    # Sequences are padded to a multiple of row, and padding uses no positions of its own: only for
-    # the check, the model gets room for it.
-    seq = -(-run.data.seq_len // plan.row) * plan.row
+    micro = table.batch_multiple(plan.degrees)
+    plan = replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
+    # Sequences are padded, and padding uses no positions of its own: only for the check, the model
+    # gets room for it.
+    seq = round_up(run.data.seq_len, table.seq_multiple(plan.degrees))
     fits = run.data.seq_len <= model.max_seq
     if fits:
         room = replace(model, max_seq=max(model.max_seq, seq))
@@ -281,8 +283,7 @@ def _evaluate_corpora(
         if stride > seq:
             raise PlanError(
                 f"stride={stride}, data.seq_len={seq}. A window moves by its own length at most. "
-                "Use "
-                f"--stride {seq} or less."
+                f"Use --stride {seq} or less."
             )
         if wanted.held_out:
             aside = run.data.validation_fraction

@@ -16,9 +16,10 @@ from ranvier.comm import collectives
 from ranvier.comm.autograd import local_slice
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.data.loader import rank_rows
-from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
+from ranvier.infer.logprobs import check_length, padded_positions, round_up_batch
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
+from ranvier.sharding import REPLICA_AXES, round_up
 
 TokenSampler = Callable[[Tensor, Sequence[int], int], Tensor]
 """Maps logits `[b, v]`, the numbers of their prompts and the count of tokens generated so far to
@@ -181,9 +182,11 @@ def next_token_logits(
     grid = parallel.grid
     stage = parallel.pipeline.executor.stage
     samples, length = tokens.shape
-    multiple = grid.degrees["row"] * grid.degrees["context"]
     # Padding at the end is safe: attention is causal, so earlier positions do not see it.
-    padded = tokens.new_zeros(round_up_batch(parallel, samples), -(-length // multiple) * multiple)
+    padded = tokens.new_zeros(
+        round_up_batch(parallel, samples),
+        round_up(length, parallel.table.seq_multiple(grid.degrees)),
+    )
     padded[:samples, :length] = tokens
     own = torch.full((len(padded),), length, device=tokens.device)
     if lengths is None:
@@ -198,7 +201,7 @@ def next_token_logits(
     found = parallel.pipeline.executor.run_forward([MicroBatch(inputs)])
     region = parallel.table.activation_rule("vocab")
     vocab = grid.axis(*region["vocab"])
-    batch = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
+    batch = grid.axis(*parallel.table.axes_inside_replica("vocab", "batch"))
     # The logits are on the last stage: the others allocate a buffer for the broadcast.
     if not found:
         words = parallel.sizes["vocab"]
@@ -219,11 +222,10 @@ def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
     """Pad my logits with the columns that the LM head left out, so that all ranks have equally
     many.
     """
-    axes = parallel.table.activation_rule("vocab")["vocab"]
-    ranks = parallel.grid.axis(*axes).size
+    table = parallel.table
     degrees = parallel.grid.degrees
-    multiple = degrees["row"] * degrees["col"] * (degrees["pipe"] if "pipe" in axes else 1)
-    each = -(-parallel.sizes["vocab"] // multiple) * multiple // ranks
+    each = table.padded_vocab(parallel.sizes["vocab"], degrees)
+    each //= table.num_parts("vocab", "vocab", degrees)
     return torch.nn.functional.pad(y, (0, each - y.shape[-1]))
 
 

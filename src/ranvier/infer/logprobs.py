@@ -21,9 +21,7 @@ from ranvier.errors import DataError
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
-
-REPLICA_AXES = ("data", "expert", "depth")
-"""Axes along which ranks read different samples."""
+from ranvier.sharding import REPLICA_AXES, count_parts, round_up
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,14 @@ class TokenLogprobs:
 def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
     """Number of sequences that all ranks score at once, with `batch` of them per micro-batch."""
     pipe = parallel.grid.degrees["pipe"]
-    degrees = parallel.grid.degrees
-    replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
+    replicas = count_parts(REPLICA_AXES, parallel.grid.degrees)
     # Two micro-batches per stage keep a pipeline mostly filled.
     return round_up_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
 
 
 def round_up_batch(parallel: ParallelModel, batch: int) -> int:
-    """Round a micro-batch up to a multiple of col, where col splits samples."""
-    if parallel.table.col_splits == "samples":
-        shares = parallel.grid.degrees["col"]
-    else:
-        shares = 1
-    return -(-batch // shares) * shares
+    """Round a micro-batch up to samples that the grid can split."""
+    return round_up(batch, parallel.table.batch_multiple(parallel.grid.degrees))
 
 
 def padded_positions(lengths: Tensor, seq: int) -> Tensor:
@@ -117,10 +110,9 @@ def _score_round(
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
     micros = -(-len(sequences) // (batch * replicas.size))
-    multiple = grid.degrees["row"] * grid.degrees["context"]
-    # The first sequence is the longest. The sequence dim must divide over row and context, and a
-    # sequence of one token still needs a position.
-    length = max(-(-(len(sequences[0]) - 1) // multiple), 1) * multiple
+    # The first sequence is the longest, and a sequence of one token still needs a position.
+    multiple = parallel.table.seq_multiple(grid.degrees)
+    length = round_up(max(len(sequences[0]) - 1, 1), multiple)
     # Rows of this rank within each global micro-batch.
     mine = rank_rows(batch * replicas.size, grid)
     inputs = []
@@ -139,7 +131,7 @@ def _score_round(
     if found:
         y = torch.stack(found)  # (m, 2, b/col, s)
         y = collectives.all_gather(
-            y, grid.axis(*(a for a in region["batch"] if a == "col")), 2
+            y, grid.axis(*parallel.table.axes_inside_replica("vocab", "batch")), 2
         ).wait()
         y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
     # The scores are on the last stage: the others allocate a buffer for the broadcast.

@@ -23,10 +23,10 @@ from ranvier.comm.consensus import max_over_ranks
 from ranvier.config.plan import InnerSplit, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.logprobs import REPLICA_AXES
 from ranvier.integrations import training_loop
 from ranvier.integrations.training_loop import AdamW, GridModel
 from ranvier.launch.external_launch import AxisSizes, build_grid
+from ranvier.sharding import REPLICA_AXES
 
 
 class Accelerator:

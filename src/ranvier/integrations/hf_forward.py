@@ -26,10 +26,11 @@ from ranvier.comm.autograd import gather_from_axis, local_slice, reduce_from_axi
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Axis
 from ranvier.infer.generate_distributed import pad_vocab_shard
-from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
+from ranvier.infer.logprobs import check_length, padded_positions, round_up_batch
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch
+from ranvier.sharding import REPLICA_AXES
 
 PADDING_DOCUMENT = -1
 """Document number of padding tokens."""
@@ -175,8 +176,7 @@ def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelMod
 
 def batch_axis(parallel: ParallelModel) -> Axis:
     """Ranks over which the head splits the samples of a coordinate."""
-    batch = parallel.table.activation_rule("vocab")["batch"]
-    return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
+    return parallel.grid.axis(*parallel.table.axes_inside_replica("vocab", "batch"))
 
 
 def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor:
@@ -185,7 +185,7 @@ def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor
     device = parallel.pipeline.executor.device
     more = [0, round_up_batch(parallel, x.shape[0]) - x.shape[0]]
     if x.dim() == 2:
-        more = [0, -x.shape[1] % (degrees["row"] * degrees["context"]), *more]
+        more = [0, -x.shape[1] % parallel.table.seq_multiple(degrees), *more]
     if any(more):
         return F.pad(x, more, value=value).to(device)
     return x.to(device)

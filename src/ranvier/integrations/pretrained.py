@@ -34,7 +34,6 @@ from ranvier.grid import Grid
 from ranvier.infer import load
 from ranvier.infer.generate import load_config_from_dir
 from ranvier.infer.generate_distributed import generate_tokens, make_sampler
-from ranvier.infer.logprobs import REPLICA_AXES
 from ranvier.integrations.hf_forward import CausalLMOutput, hf_forward
 from ranvier.launch.external_launch import AxisSizes, build_grid, resolve_axes
 from ranvier.models import Decoder, DecoderConfig
@@ -42,6 +41,7 @@ from ranvier.models.hf.family import Family, UnsupportedModelError
 from ranvier.models.hf.registry import find_family, find_fitting_family
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.sharding import REPLICA_AXES
 from ranvier.system import safe_files
 from ranvier.system.model_hub import find_model
 from ranvier.train import import_export

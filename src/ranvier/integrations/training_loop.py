@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ from ranvier.data.loader import rank_rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer.load import MASTER_SUFFIX
-from ranvier.infer.logprobs import REPLICA_AXES
 from ranvier.integrations.hf_forward import (
-    batch_axis,
     compute_logits,
     hf_forward,
     pad_inputs,
@@ -51,7 +50,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import huggingface
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import Shard, ShardedStateDict
+from ranvier.sharding import REPLICA_AXES, Shard, ShardedStateDict
 
 STEP_KIND = "loop"
 """Kind of step for the bucket scheduler: its blocks come in the same order each time."""
@@ -137,7 +136,9 @@ class GridModel(nn.Module):
         parallel.step_context.samples = numbers
         loss: Tensor = self.model(**even)
         # Losses of the ranks of this coordinate that hold different samples or parts of a sequence.
-        context = parallel.grid.axis(*batch_axis(parallel).names, "context")
+        table = parallel.table
+        inside = (table.axes_inside_replica("vocab", name) for name in ("batch", "seq"))
+        context = parallel.grid.axis(*chain.from_iterable(inside))
         return scale_gradient(
             reduce_from_axis(loss, context), 1.0 / parallel.grid.axis(*REPLICA_AXES).size
         )

@@ -33,8 +33,7 @@ class AttentionCore(ParallelLayer):
         assert isinstance(dim, str), dims
         self.dim = dim
         self.serial = serial
-        region = site.table.activation_rule(dim)
-        self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+        self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
 
     @staticmethod
     def example_layers() -> list[LayerExample]:

@@ -54,7 +54,7 @@ class VocabShard:
         region = site.table.activation_rule(dim)
         sharding = Sharding.from_dims([site.units[dim]], [dim], region, site.grid.degrees)
         place = sharding.shard_at(site.grid.index)
-        batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+        batch_axis = site.axis(*site.table.axes_inside_replica("vocab", "batch"))
         return cls(
             site.axis(*site.table.feature_axes(dim)),
             batch_axis,

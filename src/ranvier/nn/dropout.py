@@ -35,7 +35,7 @@ class Dropout(ParallelLayer):
         """Key of the random bits; a tensor, as a graph shared by all blocks cannot hold it as a
         constant."""
         region = site.table.activation_rule(dim)
-        self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+        self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
         self.seq_axis = site.axis(*region["seq"])
         self.features_axis = site.axis(*site.table.feature_axes(dim))
 
@@ -72,8 +72,8 @@ class Dropout(ParallelLayer):
         if samples is None:
             raise ShardingError(
                 f"{self.site.name} drops elements (p={self.p}) but does not know which samples it "
-                "works on. Random masks depend on the number of the sample. "
-                "Set `moment.samples` before each forward."
+                "works on. Random masks depend on the number of the sample. Set `moment.samples` "
+                "before each forward."
             )
         samples = samples.to(x.device)
         return local_slice(samples, self.batch_axis, 0)

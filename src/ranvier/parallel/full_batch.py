@@ -25,7 +25,6 @@ Not handled: pipeline parallelism (pipe > 1).
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,7 +44,7 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
-from ranvier.sharding import Sharding
+from ranvier.sharding import Sharding, round_up
 
 LOSS_REDUCTIONS = ("sum", "mean")
 SAME_BATCH_REMEDY = (
@@ -126,15 +125,15 @@ class FullBatchInputs:
         table = parallel.table
         (batch,) = counts
         # Inside a block the batch is split over most axes; that decides the padding.
-        replicas = math.prod(degrees[axis] for axis in table.activation_rule("mlp")["batch"])
-        tokens = degrees["row"] * degrees["context"]
+        replicas = table.num_parts("mlp", "batch", degrees)
+        tokens = table.seq_multiple(degrees)
         # Layers expect a sequence dim as soon as row, context or col is split: fold rows into one.
-        folds = not lengths and tokens * degrees["col"] > 1
+        folds = not lengths and tokens * table.num_parts("embed", "embed", degrees) > 1
         if folds:
             multiple = replicas * tokens
         else:
             multiple = replicas
-        filled = -(-batch // multiple) * multiple
+        filled = round_up(batch, multiple)
         if folds:
             fold = (replicas, filled // replicas)
         else:

@@ -75,11 +75,10 @@ def build_stage(
     if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
         raise PlanError(
             f"vocab_over_pipe=True for {type(model).__name__}. Models with the layers embed and "
-            "head can "
-            "spread their vocabulary. Use vocab_over_pipe=False."
+            "head can spread their vocabulary. Use vocab_over_pipe=False."
         )
     stage = partition_model(
-        model, _part_flops(parts, found, grid, how), how, grid.index["pipe"], count
+        model, _part_flops(parts, found, site, how), how, grid.index["pipe"], count
     )
     bounds = [*stage.stage_starts, len(parts)]
     everywhere = VOCAB_LAYERS if how.vocab_over_pipe else ()
@@ -132,11 +131,13 @@ def _stage_of_module(path: str, owner: Mapping[str, int]) -> int:
 def _part_flops(
     parts: list[tuple[str, ...]],
     found: Mapping[str, ParallelLayer],
-    grid: Grid,
+    site: LayerContext,
     how: PipelineConfig,
 ) -> list[float]:
     """Return the FLOPs of each part per sample, by its layers; a part without any has a little."""
-    samples = grid.degrees["row"] * grid.degrees["col"]
+    # As many samples as every region splits without a remainder.
+    degrees = site.grid.degrees
+    samples = site.table.batch_multiple(degrees) * site.table.seq_multiple(degrees)
     flow = ActivationShape(samples, how.seq, itemsize=2, statistics_itemsize=4)
     work = []
     for names in parts:

@@ -73,7 +73,7 @@ def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
 
 def message_bytes(ground: LayoutContext, flow: ActivationShape) -> int:
     """Bytes of a message in the outer layout `[b, s/row, d/col]`."""
-    embed = ground.units.get("embed", 0) // ground.degrees["col"]
+    embed = ground.units.get("embed", 0) // ground.table.num_parts("embed", "embed", ground.degrees)
     return ground.local_tokens(flow, "embed") * embed * flow.itemsize
 
 

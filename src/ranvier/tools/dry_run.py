@@ -139,8 +139,8 @@ def _load_problem(run: RunConfig, load: float) -> str:
     most = run.plan.expert
     return (
         f"expert_imbalance={load:g} with plan.expert={most}. The busiest rank of expert has at "
-        "least the mean "
-        f"of all and at most all rows. Use --expert-imbalance {min(max(load, 1.0), most):g}."
+        "least the mean of all and at most all rows. Use --expert-imbalance "
+        f"{min(max(load, 1.0), most):g}."
     )
 
 
@@ -204,8 +204,10 @@ def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
             leaf.serial.window = 0  # type: ignore[assignment]
         if isinstance(leaf, MoELayer):
             leaf.assumed_load = load
-    shape = (plan.micro_batch, run.data.seq_len // (plan.row * plan.context))
-    form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
+    shape = parallel.table.local_shape(
+        "embed", plan.micro_batch, run.data.seq_len, run.model.embed, plan.degrees
+    )
+    form = (shape, DTYPES[run.train.dtype])
     pipeline = parallel.pipeline
     runtime = parallel.pipeline.executor
     micros = plan.num_micro_batches

@@ -35,7 +35,14 @@ from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import Shard
+from ranvier.sharding import (
+    EXPERT_HIDDEN_AXES,
+    WEIGHT_RULE,
+    Shard,
+    ShardingTable,
+    count_parts,
+    round_up,
+)
 from ranvier.system.terminal import print
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
@@ -68,19 +75,20 @@ def shrink_run(run: RunConfig) -> RunConfig:
     """The run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
     model = run.model
-    inside = plan.row * (plan.col if plan.col_splits == "features" else 1)
-    heads, kv_heads = _shrink_heads(model.heads, model.kv_heads, plan.row, inside)
+    table = ShardingTable.from_plan(plan)
+    inside = table.num_parts("mlp", "mlp", plan.degrees)
+    heads, kv_heads = _shrink_heads(
+        model.heads, model.kv_heads, count_parts(WEIGHT_RULE["heads"], plan.degrees), inside
+    )
     # Padding of the vocabulary depends on its remainder modulo the ranks that split it: keep that.
-    period = plan.row * plan.col * plan.depth
+    period = table.padded_vocab(1, plan.degrees) * plan.depth
     vocab = model.vocab % period
     while vocab < 24:
         vocab += period
-    # At least 8 tokens, at least 2 of them on each rank of row.
-    seq = plan.row * max(-(-8 // plan.row), 2)
-    if plan.col_splits == "samples":
-        micro = 2 * plan.col
-    else:
-        micro = 2
+    # At least 8 tokens, at least 2 of them on each rank.
+    multiple = table.seq_multiple(plan.degrees)
+    seq = max(round_up(8, multiple), 2 * multiple)
+    micro = 2 * table.batch_multiple(plan.degrees)
     # Two micro-batches per stage are enough for a pipeline to reach its steady state.
     micro_batches = min(plan.num_micro_batches, 2 * plan.pipe)
     # An N:M pruning pattern needs whole groups of M in the rows of each rank.
@@ -88,7 +96,7 @@ def shrink_run(run: RunConfig) -> RunConfig:
         group = run.prune.pattern_n_m[1]
     else:
         group = 1
-    narrow = plan.col * group
+    narrow = table.num_parts("embed", "embed", plan.degrees) * group
     wide = inside * group
     head_dim = math.lcm(4, group)
     small = replace(
@@ -151,7 +159,7 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, A
     if model.experts == 0:
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
-    ranks = plan.row * plan.col * group
+    ranks = count_parts(EXPERT_HIDDEN_AXES, plan.degrees) * group
     layers = min(model.layers, max(2, plan.pipe * plan.virtual_stages))
     return {
         "experts": experts,
@@ -377,7 +385,7 @@ def compare_with_serial(
         collectives=run.memory.recompute_collectives,
         # A compiled block saves what eager backward would gather again, so its events differ:
         # compile only where blocks do not communicate.
-        compiled="inductor" if run.plan.compile == "on" and _has_local_blocks(run) else "",
+        compiled="inductor" if run.plan.compile == "on" and run.plan.has_whole_blocks else "",
         how=pipeline_config(run),
         keep=run.plan.reshard_after == "step",
         device=device,
@@ -434,11 +442,6 @@ def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Co
         )
         for i, (a, b) in pairs
     ]
-
-
-def _has_local_blocks(run: RunConfig) -> bool:
-    """Whether blocks do not communicate."""
-    return run.plan.depth * run.plan.row * run.plan.col == 1
 
 
 def predict_events(
@@ -534,8 +537,7 @@ def _print_report(
     print(
         f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, "
         f"{model.kv_heads} kv heads, mlp {model.mlp}, vocab {model.vocab}, {run.data.seq_len} "
-        "tokens, "
-        f"packed {run.data.document_mask}, tied {model.tie_embeddings}"
+        f"tokens, packed {run.data.document_mask}, tied {model.tie_embeddings}"
     )
     print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
     _print_comparisons(findings)

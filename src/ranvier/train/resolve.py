@@ -21,6 +21,7 @@ from ranvier.launch import (
     read_environment,
 )
 from ranvier.nn import float8
+from ranvier.sharding import ShardingTable
 from ranvier.train import lora
 from ranvier.train.build_model import DTYPES
 from ranvier.train.health.determinism import check_deterministic, compiles_deterministically
@@ -51,9 +52,8 @@ def resolve_backend(run: RunConfig, me: ProcessInfo, device: torch.device) -> st
         return "nccl"
     if backend == "nccl":
         raise PlanError(
-            f"train.backend='nccl' for {me.local_world_size} ranks on {count} GPU(s). NCCL "
-            "refuses two "
-            "ranks of one host on a GPU, and ranks that share one are slow. Use at most "
+            f"train.backend='nccl' for {me.local_world_size} ranks on {count} GPU(s). NCCL refuses "
+            "two ranks of one host on a GPU, and ranks that share one are slow. Use at most "
             f"{count} rank(s) a node or train.backend='gloo'; launch.share_gpu=True lets them "
             "share it over NCCL, as a test bed."
         )
@@ -64,7 +64,8 @@ def resolve_device_and_dtype(
     run: RunConfig, device: torch.device, backend: str = "auto"
 ) -> RunConfig:
     """Resolve `auto` for device, backend, dtype and compile, and the settings of a LoRA adapter
-    that the run starts from."""
+    that the run starts from.
+    """
     # torch reports emulated bf16 as supported by default, which would be slow.
     has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = run.train.dtype
@@ -83,8 +84,7 @@ def resolve_device_and_dtype(
     if run.train.float8 != "off" and device.type == "cuda" and dtype != "bf16":
         raise PlanError(
             f"train.float8={run.train.float8!r} with train.dtype={dtype!r}. On cuda products in 8 "
-            "bits "
-            "give bf16. Use train.dtype='bf16' or train.float8='off'."
+            "bits give bf16. Use train.dtype='bf16' or train.float8='off'."
         )
     if run.train.float8 != "off" and not float8.supports_device(device):
         raise PlanError(
@@ -99,7 +99,7 @@ def resolve_device_and_dtype(
     if compiled == "auto":
         able = device.type == "cuda" and has_triton()
         # `auto` compiles only layers that are not split.
-        whole = run.plan.depth * run.plan.row * run.plan.col == 1
+        whole = run.plan.has_whole_blocks
         repeats = not run.train.deterministic or compiles_deterministically()
         if able and whole and repeats:
             compiled = "on"
@@ -143,8 +143,6 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
     plan = run.plan
     memory = run.memory
     width = DTYPES[run.train.dtype].itemsize
-    split = plan.pipe * plan.depth * plan.row * plan.col
-    tokens = max(plan.micro_batch, 1) * run.data.seq_len
     wide = max(width, 4)
     free = memory.auto
     trained = run.trainable_parameters * run.prune.initial_density
@@ -153,13 +151,16 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
     state = 0.0
     # Weights and gradients, split over pipe and the tensor axes.
     if memory.parameters == "device" and not free:
-        state += (run.model.num_parameters + trained) * width / split
+        state += (run.model.num_parameters + trained) * width / plan.ranks_per_copy
     if memory.optimizer_states == "device" and not free:
         # Two Adam moments, and an fp32 master copy if weights are 16-bit; sharded over all ranks.
         state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world_size
     layers = run.model.layers / plan.pipe
     # At least the input of each layer is saved for backward, even with full recomputation.
-    kept = tokens * run.model.embed * layers * width / (plan.row * plan.col)
+    shape = ShardingTable.from_plan(plan).local_shape(
+        "embed", max(plan.micro_batch, 1), run.data.seq_len, run.model.embed, plan.degrees
+    )
+    kept = math.prod(shape) * layers * width
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:

@@ -203,8 +203,7 @@ def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
 
 def _batch_axis(parallel: ParallelModel) -> Any:
     """The axis over which the loss splits the samples of a micro-batch."""
-    batch = parallel.table.activation_rule("vocab")["batch"]
-    return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
+    return parallel.grid.axis(*parallel.table.axes_inside_replica("vocab", "batch"))
 
 
 def sum_in_order(terms: Sequence[Tensor]) -> Tensor:

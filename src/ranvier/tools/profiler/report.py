@@ -33,6 +33,7 @@ from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, cache_compiled_kernels
+from ranvier.sharding import REPLICA_AXES
 from ranvier.system.terminal import print
 from ranvier.tools.profiler.chrome_trace import (
     FLOAT8_TYPES,
@@ -498,7 +499,7 @@ def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
     if not many:
         return run.check_and_resolve(1)
     # One rank would otherwise process the samples of all replicas.
-    readers = math.prod(many.get(axis, 1) for axis in ("data", "expert", "depth"))
+    readers = math.prod(many.get(axis, 1) for axis in REPLICA_AXES)
     options = " ".join(f"--plan.{axis} 1" for axis in many)
     options += f" --plan.global-batch {max(plan.global_batch // readers, 1)}" if readers > 1 else ""
     raise PlanError(
@@ -515,8 +516,7 @@ def _make_report_dir(folder: Path) -> Path:
     except OSError as error:
         raise PlanError(
             f"output={str(folder)!r} cannot be made: {error.strerror}. The report needs a "
-            "directory "
-            "that it can write in. Choose another with --output."
+            "directory that it can write in. Choose another with --output."
         ) from None
     if not launch.is_writable(folder):
         raise PlanError(

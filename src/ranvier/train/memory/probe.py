@@ -36,6 +36,7 @@ from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner.memory import measured_states
+from ranvier.sharding import ShardingTable
 from ranvier.train.step import forward_backward
 
 RESERVED_FRACTION = 0.05
@@ -49,11 +50,7 @@ def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
     """Micro-batches to try, largest first: the given one, or all useful ones."""
     if plan.micro_batch > 0:
         return [plan.micro_batch]
-    if plan.col_splits == "samples":
-        # The col axis splits the samples of a micro-batch.
-        multiple = plan.col
-    else:
-        multiple = 1
+    multiple = ShardingTable.from_plan(plan).batch_multiple(plan.degrees)
     return recompute_budget.candidate_micro_batches(
         plan.global_batch // plan.num_replicas, seq, multiple
     )
@@ -152,10 +149,8 @@ def _activation_bytes(
     batch = blank_batch(run, plan.micro_batch, device)
     x = None
     parallel.step_context.samples = batch.samples
-    shape = (
-        plan.micro_batch,
-        run.data.seq_len // (plan.row * plan.context),
-        run.model.embed // plan.col,
+    shape = parallel.table.local_shape(
+        "embed", plan.micro_batch, run.data.seq_len, run.model.embed, plan.degrees
     )
     # All but the first chunk receive activations instead of tokens.
     if not stage.is_first_chunk(chunk) or stage.vocab_layers:

@@ -5,11 +5,13 @@ Open are the settings that ask for it: `plan.recompute = memory_budget`,
 `optimizer_states_on_device_gib`, `memory.optimizer_step_on = auto` with offloaded states; and with
 `memory.auto` all of recomputation, micro-batch, states, weights, activations and update that have
 their default value. Any other value is the user's decision and is kept. A fit is verified by trial
-steps, which change no weights."""
+steps, which change no weights.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -276,12 +278,10 @@ def predict_memory(
     need = case.needs[own]
     passes = need.passes
     # Bytes of the input of a block, which a block with full recomputation still saves.
-    output = run.data.seq_len // (plan.row * plan.context)
-    output *= (
-        own
-        * (run.model.embed // plan.col)
-        * parallel.bucket_scheduler.buckets[0].data.element_size()
+    shape = parallel.table.local_shape(
+        "embed", own, run.data.seq_len, run.model.embed, plan.degrees
     )
+    output = math.prod(shape) * parallel.bucket_scheduler.buckets[0].data.element_size()
     # Smaller micro-batches mean more of them per step than were measured: accumulated gradients
     # make the first passes differ.
     if len(passes) < min(share, MEASURED_PASSES):
@@ -545,8 +545,7 @@ def _refusal_text(run: RunConfig, case: FitProblem) -> str:
         f"{word}: a rank needs {least}, but may use {case.device_limit / GIB:.3g} GiB (and "
         f"{case.host_limit / GIB:.3g} of the host). Weights, moments, gradients and what a block "
         f"computes again must fit. Use {remedy}a smaller data.seq_len or model.size, or more ranks "
-        "on "
-        "depth, row or col."
+        "on depth, row or col."
     )
 
 
