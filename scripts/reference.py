@@ -12,16 +12,16 @@ import inspect
 import json
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ranvier import errors
-from ranvier.cli.help import field_texts
+from ranvier.cli.help import describe_type, field_texts
 from ranvier.config.run import RunConfig
 from ranvier.models import MODEL_SIZES
+from ranvier.setting import setting_info
 from ranvier.train.metrics import Meter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,19 +131,6 @@ CODES = {
 }
 
 
-def kind_of(hint: Any) -> str:
-    """A type in words."""
-    if isinstance(hint, types.UnionType):  # a value that is derived where it is not given
-        return kind_of(typing.get_args(hint)[0])
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(f"`{word}`" for word in arguments)
-    if typing.get_origin(hint) is tuple:
-        one = kind_of(arguments[0])
-        return f"list of {one if one.startswith('`') else f'{one}s'}"
-    return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[hint]
-
-
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """The lines of a table."""
     for row in (head, ["---"] * len(head), *rows):
@@ -154,10 +141,16 @@ def section(name: str, config: Any) -> Iterator[str]:
     """The settings of a section."""
     kind = type(config)
     hints, texts = typing.get_type_hints(kind), field_texts(kind)
-    names = [field.name for field in dataclasses.fields(config)]
+    infos = {field.name: setting_info(field) for field in dataclasses.fields(config)}
+    names = [*infos]
     names.sort(key=lambda key: key != "size")  # it decides about the others
     rows = [
-        (f"`{name}.{key}`", kind_of(hints[key]), _default(getattr(config, key)), texts[key])
+        (
+            f"`{name}.{key}`",
+            ", ".join(filter(None, (describe_type(hints[key], "`"), infos[key].describe_bounds()))),
+            _default(getattr(config, key)),
+            texts[key],
+        )
         for key in names
     ]
     yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""), "")

@@ -303,6 +303,25 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prompt" in text and "--tokenizer" in text
 
 
+def test_help_of_a_section_tells_choices_bounds_and_units(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for section, parts in {
+        "data": (
+            "(whole number, 1 to 2,147,483,648, tokens)",
+            "(assistant, all)",
+        ),
+        "memory": ("(number, from 0, GiB)", "--memory.auto False   (true, false)"),
+        "optim": ("--optim.lr -   (number, from 0)", "(number, in [0, 1))"),
+        "train": ("(list of tensorboard, wandb)", "(text)"),
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            main(["train", "--help", section])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and all(part in text for part in parts), text
+        assert max(map(len, text.splitlines())) <= 100
+
+
 def test_the_first_page_of_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", "--help"])

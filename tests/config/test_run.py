@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import tomllib
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
+from ranvier.setting import SettingInfo, setting, setting_info
 from ranvier.tools.verify import shrink_run
 from ranvier.train.resolve import resolve_device_and_dtype
 
@@ -116,3 +118,31 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_device_and_dtype(run, torch.device("cpu"))
     auto = dataclasses.replace(run, plan=Plan(data=1)).check_and_resolve(1)
     assert resolve_device_and_dtype(auto, torch.device("cpu")).plan.compile == "off"
+
+
+def test_bounds_of_a_setting_stand_at_its_field() -> None:
+    """A new setting is one field: it is validated and explained from there."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Extra:
+        room: float = setting(1.0, minimum=0.5, maximum=2.0, unit="GiB")
+        share: float = setting(0.1, fraction=True, usual=0.2)
+        plain: int = 3
+
+    infos = {field.name: setting_info(field) for field in dataclasses.fields(Extra)}
+    assert infos["room"].describe_bounds() == "0.5 to 2, GiB"
+    assert infos["share"].describe_bounds() == "in [0, 1)" and infos["plain"] == SettingInfo()
+    for name, value, words in (
+        ("room", 0.1, "room=0.1 is too small. It is at least 0.5."),
+        ("room", 3.0, "room=3.0 is too large. It is at most 2.0."),
+        ("room", math.nan, "room=nan is no finite number. It must be one. Use 0.5."),
+        ("share", 1.0, "share=1.0 is no share. It lies in [0, 1). Use 0.2."),
+        ("plain", 2**50, "plain=1125899906842624 is too large. It is at most 1099511627776."),
+    ):
+        problem = infos[name].find_problem(name, value)
+        assert problem is not None and problem.startswith(words), problem
+        assert infos[name].find_problem(name, getattr(Extra(), name)) is None
+
+
+def test_every_default_is_within_its_bounds() -> None:
+    assert not [*RunConfig()._number_problems()]

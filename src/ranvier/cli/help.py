@@ -11,10 +11,13 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import types
+import typing
 from collections.abc import Sequence
 from typing import Any
 
 from ranvier.errors import PlanError
+from ranvier.setting import setting_info
 from ranvier.system.terminal import print
 
 COMMON_SETTINGS = (
@@ -146,16 +149,19 @@ def print_short_help(usage: str, default: Any) -> None:
 def _format_option(name: str, value: Any, text: str) -> str:
     """An option, its default value and the first sentence of its description, in 100 columns."""
     option = "--" + name.replace("_", "-")
-    if value in (None, "", ()):
-        shown = "-"
-    elif isinstance(value, tuple):
-        shown = " ".join(map(str, value))
-    else:
-        shown = str(value)
+    shown = _format_value(value)
     first = text.split(". ")[0].rstrip(".")
     # Two lines for each keep the page short; sections have the whole text.
     lines = textwrap.wrap(first, 100 - 34, max_lines=2, placeholder=" ...")
     return f"  {option:<20} {shown[:10]:<10} " + f"\n{'':<34}".join(lines)
+
+
+def _format_value(value: Any) -> str:
+    if value in (None, "", ()):
+        return "-"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value)
 
 
 def field_texts(kind: type) -> dict[str, str]:
@@ -179,19 +185,48 @@ def _setting_text(default: Any, name: str) -> str:
     return field_texts(type(default)).get(last, "")
 
 
-def section_config(default: Any, section: str) -> Any:
-    """A dataclass with one section only, whose help is the help of this section."""
-    sections = [
-        f.name
-        for f in dataclasses.fields(default)
-        if dataclasses.is_dataclass(getattr(default, f.name))
+def section_names(default: Any) -> list[str]:
+    """The sections of a command's settings."""
+    return [
+        field.name
+        for field in dataclasses.fields(default)
+        if dataclasses.is_dataclass(getattr(default, field.name))
     ]
-    if section not in sections:
+
+
+def print_section_help(default: Any, section: str) -> None:
+    """Print all settings of a section: default, values, bounds, unit and description."""
+    if section not in section_names(default):
         raise PlanError(
-            f"{section!r} is not a section. Sections are {', '.join(sections)}. Use one of these, "
-            "or --help-all."
+            f"{section!r} is not a section. Sections are {', '.join(section_names(default))}. Use "
+            "one of these, or --help-all."
         )
-    value = getattr(default, section)
-    kind = dataclasses.make_dataclass("Section", [(section, type(value), value)], frozen=True)
-    kind.__doc__ = f"Settings of the section {section}."
-    return kind()
+    config = getattr(default, section)
+    texts = field_texts(type(config))
+    hints = typing.get_type_hints(type(config))
+    print(f"{section}: {inspect.getdoc(type(config))}\n")
+    for field in dataclasses.fields(config):
+        value = _format_value(getattr(config, field.name))
+        values = ", ".join(
+            filter(None, (describe_type(hints[field.name]), setting_info(field).describe_bounds()))
+        )
+        print(f"  --{section}.{field.name.replace('_', '-')} {value}   ({values})")
+        for line in textwrap.wrap(texts.get(field.name, ""), 100 - 6):
+            print(f"      {line}")
+    print()
+
+
+def describe_type(hint: Any, quote: str = "") -> str:
+    """The type of a setting in words: its choices, or what kind of value it has."""
+    # `X | None`: a value that is derived where it is not given.
+    if isinstance(hint, types.UnionType):
+        return describe_type(typing.get_args(hint)[0], quote)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"{quote}{word}{quote}" for word in arguments)
+    if typing.get_origin(hint) is tuple:
+        one = describe_type(arguments[0], quote)
+        return f"list of {one}" if typing.get_args(arguments[0]) else f"list of {one}s"
+    if hint is bool:
+        return f"{quote}true{quote}, {quote}false{quote}"
+    return {int: "whole number", float: "number", str: "text"}[hint]

@@ -45,12 +45,15 @@ def parse_options(
     if isinstance(default, RunConfig):
         asked = next((i for i, word in enumerate(words) if word in ("--help", "-h")), None)
         if "--help-all" in words:
-            words = ["--help"]
-        elif asked is not None and words[asked + 1 :]:
-            section = help.section_config(default, words[asked + 1])
-            # Ends the process after it has printed the help.
-            parse_options(type(section), section, verb, ["--help"])
-        elif asked is not None:
+            help.print_short_help(verb, default)
+            print()
+            for section in help.section_names(default):
+                help.print_section_help(default, section)
+            raise SystemExit(0)
+        if asked is not None and words[asked + 1 :]:
+            help.print_section_help(default, words[asked + 1])
+            raise SystemExit(0)
+        if asked is not None:
             help.print_short_help(verb, default)
             raise SystemExit(0)
     # Imported here: without options a command starts faster.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ranvier.errors import PlanError
+from ranvier.setting import setting
 
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
@@ -40,19 +41,19 @@ class Plan:
     """On several ranks, where no degree is given, let the planner choose the degrees, and with them
     micro_batch, rank_order and recompute where those have their default values. False: degrees are
     as given, and `data` takes the rest. `plan = "auto"` and `--plan auto` mean True."""
-    pipe: int = 1
+    pipe: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the pipe axis: pipeline stages."""
-    data: int = -1
+    data: int = setting(-1, maximum=10**6, unit="ranks")
     """Ranks on the data axis: copies of the model, optimizer sharded (ZeRO-1). -1: the rest."""
-    expert: int = 1
+    expert: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the expert axis: samples for dense layers, experts for expert layers."""
-    context: int = 1
+    context: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the context axis: parts of the sequence in attention."""
-    depth: int = 1
+    depth: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the depth axis: samples, and weights gathered just before use (ZeRO-3, FSDP)."""
-    row: int = 1
+    row: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the row axis: tokens outside, heads and hidden features inside (Megatron)."""
-    col: int = 1
+    col: int = setting(1, maximum=10**6, unit="ranks")
     """Ranks on the col axis: features of the residual stream outside, `col_splits` says what
     inside."""
     col_splits: InnerSplit = "samples"
@@ -61,9 +62,9 @@ class Plan:
     """Axes whose ranks lie nearest to each other, the innermost last, such as `row pipe`; the
     others lie outside of them in the usual order. Empty: the usual order, in which `pipe` is
     outermost and `col` innermost."""
-    global_batch: int = 8
+    global_batch: int = setting(8, maximum=2**31, unit="sequences")
     """Sequences per optimizer step, over all ranks."""
-    micro_batch: int = -1
+    micro_batch: int = setting(-1, unit="sequences")
     """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
     recompute = memory_budget or memory.auto the fastest that fits; with a pipeline so few that each
     stage has up to four micro-batches to work on."""
@@ -79,7 +80,7 @@ class Plan:
     stage_profile: str = ""
     """Run folder (its timeline.json) or TOML file (forward = [seconds of each part, ...]) whose
     measured times decide where the model is cut. Empty: the work of the layers."""
-    max_in_flight: int = 0
+    max_in_flight: int = setting(0, unit="micro-batches")
     """Micro-batches whose activations a stage may hold. 0: as many as are of use, or as fit into
     memory.device_limit_gib if that is given."""
     stage_time_jitter: float = 0.1

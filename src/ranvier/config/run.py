@@ -20,13 +20,8 @@ from typing import Any, Literal, TypeVar
 
 from ranvier.config.plan import Plan
 from ranvier.config.sections import (
-    FREE_TEXT_SETTINGS,
     IMPORTED_SIZE,
     LORA_TARGETS,
-    MAX_INTEGER,
-    MAX_VALUES,
-    MIN_VALUES,
-    TYPICAL_FRACTIONS,
     CheckpointConfig,
     DataConfig,
     GuardConfig,
@@ -41,6 +36,7 @@ from ranvier.config.sections import (
 )
 from ranvier.errors import PlanError
 from ranvier.models.config import GATED_ACTIVATIONS
+from ranvier.setting import SettingInfo, setting_info
 from ranvier.system import safe_files
 
 ConfigT = TypeVar("ConfigT")
@@ -167,50 +163,28 @@ class RunConfig:
             )
 
     def _number_problems(self) -> Iterator[str]:
-        for name, value in self._setting_values():
+        for name, info, value in self._setting_values():
             # bool is a subclass of int.
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            whole = isinstance(value, int)
-            least = MIN_VALUES.get(name)
-            most = MAX_VALUES.get(name, MAX_INTEGER if whole else math.inf)
-            if isinstance(value, float) and not math.isfinite(value):
-                usual = {**TYPICAL_FRACTIONS, "optim.lr": 3e-4, "memory.device_limit_gib": 0.0}.get(
-                    name, least or 1.0
-                )
-                yield f"{name}={value} is no finite number. It must be one. Use {usual}."
-            elif name in TYPICAL_FRACTIONS and not 0.0 <= value < 1.0:
-                yield (
-                    f"{name}={value} is no share. It lies in [0, 1). Use {TYPICAL_FRACTIONS[name]}."
-                )
-            elif least is not None and value < least:
-                yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
-            elif value > most:
-                # TOML allows integers of any length; show only the first digits.
-                if len(str(value)) < 30:
-                    shown = str(value)
-                else:
-                    shown = f"{str(value)[:30]}..."
-                yield f"{name}={shown} is too large. It is at most {most}. Use {most} or less."
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                problem = info.find_problem(name, value)
+                if problem is not None:
+                    yield problem
 
     def _text_problems(self) -> Iterator[str]:
-        for name, value in self._setting_values():
+        for name, info, value in self._setting_values():
             for text in value if isinstance(value, tuple) else (value,):
-                if (
-                    isinstance(text, str)
-                    and not text.isprintable()
-                    and name not in FREE_TEXT_SETTINGS
-                ):
+                if isinstance(text, str) and not text.isprintable() and not info.is_free_text:
                     yield f"{name}={text!r} has characters that no path or name has. Remove them."
                 # Unpaired surrogates cannot be encoded as UTF-8.
                 elif isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
                     yield f"{name}={text!r} is no text. It has half a character. Remove it."
 
-    def _setting_values(self) -> Iterator[tuple[str, Any]]:
-        """Dotted name and value of every setting."""
+    def _setting_values(self) -> Iterator[tuple[str, SettingInfo, Any]]:
+        """Dotted name of every setting, what it may be, and its value."""
         for section in dataclasses.fields(RunConfig):
-            for key, value in dataclasses.asdict(getattr(self, section.name)).items():
-                yield f"{section.name}.{key}", value
+            config = getattr(self, section.name)
+            for one in dataclasses.fields(config):
+                yield f"{section.name}.{one.name}", setting_info(one), getattr(config, one.name)
 
     def _data_problems(self) -> Iterator[str]:
         data = self.data

@@ -1,4 +1,4 @@
-"""Config sections: the sections of a run config, and the bounds of their numbers."""
+"""Config sections: the sections of a run config."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from ranvier.config.plan import AXES
 from ranvier.errors import PlanError
 from ranvier.models.config import GATED_ACTIVATIONS, MODEL_SIZES, AdapterConfig, DecoderConfig
+from ranvier.setting import setting
 
 IMPORTED_SIZE = "imported"
 """The size of a model that was published by others: all its fields are given."""
@@ -96,7 +96,7 @@ class DataConfig:
     tokenizer: str = "standard"
     """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
     that are tokenized already keep theirs."""
-    text_field: str = "text"
+    text_field: str = setting("text", free_text=True)
     """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
     """What records are: texts, or conversations (messages, conversations, or a prompt and a
@@ -110,13 +110,13 @@ class DataConfig:
     truncate: Literal["right", "left", "drop", "split"] = "right"
     """What is done with a conversation longer than seq_len: its end (right) or its beginning (left)
     is cut off, it is left out, or it is split into several samples."""
-    seq_len: int = 96
+    seq_len: int = setting(96, minimum=1, maximum=2**31, unit="tokens")
     """Tokens per sample, at most model.max_seq."""
     document_mask: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
-    validation_fraction: float = 0.02
+    validation_fraction: float = setting(0.02, fraction=True, usual=0.02)
     """Share of the documents, chosen by their hash, that is kept from training for evaluation."""
-    max_bytes: int = 4_000_000
+    max_bytes: int = setting(4_000_000, minimum=1, unit="bytes")
     """How much of the corpus stdlib is read."""
     verify_checksums: bool = True
     """Read tokenized corpora once at the start and compare digests (about 1 s a gigabyte)."""
@@ -126,37 +126,37 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float | None = None
+    lr: float | None = setting(None, minimum=0.0, usual=3e-4)
     """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
     llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed); 2e-5 for a model that
     was trained before, 2e-4 for adapters beside one."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
-    warmup_steps: int = -1
+    warmup_steps: int = setting(-1, minimum=-1, unit="steps")
     """Steps in which the learning rate rises to lr. -1: a tenth of all, but 10 at least."""
-    decay_ratio: float = 0.2
+    decay_ratio: float = setting(0.2, fraction=True, usual=0.2)
     """Fraction of the steps after warm-up in which wsd decays."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = setting(0.1, fraction=True, usual=0.1)
     """Learning rate at the end, as a fraction of lr."""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, fraction=True, usual=0.9)
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = setting(0.95, fraction=True, usual=0.95)
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, minimum=1e-30)
     """Added to the root of the second moment."""
     state_dtype: Literal["master", "bf16", "int8"] = "master"
     """Type of both moments of matrices. master: that of the master weights (fp32, or fp64 in runs
     in fp64); bf16 (half of fp32) or int8 (a quarter; a scale for each 256 numbers), both rounded up
     or down at random so that small changes count."""
-    weight_decay: float = 0.1
+    weight_decay: float = setting(0.1, minimum=0.0)
     """Weight decay of matrices: parameters with at least two named dims, excluding embeddings."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = setting(1.0, minimum=0.0)
     """Gradients are clipped to this norm; 0: no clipping."""
-    matrix_lr_scale: float = 1.0
+    matrix_lr_scale: float = setting(1.0, minimum=0.0)
     """Factor of the learning rate of matrices."""
-    embedding_lr_scale: float = 1.0
+    embedding_lr_scale: float = setting(1.0, minimum=0.0)
     """Factor of the learning rate of embeddings (and of a head tied to one)."""
-    vector_lr_scale: float = 1.0
+    vector_lr_scale: float = setting(1.0, minimum=0.0)
     """Factor of the learning rate of norms and biases."""
 
 
@@ -168,10 +168,10 @@ class MemoryConfig:
     """Choose plan.recompute, plan.micro_batch, and which optimizer states, parameters and
     activations are offloaded to the host, so that a step fits into the device (or into
     device_limit_gib) at the best predicted speed."""
-    device_limit_gib: float = 0.0
+    device_limit_gib: float = setting(0.0, minimum=0.0, usual=0.0, unit="GiB")
     """Device memory that a rank may use, in GiB. 0: what is free, less a reserve; on a CPU its
     share of the machine's memory."""
-    host_limit_gib: float = 0.0
+    host_limit_gib: float = setting(0.0, minimum=0.0, unit="GiB")
     """Host memory that a rank may use for offloaded tensors, in GiB. 0: its share of what is free,
     less a reserve."""
     optimizer_states: Literal["device", "host", "disk", "split"] = "device"
@@ -179,7 +179,7 @@ class MemoryConfig:
     memory-mapped file in offload_dir; split: as many as fit (or optimizer_states_on_device_gib) on
     the device, the rest on the host. All but the first are streamed through a few buffers during
     the backward pass and the next forward pass."""
-    optimizer_states_on_device_gib: float = 0.0
+    optimizer_states_on_device_gib: float = setting(0.0, minimum=0.0, unit="GiB")
     """Optimizer states that stay on the device with optimizer_states = split, in GiB. 0: as many as
     fit."""
     offload_dir: str = ""
@@ -187,12 +187,12 @@ class MemoryConfig:
     optimizer_step_on: Literal["auto", "device", "cpu"] = "auto"
     """Device that runs the optimizer step of offloaded states. auto: the faster one, as
     measured."""
-    offload_tile: int = 2**24
+    offload_tile: int = setting(2**24, minimum=4096, maximum=2**30, unit="elements")
     """Elements of optimizer states that are streamed and updated at once."""
     parameters: Literal["device", "host"] = "device"
     """host: the parameters and gradients of blocks are offloaded, too, and fetched when a block
     runs."""
-    activation_offload_fraction: float = 0.0
+    activation_offload_fraction: float = setting(0.0, minimum=-1.0, maximum=1.0)
     """Fraction of the bytes saved for the backward pass that is offloaded to the host, copied while
     other blocks compute; the last block's stay. -1: the smallest that fits into
     device_limit_gib."""
@@ -211,16 +211,16 @@ class PruneConfig:
     are pruned.
     """
 
-    sparsity: float = 0.0
+    sparsity: float = setting(0.0, fraction=True, usual=0.8)
     """Share of each matrix that is zero. 0 with no pattern and no masks: nothing is pruned."""
     n_m_pattern: str = ""
     """N:M, such as 2:4: of each M numbers in a row N stay. Empty: any."""
     mask_file: str = ""
     """File of safetensors with a mask (nonzero: stays) by the name of each weight that is pruned.
     Empty: the smallest magnitudes go."""
-    update_interval: int = 0
+    update_interval: int = setting(0, minimum=0, unit="steps")
     """Steps between updates of the masks until final_step; 0: the masks are fixed."""
-    final_step: int = 0
+    final_step: int = setting(0, minimum=0, unit="steps")
     """Step at which sparsity s is reached, growing as s (1 - (1 - t / final_step)³); pruned weights
     stay pruned. 0: all is pruned at the start."""
 
@@ -258,9 +258,9 @@ class PruneConfig:
 class TrainConfig:
     """How long, where and with which numbers."""
 
-    steps: int = 250
+    steps: int = setting(250, minimum=1, unit="steps")
     """Optimizer steps."""
-    seed: int = 0
+    seed: int = setting(0, minimum=0, maximum=2**63 - 1)
     """Of initial weights, data order and dropout."""
     output_dir: str = ""
     """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
@@ -280,19 +280,19 @@ class TrainConfig:
     """Linear layers that do so: those with one of these words in their name (also: head)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda with a device for each rank, else gloo."""
-    eval_interval: int = 50
+    eval_interval: int = setting(50, minimum=0, unit="steps")
     """Steps between evaluations of the held-out loss (also at both ends); 0: none."""
-    eval_samples: int = 64
+    eval_samples: int = setting(64, minimum=1, unit="samples")
     """Held-out samples of an evaluation."""
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Where metrics go besides metrics.jsonl; needs the extra `log`."""
-    sample_prompt: str = "def "
+    sample_prompt: str = setting("def ", free_text=True)
     """What the sample of text at the end begins with; empty: no sample."""
     trace_comm: bool = False
     """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
     check_collectives: bool = False
     """Compare every collective and every input of the model between ranks before it runs (slow)."""
-    comm_timeout_seconds: float = 600.0
+    comm_timeout_seconds: float = setting(600.0, minimum=1.0, maximum=10000000.0, unit="seconds")
     """Seconds after which a collective that waits for a lost rank is an error."""
     deterministic: bool = False
     """On cuda: only algorithms that give the same bits each time, so that a resumed run repeats an
@@ -303,11 +303,11 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept to go on from."""
 
-    interval: int = 0
+    interval: int = setting(0, minimum=-1, unit="steps")
     """Steps between checkpoints; 0: only at the end and when stopped; -1: never."""
-    keep_latest: int = 2
+    keep_latest: int = setting(2, minimum=0, unit="checkpoints")
     """Newest checkpoints that are kept; 0: all."""
-    keep_interval: int = 0
+    keep_interval: int = setting(0, minimum=0, unit="steps")
     """Checkpoints of steps that are multiples of this stay for good; 0: none do."""
     keep_best: bool = False
     """The checkpoint with the lowest held-out loss stays, too."""
@@ -329,7 +329,7 @@ class CheckpointConfig:
 class LaunchConfig:
     """What is done when ranks end or hang."""
 
-    max_restarts: int = 3
+    max_restarts: int = setting(3, minimum=0)
     """Times in a row that killed ranks are started again without reaching a new step before the
     run goes on with a smaller grid or gives up (exit code 93); 0: they are not started again."""
     restart_on_error: bool = False
@@ -337,7 +337,7 @@ class LaunchConfig:
     fallback_grids: tuple[str, ...] = ()
     """Grids to go on with where ranks are lost for good, such as data=2,row=2: the largest that
     fits is taken; the batch of a step stays what it is."""
-    watchdog_seconds: float = 0.0
+    watchdog_seconds: float = setting(0.0, minimum=-1.0, unit="seconds")
     """Seconds a rank may take without a sign of life before all are ended with their stacks shown
     (exit code 72); at the start 600 at least. 0: twice the slowest of the last 100 steps and 30 s
     more, 420 s for a checkpoint, 600 s for an evaluation and at the start; -1: for ever."""
@@ -345,10 +345,10 @@ class LaunchConfig:
     """Let several ranks share a GPU over NCCL, as a test bed for grids of more ranks than there are
     GPUs: all that is computed is right, and nothing is fast. Without it such ranks talk over
     Gloo."""
-    nnodes: int = 1
+    nnodes: int = setting(1, minimum=1, maximum=10**5, unit="nodes")
     """Nodes of the run. On each, one ranvier train starts `nproc` ranks, and all restart together;
     under srun with one task a node and --nproc it is known."""
-    node_rank: int = 0
+    node_rank: int = setting(0, minimum=0)
     """The number of this node, from 0; under srun it is known."""
     rdzv_endpoint: str = ""
     """host:port where node 0 listens for the others; under srun it is known."""
@@ -358,116 +358,26 @@ class LaunchConfig:
 class GuardConfig:
     """What is done about numbers that are wrong."""
 
-    max_skipped_steps: int = 10
+    max_skipped_steps: int = setting(10, minimum=0, unit="steps")
     """Maximum number of steps with a non-finite loss or gradient to skip before the run fails (exit
     code 74). A skipped step changes neither weights nor optimizer states. With on_spike = skip also
     the maximum number of consecutive spikes to skip."""
     on_spike: Literal["off", "warn", "skip", "rewind"] = "warn"
     """What to do about a loss spike: off; warn; skip: leave its update out; rewind: reload the
     latest checkpoint and continue after the offending samples."""
-    spike_threshold: float = 10.0
+    spike_threshold: float = setting(10.0, minimum=1.0, unit="deviations")
     """How far a spike lies above the median of the window, in robust deviations (1.4826 times the
     median distance from it)."""
-    spike_window: int = 128
+    spike_window: int = setting(128, minimum=8, unit="steps")
     """Losses that a spike is compared with."""
-    max_rewinds: int = 3
+    max_rewinds: int = setting(3, minimum=0)
     """Times that a run may go back before it stops (exit code 74)."""
-    replay_interval: int = 0
+    replay_interval: int = setting(0, minimum=0, unit="steps")
     """Steps between steps that are computed twice before their update, loss and gradients compared
     bit by bit (exit code 74 if they differ); on cuda with train.deterministic. 0: none."""
-    replica_check_interval: int = 100
+    replica_check_interval: int = setting(100, minimum=0, unit="steps")
     """Steps between comparisons of all weights that several ranks hold; also before a checkpoint.
     0: none."""
-
-
-MIN_VALUES: dict[str, float] = {
-    **{f"model.{dim}": 1 for dim in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")},
-    "model.vocab": 1,
-    "model.max_seq": 1,
-    "model.rope_theta": 1.0,
-    "model.rope_scale": 1.0,
-    "model.original_max_position": 1,
-    "model.attention_factor": 1e-6,
-    "model.partial_rotary_factor": 0.0,
-    "model.norm_weight_offset": 0.0,
-    "model.query_pre_attn_scalar": 0.0,
-    "model.attn_logit_softcap": 0.0,
-    "model.final_logit_softcap": 0.0,
-    "model.embed_scale": 1e-6,
-    "model.sliding_window": 0,
-    "model.norm_eps": 0.0,
-    "model.init_std": 0.0,
-    "lora.rank": 0,
-    "lora.alpha": 0.0,
-    "data.seq_len": 1,
-    "data.max_bytes": 1,
-    "optim.lr": 0.0,
-    "optim.warmup_steps": -1,
-    "optim.eps": 1e-30,
-    "optim.weight_decay": 0.0,
-    "optim.max_grad_norm": 0.0,
-    "optim.matrix_lr_scale": 0.0,
-    "optim.embedding_lr_scale": 0.0,
-    "optim.vector_lr_scale": 0.0,
-    "memory.device_limit_gib": 0.0,
-    "memory.host_limit_gib": 0.0,
-    "memory.optimizer_states_on_device_gib": 0.0,
-    "memory.offload_tile": 4096,
-    "memory.activation_offload_fraction": -1.0,
-    "prune.update_interval": 0,
-    "prune.final_step": 0,
-    "train.steps": 1,
-    "train.seed": 0,
-    "train.eval_interval": 0,
-    "train.eval_samples": 1,
-    "train.comm_timeout_seconds": 1.0,
-    "checkpoint.interval": -1,
-    "checkpoint.keep_latest": 0,
-    "checkpoint.keep_interval": 0,
-    "launch.max_restarts": 0,
-    "launch.watchdog_seconds": -1.0,
-    "launch.nnodes": 1,
-    "launch.node_rank": 0,
-    "guard.max_skipped_steps": 0,
-    "guard.spike_threshold": 1.0,
-    "guard.spike_window": 8,
-    "guard.max_rewinds": 0,
-    "guard.replica_check_interval": 0,
-    "guard.replay_interval": 0,
-}
-"""The smallest value of each number that has one."""
-TYPICAL_FRACTIONS: dict[str, float] = {
-    "optim.beta1": 0.9,
-    "optim.beta2": 0.95,
-    "optim.decay_ratio": 0.2,
-    "optim.min_lr_ratio": 0.1,
-    "model.dropout": 0.1,
-    "lora.dropout": 0.05,
-    "data.validation_fraction": 0.02,
-    "prune.sparsity": 0.8,
-}
-"""Numbers in [0, 1), and a usual value of each."""
-
-
-MAX_INTEGER = 2**40
-"""The largest value of a whole number that has no other."""
-MAX_VALUES: dict[str, float] = {
-    **{f"plan.{axis}": 10**6 for axis in AXES},
-    **{f"model.{dim}": 2**24 for dim in ("embed", "heads", "kv_heads", "head_dim", "mlp")},
-    "model.layers": 10_000,
-    "lora.rank": 2**16,
-    "model.vocab": 2**31,
-    "data.seq_len": 2**31,
-    "plan.global_batch": 2**31,
-    "train.seed": 2**63 - 1,
-    "train.comm_timeout_seconds": 1e7,
-    "launch.nnodes": 10**5,
-    "memory.activation_offload_fraction": 1.0,
-    "memory.offload_tile": 2**30,
-}
-"""The largest value of numbers that have one."""
-FREE_TEXT_SETTINGS = ("train.sample_prompt", "data.text_field")
-"""Texts that may hold any character."""
 
 
 def suggest_nearest(key: str, known: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ranvier.setting import setting
+
 Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "reglu")
 """Activations with which one half of the hidden layer gates the other."""
@@ -37,14 +39,14 @@ MAX_TOTAL_EXPERTS = 2**17
 class RotaryConfig:
     """How positions turn the heads; part of a decoder's config."""
 
-    rope_theta: float = 10000.0
+    rope_theta: float = setting(10000.0, minimum=1.0)
     """Base of the rotary frequencies."""
     rope: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
     """How low rotary frequencies are slowed where rope_scale is not 1: that of Llama 3.1, all
     alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
-    rope_scale: float = 1.0
+    rope_scale: float = setting(1.0, minimum=1.0)
     """By how much they are slowed; 1 is not at all."""
-    original_max_position: int = 8192
+    original_max_position: int = setting(8192, minimum=1, unit="tokens")
     """Tokens that the model was first trained on."""
     low_freq_factor: float = 1.0
     """Frequencies with fewer turns in original_max_position tokens are divided by rope_scale
@@ -56,9 +58,9 @@ class RotaryConfig:
     """Factor of each frequency in texts of up to original_max_position tokens (longrope)."""
     rope_long: tuple[float, ...] = ()
     """The same in longer texts."""
-    attention_factor: float = 1.0
+    attention_factor: float = setting(1.0, minimum=1e-06)
     """What cosines and sines are multiplied by (yarn, longrope)."""
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float = setting(1.0, minimum=0.0)
     """Share of a head that is turned; the rest of it knows no position."""
 
 
@@ -138,27 +140,27 @@ class ExpertConfig:
 class DecoderConfig(RotaryConfig, ExpertConfig):
     """The shape of a decoder."""
 
-    layers: int = 2
+    layers: int = setting(2, minimum=1, maximum=10000)
     """Blocks."""
-    embed: int = 64
+    embed: int = setting(64, minimum=1, maximum=2**24)
     """Width of the residual stream."""
-    heads: int = 4
+    heads: int = setting(4, minimum=1, maximum=2**24)
     """Query heads."""
-    kv_heads: int = 2
+    kv_heads: int = setting(2, minimum=1, maximum=2**24)
     """Key and value heads; fewer than heads is grouped-query attention."""
-    head_dim: int = 16
+    head_dim: int = setting(16, minimum=1, maximum=2**24)
     """Elements of a head."""
-    mlp: int = 160
+    mlp: int = setting(160, minimum=1, maximum=2**24)
     """Width of the hidden layer of the MLP."""
-    vocab: int = 256
+    vocab: int = setting(256, minimum=1, maximum=2**31, unit="tokens")
     """Tokens the model knows."""
-    max_seq: int = 2048
+    max_seq: int = setting(2048, minimum=1, unit="tokens")
     """Longest sequence (rows of learned positions; rotary ones can be extended at any time)."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
-    norm_eps: float = 1e-5
+    norm_eps: float = setting(1e-5, minimum=0.0)
     """Added to the variance."""
-    norm_weight_offset: float = 0.0
+    norm_weight_offset: float = setting(0.0, minimum=0.0)
     """Added to the weights of RMSNorms (Gemma: 1)."""
     norm_position: Literal["pre", "post", "both"] = "pre"
     """Whether attention and MLP get a normalised input, give a normalised output, or both."""
@@ -166,11 +168,11 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Rotary or learned positions."""
     qk_norm: Literal["none", "per_head", "full"] = "none"
     """RMSNorm of queries and keys: none, over each head, or over all heads of a token (OLMo 2)."""
-    query_pre_attn_scalar: float = 0.0
+    query_pre_attn_scalar: float = setting(0.0, minimum=0.0)
     """Scores are divided by its root; 0: head_dim."""
-    attn_logit_softcap: float = 0.0
+    attn_logit_softcap: float = setting(0.0, minimum=0.0)
     """Soft-cap attention logits with cap * tanh(x / cap); 0 disables it."""
-    sliding_window: int = 0
+    sliding_window: int = setting(0, minimum=0, unit="tokens")
     """Tokens that a token sees, itself included; 0: all before it."""
     window_layers: tuple[int, ...] = ()
     """Layers, from 0, to which the window applies; empty: all."""
@@ -182,13 +184,13 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     """Linear layers that have biases where not all do."""
     tie_embeddings: bool = False
     """The head is the embedding."""
-    embed_scale: float = 1.0
+    embed_scale: float = setting(1.0, minimum=1e-06)
     """What embeddings are multiplied by."""
-    final_logit_softcap: float = 0.0
+    final_logit_softcap: float = setting(0.0, minimum=0.0)
     """Soft-cap logits with cap * tanh(x / cap); 0 disables it."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, fraction=True, usual=0.1)
     """Dropped share of embeddings and of what blocks add to the residual stream."""
-    init_std: float = 0.02
+    init_std: float = setting(0.02, minimum=0.0)
     """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
 
     def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
@@ -286,11 +288,11 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
 class AdapterConfig:
     """Which layers get adapters, and of what kind."""
 
-    rank: int = 0
+    rank: int = setting(0, minimum=0, maximum=2**16)
     """Features between A and B; 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
+    alpha: float = setting(16.0, minimum=0.0)
     """What an adapter adds is multiplied by alpha / rank."""
-    dropout: float = 0.0
+    dropout: float = setting(0.0, fraction=True, usual=0.05)
     """Dropped share of what an adapter reads."""
     target_modules: tuple[str, ...] = ("heads", "kv_heads", "mlp")
     """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their

@@ -28,9 +28,9 @@ from ranvier.checkpoint.directory import CHECKPOINT_NAME, find_checkpoints, newe
 from ranvier.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, read_manifest
 from ranvier.config import run as runs
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import MAX_INTEGER
 from ranvier.errors import CheckpointError, DamageError, PlanError, UnsafeInputError, WriteError
 from ranvier.launch import ProcessInfo, is_writable, process_age_seconds
+from ranvier.setting import MAX_INTEGER
 from ranvier.system import safe_files
 from ranvier.train.lora import is_base_checkpoint
 from ranvier.train.resume import checkpointing
