@@ -19,6 +19,7 @@ from typing import Any
 
 from ranvier import errors
 from ranvier.cli.help import describe_type, field_texts
+from ranvier.config.refusals import REFUSALS
 from ranvier.config.run import RunConfig
 from ranvier.models import MODEL_SIZES
 from ranvier.setting import setting_info
@@ -194,6 +195,15 @@ def known_metrics() -> list[str]:
     return [ast.literal_eval(key) for key in made.keys if key is not None]
 
 
+def refusals() -> Iterator[str]:
+    """The combinations of settings that are refused."""
+    yield from ("", "## Combinations that are refused", "")
+    yield "Checked before anything starts; names in braces stand for values of a run."
+    yield ""
+    rows = [(f"`{one.says}`", one.rule, one.remedy) for one in REFUSALS]
+    yield from table(("refused", "because", "instead"), rows)
+
+
 def results() -> Iterator[str]:
     """What a run leaves behind."""
     assert [*METRICS] == known_metrics(), f"METRICS are {[*METRICS]}, not {known_metrics()}"
@@ -218,7 +228,7 @@ def page() -> str:
     for field in SECTIONS:
         lines += section(field.name, getattr(run, field.name))
         lines += sizes() if field.name == "model" else ()
-    return "\n".join([*lines, *results(), ""])
+    return "\n".join([*lines, *refusals(), *results(), ""])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -207,7 +207,7 @@ REFUSED: list[tuple[Changes, str]] = [
     ({"prune__sparsity": 0.5, "prune__update_interval": 2}, "Give both, or none"),
     (
         {"prune__sparsity": 0.5, "prune__update_interval": 5, "prune__final_step": 4},
-        "every <= until <= steps",
+        "update_interval <= final_step <= steps",
     ),
     ({"prune__update_interval": 2, "prune__final_step": 4}, "without prune.sparsity alone"),
     ({**GROWING, "plan__cuda_graph": True}, "the same masks for ever"),

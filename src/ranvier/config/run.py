@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ranvier.config.plan import Plan
+from ranvier.config.refusals import find_refusals
 from ranvier.config.sections import (
     IMPORTED_SIZE,
-    LORA_TARGETS,
     CheckpointConfig,
     DataConfig,
     GuardConfig,
@@ -35,7 +35,6 @@ from ranvier.config.sections import (
     suggest_nearest,
 )
 from ranvier.errors import PlanError
-from ranvier.models.config import GATED_ACTIVATIONS
 from ranvier.setting import SettingInfo, setting_info
 from ranvier.system import safe_files
 
@@ -117,50 +116,8 @@ class RunConfig:
         """All problems of the settings that do not depend on ranks and degrees."""
         yield from self._number_problems()
         yield from self._text_problems()
-        if self.optim.lr == 0.0:
-            yield "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."
-        yield from self._model_problems()
-        yield from self._lora_problems()
-        yield from self._data_problems()
-        if self.plan.cuda_graph and self.data.document_mask:
-            yield (
-                "plan.cuda_graph=True with data.document_mask=True. A recorded step is always the "
-                "same work, but documents differ. Use data.document_mask=False or "
-                "plan.cuda_graph=False."
-            )
-        yield from self._memory_problems()
-        yield from self._fit_problems()
-        yield from self._prune_problems()
-        if self.guard.replay_interval and self.plan.cuda_graph:
-            yield (
-                f"guard.replay_interval={self.guard.replay_interval} with plan.cuda_graph=True. A "
-                "recorded step is taken as a whole. Use guard.replay_interval=0 or "
-                "plan.cuda_graph=False."
-            )
-        if self.optim.warmup_steps > self.train.steps:
-            yield (
-                f"optim.warmup_steps={self.optim.warmup_steps} is longer than "
-                f"train.steps={self.train.steps}. The learning rate must get where it rises to. "
-                f"Use at most {self.train.steps}."
-            )
-
-    def _fit_problems(self) -> Iterator[str]:
-        if self.memory.auto and self.plan.pipe > 1:
-            yield (
-                f"memory.auto=True with plan.pipe={self.plan.pipe}. A fit is measured on whole "
-                "models. Use plan.pipe=1, or memory.device_limit_gib to bound what a stage holds."
-            )
-        if self.memory.activation_offload_fraction < 0.0 and self.plan.pipe > 1:
-            yield (
-                f"memory.activation_offload_fraction={self.memory.activation_offload_fraction} "
-                f"with plan.pipe={self.plan.pipe}. What fits is measured on whole models. Use a "
-                "share from 0 to 1, or plan.pipe=1."
-            )
-        if self.memory.auto and self.plan.cuda_graph:
-            yield (
-                "memory.auto=True with plan.cuda_graph=True. A recorded step has memory of its "
-                "own, and states that come and go are not recorded. Use memory.auto=False."
-            )
+        yield from self.model.find_problems()
+        yield from find_refusals(self)
 
     def _number_problems(self) -> Iterator[str]:
         for name, info, value in self._setting_values():
@@ -185,188 +142,6 @@ class RunConfig:
             config = getattr(self, section.name)
             for one in dataclasses.fields(config):
                 yield f"{section.name}.{one.name}", setting_info(one), getattr(config, one.name)
-
-    def _data_problems(self) -> Iterator[str]:
-        data = self.data
-        if not data.sources or not all(data.sources):
-            yield (
-                f"data.sources={list(data.sources)} names no corpus. A run needs one at least. "
-                "Use data.sources=['stdlib'] or paths."
-            )
-        if data.mixture_weights and len(data.mixture_weights) != len(data.sources):
-            yield (
-                f"data.mixture_weights has {len(data.mixture_weights)} numbers for "
-                f"{len(data.sources)} corpora. Each corpus has its weight. Give as many, or none."
-            )
-        if data.mixture_weights and not all(
-            0.0 <= weight < math.inf for weight in data.mixture_weights
-        ):
-            yield (
-                f"data.mixture_weights={list(data.mixture_weights)} are no shares. A weight is a "
-                "finite number from 0. Use for example 0.7 0.3."
-            )
-        elif data.mixture_weights and not any(data.mixture_weights):
-            yield "data.mixture_weights are all 0. One source must be read. Use a weight above 0."
-
-    def _memory_problems(self) -> Iterator[str]:
-        memory = self.memory
-        if memory.optimizer_states == "disk" and not memory.offload_dir:
-            yield (
-                "memory.optimizer_states='disk' without memory.offload_dir. States on disk need a "
-                "directory. Give one on a fast disk, or use memory.optimizer_states='host'."
-            )
-        if memory.offload_dir and memory.optimizer_states != "disk":
-            yield (
-                f"memory.offload_dir={memory.offload_dir!r} with "
-                f"memory.optimizer_states={memory.optimizer_states!r}. Only states in "
-                "a file have a directory. Use memory.optimizer_states='disk', or leave "
-                "memory.offload_dir out."
-            )
-        if memory.optimizer_states_on_device_gib and memory.optimizer_states != "split":
-            yield (
-                f"memory.optimizer_states_on_device_gib={memory.optimizer_states_on_device_gib} "
-                f"with memory.optimizer_states={memory.optimizer_states!r}. Only "
-                "states that are split stay in part. Use memory.optimizer_states='split', or leave "
-                "it out."
-            )
-        # A list times a bool: one entry for each kind of offloading in use.
-        away = [f"memory.optimizer_states={memory.optimizer_states!r}"] * (
-            memory.optimizer_states != "device"
-        )
-        away += ["memory.parameters='host'"] * (memory.parameters == "host")
-        away += [f"memory.activation_offload_fraction={memory.activation_offload_fraction}"] * (
-            memory.activation_offload_fraction != 0.0
-        )
-        if away and self.plan.cuda_graph:
-            yield (
-                f"{away[0]} with plan.cuda_graph=True. A recorded step copies nothing from the "
-                "host. Use plan.cuda_graph=False."
-            )
-        if (
-            self.plan.pipe > 1
-            and memory.optimizer_states == "split"
-            and not memory.optimizer_states_on_device_gib
-        ):
-            yield (
-                f"memory.optimizer_states='split' with plan.pipe={self.plan.pipe} and "
-                "memory.optimizer_states_on_device_gib=0. What is left on a device is measured on "
-                "whole models. Give memory.optimizer_states_on_device_gib."
-            )
-        if -1.0 < memory.activation_offload_fraction < 0.0:
-            yield (
-                f"memory.activation_offload_fraction={memory.activation_offload_fraction} is no "
-                "share. It lies in [0, 1], or is -1 for as little as fits. Use for example 0.5."
-            )
-        if (
-            memory.recompute_collectives == "auto"
-            and memory.device_limit_gib > 0.0
-            and self.plan.pipe > 1
-        ):
-            yield (
-                "memory.recompute_collectives='auto' with "
-                f"memory.device_limit_gib={memory.device_limit_gib} and a pipeline. How "
-                "much a stage has free depends on the micro-batches it holds. Use 'save' or "
-                "'rerun', or memory.device_limit_gib=0."
-            )
-        if memory.parameters == "host" and self.guard.replay_interval:
-            yield (
-                "memory.parameters='host' with "
-                f"guard.replay_interval={self.guard.replay_interval}. Gradients on the "
-                "host are not compared. Use guard.replay_interval=0."
-            )
-
-    def _prune_problems(self) -> Iterator[str]:
-        prune = self.prune
-        groups = self.prune.pattern_n_m
-        if prune.n_m_pattern and groups is None:
-            yield (
-                f"prune.n_m_pattern={prune.n_m_pattern!r} is no pattern. Of each M numbers N stay, "
-                "and 0 < N < M. Use 2:4."
-            )
-        # A sparsity that repeats what the pattern implies is harmless.
-        elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
-            yield (
-                f"prune.sparsity={prune.sparsity} with prune.n_m_pattern={prune.n_m_pattern!r}. "
-                f"The pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
-            )
-        if prune.mask_file and (prune.sparsity or prune.n_m_pattern):
-            yield (
-                f"prune.mask_file={prune.mask_file!r} with a sparsity or a pattern. The file says "
-                "which numbers stay. Leave the others out."
-            )
-        if prune.is_enabled and (self.lora.rank or self.lora.init_from):
-            yield (
-                "prune with lora. Beside adapters all matrices are frozen: nothing is pruned. "
-                "Prune in a run of its own, or leave one of them out."
-            )
-        yield from self._schedule_problems()
-
-    def _schedule_problems(self) -> Iterator[str]:
-        prune = self.prune
-        given = (
-            f"prune.update_interval={prune.update_interval}, prune.final_step={prune.final_step}"
-        )
-        if not prune.update_interval and not prune.final_step:
-            return
-        if not prune.update_interval or not prune.final_step:
-            yield f"{given}. Masks are renewed each so many steps up to a step. Give both, or none."
-        elif prune.update_interval > prune.final_step or prune.final_step > self.train.steps:
-            yield (
-                f"{given}, train.steps={self.train.steps}. Sparsity grows in steps, and reaches "
-                "its end before the run does. Use every <= until <= steps."
-            )
-        if prune.n_m_pattern or prune.mask_file or not prune.sparsity:
-            yield (
-                f"{given} without prune.sparsity alone. Only sparsity grows; patterns and masks of "
-                "a file are fixed. Use prune.sparsity, or leave these out."
-            )
-        if self.plan.cuda_graph:
-            yield (
-                f"{given} with plan.cuda_graph=True. A recorded step has the same masks for ever. "
-                "Use plan.cuda_graph=False or fixed masks."
-            )
-
-    def _lora_problems(self) -> Iterator[str]:
-        lora = self.lora
-        gated = self.model.activation in GATED_ACTIVATIONS
-        given = [
-            f"lora.{f.name}={getattr(lora, f.name)!r}"
-            for f in dataclasses.fields(lora)
-            if getattr(lora, f.name) != f.default
-        ]
-        if given and lora.rank == 0 and not lora.init_from:
-            yield (
-                f"{', '.join(given)}, but lora.rank=0: all weights would be trained. Adapters have "
-                "a rank. Add lora.rank=16, or leave these out."
-            )
-        words = [word for word in LORA_TARGETS if gated or word != "gate"]
-        odd = [word for word in lora.target_modules if word not in words]
-        if odd or not lora.target_modules:
-            yield (
-                f"lora.target_modules={list(lora.target_modules)} names no layer of this model "
-                f"with {odd or 'nothing'}. Layers are named by dims or by their own names. Words "
-                f"are {', '.join(words)}."
-            )
-        if any(not 0 <= block < self.model.layers for block in lora.layers):
-            yield (
-                f"lora.layers={list(lora.layers)}. Blocks are numbered from 0 to "
-                f"{self.model.layers - 1}. Use these numbers, or none for all."
-            )
-        if len(set(lora.layers)) < len(lora.layers):
-            yield f"lora.layers={list(lora.layers)} names a block twice. Name each once."
-
-    def _model_problems(self) -> Iterator[str]:
-        model = self.model
-        yield from model.find_problems()
-        if self.data.seq_len > model.max_seq:
-            remedy = f"or train a model with model.max_seq={self.data.seq_len} from its start"
-            if model.position_embedding == "rope":
-                remedy = f"or extend its rotary positions with model.max_seq={self.data.seq_len}"
-            yield (
-                f"data.seq_len={self.data.seq_len} is longer than model.max_seq={model.max_seq}. A "
-                f"model reads as many tokens as it has positions. Use data.seq_len={model.max_seq} "
-                f"or less, {remedy}."
-            )
 
 
 SETTINGS_FORMAT = 2

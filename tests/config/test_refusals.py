@@ -1,0 +1,110 @@
+"""Combinations that are refused: every row can apply, and says value, rule and remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from ranvier.config import refusals
+from ranvier.config.refusals import REFUSALS, Refusal
+from ranvier.config.run import RunConfig, run_from_tables
+
+CASES: list[tuple[str, str]] = [
+    ("optim.lr=0.0", "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."),
+    ("data.seq_len=4096 model.max_seq=64", "data.seq_len=4096 is longer than model.max_seq=64."),
+    ("lora.alpha=3.0", "lora.alpha=3.0, but lora.rank=0: all weights would be trained."),
+    ("lora.rank=2 lora.target_modules=['x']", "lora.target_modules=['x'] names no layer"),
+    ("lora.rank=2 lora.layers=[99]", "lora.layers=[99]. Blocks are numbered from 0 to"),
+    ("lora.rank=2 lora.layers=[1,1]", "lora.layers=[1, 1] names a block twice."),
+    ("data.sources=[]", "data.sources=[] names no corpus."),
+    ("data.mixture_weights=[0.5,0.5]", "data.mixture_weights has 2 numbers for 1 corpora."),
+    ("data.mixture_weights=[-1.0]", "data.mixture_weights=[-1.0] are no shares."),
+    ("data.mixture_weights=[0.0]", "data.mixture_weights are all 0."),
+    ("plan.cuda_graph=True", "plan.cuda_graph=True with data.document_mask=True."),
+    ("memory.optimizer_states='disk'", "memory.optimizer_states='disk' without memory.offload"),
+    ("memory.offload_dir='x'", "memory.offload_dir='x' with memory.optimizer_states='device'."),
+    ("memory.optimizer_states_on_device_gib=1.0", "memory.optimizer_states_on_device_gib=1.0 with"),
+    (
+        "memory.optimizer_states='host' plan.cuda_graph=True",
+        "memory.optimizer_states='host' with plan.cuda_graph=True. A recorded step copies nothing",
+    ),
+    (
+        "memory.optimizer_states='split' plan.pipe=2",
+        "memory.optimizer_states='split' with plan.pipe=2 and",
+    ),
+    ("memory.activation_offload_fraction=-0.5", "memory.activation_offload_fraction=-0.5 is no"),
+    (
+        "memory.recompute_collectives='auto' memory.device_limit_gib=2.0 plan.pipe=2",
+        "memory.recompute_collectives='auto' with memory.device_limit_gib=2.0 and a pipeline.",
+    ),
+    (
+        "memory.parameters='host' guard.replay_interval=3",
+        "memory.parameters='host' with guard.replay_interval=3.",
+    ),
+    ("memory.auto=True plan.pipe=2", "memory.auto=True with plan.pipe=2."),
+    (
+        "memory.activation_offload_fraction=-1.0 plan.pipe=2",
+        "memory.activation_offload_fraction=-1.0 with plan.pipe=2.",
+    ),
+    ("memory.auto=True plan.cuda_graph=True", "memory.auto=True with plan.cuda_graph=True."),
+    ("prune.n_m_pattern='4:2'", "prune.n_m_pattern='4:2' is no pattern."),
+    (
+        "prune.n_m_pattern='2:4' prune.sparsity=0.7",
+        "prune.sparsity=0.7 with prune.n_m_pattern='2:4'. The pattern says it: 0.5. Leave",
+    ),
+    ("prune.mask_file='x' prune.sparsity=0.5", "prune.mask_file='x' with a sparsity or a pattern."),
+    ("prune.sparsity=0.5 lora.rank=2", "prune with lora."),
+    ("prune.sparsity=0.5 prune.final_step=9", "prune.update_interval=0, prune.final_step=9. Masks"),
+    (
+        "prune.sparsity=0.5 prune.update_interval=9 prune.final_step=3",
+        "prune.update_interval=9, prune.final_step=3, train.steps=250.",
+    ),
+    (
+        "prune.update_interval=1 prune.final_step=3",
+        "prune.update_interval=1, prune.final_step=3 without prune.sparsity alone.",
+    ),
+    (
+        "prune.sparsity=0.5 prune.update_interval=1 prune.final_step=3 plan.cuda_graph=True",
+        "prune.update_interval=1, prune.final_step=3 with plan.cuda_graph=True.",
+    ),
+    (
+        "guard.replay_interval=2 plan.cuda_graph=True",
+        "guard.replay_interval=2 with plan.cuda_graph=True.",
+    ),
+    ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
+]
+
+
+def run_of(words: str) -> RunConfig:
+    tables: dict[str, dict[str, object]] = {}
+    for word in words.split():
+        name, _, value = word.partition("=")
+        section, _, key = name.partition(".")
+        tables.setdefault(section, {})[key] = eval(value)  # the literals above
+    return run_from_tables(tables)
+
+
+@pytest.mark.parametrize(("words", "start"), CASES, ids=[words for words, _ in CASES])
+def test_a_combination_is_refused_with_value_rule_and_remedy(words: str, start: str) -> None:
+    run = run_of(words)
+    (text,) = [text for text in refusals.find_refusals(run) if text.startswith(start)]
+    assert "{" not in text and text.count(". ") >= 2 and text.endswith("."), text
+    assert text in [*run.find_problems()]
+
+
+def test_every_row_applies_to_a_case_and_none_to_the_defaults() -> None:
+    runs = [run_of(words) for words, _ in CASES]
+    assert [one.says for one in REFUSALS if not any(map(one.when, runs))] == []
+    assert not [*refusals.find_refusals(RunConfig())]
+
+
+def test_a_new_refusal_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Refusal(
+        lambda run: run.train.steps > 7 and run.plan.row > 1,
+        "train.steps={train.steps} with plan.row={plan.row}",
+        "A rule",
+        "Use plan.row=1",
+    )
+    monkeypatch.setattr(refusals, "REFUSALS", (*REFUSALS, row))
+    assert [*run_of("train.steps=9 plan.row=2").find_problems()] == [
+        "train.steps=9 with plan.row=2. A rule. Use plan.row=1."
+    ]
