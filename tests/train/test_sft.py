@@ -136,7 +136,7 @@ def example() -> ModuleType:
 
 @pytest.mark.full
 def test_the_example_runs(folder: Path) -> None:
-    right = example().main(["--output", "out", "--questions", "6", "--steps", "30"])
+    right = example().main(["--out", "out", "--questions", "6", "--steps", "30"])
     assert right > 0.9
     speaker = TextGenerator.from_run(Path("out/run"), "cpu")
     with open("out/chats.jsonl", encoding="utf-8") as file:

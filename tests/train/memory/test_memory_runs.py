@@ -120,7 +120,7 @@ def test_the_command_keeps_states_in_a_file(
         "--train.output-dir",
         "run",
         "--memory.optimizer-states",
-        "file",
+        "disk",
         "--memory.offload-dir",
         "disk",
     ]
