@@ -23,7 +23,7 @@ from peers import Shape, run_of
 
 from ranvier.data.dataset import open_data
 from ranvier.grid import Grid
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 EAGER = {"plan.compile": "off"}
@@ -54,7 +54,10 @@ def losses(asked: argparse.Namespace, shape: Shape, changes: dict[str, str]) -> 
         "data.document_mask": "true",
         **changes,
     }
-    run = resolve_device_and_dtype(run_of(shape, asked.batch, options, device.type), device)
+    run = resolve_run(
+        run_of(shape, asked.batch, options, device.type),
+        ResolveContext(world_size=1, device=device),
+    )
     data = open_data([asked.corpus], seq=shape.max_seq, seed=0, held_out=0.0)  # one order for all
     trainer = Trainer.from_run(run, Grid({}), device, data)
     found = [float(row["loss"]) for row in trainer.run_steps()]

@@ -32,8 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config.plan import Plan
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
+from ranvier.train.resolve import ResolveContext, resolve_run
 
 TAU, ERROR, SPREAD = 0.7, 0.25, 2.0
 """Least rank correlation, largest median error, least spread."""
@@ -72,13 +74,14 @@ def named(degrees: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in degrees.items())
 
 
-def run_of(degrees: Mapping[str, Any]) -> RunConfig:
+def run_of(degrees: Mapping[str, Any]) -> ResolvedRun:
     """The default job in a layout."""
     plan = Plan(**{"data": 1, **degrees})
     run = RunConfig(plan=plan)
     quiet = replace(run.train, device="cpu", dtype="fp32", backend="gloo")
     compiled = replace(plan, compile="off")
-    return replace(run, plan=compiled, train=quiet).check_and_resolve(plan.world_size)
+    settings = replace(run, plan=compiled, train=quiet)
+    return resolve_run(settings, ResolveContext(world_size=plan.world_size))
 
 
 # ---- ranks that wait for work -----------------------------------------------------------
@@ -241,7 +244,7 @@ def kendall(rows: Sequence[Row]) -> tuple[float, int]:
 def foretell(rows: Sequence[Row], path: str) -> None:
     """Fill in predictions."""
     from ranvier.planner import cluster
-    from ranvier.tools.auto_plan import predict_run
+    from ranvier.tools.local_cluster import predict_run
 
     made = cluster.read_cluster(Path(path))
     for row in rows:

@@ -40,7 +40,7 @@ from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
 from ranvier.train.memory import probe
 from ranvier.train.memory.breakdown import MemoryTracker
 from ranvier.train.memory.resolve import predict_memory
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 
@@ -120,8 +120,9 @@ class Bench:
     """A trainer on random tokens."""
 
     def __init__(self, shape: Shape, config: Config, device: torch.device) -> None:
-        run = resolve_device_and_dtype(
-            run_of(shape, config.batch, config.settings, device.type), device
+        run = resolve_run(
+            run_of(shape, config.batch, config.settings, device.type),
+            ResolveContext(world_size=1, device=device),
         )
         nothing: Any = None  # steps are given their batches
         self.device = device

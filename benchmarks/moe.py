@@ -56,7 +56,7 @@ from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.build_model import build_model
 from ranvier.train.metrics import DeviceEvent, peak_flops
 from ranvier.train.model_converters import choose_arithmetic
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import forward_backward
 
 KINDS = {"titan": ("titan", "titan-block"), "hf": ("hf",)}
@@ -157,8 +157,9 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
     assert isinstance(task.shape, Mixed), task.shape
     chosen_ = dict(text.partition("=")[::2] for text in settings)
     known = {"train.dtype": "bf16", "plan.recompute": "none", **chosen_}
-    run = resolve_device_and_dtype(
-        run_of(task.shape, task.batch, known, task.device.type), task.device
+    run = resolve_run(
+        run_of(task.shape, task.batch, known, task.device.type),
+        ResolveContext(world_size=1, device=task.device),
     )
     grid = Grid({})
     model = build_model(run, grid, task.device, local_ranks=1)

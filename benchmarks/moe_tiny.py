@@ -35,7 +35,7 @@ from ranvier.grid import Grid
 from ranvier.models.config import MODEL_SIZES, DecoderConfig, ExpertConfig
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.prepare_data import tokenize_corpora
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.train import open_dataset
 from ranvier.train.trainer import Trainer
 
@@ -122,7 +122,7 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
         | {"eval_interval": asked.steps, "eval_samples": asked.samples},
         "checkpoint": {"interval": -1},
     }
-    run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
+    run = resolve_run(runs.run_from_tables(tables), ResolveContext(world_size=1, device=device))
     trainer = Trainer.from_run(run, Grid({}), device, open_dataset(run, tokenize_corpora(run)))
     balance = get_parallel_model(trainer.model).load_balancer
     losses, loads, began = list[float](), list[list[float]](), time.perf_counter()

@@ -31,7 +31,7 @@ from one_gpu import SIZES, TOY
 from peers import Contestant, Ours, Peer, Shape, Task, run_of
 from torch import Tensor, distributed, nn
 
-from ranvier.config.run import RunConfig
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.launch import use_expandable_segments
@@ -41,7 +41,7 @@ from ranvier.planner import offload_search
 from ranvier.planner.memory.breakdown import format_breakdown
 from ranvier.planner.offload_search import FitProblem
 from ranvier.train.memory.resolve import build_fit_problem, open_settings
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 GIB = 2**30
@@ -326,7 +326,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
     cases = []
     for blocks in (2, 3):
         run = run_of(replace(shape, layers=blocks), 1, where, device().type)
-        run = resolve_device_and_dtype(run, device())
+        run = resolve_run(run, ResolveContext(world_size=1, device=device()))
         nothing: Any = None
         cleared()
         made = Trainer.from_run(replace_fit(run), Grid({}), device(), nothing)
@@ -348,7 +348,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
     return low
 
 
-def replace_fit(run: RunConfig) -> RunConfig:
+def replace_fit(run: ResolvedRun) -> ResolvedRun:
     """The run with everything on the device: small as it is, nothing has to be chosen."""
     return replace(run, memory=replace(run.memory, auto=False, device_limit_gib=0.0))
 

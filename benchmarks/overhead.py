@@ -27,7 +27,7 @@ from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.train.loggers import open_loggers
-from ranvier.train.resolve import resolve_device, resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import train_step
 from ranvier.train.trainer import Trainer
 
@@ -43,14 +43,16 @@ def settings() -> argparse.Namespace:
 
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
-    run = RunConfig(
+    settings = RunConfig(
         model=ModelConfig.from_size(asked.size),
         data=DataConfig(seq_len=asked.seq, tokenizer="bytes"),
         plan=Plan(global_batch=asked.batch),
         train=TrainConfig(steps=10**6, output_dir=out, eval_interval=0),
-    ).check_and_resolve(1)
-    device = resolve_device(run, ProcessInfo())
-    run = resolve_device_and_dtype(run, device)
+    )
+    context = ResolveContext.for_process(settings, ProcessInfo())
+    run = resolve_run(settings, context)
+    device = context.device
+    assert device is not None
     folders = cache_corpora(
         ["stdlib"], cache=launch.cache_dir(), tokenizer="bytes", max_bytes=4_000_000
     )

@@ -32,7 +32,7 @@ from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "peers"
@@ -160,7 +160,7 @@ class Ours:
     def __init__(self, task: Task, settings: Mapping[str, str]) -> None:
         run = run_of(task.shape, task.batch, settings, task.device.type)
         nothing: Any = None  # steps are given their batches
-        run = resolve_device_and_dtype(run, task.device)
+        run = resolve_run(run, ResolveContext(world_size=1, device=task.device))
         self.trainer = Trainer.from_run(run, Grid({}), task.device, nothing)
         micro = self.trainer.run.plan.micro_batch  # a fit may have chosen it
         self.batches = [

@@ -7,15 +7,13 @@ import json
 import math
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from commands import SMALL, call, started
-from ranvier.cli.main import parse_run_options
+from ranvier.cli.main import parse_train_options
 from ranvier.config import run as runs
-from ranvier.config.run import RunConfig
 from ranvier.parallel import parallelize
 from ranvier.train.resume import run_directory as folders
 
@@ -81,7 +79,7 @@ def write_model(folder: Path) -> None:
 
 def check_only(words: list[str]) -> None:
     """Check a command for the ranks it needs, without running it."""
-    arguments = parse_run_options(words[0], words[1:])
+    arguments = parse_train_options(words[1:])
     degrees = arguments.plan.degrees.values()
     world = 512 if "recipes" in words[-1] else math.prod(map(abs, degrees))
     assert arguments.check_and_resolve(world).plan.world_size == world
@@ -105,12 +103,9 @@ def test_the_tour_runs_from_its_first_command_to_its_last(
             grown = str(4 + len(done))  # each goes on after the one before
             assert call(*words[:2], "--train.steps", grown, "--nproc", "1") == 0
             if any("plan." in word for word in words):
-                moved = parse_run_options(
-                    "train", [*words[1:], "--plan.micro-batch", "-1"]
-                ).check_and_resolve(4)
-                settings = {part.name: getattr(moved, part.name) for part in fields(RunConfig)}
+                moved = parse_train_options([*words[1:], "--plan.micro-batch", "-1"])
                 folders.write_text_atomically(
-                    Path(words[1]) / "config.toml", runs.to_toml(RunConfig(**settings))
+                    Path(words[1]) / "config.toml", runs.to_toml(moved.check_and_resolve(4))
                 )
         elif words[0] == "profile":
             assert call(*words, "--steps", "1", "--warmup-steps", "1") == 0

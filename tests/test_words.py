@@ -70,10 +70,10 @@ def test_a_boolean_is_true_or_false(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_words_need_no_parser_and_others_no_torch() -> None:
     code = (
-        "import sys\nfrom ranvier.cli.main import parse_run_options\n"
-        "from ranvier.config.arguments import RunOptions\n"
-        "assert parse_run_options('train', []) == RunOptions() and 'tyro' not in sys.modules\n"
-        "run = parse_run_options('train', sys.argv[1:])\nassert run.plan.row == 2 and "
+        "import sys\nfrom ranvier.cli.main import parse_train_options\n"
+        "from ranvier.config.arguments import TrainOptions\n"
+        "assert parse_train_options([]) == TrainOptions() and 'tyro' not in sys.modules\n"
+        "run = parse_train_options(sys.argv[1:])\nassert run.plan.row == 2 and "
         "run.nproc == 3\n"
         "assert not {'torch', 'numpy', 'multiprocessing'} & {*sys.modules}"
     )

@@ -10,6 +10,7 @@ import torch
 
 from pool import device_of
 from ranvier.config.plan import Plan
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import (
     CheckpointConfig,
@@ -23,6 +24,7 @@ from ranvier.data.prepare import prepare_corpus
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}
@@ -38,7 +40,7 @@ def stored(folder: Path, *, documents: int = 40) -> str:
     return str(folder / "corpus")
 
 
-def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> RunConfig:
+def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> ResolvedRun:
     """A run of a small model; changes: `section__setting=value`."""
     model = ModelConfig(size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257)))
     run = RunConfig(
@@ -56,10 +58,10 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run
     world = 1
     for size in degrees.values():
         world *= size
-    return run.check_and_resolve(world)
+    return resolve_run(run, ResolveContext(world_size=world))
 
 
-def trainer_of(grid: Grid, corpus: str, run: RunConfig, device: str = "") -> Trainer:
+def trainer_of(grid: Grid, corpus: str, run: ResolvedRun, device: str = "") -> Trainer:
     """A trainer on a corpus. device: empty: that of the grid's backend."""
     data = open_data(
         [corpus],

@@ -14,9 +14,9 @@ import ranvier
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.cli.completion import OPTION_CLASSES
 from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
-from ranvier.cli.main import COMMANDS, main, parse_run_options
+from ranvier.cli.main import COMMANDS, main, parse_train_options
 from ranvier.config import arguments
-from ranvier.config.arguments import RunOptions
+from ranvier.config.arguments import TrainOptions
 from ranvier.config.run import RunConfig, load_run_config
 from ranvier.config.sections import ModelConfig, TrainConfig
 from ranvier.errors import PlanError
@@ -361,7 +361,7 @@ def test_options_of_other_frameworks_are_answered_by_meaning(
 
 
 def test_every_synonym_leads_to_a_setting() -> None:
-    known = option_names(RunOptions())
+    known = option_names(TrainOptions())
     assert {ours for ours, _ in SYNONYMS.values()} <= {*known}
     assert not {*SYNONYMS} & {*known}
     assert {*COMMON_SETTINGS} <= {*known}
@@ -441,9 +441,9 @@ def test_the_options_of_every_command_are_completed() -> None:
 
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\nsize = "gpt2"\nlayers = 3\n')
-    run = parse_run_options("train", ["--model.size", "gpt2", "--model.size", "tiny"])
+    run = parse_train_options(["--model.size", "gpt2", "--model.size", "tiny"])
     assert run.model == ModelConfig.from_size("tiny")
-    run = parse_run_options("train", [str(tmp_path / "run.toml"), "--model.size", "tiny"])
+    run = parse_train_options([str(tmp_path / "run.toml"), "--model.size", "tiny"])
     assert (run.model.embed, run.model.layers) == (ModelConfig.from_size("tiny").embed, 3)
 
 
@@ -467,7 +467,7 @@ def test_booleans_are_written_as_in_toml_or_as_in_python(word: str) -> None:
         "--train.sample-prompt",
         "true",
     ]
-    run = parse_run_options("train", words)
+    run = parse_train_options(words)
     assert (
         run.train.trace_comm
         and run.checkpoint.allow_data_mismatch

@@ -15,7 +15,7 @@ import pytest
 
 from commands import call
 from ranvier.cli import plan as command
-from ranvier.cli.main import parse_run_options
+from ranvier.cli.main import parse_train_options
 from ranvier.cli.parsing import drop_options
 from ranvier.errors import PlanError, WriteError
 from ranvier.html import scatter
@@ -71,7 +71,7 @@ def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str
     assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
     assert "binds" in out and "best of" in out and "FSDP" in out
     told = next(line for line in head if line.startswith("ranvier train"))
-    run = parse_run_options("train", shlex.split(told)[2:])
+    run = parse_train_options(shlex.split(told)[2:])
     assert run.plan.global_batch == 64 and run.data.seq_len == 4096 and run.nproc == 8
     assert run.check_and_resolve(8).plan.world_size == 8
 
@@ -95,7 +95,7 @@ def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[st
         assert one["memory_bytes"] <= one["limit_bytes"]
         assert one["interval"][0] < one["seconds"] < one["interval"][1]
     assert facts["job"]["batch"] == 32 and facts["cluster"]["devices"] == 8
-    run = parse_run_options("train", shlex.split(facts["command"])[2:])
+    run = parse_train_options(shlex.split(facts["command"])[2:])
     assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.global_batch == 32
 
 
@@ -110,9 +110,7 @@ def test_what_was_given_stays_in_the_command(capsys: pytest.CaptureFixture[str])
         "--plan.compile",
     )
     assert call("plan", *EIGHT, *given, "off", "--json", "-") == 0
-    run = parse_run_options(
-        "train", shlex.split(json.loads(capsys.readouterr().out)["command"])[2:]
-    )
+    run = parse_train_options(shlex.split(json.loads(capsys.readouterr().out)["command"])[2:])
     plan = run.plan
     assert (plan.pipe, plan.max_in_flight, plan.overlap, plan.compile) == (2, 3, ("dx",), "off")
 

@@ -20,7 +20,9 @@ from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
 from ranvier.setting import SettingInfo, setting, setting_info
 from ranvier.tools.verify import shrink_run
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
+
+ON_CPU = ResolveContext(world_size=1, device=torch.device("cpu"))
 
 
 def test_a_saved_run_is_the_run() -> None:
@@ -68,7 +70,7 @@ def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
     run = RunConfig(model=ModelConfig.from_size(size), plan=replace(plan, global_batch=64, data=1))
     if run.model.heads % plan.row:
         pytest.skip("this grid does not fit this model")
-    run = run.check_and_resolve(run.plan.world_size)
+    run = resolve_run(run, ResolveContext(world_size=run.plan.world_size))
     small = shrink_run(run)
     inside = plan.row * (plan.col if plan.col_splits == "features" else 1)
     assert small.model.heads * run.model.kv_heads == small.model.kv_heads * run.model.heads
@@ -107,17 +109,15 @@ def test_a_graph_is_recorded_on_one_rank() -> None:
     ):
         run.check_and_resolve(2)
     with pytest.raises(PlanError, match=r"plan\.cuda_graph=True on cpu"):
-        alone = dataclasses.replace(run, plan=Plan(cuda_graph=True, data=1)).check_and_resolve(1)
-        resolve_device_and_dtype(alone, torch.device("cpu"))
+        resolve_run(dataclasses.replace(run, plan=Plan(cuda_graph=True, data=1)), ON_CPU)
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = dataclasses.replace(RunConfig(), plan=Plan(compile="on", data=1)).check_and_resolve(1)
+    run = RunConfig(plan=Plan(compile="on", data=1))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(PlanError, match=r"plan.compile='on', but nothing compiles.*'off'"):
-        resolve_device_and_dtype(run, torch.device("cpu"))
-    auto = dataclasses.replace(run, plan=Plan(data=1)).check_and_resolve(1)
-    assert resolve_device_and_dtype(auto, torch.device("cpu")).plan.compile == "off"
+        resolve_run(run, ON_CPU)
+    assert resolve_run(RunConfig(plan=Plan(data=1)), ON_CPU).plan.compile == "off"
 
 
 def test_bounds_of_a_setting_stand_at_its_field() -> None:

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from ranvier.config import run as runs
-from ranvier.config.run import RunConfig
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.errors import PlanError
 from ranvier.launch.heartbeat import DONE, STEP, Heartbeat, HeartbeatState
 from ranvier.launch.restart_policy import (
@@ -21,6 +22,7 @@ from ranvier.launch.restart_policy import (
     largest_fitting_grid,
 )
 from ranvier.launch.watchdog import find_slowest_rank, silence_limit, warning_limit
+from ranvier.train.resolve import ResolveContext, resolve_fallback_runs, resolve_run
 from ranvier.train.resume import elastic
 
 GRIDS = (("data=4", 4), ("data=2", 2), ("row=3", 3), ("data=1", 1))
@@ -151,19 +153,22 @@ def test_the_largest_smaller_grid_is_taken_without_the_rank_that_failed() -> Non
     assert history.decide_after(lost(5)).exit_code == 93
 
 
+FOUR = ResolveContext(world_size=4)
+
+
 def test_grids_are_checked_before_anything_starts() -> None:
-    def of(*grids: str) -> RunConfig:
+    def of(*grids: str) -> ResolvedRun:
         tables = {"plan": {"data": 2, "row": 2}, "launch": {"fallback_grids": list(grids)}}
-        return runs.run_from_tables(tables).check_and_resolve(4)
+        return resolve_run(runs.run_from_tables(tables), FOUR)
 
     assert elastic.format_grid(of().plan.degrees) == "data=2,row=2"
-    one, two = elastic.fallback_runs(of("row=2", " data = 2"))
+    one, two = resolve_fallback_runs(of("row=2", " data = 2"), FOUR)
     assert (one.plan.world_size, one.plan.row, one.plan.data) == (2, 2, 1)
     assert (two.plan.data, two.plan.row, two.plan.global_batch) == (2, 1, of().plan.global_batch)
     assert one.plan.micro_batch == of().plan.micro_batch, "it still divides"
     grids = ("dta=2", "row=x", "row=3", "data=4", "")
     with pytest.raises(PlanError) as error:
-        elastic.fallback_runs(of(*grids))
+        resolve_fallback_runs(of(*grids), FOUR)
     for words in (
         "launch.fallback_grids='dta=2': 'dta' is no axis. Did you mean 'data'?",
         "launch.fallback_grids='row=x': row=x is not a number of ranks",
@@ -175,18 +180,32 @@ def test_grids_are_checked_before_anything_starts() -> None:
 
 
 def test_a_micro_batch_that_no_longer_divides_is_inferred_again() -> None:
+    plan = {"pipe": 2, "row": 2, "data": 2, "global_batch": 12, "micro_batch": 2}
     tables = {
-        "plan": {"pipe": 2, "data": 2, "global_batch": 12, "micro_batch": 2, "virtual_stages": 2}
+        "plan": {**plan, "virtual_stages": 2},
+        "launch": {"fallback_grids": ["data=3", "data=4"]},
     }
-    run = runs.run_from_tables(tables).check_and_resolve(4)
-    small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 3})
-    assert (small.plan.global_batch, small.plan.micro_batch, small.plan.virtual_stages) == (
-        12,
-        2,
-        1,
-    )
-    small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 4})
-    assert (small.plan.global_batch, small.plan.micro_batch) == (12, 3)
+    eight = ResolveContext(world_size=8)
+    run = resolve_run(runs.run_from_tables(tables), eight)
+    same, other = resolve_fallback_runs(run, eight)
+    assert (same.plan.global_batch, same.plan.micro_batch, same.plan.virtual_stages) == (12, 2, 1)
+    assert (other.plan.global_batch, other.plan.micro_batch) == (12, 3)
+    assert [one.setting for one in other.decisions_by("ranks")][-1] == "plan.micro_batch"
+
+
+def test_a_smaller_grid_decides_anew_whether_blocks_are_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With row=2 blocks are split and not compiled; without it they are."""
+    monkeypatch.setattr("ranvier.train.resolve.has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    tables = {"plan": {"row": 2, "data": 2}, "launch": {"fallback_grids": ["data=2"]}}
+    context = ResolveContext(world_size=4, device=torch.device("cuda", 0))
+    run = resolve_run(runs.run_from_tables(tables), context)
+    (small,) = resolve_fallback_runs(run, context)
+    assert (run.plan.compile, small.plan.compile) == ("off", "on")
 
 
 def test_limits_are_learnt_from_the_steps() -> None:

@@ -20,6 +20,7 @@ from ranvier.tools.verify import AFTER_STEPS_LIMIT, ONE_PASS_LIMIT, shrink_run
 from ranvier.tools.verify_run import RunVerification, train_and_judge
 from ranvier.train import pruning
 from ranvier.train.pruning import MaskLoader
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 
@@ -34,7 +35,9 @@ def report_of(**changes: Any) -> RunVerification:
         section, _, key = name.partition("__")
         part = dataclasses.replace(getattr(run, section), **{key: value})
         run = dataclasses.replace(run, **{section: part})
-    return train_and_judge(shrink_run(run.check_and_resolve(1)), ProcessInfo(), Grid({}), CPU)
+    return train_and_judge(
+        shrink_run(resolve_run(run, ResolveContext(world_size=1))), ProcessInfo(), Grid({}), CPU
+    )
 
 
 def wrong(report: RunVerification) -> list[str]:

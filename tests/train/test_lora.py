@@ -23,13 +23,12 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.infer.generate import fill_weights
 from ranvier.infer.load import load_model
-from ranvier.launch import ProcessInfo
 from ranvier.models import build_decoder
 from ranvier.models.hf.registry import FAMILIES
 from ranvier.models.lora import named_adapters
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.metrics import step_flops
-from ranvier.train.resolve import check_memory
+from ranvier.train.resolve import ResolveContext, check_memory, resolve_run
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.train import count_trainable
@@ -136,7 +135,7 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
     assert all(torch.equal(mine[n][0], theirs[n][0]) for n in mine if n.endswith(".master"))
     other = dataclasses.replace(more, lora=dataclasses.replace(more.lora, rank=5))
     with pytest.raises(PlanError, match=r"lora.rank=5, but lora.init_from=.* has rank 3"):
-        training.trainer_of(Grid({}), corpus, other)
+        resolve_run(other, ResolveContext(world_size=1))
 
 
 def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path) -> None:
@@ -155,10 +154,11 @@ def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path
     big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
     huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
     limit = dataclasses.replace(huge.memory, device_limit_gib=4.0)
-    check_memory(dataclasses.replace(huge, memory=limit), ProcessInfo(), torch.device("meta"))
+    context = ResolveContext(world_size=1, device=torch.device("meta"))
+    check_memory(dataclasses.replace(huge, memory=limit), context)
     whole = dataclasses.replace(huge, memory=limit, lora=dataclasses.replace(run.lora, rank=0))
     with pytest.raises(PlanError, match="GiB at least"):
-        check_memory(whole, ProcessInfo(), torch.device("meta"))
+        check_memory(whole, context)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ranvier.models import MODEL_SIZES, Decoder
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.train.metrics import finite_or_none, peak_flops, step_flops
-from ranvier.train.resolve import default_local_ranks, resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, default_local_ranks, resolve_run
 from ranvier.train.trainer import freeze_gc
 from training import losses_of, poisoned, run_of, stored, trainer_of
 
@@ -121,14 +121,15 @@ def test_the_work_of_a_step_is_counted_both_ways() -> None:
 
 
 def test_types_are_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert resolve_device_and_dtype(RunConfig(), cpu).train.dtype == "fp32"
+    cpu = ResolveContext(world_size=1, device=torch.device("cpu"))
+    cuda = ResolveContext(world_size=1, device=torch.device("cuda", 0))
+    assert resolve_run(RunConfig(), cpu).train.dtype == "fp32"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
     for has, want in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
-        assert resolve_device_and_dtype(RunConfig(), cuda).train.dtype == want
+        assert resolve_run(RunConfig(), cuda).train.dtype == want
     with pytest.raises(PlanError, match="Old GPU does not compute in bf16"):
-        resolve_device_and_dtype(RunConfig(train=TrainConfig(dtype="bf16")), cuda)
+        resolve_run(RunConfig(train=TrainConfig(dtype="bf16")), cuda)
 
 
 def test_ranks_follow_from_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

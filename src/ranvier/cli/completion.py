@@ -9,7 +9,7 @@ from ranvier.config import arguments
 from ranvier.errors import PlanError
 
 OPTION_CLASSES = {
-    "train": arguments.RunOptions,
+    "train": arguments.TrainOptions,
     "verify": arguments.RunOptions,
     "import": arguments.ImportOptions,
     "export": arguments.ExportOptions,

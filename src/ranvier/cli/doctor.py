@@ -36,6 +36,7 @@ from ranvier.errors import CommunicationError, PlanError
 from ranvier.system.terminal import print
 
 if TYPE_CHECKING:
+    from ranvier.config.resolved_run import ResolvedRun
     from ranvier.config.run import RunConfig
     from ranvier.tools.benchmark_communicators import CommunicatorCost
 
@@ -303,9 +304,13 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     ], cost
 
 
-def resolve_run(run: RunConfig) -> RunConfig:
+def resolve_for_doctor(run: RunConfig) -> ResolvedRun:
     """The run on as many ranks as its plan needs; raises all problems at once."""
-    return run.check_and_resolve(math.prod(max(size, 1) for size in run.plan.degrees.values()))
+    # Imported here: it needs torch, whose import takes seconds.
+    from ranvier.train.resolve import ResolveContext, resolve_run
+
+    world = math.prod(max(size, 1) for size in run.plan.degrees.values())
+    return resolve_run(run, ResolveContext(world_size=world))
 
 
 def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:

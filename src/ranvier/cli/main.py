@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from ranvier.cli.parsing import (
     two_paths,
 )
 from ranvier.config import run as runs
+from ranvier.config.resolved_run import ResolvedRun, decision_lines
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.errors import CheckpointError, DataError, PlanError
@@ -34,8 +36,8 @@ from ranvier.launch import ProcessInfo
 from ranvier.system.terminal import print, quote_word
 
 if TYPE_CHECKING:
-    from ranvier.config.arguments import RunOptions
-    from ranvier.train.prediction import StepPrediction
+    from ranvier.config.arguments import RunOptions, TrainOptions
+    from ranvier.train.resolve import ResolveContext
 
 USAGE = """\
 usage: ranvier COMMAND ...
@@ -125,12 +127,12 @@ def _check_run_exists(words: Sequence[str]) -> None:
                 )
 
 
-def parse_run_options(verb: str, words: Sequence[str]) -> RunOptions:
+def parse_train_options(words: Sequence[str]) -> TrainOptions:
     """Settings from defaults, then the file or the run, then options."""
     # Imported here: the options of all commands take 20 ms to import.
-    from ranvier.config.arguments import RunOptions
+    from ranvier.config.arguments import TrainOptions
 
-    return load_run_with_options(RunOptions, f"{verb} [run.toml]", words)
+    return load_run_with_options(TrainOptions, "train [run.toml]", words)
 
 
 def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | None, int]:
@@ -181,21 +183,9 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
     return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 
 
-# The options of a command extend RunConfig with its own fields; these do not belong in a saved run.
-def _run_config(arguments: RunConfig) -> RunConfig:
-    return RunConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(RunConfig)})
-
-
-def _is_continued(words: Sequence[str]) -> bool:
-    """Whether a run is resumed without a new value for its micro-batch."""
-    files, options = split_words(words)
-    given = [word for word in options if word.replace("_", "-").startswith("--plan.micro-batch")]
-    return bool(files) and os.path.isdir(files[0]) and not given
-
-
 def _train_command(words: Sequence[str]) -> int:
-    """Check the settings, tokenize, then train here or start local ranks that do."""
-    arguments = parse_run_options("train", words)
+    """Resolve the settings, tokenize, then train here or start local ranks that do."""
+    arguments = parse_train_options(words)
     # Before torch is imported, which takes seconds.
     from ranvier.data.sources import check_sources_exist
 
@@ -203,35 +193,27 @@ def _train_command(words: Sequence[str]) -> int:
     from ranvier.train import loggers, prepare_data, resolve, train
     from ranvier.train.resume import elastic, run_directory
 
-    run = _run_config(arguments)
+    settings = arguments.settings
     nodes = _resolve_nodes(arguments, launch.read_process_info())
     if nodes is None:
-        me, world = _resolve_world(arguments, resolve.default_local_ranks(run))
+        me, world = _resolve_world(arguments, resolve.default_local_ranks(settings))
     else:
         me = None
         world = nodes.num_nodes * arguments.nproc
-    # Choose the layout first: everything below depends on the degrees.
-    run, said = _plan_layout(words, run, world, me, nodes)
-    if _is_continued(words):
-        run = elastic.fit_micro_batch(run, world)
-    else:
-        run = run.check_and_resolve(world)
+    context = _launch_context(words, settings, world, me, nodes)
+    run = resolve.resolve_run(settings, context)
     # The launcher may restart on a smaller grid after a failure, so every fallback is checked now.
-    choices = [run, *elastic.fallback_runs(run)]
+    choices = [run, *resolve.resolve_fallback_runs(run, context)]
     loggers.check_loggers(run)
     run_directory.check_output_dir(run)
-    # Device, backend and memory of each choice are checked in this process, before ranks start.
     for choice in choices:
-        who = me or ProcessInfo(
-            local_world_size=min(arguments.nproc or world, choice.plan.world_size)
-        )
-        device = resolve.resolve_device(choice, who)
-        backend = resolve.resolve_backend(choice, who, device)
-        resolve.check_memory(resolve.resolve_device_and_dtype(choice, device, backend), who, device)
+        resolve.check_memory(choice, context)
+    if arguments.dry_run:
+        return _print_decisions(run)
     # Under a launcher this process is one rank; the first rank of each machine tokenizes.
     if me is not None:
         with launch.report_errors(me):
-            return _train_rank([run], None, said, me)
+            return _train_rank([run], None, me)
     # Of several nodes the first one owns the run directory.
     first = nodes is None or nodes.node_rank == 0
     if first:
@@ -240,12 +222,12 @@ def _train_command(words: Sequence[str]) -> int:
     # Problems of the data are reported before any rank starts.
     train.open_dataset(run, stored)
     if world == 1:
-        return _train_rank([run], stored, said, ProcessInfo())
+        return _train_rank([run], stored, ProcessInfo())
     # Named here rather than by the ranks, so that a restart finds the same directory.
     if first and not run.train.output_dir:
-        out = run_directory.make_run_dir(run.model.size)
-        choices = [run_directory.with_dir(one, out) for one in choices]
-    task = functools.partial(_train_rank, choices, stored, said)
+        claimed = replace(context, output_dir=run_directory.make_run_dir(run.model.size))
+        choices = [resolve.resolve_output_dir(one, claimed) for one in choices]
+    task = functools.partial(_train_rank, choices, stored)
     policy = launch.RestartPolicy(
         max_restarts=run.launch.max_restarts,
         restart_on_error=run.launch.restart_on_error,
@@ -265,68 +247,78 @@ def _train_command(words: Sequence[str]) -> int:
     )
 
 
-def _plan_layout(
+def _launch_context(
     words: Sequence[str],
-    run: RunConfig,
+    settings: RunConfig,
     world: int,
     me: ProcessInfo | None,
     nodes: launch.NodeInfo | None,
-) -> tuple[RunConfig, StepPrediction | None]:
-    """The run with the planner's layout, if it leaves that open, and the prediction.
+) -> ResolveContext:
+    """What a run is resolved with before its ranks are started."""
+    from ranvier.tools.local_cluster import find_local_cluster
+    from ranvier.train import resolve
 
-    A resumed run keeps its layout, or gets the one that the options ask for.
-    """
-    from ranvier.tools import auto_plan
-
-    files, _ = split_words(words)
+    files, options = split_words(words)
+    resumes = bool(files) and os.path.isdir(files[0])
+    changed = any(w.replace("_", "-").startswith("--plan.micro-batch") for w in options)
     if nodes:
         count = nodes.num_nodes
     elif me:
         count = me.world_size // me.local_world_size
     else:
         count = 1
-    if (files and os.path.isdir(files[0])) or not auto_plan.needs_planning(run, world):
-        return auto_plan.freeze_plan(run), None
-    return auto_plan.plan_run(run, world, nodes=count)
+    process = me or ProcessInfo(local_world_size=world // count)
+    device = resolve.resolve_device(settings, process)
+    return resolve.ResolveContext(
+        world_size=world,
+        process=process,
+        device=device,
+        find_cluster=functools.partial(find_local_cluster, device, world, count),
+        resumes_run=resumes,
+        adapts_micro_batch=resumes and not changed,
+    )
 
 
-def _train_rank(
-    choices: Sequence[RunConfig],
-    stored: list[str] | None,
-    said: StepPrediction | None,
-    me: ProcessInfo,
-) -> int:
+def _print_decisions(run: ResolvedRun) -> int:
+    """Print what was decided for a run, and why."""
+    if not launch.is_follower():
+        print(f"{run.model.size} on {run.plan.world_size} rank(s): what was left open, and why")
+        for line in decision_lines(run):
+            print(f"  {line}")
+    return 0
+
+
+def _train_rank(choices: Sequence[ResolvedRun], stored: list[str] | None, me: ProcessInfo) -> int:
     """Train as one rank of the grid that the launcher has chosen."""
-    from ranvier.tools import auto_plan
-    from ranvier.train import resolve, train
+    from ranvier.train import layout, resolve, train
     from ranvier.train.health import determinism
-    from ranvier.train.resume import run_directory
 
     run = choices[me.grid_index]
-    # A restart resumes from the checkpoints that earlier attempts saved.
-    if me.attempt:
-        run = run_directory.with_auto_resume(run, me.start_time)
-    device = resolve.resolve_device(run, me)
-    backend = resolve.resolve_backend(run, me, device)
-    share_gpu = run.launch.share_gpu
+    context = resolve.ResolveContext.for_process(run, me)
+    run = resolve.resolve_run(run, context)
+    repeats = run.train.deterministic and run.train.device == "cuda"
     with (
-        determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
-        launch.join_process_group(me, backend, run.train.comm_timeout_seconds, share_gpu=share_gpu),
+        determinism.deterministic_algorithms(repeats),
+        launch.join_process_group(
+            me,
+            run.train.backend,
+            run.train.comm_timeout_seconds,
+            share_gpu=run.launch.share_gpu,
+        ),
     ):
-        # The prediction is for the first grid; a fallback grid has none.
-        if said is not None and me.grid_index == 0:
-            run, said = auto_plan.broadcast_plan(run, said, me)
-        return train.train(run, me, stored, said if me.grid_index == 0 else None)
+        return train.train(layout.broadcast_layout(run, me), me, stored)
 
 
 def _verify_command(words: Sequence[str]) -> int:
     """Shrink the model, then compare on as many local ranks as the plan needs."""
-    arguments = parse_run_options("verify", words)
-    from ranvier.tools import verify
+    from ranvier.config.arguments import RunOptions
 
-    run = _run_config(arguments)
-    me, world = _resolve_world(arguments, verify.required_ranks(run.plan))
-    run = run.check_and_resolve(world)
+    arguments = load_run_with_options(RunOptions, "verify [run.toml]", words)
+    from ranvier.tools import verify
+    from ranvier.train import resolve
+
+    me, world = _resolve_world(arguments, verify.required_ranks(arguments.plan))
+    run = resolve.resolve_run(arguments.settings, resolve.ResolveContext(world_size=world))
     if me is None and world > verify.MAX_RANKS:
         raise PlanError(
             f"The plan needs {world} ranks. verify starts at most {verify.MAX_RANKS} on one "
@@ -350,7 +342,7 @@ def _verify_command(words: Sequence[str]) -> int:
     return code
 
 
-def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
+def _verify_rank(run: ResolvedRun, me: ProcessInfo) -> int:
     from ranvier.tools import verify
     from ranvier.train import resolve
 
@@ -503,7 +495,7 @@ def _eval_command(words: Sequence[str]) -> int:
     if settings.samples_file:
         return verb.score_samples(settings)
     me, world = _resolve_world(settings, verify.required_ranks(settings.plan))
-    run = verb.resolve_plan(_run_config(settings), world, settings)
+    run = verb.resolve_plan(settings.settings, world, settings)
     task = functools.partial(verb.eval_rank, run, Path(names[0]), settings)
     if me is None and world > 1:
         return launch.launch_ranks(world, task, preload=[verb.__name__])
@@ -532,7 +524,7 @@ def _profile_command(words: Sequence[str]) -> int:
     from ranvier.tools.profiler import report as profile
 
     own = {name: getattr(settings, name) for name in ("steps", "warmup_steps", "top", "output")}
-    return profile.profile_run(_run_config(settings), origin, **own)
+    return profile.profile_run(settings.settings, origin, **own)
 
 
 def _plan_command(words: Sequence[str]) -> int:
@@ -559,7 +551,7 @@ def _simulate_pipeline_command(words: Sequence[str]) -> int:
     settings = load_run_with_options(SimulateOptions, "simulate pipeline [run.toml | RUN]", words)
     from ranvier.tools import simulate
 
-    return simulate.simulate_run(_run_config(settings), settings)
+    return simulate.simulate_run(settings.settings, settings)
 
 
 def _measure_command(words: Sequence[str]) -> int:
@@ -588,7 +580,7 @@ def _dry_run_command(words: Sequence[str]) -> int:
     from ranvier.tools.verify import required_ranks
 
     world = settings.world or required_ranks(settings.plan)
-    run = _run_config(settings)
+    run = settings.settings
     return dry_run.show_dry_run(
         run,
         world=world,
@@ -603,12 +595,14 @@ def _doctor_command(words: Sequence[str]) -> int:
 
     settings = load_run_with_options(DoctorOptions, "doctor [run.toml | RUN]", words)
     names, _ = split_words(words)
-    run = _run_config(settings)
+    run = settings.settings
     from ranvier.cli import doctor
 
     # Communicators are listed only if a run or any setting was given.
     asks = bool(names) or run != RunConfig()
-    return doctor.print_findings(doctor.examine_machine(doctor.resolve_run(run) if asks else None))
+    return doctor.print_findings(
+        doctor.examine_machine(doctor.resolve_for_doctor(run) if asks else None)
+    )
 
 
 def _completion_command(words: Sequence[str]) -> int:

@@ -18,6 +18,15 @@ class RunOptions(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """What train is given."""
+
+    dry_run: bool = False
+    """Print every setting that was left open, with the value it gets on this machine and the
+    reason, then stop. `ranvier dry-run` shows what a rank of that run holds and communicates."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileOptions(RunConfig):
     """Where the time of a run's steps goes, kernel by kernel, on one rank.
 

@@ -39,7 +39,7 @@ class Refusal:
 
     def message(self, run: RunConfig) -> str:
         """The message about a run to which it applies."""
-        sections = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        sections = vars(run.settings)
         text = f"{self.says}. {self.rule}. {self.remedy}."
         return text.format(**sections, **self.values(run))
 

@@ -59,6 +59,12 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
 
+    @property
+    def settings(self) -> RunConfig:
+        """The settings alone: subclasses add options of a command, or what was decided."""
+        names = [section.name for section in dataclasses.fields(RunConfig)]
+        return RunConfig(**{name: getattr(self, name) for name in names})
+
     def check_and_resolve(self, world: int) -> RunConfig:
         """The config with all values resolved for `world` ranks; raises all problems at once."""
         problems = list(self.find_problems())
@@ -92,13 +98,18 @@ class RunConfig:
         """The learning rate after warmup: as given, or derived from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
-        if self.train.init_from or self.model.size == IMPORTED_SIZE:
+        if self.starts_from_trained_weights:
             # Adapters take a tenfold rate.
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.init_from else 1.0)
         embed = self.model.embed
         tokens = max(self.plan.global_batch * self.data.seq_len, 1)
         # Rounded to three digits, as it is printed and saved.
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
+
+    @property
+    def starts_from_trained_weights(self) -> bool:
+        """Whether the run fine-tunes a model that was trained before."""
+        return bool(self.train.init_from) or self.model.size == IMPORTED_SIZE
 
     @property
     def trainable_parameters(self) -> int:
@@ -274,7 +285,7 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
 def to_toml(run: RunConfig) -> str:
     """The config as TOML, with all values written out."""
     lines = [f"format = {SETTINGS_FORMAT}", ""]
-    for section in dataclasses.fields(run):
+    for section in dataclasses.fields(RunConfig):
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():
             # TOML has no null: a missing key means "derived".

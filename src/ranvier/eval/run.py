@@ -18,6 +18,7 @@ from ranvier.checkpoint.directory import step_of
 from ranvier.comm.consensus import run_and_raise_together
 from ranvier.config.arguments import EvalOptions
 from ranvier.config.plan import Plan
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
@@ -101,7 +102,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
         generate.read_tasks(Path(wanted.code))
 
 
-def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
+def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun:
     """Resolve the run on the grid of this evaluation: its batch is not that of training."""
     model = run.model
     if model.position_embedding == "learned" and wanted.max_length > model.max_seq:
@@ -124,7 +125,9 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
     else:
         room = model
     filled = replace(run, plan=plan, model=room, data=replace(run.data, seq_len=seq))
-    return replace(run, plan=filled.check_and_resolve(world).plan)
+    small = replace(run, plan=filled.check_and_resolve(world).plan)
+    reason = "an evaluation has a grid and a batch of its own"
+    return ResolvedRun.from_config(run).adopt("evaluation", small, {"": reason})
 
 
 def single_rank_run(run: RunConfig) -> RunConfig:
@@ -133,7 +136,7 @@ def single_rank_run(run: RunConfig) -> RunConfig:
     return replace(run, plan=Plan(data=-1, col_splits=run.plan.col_splits), train=here)
 
 
-def eval_rank(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
+def eval_rank(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
     """Join the other ranks, then `evaluate_run`."""
     backend = resolve_backend(run, me, resolve_device(run, me))
     with join_process_group(
@@ -142,7 +145,7 @@ def eval_rank(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo
         return evaluate_run(run, folder, wanted, me)
 
 
-def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
+def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
     """Evaluate the model of a run as one rank of the grid; returns the exit code."""
     device = resolve_device(run, me)
     grid = Grid.from_plan(

@@ -58,7 +58,7 @@ from ranvier.planner.microbenchmarks import (
 from ranvier.system.terminal import print
 from ranvier.train.build_model import build_model
 from ranvier.train.model_converters import choose_arithmetic
-from ranvier.train.resolve import resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import forward_backward
 
 FEW_BLOCKS = 2
@@ -97,7 +97,7 @@ def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
         "plan": {"global_batch": 1, "micro_batch": 1, "compile": "off", "recompute": "none"},
         "train": {"device": device.type, "dtype": "bf16", "float8": fp8},
     }
-    run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
+    run = resolve_run(runs.run_from_tables(tables), ResolveContext(world_size=1, device=device))
     grid = Grid({})
     model = build_model(run, grid, device, local_ranks=1)
     choose_arithmetic(

@@ -32,8 +32,8 @@ from ranvier.planner.cluster import Cluster, Link, MeasuredCollective
 from ranvier.planner.predict import Prediction
 from ranvier.system import safe_files
 from ranvier.system.terminal import print
-from ranvier.tools.auto_plan import detect_cluster, predict_run
 from ranvier.tools.benchmark_cluster import scale_cluster
+from ranvier.tools.local_cluster import detect_cluster, predict_run
 from ranvier.train.prediction import WARMUP_STEPS
 
 COMM_PARTS = ("row", "col", "depth", "data", "pipe")

@@ -25,6 +25,7 @@ import torch
 from ranvier import launch
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import AXES
+from ranvier.config.resolved_run import ResolvedRun, decision_lines, decisions_to_json
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
@@ -41,6 +42,7 @@ from ranvier.train.build_model import DTYPES, build_model
 from ranvier.train.memory.breakdown import tensors_by_category
 from ranvier.train.memory.probe import HostMemoryCounter, blank_batch, live_gradients
 from ranvier.train.memory.resolve import build_optimizer
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import StepLimits, train_step
 
 META = torch.device("meta")
@@ -76,6 +78,8 @@ class DryRunResult:
     has no data-dependent layers."""
     seconds: float
     """Duration of the dry run."""
+    run: ResolvedRun
+    """The settings, and why those have their values that were left open."""
 
     def comm_bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes by operation and axis."""
@@ -92,10 +96,11 @@ class DryRunResult:
             "memory": self.memory.to_dict(),
             "expert_imbalance": self.expert_load,
             "seconds": self.seconds,
+            "decisions": decisions_to_json(self.run),
         }
 
 
-def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> RunConfig:
+def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> ResolvedRun:
     """Resolve the run for one rank of `world`, or raise everything that is wrong with it."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
@@ -103,7 +108,7 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
             f"least. Use --rank {max(min(rank, world - 1), 0)}"
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
-    run = run.check_and_resolve(world)
+    run = resolve_run(run, ResolveContext(world_size=world, device=META))
     if 1.0 <= load <= run.plan.expert:
         problems = []
     else:
@@ -126,12 +131,10 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
         )
     if problems:
         raise PlanError(problems)
-    dtype = "bf16" if run.train.dtype == "auto" else run.train.dtype
-    # Compiled code and CUDA graphs do not run on the meta device; packing would need real
-    # documents.
-    plan = replace(run.plan.without_measuring, compile="off", cuda_graph=False)
-    packed = replace(run.data, document_mask=False)
-    return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
+    measured = replace(run, plan=run.plan.without_measuring)
+    run = run.adopt("dry run", measured, {"": "memory is not measured in a dry run"})
+    packed = {"data.document_mask": False}
+    return run.decide("dry run", packed, "packed samples would need real documents")
 
 
 def _load_problem(run: RunConfig, load: float) -> str:
@@ -189,6 +192,7 @@ def dry_run(
             where=seen.peak_place if watched else "",
         ),
         seconds=time.perf_counter() - begun,
+        run=run,
     )
 
 
@@ -304,6 +308,11 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
     out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s"]
     if found.expert_load is not None:
         out.append(describe_expert_load(found.expert_load))
+    out += [
+        "",
+        "settings that were left open",
+        *(f"  {line}" for line in decision_lines(found.run)),
+    ]
     out += ["", "shards"]
     width = max((len(name) for name in _group_shards(found)), default=0)
     for name, (part, whole, count) in _group_shards(found).items():

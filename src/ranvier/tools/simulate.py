@@ -34,6 +34,7 @@ from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system.terminal import print
 from ranvier.train.build_model import pipeline_config
 from ranvier.train.report import pipeline
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.run_directory import write_text_atomically
 
 TIME_KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
@@ -56,7 +57,7 @@ class TimingSource:
 def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     """Simulate the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
-    run = run.check_and_resolve(known)
+    run = resolve_run(run, ResolveContext(world_size=known))
     plan = run.plan.without_measuring
     run = replace(run, plan=plan)
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)

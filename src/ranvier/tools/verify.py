@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.config.plan import Plan
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
@@ -71,7 +72,7 @@ def required_ranks(plan: Plan) -> int:
     return math.prod(max(size, 1) for size in plan.degrees.values())
 
 
-def shrink_run(run: RunConfig) -> RunConfig:
+def shrink_run(run: ResolvedRun) -> ResolvedRun:
     """The run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
     model = run.model
@@ -279,7 +280,7 @@ class Comparison:
         return self.difference <= self.limit
 
 
-def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
+def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
     """Compare as one rank; rank 0 prints the table. Returns 0 if all agree, else 1."""
     # Ranks usually share the cores of one machine, and the model is tiny.
     torch.set_num_threads(1)
@@ -315,7 +316,7 @@ def verify_grid(run: RunConfig, me: ProcessInfo) -> int:
     return int(bool(wrong) or others > 0 or trained)
 
 
-def _verify_short_run(run: RunConfig, me: ProcessInfo, grid: Grid, device: torch.device) -> bool:
+def _verify_short_run(run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device) -> bool:
     """Train, save, reload and continue; returns whether something was wrong, equal on all ranks."""
     # Flushed, because it is the last line a user sees if a rank crashes below.
     if me.rank == 0:

@@ -32,6 +32,7 @@ from ranvier.checkpoint import async_saver
 from ranvier.checkpoint import directory as checkpoints
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm.consensus import broadcast_text
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.data.batch import Batch
 from ranvier.data.cache import index_pairs
@@ -67,7 +68,7 @@ class RunVerification:
     """False statements in the files of the run."""
 
 
-def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
+def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
     """The shrunk run, set up to train in a directory for `steps` steps, in float64."""
     memory = run.memory
     pruned = run.prune
@@ -109,7 +110,7 @@ def short_run(run: RunConfig, folder: Path, *, steps: int) -> RunConfig:
 
 
 def train_and_judge(
-    run: RunConfig, me: ProcessInfo, grid: Grid, device: torch.device
+    run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device
 ) -> RunVerification:
     """Train the shrunk run, save it, resume it, save it again; returns the findings of rank 0.
 
@@ -342,7 +343,7 @@ def _build_adamw(
 # ---- files of the run -------------------------------------------------------------------------
 
 
-def judge_run(run: RunConfig, folder: Path) -> RunVerification:
+def judge_run(run: ResolvedRun, folder: Path) -> RunVerification:
     """Compare the files of a run with plain PyTorch."""
     run = short_run(run, folder, steps=TOTAL_STEPS)
     want = SerialRun.train_serially(folder, run)

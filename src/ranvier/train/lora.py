@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +28,8 @@ ADAPTER_INFIX = ".adapters."
 """Part of the names of all adapter weights, and of no others."""
 
 
-def resolve_lora(run: RunConfig) -> RunConfig:
-    """The run config with the settings of the adapter that it starts from."""
-    if not run.lora.init_from:
-        return run
+def read_adapter_settings(run: RunConfig) -> dict[str, Any]:
+    """The settings of the adapter that a run starts from; raises if they contradict the run's."""
     stored = read_adapter(Path(run.lora.init_from), run.model)
     if run.lora.rank not in (0, stored.lora.rank):
         raise PlanError(
@@ -39,7 +37,7 @@ def resolve_lora(run: RunConfig) -> RunConfig:
             f"{stored.lora.rank}. A run that starts from an adapter has its settings. Leave "
             "lora.rank out, or lora.init_from empty."
         )
-    return replace(run, lora=replace(run.lora, **asdict(stored.lora)))
+    return asdict(stored.lora)
 
 
 def is_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> bool:

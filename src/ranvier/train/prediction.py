@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from ranvier.config.resolved_run import StepPrediction
 from ranvier.html import page
 from ranvier.html.plot import escape_html
 from ranvier.planner.memory.breakdown import GIB
@@ -15,22 +16,6 @@ from ranvier.system.terminal import print
 CHECK_AFTER_STEPS = 8
 """Steps after which a run is compared with its prediction; the first two are warm-up."""
 WARMUP_STEPS = 2
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """The planner's prediction for a run, as stored in run.json."""
-
-    why: str
-    machine: str
-    seconds: float
-    low: float
-    """Lower end of the 80% interval of the step time; `high` is its upper end."""
-    high: float
-    memory: int
-    """Peak bytes of tensors on a device."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per step by what they are spent on."""
 
 
 @dataclass

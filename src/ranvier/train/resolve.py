@@ -1,6 +1,10 @@
-"""Resolve what a run leaves to the machine: device, dtype, backend, ranks; and whether it fits.
+"""Resolves what a user leaves open, with one ordered list of resolvers.
 
-Tools and evaluation need these without training.
+`resolve_run(run, context)` applies `RESOLVERS` in order. Each is a small function that looks at the
+settings and at the context (ranks, device, machine, directory), fills in what it is responsible
+for, and records why (`ResolvedRun.decide`). What the context does not know yet stays open and is
+resolved by a later call: the launcher does not know the output directory, and no process knows the
+memory of all ranks before they are connected. A second call with the same context changes nothing.
 """
 
 from __future__ import annotations
@@ -8,23 +12,254 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
+from ranvier import launch
+from ranvier.config.plan import Compile
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
-from ranvier.launch import (
-    ProcessInfo,
-    has_triton,
-    read_environment,
-)
+from ranvier.launch import ProcessInfo, has_triton, read_environment
 from ranvier.nn import float8
+from ranvier.planner.cluster import Cluster
 from ranvier.sharding import ShardingTable
-from ranvier.train import lora
+from ranvier.system.terminal import print
+from ranvier.train import layout, lora
 from ranvier.train.build_model import DTYPES
 from ranvier.train.health.determinism import check_deterministic, compiles_deterministically
+from ranvier.train.resume import elastic, run_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolveContext:
+    """What a run is resolved with; what depends on a value that is None stays open."""
+
+    world_size: int
+    process: ProcessInfo = field(default_factory=ProcessInfo)
+    device: torch.device | None = None
+    """Device of this rank, or of the ranks that this process starts."""
+    find_cluster: Callable[[], Cluster] | None = None
+    """Describes the machine for the planner; called only if a layout is to be planned."""
+    resumes_run: bool = False
+    """Whether the settings are those of a run that is continued, which keeps its layout."""
+    adapts_micro_batch: bool = False
+    """Whether a micro-batch that does not divide the batch of a rank may be replaced."""
+    fallback_grid: str = ""
+    """The grid of `launch.fallback_grids` to continue on after ranks were lost."""
+    output_dir: Path | None = None
+
+    @classmethod
+    def for_process(cls, run: RunConfig, process: ProcessInfo) -> ResolveContext:
+        """The context of a rank that has been started."""
+        device = resolve_device(run, process)
+        return cls(world_size=process.world_size, process=process, device=device)
+
+
+Resolver = Callable[[ResolvedRun, ResolveContext], ResolvedRun]
+
+
+def resolve_run(run: RunConfig, context: ResolveContext) -> ResolvedRun:
+    """The run with everything resolved that the context knows; raises all problems at once."""
+    resolved = ResolvedRun.from_config(run)
+    for resolver in RESOLVERS:
+        resolved = resolver(resolved, context)
+    return resolved
+
+
+# ---- resolvers --------------------------------------------------------------------------
+
+
+def resolve_layout(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Let the planner choose the layout of several ranks, if no degree of it is given."""
+    if not run.plan.auto:
+        return run
+    if context.resumes_run:
+        return run.decide("layout", {"plan.auto": False}, "a continued run keeps its layout")
+    if not layout.needs_planning(run, context.world_size):
+        if context.world_size == 1:
+            reason = "one rank has one layout"
+        else:
+            reason = "degrees are given"
+        return run.decide("layout", {"plan.auto": False}, reason)
+    if context.find_cluster is None:
+        return run
+    # Problems of the settings are reported by `resolve_ranks`, all at once.
+    if _has_problems(run):
+        return run.decide("layout", {"plan.auto": False}, "other settings are wrong")
+    try:
+        machine = context.find_cluster()
+    except PlanError as error:
+        reason = f"All ranks lie on data, as no layout was planned: {error}"
+        if not launch.is_follower():
+            print(reason)
+        return run.decide("layout", {"plan.auto": False}, reason)
+    known = resolve_device_settings(resolve_adapter(run, context), context)
+    planned, prediction = layout.choose_layout(run, layout.build_workload(known), machine)
+    chosen = run.adopt("layout", planned, {"": f"planned for {machine.name}: {prediction.why}"})
+    return replace(chosen, prediction=prediction)
+
+
+def _has_problems(run: RunConfig) -> bool:
+    """Whether settings of a run are wrong on any number of ranks."""
+    if any(run.find_problems()):
+        return True
+    try:
+        run.check_and_resolve(1)
+    except PlanError:
+        return True
+    return False
+
+
+def resolve_fallback_grid(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Continue on a smaller grid after ranks were lost; the global batch stays the same."""
+    if not context.fallback_grid:
+        return run
+    degrees = elastic.parse_grid(context.fallback_grid)
+    reason = f"ranks were lost: launch.fallback_grids has {context.fallback_grid}"
+    smaller = elastic.change_grid(run.plan, degrees)
+    changed = run.adopt("fallback grid", replace(run, plan=smaller), {"": reason})
+    # The prediction was for the grid that the planner chose, and whether blocks are compiled
+    # depends on the degrees.
+    return replace(changed, prediction=None).reopen("plan.compile")
+
+
+def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Derive degrees, micro-batch and learning rate from the number of ranks, and check them."""
+    try:
+        found = run.check_and_resolve(context.world_size)
+    except PlanError as error:
+        if not context.adapts_micro_batch:
+            raise
+        inferred = replace(run, plan=replace(run.plan, micro_batch=-1))
+        try:
+            found = inferred.check_and_resolve(context.world_size)
+        except PlanError:
+            # Another micro-batch does not help: report the problem of the given settings.
+            raise error from None
+    if found.plan.pipe > 1:
+        share = "at most four micro-batches a stage"
+    else:
+        share = "the whole share of a rank, in one pass"
+    if run.starts_from_trained_weights:
+        rate = "the usual rate for weights that were trained before"
+    else:
+        rate = "derived from the width of the model and the tokens of a step"
+    reasons = {
+        "plan.micro_batch": share,
+        "optim.lr": rate,
+        "optim.warmup_steps": "a tenth of all steps, at least 10",
+        "": f"fills {context.world_size} rank(s)",
+    }
+    return run.adopt("ranks", found, reasons)
+
+
+def resolve_adapter(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Take over the settings of the adapter that a run starts from."""
+    if not run.lora.init_from:
+        return run
+    theirs = lora.read_adapter_settings(run)
+    reason = f"the adapter {run.lora.init_from} was trained with it"
+    return run.decide("adapter", {f"lora.{name}": x for name, x in theirs.items()}, reason)
+
+
+def resolve_device_settings(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Resolve `auto` for device, backend, dtype and compilation."""
+    device = context.device
+    if device is None:
+        return run
+    if device.type == "meta":
+        # A dry run stands for a run on GPUs, whose operations run one by one.
+        where = "dry runs have no device: "
+        run = run.decide("device", {"train.dtype": _dry_dtype(run)}, f"{where}the type of a GPU")
+        off = {"plan.compile": "off", "plan.cuda_graph": False}
+        return run.decide("device", off, f"{where}blocks run operation by operation")
+    _check_device(run, device)
+    if device.type == "cuda":
+        found = f"torch sees {torch.cuda.get_device_name(device)}"
+    else:
+        found = "torch sees no CUDA device"
+    run = run.decide("device", {"train.device": device.type}, found)
+    backend = resolve_backend(run, context.process, device)
+    links = {"nccl": "a GPU for each rank", "gloo": "ranks on CPUs, or several on a GPU"}[backend]
+    run = run.decide("device", {"train.backend": backend}, links)
+    if run.train.dtype == "auto":
+        dtype, reason = _default_dtype(device)
+        run = run.decide("device", {"train.dtype": dtype}, reason)
+    _check_dtype(run, device)
+    if run.plan.compile == "auto":
+        compiled, reason = _default_compile(run, device)
+        run = run.decide("device", {"plan.compile": compiled}, reason)
+    if device.type == "cuda":
+        check_deterministic(run)
+    return run
+
+
+def resolve_restart(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Resume from its own checkpoints if the launcher has restarted a run."""
+    if not run_directory.has_own_checkpoints(run, context.process):
+        return run
+    reason = f"attempt {context.process.attempt + 1} continues from the run's own checkpoints"
+    return run.decide("restart", {"checkpoint.resume": "auto"}, reason)
+
+
+def resolve_output_dir(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Name the directory that was claimed for a run."""
+    if context.output_dir is None:
+        return run
+    reason = "a new directory, as none was given"
+    return run.decide("output directory", {"train.output_dir": str(context.output_dir)}, reason)
+
+
+RESOLVERS: tuple[Resolver, ...] = (
+    resolve_layout,
+    resolve_fallback_grid,
+    resolve_ranks,
+    resolve_adapter,
+    resolve_device_settings,
+    resolve_restart,
+    resolve_output_dir,
+)
+"""In this order, as each relies on what those before it have decided."""
+
+
+def resolve_fallback_runs(run: ResolvedRun, context: ResolveContext) -> list[ResolvedRun]:
+    """The run on each of `launch.fallback_grids`; raises the problems of all at once.
+
+    context: that of the run on its own grid.
+    """
+    found = []
+    problems = []
+    for text in run.launch.fallback_grids:
+        try:
+            ranks = math.prod(elastic.parse_grid(text).values())
+            # A fallback grid is for fewer ranks than the plan.
+            if ranks >= run.plan.world_size:
+                raise PlanError(
+                    f"launch.fallback_grids={text!r} has {ranks} ranks, the plan "
+                    f"{run.plan.world_size}. It is for when ranks are lost. Name smaller grids."
+                )
+            local = min(context.process.local_world_size, ranks)
+            smaller = replace(
+                context,
+                world_size=ranks,
+                process=replace(context.process, local_world_size=local),
+                fallback_grid=text,
+                adapts_micro_batch=True,
+            )
+            found.append(resolve_run(run, smaller))
+        except PlanError as error:
+            named_in = f"launch.fallback_grids={text!r}"
+            problems += [p if named_in in p else f"{named_in}: {p}" for p in error.problems]
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+# ---- device, backend, dtype -------------------------------------------------------------
 
 
 def resolve_device(run: RunConfig, me: ProcessInfo) -> torch.device:
@@ -60,23 +295,53 @@ def resolve_backend(run: RunConfig, me: ProcessInfo, device: torch.device) -> st
     return "gloo"
 
 
-def resolve_device_and_dtype(
-    run: RunConfig, device: torch.device, backend: str = "auto"
-) -> RunConfig:
-    """Resolve `auto` for device, backend, dtype and compile, and the settings of a LoRA adapter
-    that the run starts from.
-    """
+def _dry_dtype(run: RunConfig) -> str:
+    if run.train.dtype == "auto":
+        return "bf16"
+    return run.train.dtype
+
+
+def _default_dtype(device: torch.device) -> tuple[str, str]:
+    """The dtype of a device, and why."""
+    if device.type == "cpu":
+        return "fp32", "CPUs compute fastest in it"
+    if _has_bf16(device):
+        return "bf16", "the GPU computes in it"
+    return "fp16", "the GPU has no bf16"
+
+
+def _has_bf16(device: torch.device) -> bool:
     # torch reports emulated bf16 as supported by default, which would be slow.
-    has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _default_compile(run: RunConfig, device: torch.device) -> tuple[Compile, str]:
+    """Whether blocks are compiled, and why."""
+    if device.type != "cuda" or not has_triton():
+        return "off", "blocks are compiled on GPUs with Triton"
+    if not run.plan.has_whole_blocks:
+        return "off", "only blocks that are not split are compiled"
+    if run.train.deterministic and not compiles_deterministically():
+        return "off", "compiled kernels would not be deterministic"
+    return "on", "a GPU with Triton, and no block is split"
+
+
+def _check_device(run: RunConfig, device: torch.device) -> None:
+    if run.plan.cuda_graph and device.type != "cuda":
+        raise PlanError(
+            f"plan.cuda_graph=True on {device}. CUDA records graphs. Use plan.cuda_graph=False."
+        )
+    able = has_triton() if device.type == "cuda" else _has_cpp_compiler()
+    if run.plan.compile == "on" and not able:
+        raise PlanError(
+            f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
+            "and a C compiler on cuda, g++ on cpu. Install them, or use plan.compile='off'."
+        )
+
+
+def _check_dtype(run: RunConfig, device: torch.device) -> None:
     dtype = run.train.dtype
-    if dtype == "auto":
-        if device.type == "cpu":
-            dtype = "fp32"
-        elif has:
-            dtype = "bf16"
-        else:
-            dtype = "fp16"
-    if dtype == "bf16" and not has:
+    if dtype == "bf16" and not _has_bf16(device):
         raise PlanError(
             f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
             "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
@@ -91,30 +356,6 @@ def resolve_device_and_dtype(
             f"train.float8={run.train.float8!r}, but {torch.cuda.get_device_name(device)} does not "
             "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.float8='off'."
         )
-    if run.plan.cuda_graph and device.type != "cuda":
-        raise PlanError(
-            f"plan.cuda_graph=True on {device}. CUDA records graphs. Use plan.cuda_graph=False."
-        )
-    compiled = run.plan.compile
-    if compiled == "auto":
-        able = device.type == "cuda" and has_triton()
-        # `auto` compiles only layers that are not split.
-        whole = run.plan.has_whole_blocks
-        repeats = not run.train.deterministic or compiles_deterministically()
-        if able and whole and repeats:
-            compiled = "on"
-        else:
-            compiled = "off"
-    elif compiled == "on" and not (has_triton() if device.type == "cuda" else _has_cpp_compiler()):
-        raise PlanError(
-            f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
-            "and a C compiler on cuda, g++ on cpu. Install them, or use plan.compile='off'."
-        )
-    if device.type == "cuda":
-        check_deterministic(run)
-    words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
-    plan = replace(run.plan, compile=compiled)
-    return lora.resolve_lora(replace(run, plan=plan, train=replace(run.train, **words)))
 
 
 def _has_cpp_compiler() -> bool:
@@ -138,8 +379,11 @@ def default_local_ranks(run: RunConfig) -> int:
     return known
 
 
-def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
+def check_memory(run: ResolvedRun, context: ResolveContext) -> None:
     """Refuse a model that cannot fit, by a lower bound of its memory, before it is built."""
+    device = context.device
+    # The ranks of a smaller grid are not more than those that share this machine.
+    local = min(context.process.local_world_size, run.plan.world_size)
     plan = run.plan
     memory = run.memory
     width = DTYPES[run.train.dtype].itemsize
@@ -161,10 +405,10 @@ def check_memory(run: RunConfig, me: ProcessInfo, device: torch.device) -> None:
         "embed", max(plan.micro_batch, 1), run.data.seq_len, run.model.embed, plan.degrees
     )
     kept = math.prod(shape) * layers * width
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
-        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world_size
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local
     if memory.device_limit_gib > 0.0:
         there = min(there, int(memory.device_limit_gib * 2**30))
     if state + kept > there:

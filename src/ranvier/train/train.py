@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ from ranvier.comm.consensus import (
     max_over_ranks,
     run_and_raise_together,
 )
+from ranvier.config.resolved_run import ResolvedRun, decisions_to_json
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig
 from ranvier.data.dataset import RunData, open_data
 from ranvier.errors import STOPPED_EXIT_CODE, DataError, PlanError, RanvierError, WriteError
@@ -44,9 +45,9 @@ from ranvier.train import import_export, prepare_data, pruning
 from ranvier.train.loggers import open_loggers
 from ranvier.train.memory import breakdown
 from ranvier.train.memory.resolve import predict_memory
-from ranvier.train.prediction import PredictionCheck, StepPrediction
+from ranvier.train.prediction import PredictionCheck
 from ranvier.train.report import report
-from ranvier.train.resolve import resolve_backend, resolve_device, resolve_device_and_dtype
+from ranvier.train.resolve import ResolveContext, resolve_device, resolve_run
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.resume.open_directory import hold_open
@@ -83,7 +84,7 @@ def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> Non
     """Raise if ranks have different settings. Communicates: a digest over all axes."""
     mine = {
         f"{section.name}.{key}": repr(value)
-        for section in fields(run)
+        for section in fields(RunConfig)
         for key, value in asdict(getattr(run, section.name)).items()
     }
     lines = find_rank_differences(mine, grid, device)
@@ -92,25 +93,20 @@ def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> Non
         raise PlanError([*lines, rule])
 
 
-def train(
-    run: RunConfig,
-    me: ProcessInfo,
-    stored: list[str] | None = None,
-    said: StepPrediction | None = None,
-) -> int:
+def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) -> int:
     """Train as one rank and return the exit code. Communicates: all of a run.
 
     stored: tokenized corpora; None: the first rank of each machine tokenizes them.
-    said: the planner's prediction for the run.
     """
     began = time.perf_counter()
     device = resolve_device(run, me)
+    context = ResolveContext(world_size=me.world_size, process=me, device=device)
+    run = resolve_run(run, context)
     if device.type == "cuda":
         use_expandable_segments()
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    run = resolve_device_and_dtype(run, device, resolve_backend(run, me, device))
     # Layers may draw from torch's generators: seed them so that every run starts alike.
     torch.manual_seed(run.train.seed)
     if run.plan.compile == "on":
@@ -143,19 +139,18 @@ def train(
         watch_for_hangs(pulse, me.rank, run.launch.watchdog_seconds) if alone else nullcontext()
     )
     with handle or nullcontext(), watching:
-        placed = folders.with_dir(run, folder)
+        run = resolve_run(run, replace(context, output_dir=folder))
         local = me.local_world_size
-        trainer = Trainer.from_run(placed, grid, device, data, local_ranks=local)
+        trainer = Trainer.from_run(run, grid, device, data, local_ranks=local)
         # `memory.auto` has made a prediction already.
         if device.type == "cuda" and trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
                 trainer.run, trainer.model, trainer.optimizer, device, local
             )
-        trainer.notes += lines if said is None else [f"plan: {said.why}", *lines]
-        if said is None:
-            trainer.prediction_check = None
-        else:
-            trainer.prediction_check = PredictionCheck(said)
+        if run.prediction is not None:
+            trainer.notes.append(f"plan: {run.prediction.why}")
+            trainer.prediction_check = PredictionCheck(run.prediction)
+        trainer.notes += lines
         held = [folder]
         if run.checkpoint.interval >= 0:
             # Creating the saver now also fails early if its directory cannot be written.
@@ -348,6 +343,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         device=device_name(trainer.device),
         world=trainer.grid.world_size,
         grid=describe_grid(run),
+        decisions=decisions_to_json(run),
         versions={"python": platform.python_version(), "torch": torch.__version__},
         fingerprint=data.fingerprint,
         corpora=data.summary_lines,

@@ -27,7 +27,7 @@ from ranvier.checkpoint.async_saver import AsyncSaver
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
-from ranvier.config.run import RunConfig
+from ranvier.config.resolved_run import ResolvedRun
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import RunData
@@ -92,7 +92,7 @@ def freeze_gc() -> Iterator[None]:
 class Trainer:
     """A run with model, optimizer and data, ready to train."""
 
-    run: RunConfig
+    run: ResolvedRun
     grid: Grid
     device: torch.device
     model: Decoder
@@ -130,19 +130,22 @@ class Trainer:
     @classmethod
     def from_run(
         cls,
-        run: RunConfig,
+        run: ResolvedRun,
         grid: Grid,
         device: torch.device,
         data: RunData,
         *,
         local_ranks: int = 0,
     ) -> Trainer:
-        """Build model and optimizer of a validated run.
+        """Build model and optimizer of a resolved run.
 
         local_ranks: ranks that share the memory of this machine; 0: all ranks.
         Communicates: creation of process groups; see `train.memory.resolve` and `probe`.
         """
-        run = lora.resolve_lora(run)
+        if not isinstance(run, ResolvedRun):
+            raise TypeError(
+                "A trainer takes a resolved run. Call ranvier.train.resolve.resolve_run."
+            )
         dtype = DTYPES[run.train.dtype]
         model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
         # Masks come first: memory and optimizer are sized by the elements that remain.
@@ -154,7 +157,7 @@ class Trainer:
         # The order matters: what a later step measures depends on the kernels, the placement and
         # the optimizer that the earlier ones have chosen.
         found = resolve_memory(run, model, device, local_ranks=local_ranks)
-        run = found.run
+        run = run.adopt("memory", found.run, {"": "; ".join(found.notes) or "it fits"})
         optimizer = found.optimizer
         notes += saved_collectives.choose_saved_collectives(
             run, model, optimizer, device, local_ranks

@@ -439,41 +439,40 @@ def profile_run(
         if not 1 <= value <= 1000:
             raise PlanError(f"{name}={value}. It is from 1 to 1000. Use {name}=10.")
     # Check everything before data are tokenized and a model is built.
-    run = _check_single_rank(run, origin)
-    # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
-    if run.plan.cuda_graph:
-        warmup_steps = max(warmup_steps, WARMUP_STEPS + 2)
+    _check_single_rank(run, origin)
     device = resolve.resolve_device(run, ProcessInfo())
-    run = resolve.resolve_device_and_dtype(
-        run, device, resolve.resolve_backend(run, ProcessInfo(), device)
-    )
-    resolve.check_memory(run, ProcessInfo(), device)
+    context = resolve.ResolveContext(world_size=1, device=device)
+    resolved = resolve.resolve_run(run, context)
+    resolve.check_memory(resolved, context)
+    # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
+    if resolved.plan.cuda_graph:
+        warmup_steps = max(warmup_steps, WARMUP_STEPS + 2)
     if origin.is_dir():
         where = origin / "profile"
     else:
         where = origin.with_name(f"{origin.stem}-profile")
     folder = _make_report_dir(Path(output) if output else where)
     cache_compiled_kernels()
-    data = train.open_dataset(run, prepare_data.tokenize_corpora(run))
+    data = train.open_dataset(resolved, prepare_data.tokenize_corpora(resolved))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.from_plan(
-        run.plan, rank=0, connected=False, timeout_seconds=run.train.comm_timeout_seconds
+        resolved.plan, rank=0, connected=False, timeout_seconds=resolved.train.comm_timeout_seconds
     )
     # More steps than are profiled, so that the run does not end meanwhile; nothing that interrupts
     # steps.
     more = replace(
-        run.train,
-        steps=max(warmup_steps + steps + 3, run.train.steps),
+        resolved.train,
+        steps=max(warmup_steps + steps + 3, resolved.train.steps),
         eval_interval=0,
         trace_comm=False,
     )
-    only = replace(run, train=more, checkpoint=replace(run.checkpoint, interval=-1))
+    only = replace(resolved, train=more, checkpoint=replace(resolved.checkpoint, interval=-1))
     trainer = Trainer.from_run(only, grid, device, data)
     pace, kernels = _profile_steps(
         trainer, folder / "trace.json.gz", steps=steps, warmup_steps=warmup_steps
     )
-    peaks = DevicePeaks.from_device(device, build_model.DTYPES[run.train.dtype])
+    peaks = DevicePeaks.from_device(device, build_model.DTYPES[resolved.train.dtype])
     report = summarize_kernels(kernels, steps=steps, peaks=peaks)
     page = format_report(report, pace, top=top)
     facts: dict[str, Any] = {"pace": asdict(pace), "peaks": asdict(peaks), "report": asdict(report)}
@@ -487,8 +486,8 @@ def profile_run(
     return 0
 
 
-def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
-    """The run, checked for one rank."""
+def _check_single_rank(run: RunConfig, origin: Path) -> None:
+    """Raise if the run needs several ranks, or is started on several."""
     me = launch.read_process_info()
     plan = run.plan
     if me is not None and me.world_size > 1:
@@ -497,7 +496,7 @@ def _check_single_rank(run: RunConfig, origin: Path) -> RunConfig:
         )
     many = {axis: size for axis, size in plan.degrees.items() if size > 1}
     if not many:
-        return run.check_and_resolve(1)
+        return
     # One rank would otherwise process the samples of all replicas.
     readers = math.prod(many.get(axis, 1) for axis in REPLICA_AXES)
     options = " ".join(f"--plan.{axis} 1" for axis in many)

@@ -155,7 +155,7 @@ def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
 def run_to_dict(run: RunConfig) -> dict[str, Any]:
     """A run config as JSON represents it."""
     # A round trip through JSON, so that it compares equal to a stored config (tuples become lists).
-    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run), default=str))
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run.settings), default=str))
     return {"format": SETTINGS_FORMAT, **found}
 
 

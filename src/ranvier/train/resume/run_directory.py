@@ -20,7 +20,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -124,17 +123,19 @@ def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
     )
 
 
-def with_auto_resume(run: RunConfig, began: float) -> RunConfig:
-    """The run config for a restart by the launcher: resume from its own checkpoints, if any.
+def has_own_checkpoints(run: RunConfig, me: ProcessInfo) -> bool:
+    """Whether the launcher has restarted a run that may resume from its own checkpoints.
 
-    began: start time of this launch. A run with `resume=never` may have failed before it moved the
-    old checkpoints aside; these are not its own.
+    A run with `resume=never` may have failed before it moved the checkpoints of an earlier launch
+    aside; these are not its own.
     """
+    if me.attempt == 0 or not run.train.output_dir:
+        return False
     folder = Path(run.train.output_dir)
-    own = any(one.get("began") == began for one in read_launches(folder))
-    if own and (run.checkpoint.resume == "never" or find_checkpoints(folder / "checkpoints")):
-        return replace(run, checkpoint=replace(run.checkpoint, resume="auto"))
-    return run
+    own = any(one.get("began") == me.start_time for one in read_launches(folder))
+    return own and (
+        run.checkpoint.resume == "never" or bool(find_checkpoints(folder / "checkpoints"))
+    )
 
 
 def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[Path], list[str]]:
@@ -393,11 +394,6 @@ def compute_goodput(folder: Path) -> dict[str, Any]:
     rows = _rows_before(folder / "metrics.jsonl", MAX_INTEGER)
     counted = sum(float(json.loads(row).get("step_seconds", 0.0)) for row in rows)
     return {"launches": known, "goodput": min(counted / whole, 1.0) if whole else 0.0}
-
-
-def with_dir(run: RunConfig, folder: Path) -> RunConfig:
-    """The run config with its output directory set."""
-    return replace(run, train=replace(run.train, output_dir=str(folder)))
 
 
 def restart_lines(about: Mapping[str, Any]) -> list[str]:

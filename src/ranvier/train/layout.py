@@ -1,9 +1,8 @@
 """Choose the layout of a run that leaves it open, with the planner.
 
 Open are the degrees of a plan that sets none, on several ranks, and with them every other setting
-(micro-batch, order, recomputation, ...) that has its default value; given settings stay. The
-machine is described by the file of `ranvier measure`, else by the data sheet of its device, else
-(on a CPU) by a quick measurement. After a few steps the prediction is compared with them.
+(micro-batch, order, recomputation, ...) that has its default value; given settings stay. After a
+few steps the prediction is compared with them.
 """
 
 from __future__ import annotations
@@ -11,26 +10,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields, replace
 
-import torch
-
 from ranvier import launch
 from ranvier.comm.consensus import broadcast_text
 from ranvier.config.plan import AXES, Plan
+from ranvier.config.resolved_run import ResolvedRun, StepPrediction
 from ranvier.config.run import RunConfig
-from ranvier.errors import PlanError
 from ranvier.grid import HOST_CHANNEL, Grid
 from ranvier.launch import ProcessInfo
-from ranvier.planner import cluster, explain
+from ranvier.planner import explain
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.model_spec import resolve_model_spec
-from ranvier.planner.predict import Candidate, Prediction, Workload, predict_step
+from ranvier.planner.predict import Prediction, Workload
 from ranvier.planner.search import DeviceOrHost, SearchRequest, SearchResult, search_layouts
 from ranvier.planner.time.compute import FP8_SCALING
-from ranvier.system.terminal import print
-from ranvier.tools import benchmark_cluster
-from ranvier.train import resolve, train
 from ranvier.train.health.determinism import compiles_deterministically
-from ranvier.train.prediction import StepPrediction
 
 SIMILAR_TIME_RATIO = 1.05
 """Predicted times up to this multiple of the best count as equal."""
@@ -42,9 +35,13 @@ def needs_planning(run: RunConfig, world: int) -> bool:
     return world > 1 and run.plan.auto and run.plan.degrees == usual
 
 
-def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPrediction]:
-    """The run with the layout that the planner finds best, and the prediction for it."""
-    known = resolve.resolve_device_and_dtype(run, resolve.resolve_device(run, ProcessInfo()))
+def choose_layout(
+    run: RunConfig, workload: Workload, machine: Cluster
+) -> tuple[RunConfig, StepPrediction]:
+    """The run with the layout that the planner finds best, and the prediction for it.
+
+    workload: that of the run with its dtype resolved.
+    """
     plan = run.plan
     measured = run.memory.auto or plan.recompute == "memory_budget"
     # A setting that differs from its default was given: the search must keep it.
@@ -55,9 +52,9 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
     # The memory limit bounds what stages may hold, which the policy decides.
     fixed |= {"schedule"} if run.memory.device_limit_gib else set()
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
-    given = _states_location(run)
+    given = states_location(run)
     wish = SearchRequest(
-        build_workload(known),
+        workload,
         machine,
         plan=wanted,
         fixed_fields=frozenset(fixed),
@@ -80,7 +77,7 @@ def choose_plan(run: RunConfig, machine: Cluster) -> tuple[RunConfig, StepPredic
     return replace(run, plan=found, memory=memory), predicted
 
 
-def _states_location(run: RunConfig) -> DeviceOrHost:
+def states_location(run: RunConfig) -> DeviceOrHost:
     """Where optimizer states are stored, as the planner distinguishes it."""
     if run.memory.optimizer_states == "device":
         return "device"
@@ -128,56 +125,6 @@ def to_record(prediction: Prediction, machine: str, why: str) -> StepPrediction:
     )
 
 
-def plan_run(
-    run: RunConfig, world: int, *, nodes: int = 1
-) -> tuple[RunConfig, StepPrediction | None]:
-    """The run with the planner's layout; unchanged where nothing is known about the machine."""
-    # Problems of the settings are reported later, together with all others.
-    if _has_problems(run):
-        return freeze_plan(run), None
-    try:
-        machine = detect_cluster(resolve.resolve_device(run, ProcessInfo()), world)
-    except PlanError as error:
-        if not launch.is_follower():
-            print(f"All ranks lie on data, as no layout was planned: {error}")
-        return freeze_plan(run), None
-    return choose_plan(run, resize_cluster(machine, world, nodes))
-
-
-def _has_problems(run: RunConfig) -> bool:
-    """Whether settings of a run are wrong on any number of ranks."""
-    if any(run.find_problems()):
-        return True
-    try:
-        run.check_and_resolve(1)
-    except PlanError:
-        return True
-    return False
-
-
-def freeze_plan(run: RunConfig) -> RunConfig:
-    """The run with its layout marked as given, so that it does not change any more."""
-    return replace(run, plan=replace(run.plan, auto=False))
-
-
-def broadcast_plan(
-    run: RunConfig, said: StepPrediction, me: ProcessInfo
-) -> tuple[RunConfig, StepPrediction]:
-    """The choice of rank 0 on all ranks: machines may have been measured separately.
-
-    Communicates: a text over all ranks.
-    """
-    grid = Grid({"data": me.world_size}, rank=me.rank, connected=me.world_size > 1)
-    text = json.dumps([asdict(run.plan), run.memory.optimizer_states, asdict(said)])
-    # Over a host channel of a temporary grid: the grid of the run creates its own groups later.
-    words = broadcast_text(text, grid, "cpu", channel=HOST_CHANNEL)
-    plan, states, facts = json.loads(words)
-    # JSON has no tuples, and Plan compares its fields as tuples.
-    lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
-    memory = replace(run.memory, optimizer_states=states)
-    return replace(run, plan=Plan(**{**plan, **lists}), memory=memory), StepPrediction(**facts)
-
-
 def build_workload(run: RunConfig) -> Workload:
     """The workload of a resolved run."""
     return Workload(
@@ -190,38 +137,24 @@ def build_workload(run: RunConfig) -> Workload:
     )
 
 
-def detect_cluster(device: torch.device, ranks: int) -> Cluster:
-    """The best description of this machine: measured, from a data sheet, or estimated."""
-    if device.type == "cuda":
-        name = train.device_name(device)
-    else:
-        name = "cpu"
-    found = cluster.load_measured_cluster(name)
-    if found is not None:
-        return found
-    if device.type == "cpu":
-        return benchmark_cluster.estimate_cluster(ranks)
-    wanted = cluster.find_device(name).name
-    built_in = (cluster.load_cluster(one) for one in cluster.cluster_names())
-    return next(one for one in built_in if one.device.name == wanted)
+def broadcast_layout(run: ResolvedRun, me: ProcessInfo) -> ResolvedRun:
+    """The run with the layout that rank 0 has chosen: machines may have been measured separately.
 
-
-def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
-    """The machine with `world` ranks on `nodes` nodes; on a CPU they share its memory."""
-    count = world // nodes
-    device = machine.device
-    if machine.cores:
-        device = replace(device, memory=device.memory / count)
-    return replace(machine, device=device, nodes=nodes, per_node=count)
-
-
-def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
-    """Predict a resolved run on a machine, whatever its layout."""
-    plan = run.plan.without_measuring
-    states = _states_location(run)
-    layout = Candidate(
-        plan=plan, axis_order=plan.axis_order, states=states, fp8=FP8_SCALING[run.train.float8]
+    Communicates: a text over all ranks.
+    """
+    if run.prediction is None:
+        return run
+    grid = Grid({"data": me.world_size}, rank=me.rank, connected=me.world_size > 1)
+    text = json.dumps([asdict(run.plan), run.memory.optimizer_states, asdict(run.prediction)])
+    # Over a host channel of a temporary grid: the grid of the run creates its own groups later.
+    words = broadcast_text(text, grid, "cpu", channel=HOST_CHANNEL)
+    plan, states, facts = json.loads(words)
+    # JSON has no tuples, and Plan compares its fields as tuples.
+    lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
+    theirs = replace(
+        run,
+        plan=Plan(**{**plan, **lists}),
+        memory=replace(run.memory, optimizer_states=states),
     )
-    return predict_step(
-        build_workload(run), layout, resize_cluster(machine, plan.world_size, nodes)
-    )
+    agreed = run.adopt("layout", theirs, {"": "rank 0 chose it, and all ranks have one layout"})
+    return replace(agreed, prediction=StepPrediction(**facts))
