@@ -89,7 +89,11 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
             run.data, sources=(str(folder / "tokens"),), mixture_weights=(), validation_fraction=0.0
         ),
         # Everything that would round, measure or depend on chance is switched off.
-        optim=replace(run.optim, state_dtype="master"),
+        optim=replace(
+            run.optim,
+            state_dtype="master",
+            warmup_steps=min(run.optim.warmup_steps, SAVED_STEPS),
+        ),
         memory=replace(memory, auto=False, device_limit_gib=0.0, host_limit_gib=0.0),
         prune=pruned,
         checkpoint=replace(run.checkpoint, interval=0, resume="auto", keep_latest=0),
