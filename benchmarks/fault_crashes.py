@@ -19,15 +19,15 @@ _assemble = Trainer.from_run
 def _hooked(*arguments, **options):
     made = _assemble(*arguments, **options)
     def hook(module, inputs, output):
-        if made.step == 5 and made.grid.rank == 1 and module.training:
+        if made.state.step == 5 and made.grid.rank == 1 and module.training:
             {action}
-    next(iter(made.model.blocks)).register_forward_hook(hook)
+    next(iter(made.state.model.blocks)).register_forward_hook(hook)
     return made
 Trainer.from_run = _hooked
 """
 NOW = """
 NOW = [0]
-before(Trainer, "issue_step", lambda self, *_, **__: NOW.__setitem__(0, self.step))
+before(Trainer, "issue_step", lambda self, *_, **__: NOW.__setitem__(0, self.state.step))
 """
 
 

@@ -150,7 +150,7 @@ def _read_only(stage: Stage) -> str:
         code = f"""
 import subprocess
 def _remount(self, *_, **__):
-    if self.grid.rank == 0 and self.step == 6 and first():
+    if self.grid.rank == 0 and self.state.step == 6 and first():
         subprocess.run(["mount", "-o", "remount,ro", {str(where)!r}], check=True)
 before(Trainer, "save_checkpoint", _remount)
 """
@@ -291,7 +291,7 @@ def _short(stage: Stage) -> str:
         code = """
 import shutil
 def _fill(self, *_, **__):
-    if self.grid.rank == 0 and self.step == 3 and first():
+    if self.grid.rank == 0 and self.state.step == 3 and first():
         folder = "disk/run/checkpoints/step-00000002/"
         size = sum(os.path.getsize(folder + name) for name in os.listdir(folder))
         while shutil.disk_usage("disk").free > 1.05 * size:

@@ -264,7 +264,7 @@ def _back(stage: Stage) -> str:
     run = base(stage)
     code = """
 def _again(self, *_, **__):
-    if self.step == 6:
+    if self.state.step == 6:
         self.saver.step = -1
         self.save_checkpoint()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -299,8 +299,8 @@ def _length(stage: Stage) -> str:
 def _drift(stage: Stage) -> str:
     code = """
 def _drift(self, **_):
-    if self.step == 4 and self.grid.rank == 1:
-        weight = dict(self.model.named_parameters())["blocks.0.norm1.weight"]
+    if self.state.step == 4 and self.grid.rank == 1:
+        weight = dict(self.state.model.named_parameters())["blocks.0.norm1.weight"]
         weight.data.view(-1)[0] += 1e-3
 before(Trainer, "save_checkpoint", _drift)
 """
@@ -316,11 +316,11 @@ before(Trainer, "save_checkpoint", _drift)
 def _bad(stage: Stage) -> str:
     poison = """
 _tensors = checkpointing.tensors_to_write
-def tensors(trainer):
-    found = _tensors(trainer)
-    if trainer.step == {step} and not trainer.stop_signal:
-        name = next(n for n in found[1] if n.endswith(".master"))
-        found[1][name][0].view(-1)[0] = float("nan")
+def tensors(state):
+    found = _tensors(state)
+    if state.step == {step}:
+        name = next(n for n in found[0] if n.endswith(".master"))
+        found[0][name][0].view(-1)[0] = float("nan")
     return found
 checkpointing.tensors_to_write = tensors
 """

@@ -155,9 +155,9 @@ def _poisoned(*arguments, **options):
     import torch
     made = _assemble(*arguments, **options)
     def poison(module, inputs, output):
-        if made.step in {steps} and made.grid.rank == 1:
+        if made.state.step in {steps} and made.grid.rank == 1:
             return output.index_fill(0, torch.tensor([0]), torch.nan)
-    next(iter(made.model.blocks)).register_forward_hook(poison)
+    next(iter(made.state.model.blocks)).register_forward_hook(poison)
     return made
 Trainer.from_run = _poisoned
 """
@@ -185,9 +185,9 @@ def _many_bad(stage: Stage) -> str:
 def _flip(stage: Stage) -> str:
     code = """
 def _flip(self, *_, **__):
-    if self.step == 4 and self.grid.rank == 1:
+    if self.state.step == 4 and self.grid.rank == 1:
         import torch
-        weight = next(p for p in self.model.parameters() if p.dim() > 1)
+        weight = next(p for p in self.state.model.parameters() if p.dim() > 1)
         weight.data.view(torch.int32).view(-1)[0] ^= 1
 before(Trainer, "compare_replicas", _flip)
 """

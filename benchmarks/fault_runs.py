@@ -101,7 +101,7 @@ def before(owner, name, action):
 def at(step, who, action, name="once"):
     """An action of one rank when its trainer has taken so many steps; once, unless name is ""."""
     def met(self, *_, **__):
-        if self.step == step and self.grid.rank == who and (not name or first(name)):
+        if self.state.step == step and self.grid.rank == who and (not name or first(name)):
             action()
     return met
 '''

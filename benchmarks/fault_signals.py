@@ -107,7 +107,7 @@ def _slow(path, *_):
         mark()
         time.sleep(1.5)
 before(_blocks, "write_checksummed", _slow)
-before(Trainer, "issue_step", lambda self, *_, **__: self.step == 4 and time.sleep(0.5))
+before(Trainer, "issue_step", lambda self, *_, **__: self.state.step == 4 and time.sleep(0.5))
 """
     process = stage.start(*RUN, *SAVED, faults={TRAINER: code})
     process.when()
@@ -308,7 +308,7 @@ def _port(stage: Stage) -> str:
 def _second(stage: Stage) -> str:
     slow = """
 def _waits(self, *_, **__):
-    while self.step == 3 and not os.path.exists(os.path.join(HERE, "go")):
+    while self.state.step == 3 and not os.path.exists(os.path.join(HERE, "go")):
         mark()
         time.sleep(0.1)
 before(Trainer, "issue_step", _waits)
@@ -349,7 +349,7 @@ def _four(stage: Stage) -> str:
 def _smaller(stage: Stage) -> str:
     code = """
 def _dies(self, *_, **__):
-    if self.step == 5 and self.grid.rank == 1:
+    if self.state.step == 5 and self.grid.rank == 1:
         kill()
 before(Trainer, "issue_step", _dies)
 """

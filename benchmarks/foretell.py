@@ -105,7 +105,7 @@ class Taken:
     def step(self) -> None:
         """One optimizer step."""
         trainer = self.bench.trainer
-        trainer.take_step(self.bench.batches, RATE, trainer.guard.step_limits)
+        trainer.take_step(self.bench.batches, RATE, trainer.state.guard.step_limits)
         trainer.grid.trace.waited_events = []
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Taken:
 
     def kernels(self) -> dict[str, Any]:
         """Milliseconds of a step by group, and the longest kernels."""
-        _annotate_optimizer(self.bench.trainer)
+        _annotate_optimizer(self.bench.trainer.state.optimizer)
         both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with tempfile.TemporaryDirectory() as folder, _record_triton():
             path = Path(folder) / "trace.json.gz"

@@ -189,7 +189,7 @@ def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:
     trainer, batches = worker.seats[named(degrees)]
     began = time.perf_counter()
     for i in range(steps + 1):
-        trainer.take(batches, RATE, trainer.guard.watch)
+        trainer.take(batches, RATE, trainer.state.guard.watch)
         trainer.grid.trace.awaited = []
         if i == 0:
             began = time.perf_counter()

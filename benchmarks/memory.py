@@ -140,7 +140,7 @@ class Bench:
         trainer = self.trainer
         if trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
-                trainer.run, trainer.model, trainer.optimizer, self.device, 1
+                trainer.run, trainer.state.model, trainer.state.optimizer, self.device, 1
             )
         return trainer.memory_tracker
 
@@ -152,19 +152,19 @@ class Bench:
         for i in range(steps):
             if i == 1:
                 torch.cuda.reset_peak_memory_stats(self.device)
-            passes = (partial(account.track_gradients, trainer.model),) if i == 1 else ()
-            trainer.take_step(self.batches, RATE, trainer.guard.step_limits, *passes)
+            passes = (partial(account.track_gradients, trainer.state.model),) if i == 1 else ()
+            trainer.take_step(self.batches, RATE, trainer.state.guard.step_limits, *passes)
             torch.cuda.synchronize(self.device)
-        return account.measure_usage(trainer.optimizer, self.device)
+        return account.measure_usage(trainer.state.optimizer, self.device)
 
     def _counted(self) -> MemoryBreakdown:
         """On the CPU: storages made in the passes of a step, and what is there all the time."""
-        trainer, queue = self.trainer, get_parallel_model(self.trainer.model).bucket_scheduler
+        trainer, queue = self.trainer, get_parallel_model(self.trainer.state.model).bucket_scheduler
         before = [[b.data for b in queue.buckets], [b.model_inputs() for b in self.batches]]
         with probe.HostMemoryCounter(before, partial(probe.live_gradients, queue)) as watch:
-            passes = partial(forward_backward, trainer.model, self.batches)
-            trainer.memory_tracker.track_gradients(trainer.model, passes)
-        known = trainer.memory_tracker.measure_usage(trainer.optimizer, self.device)
+            passes = partial(forward_backward, trainer.state.model, self.batches)
+            trainer.memory_tracker.track_gradients(trainer.state.model, passes)
+        known = trainer.memory_tracker.measure_usage(trainer.state.optimizer, self.device)
         rest = watch.peak_bytes() - known.device["gradients"]
         queue.begin_step("")
         return MemoryBreakdown({**known.device, "activations": rest}, known.host)

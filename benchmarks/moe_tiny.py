@@ -33,7 +33,6 @@ from ranvier.config import run as runs
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.config import MODEL_SIZES, DecoderConfig, ExpertConfig
-from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.prepare_data import tokenize_corpora
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.train import open_dataset
@@ -124,17 +123,17 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
     }
     run = resolve_run(runs.run_from_tables(tables), ResolveContext(world_size=1, device=device))
     trainer = Trainer.from_run(run, Grid({}), device, open_dataset(run, tokenize_corpora(run)))
-    balance = get_parallel_model(trainer.model).load_balancer
+    balance = trainer.state.parallel.load_balancer
     losses, loads, began = list[float](), list[list[float]](), time.perf_counter()
     for row in trainer.run_steps():
         losses.append(float(row["loss"]))
         if balance is not None and balance.last_stats is not None:
             rows = balance.last_stats[:, : balance.num_experts]
             loads.append((rows.amax(1) / rows.mean(1)).tolist())
-    assert trainer.val_loss is not None, "no document is held out"
+    assert trainer.state.val_loss is not None, "no document is held out"
     after = loads[run.optim.warmup_steps if run.optim.warmup_steps < asked.steps else -1 :]
     seconds = time.perf_counter() - began
-    return Curve(model, seed, losses, trainer.val_loss, after, seconds)
+    return Curve(model, seed, losses, trainer.state.val_loss, after, seconds)
 
 
 def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]]:

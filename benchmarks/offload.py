@@ -331,7 +331,9 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
         cleared()
         made = Trainer.from_run(replace_fit(run), Grid({}), device(), nothing)
         free = open_settings(run) if run.memory.auto else frozenset[str]()
-        cases.append(build_fit_problem(run, made.model, device(), 1, free, made.optimizer))
+        cases.append(
+            build_fit_problem(run, made.state.model, device(), 1, free, made.state.optimizer)
+        )
         del made
     cleared()
     if arguments.smoke:
@@ -381,7 +383,7 @@ def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, 
             one.step(0)
             found = {"blocks": blocks, "seconds": timed(one, 1), "peak": float(peak())}
             trainer = one.trainer
-            kept = trainer.optimizer.state_store.bytes_by_kind()
+            kept = trainer.state.optimizer.state_store.bytes_by_kind()
             account = trainer.memory_tracker
             table = (
                 [] if account.predicted_usage is None else format_breakdown(account.predicted_usage)

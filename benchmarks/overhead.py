@@ -69,11 +69,17 @@ def wait(trainer: Trainer) -> float:
 def bare(trainer: Trainer, steps: int) -> float:
     """Seconds of a step of the bare loop."""
     load = trainer._batch_maker()
-    first = trainer.step  # the steps that the trainer takes next
+    first = trainer.state.step  # the steps that the trainer takes next
     ready = [[batch.to(trainer.device) for batch in load(first + i)] for i in range(steps)]
     start = wait(trainer)
     for batches in ready:
-        train_step(trainer.model, trainer.optimizer, batches, 1e-5, trainer.guard.step_limits)
+        train_step(
+            trainer.state.model,
+            trainer.state.optimizer,
+            batches,
+            1e-5,
+            trainer.state.guard.step_limits,
+        )
     return (wait(trainer) - start) / steps
 
 

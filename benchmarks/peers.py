@@ -167,14 +167,14 @@ class Ours:
             Batch(tokens, targets).split_micro_batches(self.trainer.grid, micro)
             for tokens, targets in task.pairs
         ]
-        self.parameters = sum(param.numel() for param in self.trainer.model.parameters())
+        self.parameters = sum(param.numel() for param in self.trainer.state.model.parameters())
         self.loss: Tensor | None = None
 
     def step(self, i: int) -> None:
         """One optimizer step on batch number i."""
         trainer = self.trainer
         micros = self.batches[i % len(self.batches)]
-        self.loss = trainer.take_step(micros, RATE, trainer.guard.step_limits).loss
+        self.loss = trainer.take_step(micros, RATE, trainer.state.guard.step_limits).loss
         trainer.grid.trace.waited_events = []  # as the trainer does
 
     def close(self) -> None:

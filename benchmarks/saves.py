@@ -79,12 +79,12 @@ def now(trainer: Trainer) -> float:
 
 def window(rows: Iterator[object], trainer: Trainer, steps: int, *, save: bool) -> float:
     """Seconds of so many steps, after a fifth of which a checkpoint is due; it may end later."""
-    due = trainer.step + max(steps // 5, 1) if save else NEVER
+    due = trainer.state.step + max(steps // 5, 1) if save else NEVER
     _every(trainer, due)
     start = now(trainer)
     for _ in range(steps):
         next(rows)
-        if trainer.step > due:
+        if trainer.state.step > due:
             due = NEVER
             _every(trainer, due)
     return now(trainer) - start
@@ -103,7 +103,7 @@ def written(trainer: Trainer) -> float:
 
 def peer(trainer: Trainer, folder: Path) -> float:
     """Seconds of torch's distributed checkpoint of the same tensors."""
-    tensors = {name: x for name, (x, _) in trainer.state_tensors().items()}
+    tensors = {name: x for name, (x, _) in checkpointing.state_tensors(trainer.state).items()}
     start = now(trainer)
     dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
     seconds = time.perf_counter() - start
@@ -115,7 +115,7 @@ def main() -> int:
     asked = settings()
     with tempfile.TemporaryDirectory(dir=asked.folder) as out:
         trainer = trainer_for(asked, out)
-        state, _ = checkpointing.state_tensors(trainer)
+        state = checkpointing.state_tensors(trainer.state)
         size = sum(x.numel() * x.element_size() for x, _ in state.values())
         rows = iter(trainer.run_steps())
         window(rows, trainer, 12, save=False)

@@ -600,7 +600,7 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
     issue = Trainer.issue_step
 
     def breaks(self: Trainer, *arguments: Any, **options: Any) -> Any:
-        if self.step == 5:
+        if self.state.step == 5:
             raise RuntimeError("a cable")
         return issue(self, *arguments, **options)
 
@@ -640,8 +640,8 @@ def test_predicted_memory_is_what_torch_counts(
 ) -> None:
     changes = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": micro}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **MIDDLE, **changes), device="cuda")
-    optimizer, device = trainer.optimizer, trainer.device
-    account = resolve.predict_memory(trainer.run, trainer.model, optimizer, device, 1)
+    optimizer, device = trainer.state.optimizer, trainer.device
+    account = resolve.predict_memory(trainer.run, trainer.state.model, optimizer, device, 1)
     steps = trainer.run_steps()
     next(steps)
     torch.cuda.reset_peak_memory_stats()

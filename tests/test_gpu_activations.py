@@ -51,14 +51,14 @@ def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[floa
         run = run_of("", dict(grid.degrees), STEPS, **options(**changes))
         trainer = trainer_of(grid, corpus, run, "cuda")
         losses = [row["loss"] for row in trainer.run_steps()]
-        store = get_parallel_model(trainer.model).step_context.save_policy.store
+        store = trainer.state.parallel.step_context.save_policy.store
         if run.memory.activation_offload_fraction > 0.0:
             assert (
                 isinstance(store, ActivationOffload)
                 and store.offloaded_bytes > 0
                 and store.saved_bytes() == (0, 0)
             )
-        weights = get_parallel_model(trainer.model).sharded_state().values()
+        weights = trainer.state.parallel.sharded_state().values()
         return losses, [x.detach().cpu().clone() for x, _ in weights]
     finally:
         placement.ActivationOffload = before  # type: ignore[misc]
@@ -100,7 +100,7 @@ def test_the_host_does_not_wait_for_the_copies(corpus: str) -> None:
     settings = {**options(memory__activation_offload_fraction=1.0), "train__deterministic": False}
     settings |= {"model__embed": 256, "data__seq_len": 512}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 6, **settings), "cuda")
-    store = get_parallel_model(trainer.model).step_context.save_policy.store
+    store = trainer.state.parallel.step_context.save_policy.store
     assert isinstance(store, ActivationOffload)
     with Loader(trainer._batch_maker()) as loader:
         for _ in range(3):

@@ -14,6 +14,7 @@ from torch import Tensor
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.memory.host import Arena
+from ranvier.train.resume.checkpointing import state_tensors
 from training import run_of, stored, trainer_of
 
 pytestmark = [
@@ -38,7 +39,7 @@ def trained(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Numbe
     losses = [row["loss"] for row in trainer.run_steps()]
     if out:
         trainer.save_checkpoint()
-    state = {name: x.cpu().clone() for name, (x, _) in trainer.state_tensors().items()}
+    state = {name: x.cpu().clone() for name, (x, _) in state_tensors(trainer.state).items()}
     return losses, {name: x for name, x in state.items() if not name.startswith("random.")}
 
 
@@ -120,10 +121,12 @@ def test_a_run_with_states_on_the_host_goes_on_to_the_bit(corpus: str, tmp_path:
     first.saver.finish_saving()
     again = trainer_of(Grid({}), corpus, run_of(out, {}, 6, **options), "cuda")
     again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
-    assert again.step == 3
+    assert again.state.step == 3
     losses = [row["loss"] for row in again.run_steps()]
     state = {
-        n: x.cpu() for n, (x, _) in again.state_tensors().items() if not n.startswith("random.")
+        n: x.cpu()
+        for n, (x, _) in state_tensors(again.state).items()
+        if not n.startswith("random.")
     }
     assert differing((whole[0][3:], whole[1]), (losses, state)) == []
 

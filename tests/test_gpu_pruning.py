@@ -12,7 +12,7 @@ from torch import Tensor
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.optim import pruning
-from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -38,7 +38,7 @@ def made(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Trainer:
 
 
 def left(trainer: Trainer) -> dict[str, Tensor]:
-    state = {name: x.cpu().clone() for name, (x, _) in trainer.state_tensors().items()}
+    state = {name: x.cpu().clone() for name, (x, _) in state_tensors(trainer.state).items()}
     return {name: x for name, x in state.items() if not name.startswith("random.")}
 
 
@@ -100,7 +100,7 @@ def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
     first.saver.finish_saving()
     again = made(corpus, out, **GROWING)
     again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
-    assert again.step == 3
+    assert again.state.step == 3
     losses = [row["loss"] for row in again.run_steps()]
     assert differing((whole[0][3:], whole[1]), (losses, left(again))) == []
 
@@ -112,21 +112,21 @@ def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
     trainer = made(corpus, prune__sparsity=sparsity, data__document_mask=False)
     batches = [batch.to(trainer.device) for batch in trainer._batch_maker()(0)]
     for _ in range(3):  # kernels are compiled, buffers made
-        forward_backward(trainer.model, batches)
-        trainer.optimizer.step()
+        forward_backward(trainer.state.model, batches)
+        trainer.state.optimizer.step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        forward_backward(trainer.model, batches)
-        trainer.optimizer.step()
+        forward_backward(trainer.state.model, batches)
+        trainer.state.optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for bucket in get_parallel_model(trainer.model).bucket_scheduler.buckets:
+    for bucket in trainer.state.parallel.bucket_scheduler.buckets:
         if not any(map(pruning.is_prunable, bucket.weights)):
             continue
         assert bucket.sparsity_mask is not None
         held = bucket.data.nbytes + bucket.sparsity_mask.num_bytes
-        held += sum(x.nbytes for x in trainer.optimizer.state_store.states[bucket].values())
+        held += sum(x.nbytes for x in trainer.state.optimizer.state_store.states[bucket].values())
         assert held == pruning.pruned_bucket_bytes(
             bucket.size, bucket.sparsity_mask.row_counts, gradient=0
         )

@@ -25,6 +25,7 @@ from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
 from ranvier.train.resolve import ResolveContext, resolve_run
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.trainer import Trainer
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}
@@ -97,10 +98,10 @@ def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) 
     """What a run says whose layer `where` gives a bad number on one rank from step `at` on."""
     run = run_of(out, dict(grid.degrees), 6, guard__max_skipped_steps=0)
     trainer = trainer_of(grid, corpus, run)
-    leaf = trainer.model.get_submodule(where)
+    leaf = trainer.state.model.get_submodule(where)
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
-        if grid.rank != rank or trainer.step < at:
+        if grid.rank != rank or trainer.state.step < at:
             return None
         return output.index_fill(0, torch.tensor([0]), torch.nan)
 
@@ -111,9 +112,9 @@ def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) 
         for row in trainer.run_steps():
             rows += 1
             if row["step"] == at - 2:  # the step after it was issued and is the last good one
-                before = {name: x.clone() for name, (x, _) in trainer.state_tensors().items()}
+                before = {name: x.clone() for name, (x, _) in state_tensors(trainer.state).items()}
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    after = trainer.state_tensors()
+    after = state_tensors(trainer.state)
     same = all(torch.equal(x, after[name][0]) for name, x in before.items())
     return {"said": said, "rows": rows, "kept": bool(before) and same}

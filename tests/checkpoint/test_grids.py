@@ -16,6 +16,7 @@ from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.sharding import ShardedStateDict
+from ranvier.train.resume.checkpointing import state_tensors
 from states import assemble
 from training import run_of, stored, trainer_of
 
@@ -60,7 +61,9 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
     if source:
         trainer.resume_from(Path(source))
         manifest = manifests.read_manifest(Path(source))
-        mine = {n: x for n, x in trainer.state_tensors().items() if not n.startswith("random.")}
+        mine = {
+            n: x for n, x in state_tensors(trainer.state).items() if not n.startswith("random.")
+        }
         whole = {name: load.empty_shard(manifest.tensors[name]) for name in mine}
         load.fill_tensors(Path(source), manifest, whole)
         for name, (part, place) in mine.items():
@@ -84,7 +87,7 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
         trainer.save_checkpoint()
     state = {
         n: (x.clone(), p)
-        for n, (x, p) in trainer.optimizer.sharded_state().items()
+        for n, (x, p) in trainer.state.optimizer.sharded_state().items()
         if "master" in n
     }
     return odd, losses, state, seen if reads(grid) else []
@@ -170,7 +173,7 @@ def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[i
     paths = find_checkpoints(Path(out) / "checkpoints")[::-1]
     if paths:
         trainer.resume_from(*paths)
-    begun, seen = trainer.step, list[int]()
+    begun, seen = trainer.state.step, list[int]()
     take = trainer.take_step
 
     def watched(batches: Any, *rest: Any) -> Any:
@@ -179,7 +182,7 @@ def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[i
 
     trainer.take_step = watched
     for _ in trainer.run_steps():
-        if trainer.step >= stop:
+        if trainer.state.step >= stop:
             break
     return begun, seen if reads(grid) else []
 

@@ -27,7 +27,7 @@ FAULT = """
 import os
 take = Trainer.issue_step
 def issue(self, *arguments, **options):
-    if self.grid.rank == 1 and self.step == 1:
+    if self.grid.rank == 1 and self.state.step == 1:
         {action}
     return take(self, *arguments, **options)
 Trainer.issue_step = issue

@@ -247,7 +247,7 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     """k and v have 8 features, the MLP has 24."""
     run = run_of(str(tmp_path), {}, 1, train__float8="rowwise")
     trainer = trainer_of(Grid({}), corpus, run)
-    leaves = get_parallel_model(trainer.model).layers
+    leaves = trainer.state.parallel.layers
     narrow = [
         name
         for name, leaf in leaves.items()

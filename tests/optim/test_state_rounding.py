@@ -226,11 +226,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
     half.resume_from(tmp_path / "checkpoints" / "step-00000003")
     assert [row["loss"] for row in half.run_steps()] == losses[3:]
     wide = torch.float64 if dtype == "fp64" else torch.float32
-    for name, (part, place) in whole.optimizer.sharded_state().items():
+    for name, (part, place) in whole.state.optimizer.sharded_state().items():
         narrow = not name.endswith(".master") and len(place.global_shape) > 1
         assert part.dtype == (torch.bfloat16 if narrow else wide), name
-    for name, (part, _) in half.optimizer.sharded_state().items():
-        assert torch.equal(part, whole.optimizer.sharded_state()[name][0]), name
+    for name, (part, _) in half.state.optimizer.sharded_state().items():
+        assert torch.equal(part, whole.state.optimizer.sharded_state()[name][0]), name
         assert bool((part != 0).any()), name
 
 

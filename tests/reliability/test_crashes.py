@@ -61,7 +61,7 @@ _post = Trainer.__post_init__
 def _made(self):
     _post(self)
     NOW[0] = self
-    next(iter(self.model.blocks)).register_forward_hook(hook)
+    next(iter(self.state.model.blocks)).register_forward_hook(hook)
 Trainer.__post_init__ = _made
 
 before(BucketScheduler, "_reduce_over_data", lambda: once("reduce", 3))
@@ -133,7 +133,7 @@ ALWAYS = """
 import os
 _issue = Trainer.issue_step
 def _killed(self, *arguments, **options):
-    if self.step == 5 and self.grid.rank == 1:
+    if self.state.step == 5 and self.grid.rank == 1:
         os.kill(os.getpid(), 9)
     return _issue(self, *arguments, **options)
 Trainer.issue_step = _killed

@@ -26,6 +26,7 @@ from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import DataError, HangError, PlanError
 from ranvier.grid import Grid
 from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.step import StepLimits, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -53,7 +54,7 @@ def test_a_resumed_run_reads_each_sample_once(trainer: Trainer) -> None:
     end = stream.num_windows // 8
     assert end > 2 and stream.num_windows % 8, "the last batch of an epoch reaches into the next"
     for cut in (1, end - 1, end, end + 1):
-        trainer.step, trainer.samples = cut, cut * 8
+        trainer.state.step, trainer.state.samples = cut, cut * 8
         rest = trainer._batch_maker()
         for step in (cut, cut + 1, cut + end):
             assert numbers(rest(step)) == numbers(whole(step)) == [*range(step * 8, step * 8 + 8)]
@@ -90,9 +91,9 @@ def test_a_batch_without_targets_teaches_nothing(trainer: Trainer) -> None:
     tokens = torch.zeros(8, 16, dtype=torch.int64)
     batch = Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), samples=torch.arange(8))
     watch = StepLimits.for_device("cpu")
-    taken = train_step(trainer.model, trainer.optimizer, [batch], 1e-2, watch)
+    taken = train_step(trainer.state.model, trainer.state.optimizer, [batch], 1e-2, watch)
     assert taken.loss == 0.0 and taken.grad_norm == 0.0 and not taken.is_nonfinite
-    assert all(part.isfinite().all() for part, _ in trainer.state_tensors().values())
+    assert all(part.isfinite().all() for part, _ in state_tensors(trainer.state).values())
 
 
 def test_an_error_of_the_thread_ends_the_run_with_its_code(

@@ -30,6 +30,7 @@ from ranvier.parallel.parallelize import parallelize
 from ranvier.train import step as steps
 from ranvier.train.health.loss_guard import MIN_LOSSES, LossGuard
 from ranvier.train.health.replica_check import fingerprint_tensor
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.step import StepLimits, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -50,7 +51,7 @@ def poison(trainer: Trainer, where: str, rank: int, at: range, kind: str) -> Non
     """Have a layer give a bad number, or get a bad gradient, on one rank in some steps."""
 
     def hook(_: Any, __: Any, output: Tensor) -> Tensor | None:
-        if trainer.step not in at or not output.requires_grad:
+        if trainer.state.step not in at or not output.requires_grad:
             return None
         bad = torch.tensor([0])
         if kind == "gradient":
@@ -59,12 +60,15 @@ def poison(trainer: Trainer, where: str, rank: int, at: range, kind: str) -> Non
         return output.index_fill(0, bad, torch.inf if kind == "inf" else torch.nan)
 
     if trainer.grid.rank == rank:  # another stage may not have it
-        trainer.model.get_submodule(where).register_forward_hook(hook)
+        trainer.state.model.get_submodule(where).register_forward_hook(hook)
 
 
 def bits(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and the whole state of the optimizer as they are now."""
-    parts = {**get_parallel_model(trainer.model).sharded_state(), **trainer.state_tensors()}
+    parts = {
+        **trainer.state.parallel.sharded_state(),
+        **state_tensors(trainer.state),
+    }
     return {name: part.clone() for name, (part, _) in parts.items()}
 
 
@@ -82,7 +86,7 @@ def skipping(
             row = trainer.read_step(trainer.issue_step(loader), None)
             same = all(torch.equal(x, before[name]) for name, x in bits(trainer).items())
             rows.append((row["skipped"], row["loss"] is not None, not same))
-    return rows, trainer.optimizer.num_updates.item(), trainer.guard.nonfinite_steps
+    return rows, trainer.state.optimizer.num_updates.item(), trainer.state.guard.nonfinite_steps
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def voting(grid: Grid, corpus: str, factor: float) -> list[tuple[bool, bool]]:
     plain, rows = steps.forward_backward, []
 
     def patched(*args: Any, **kwargs: Any) -> Tensor:
-        odd = grid.rank == 1 and trainer.step == 19
+        odd = grid.rank == 1 and trainer.state.step == 19
         return plain(*args, **kwargs) * (factor if odd else 1.0)
 
     steps.forward_backward = patched
@@ -167,7 +171,7 @@ def test_after_the_budget_the_run_names_its_cause_and_a_checkpoint(
     for whole in load_full_tensors(kept[-1]).values():
         assert whole.isfinite().all()
     assert "makes 2 of guard.max_skipped_steps=2" in capsys.readouterr().err
-    assert trainer.optimizer.num_updates == 2
+    assert trainer.state.optimizer.num_updates == 2
 
 
 def test_skipped_steps_are_in_metrics_and_report(
@@ -325,7 +329,7 @@ def test_a_spike_is_told(
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 24, **SHORT))
     rows = list(trainer.run_steps())
     assert [row["step"] for row in rows if row["spike"]] == [20]
-    assert not any(row["skipped"] for row in rows) and trainer.optimizer.num_updates == 24
+    assert not any(row["skipped"] for row in rows) and trainer.state.optimizer.num_updates == 24
     assert capsys.readouterr().err.count("is a spike: the median was") == 1
 
 
@@ -346,7 +350,7 @@ def test_a_spike_is_left_out(tmp_path: Path, corpus: str, spiky: list[int]) -> N
         if row["step"] == 22:
             break
     assert [row["step"] for row in rows if row["skipped"]] == [20]
-    assert trainer.optimizer.num_updates == 23
+    assert trainer.state.optimizer.num_updates == 23
     with pytest.raises(NumericError, match="spike number 2 in a row") as caught:
         list(trainer.run_steps())
     assert caught.value.exit_code == 74
@@ -370,12 +374,12 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     assert [row["step"] for row in rows] == [*range(28), *range(20, 32)]
     assert rows[27]["spike"] and not any(row["spike"] for row in rows[28:])
     assert rows[28]["tokens"] == 16 * 8 * 29, "the 29th batch follows the 28th, which spiked"
-    assert trainer.guard.rewinds == 1 and trainer.optimizer.num_updates == 32
+    assert trainer.state.guard.rewinds == 1 and trainer.state.optimizer.num_updates == 32
     spiky += range(40, 99)
     more = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 40, **changes))
     trainer.save_checkpoint()
     more.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
-    assert more.guard.rewinds == 1
+    assert more.state.guard.rewinds == 1
     with pytest.raises(NumericError, match=r"gone back 1 times.*guard.max_rewinds=1"):
         list(more.run_steps())
 
@@ -462,7 +466,10 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
         out, dict(grid.degrees), 6, guard__replica_check_interval=2, checkpoint__interval=4
     )
     trainer = trainer_of(grid, corpus, run)
-    tensors = {**get_parallel_model(trainer.model).sharded_state(), **trainer.state_tensors()}
+    tensors = {
+        **trainer.state.parallel.sharded_state(),
+        **state_tensors(trainer.state),
+    }
     try:
         for row in trainer.run_steps():
             if row["step"] == 2 and grid.rank == rank:  # step 3 is taken, and its copies compared
@@ -524,7 +531,7 @@ def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[s
         bits.view(-1)[3] ^= 1 << 40
         return output + (bits.view(torch.float64) - output.detach())
 
-    trainer.model.get_submodule(where).register_forward_hook(flips)
+    trainer.state.model.get_submodule(where).register_forward_hook(flips)
     losses: list[float] = []
     try:
         for row in trainer.run_steps():

@@ -13,7 +13,6 @@ from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.checkpoint.manifest import read_manifest
 from ranvier.grid import Grid
-from ranvier.parallel.parallel_model import get_parallel_model
 from training import losses_of, run_of, stored, trainer_of
 
 Curve = list[tuple[float, float]]
@@ -107,10 +106,10 @@ def test_samples_of_one_token(pool: Pool, corpus: str) -> None:
 def test_tiny_weights_give_numbers(corpus: str, factor: float) -> None:
     """G11: weights that are no normal numbers, or none at all, train without a bad step."""
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, train__dtype="fp32"))
-    state = get_parallel_model(trainer.model).sharded_state()
-    get_parallel_model(trainer.model).load_full_state(
+    state = trainer.state.parallel.sharded_state()
+    trainer.state.parallel.load_full_state(
         {name: part * factor for name, (part, _) in state.items()}
     )
     rows = list(trainer.run_steps())
     assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows)
-    assert trainer.guard.nonfinite_steps == 0
+    assert trainer.state.guard.nonfinite_steps == 0

@@ -15,7 +15,6 @@ from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.optim import pruning as prune
-from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.tools.verify import AFTER_STEPS_LIMIT, ONE_PASS_LIMIT, shrink_run
 from ranvier.tools.verify_run import RunVerification, train_and_judge
 from ranvier.train import pruning
@@ -54,7 +53,7 @@ def wrong(report: RunVerification) -> list[str]:
 def without_masks(masks: MaskLoader) -> Any:
     """Where weights rest, with nothing pruned: masks follow what they are filled with."""
     state = WEIGHTS_OF_MASKS(masks)
-    for bucket in get_parallel_model(masks.trainer.model).bucket_scheduler.buckets:
+    for bucket in masks.parallel.bucket_scheduler.buckets:
         bucket.set_sparsity_mask(None)
     return state
 
@@ -62,9 +61,8 @@ def without_masks(masks: MaskLoader) -> Any:
 def with_masks_of_initial_values(masks: MaskLoader) -> Any:
     """The fault: what is read later is pruned inside of the masks of the initial values."""
     state = without_masks(masks)
-    parallel = get_parallel_model(masks.trainer.model)
     prune.prune_buckets(
-        parallel.bucket_scheduler, pruning.choose_masks(masks.trainer.run, parallel, 0)
+        masks.parallel.bucket_scheduler, pruning.choose_masks(masks.run, masks.parallel, 0)
     )
     return state
 
@@ -96,9 +94,9 @@ def test_masks_of_other_weights_are_seen() -> None:
 def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
     take, record = checkpointing._restore_facts, folders.update_run_json
 
-    def from_the_first_sample(trainer: Any, manifest: Any) -> None:
-        take(trainer, manifest)
-        trainer.samples = 0
+    def from_the_first_sample(state: Any, manifest: Any) -> None:
+        take(state, manifest)
+        state.samples = 0
 
     def unfinished(folder: Path, **facts: Any) -> None:
         record(folder, **{**facts, "status": "running"} if "status" in facts else facts)

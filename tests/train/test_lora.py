@@ -26,7 +26,6 @@ from ranvier.infer.load import load_model
 from ranvier.models import build_decoder
 from ranvier.models.hf.registry import FAMILIES
 from ranvier.models.lora import named_adapters
-from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.metrics import step_flops
 from ranvier.train.resolve import ResolveContext, check_memory, resolve_run
 from ranvier.train.resume import checkpointing
@@ -58,7 +57,7 @@ def losses(
     run = training.run_of(out, dict(grid.degrees), steps, **changes)
     trainer = training.trainer_of(grid, corpus, run)
     if start:
-        checkpointing.load_initial_weights(trainer, Path(start))
+        checkpointing.load_initial_weights(trainer.run, trainer.state, Path(start))
     else:
         trainer.resume_from(Path(resume))
     found = [row["loss"] for row in trainer.run_steps()]
@@ -94,14 +93,14 @@ def adapted(grid: Grid, corpus: str, out: str, base: str, changes: Any) -> Any:
     """What a run begins with: its first loss without adapters and with, and DoRA's lengths."""
     run = training.run_of(out, dict(grid.degrees), 2, **changes)
     trainer = training.trainer_of(grid, corpus, run)
-    checkpointing.load_initial_weights(trainer, Path(base))
-    adapter = next(iter(named_adapters(trainer.model)))[1]
-    return trainer.compute_val_loss(), adapter.m["q"].weight.detach().clone(), trainer.step
+    checkpointing.load_initial_weights(trainer.run, trainer.state, Path(base))
+    adapter = next(iter(named_adapters(trainer.state.model)))[1]
+    return trainer.compute_val_loss(), adapter.m["q"].weight.detach().clone(), trainer.state.step
 
 
 def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_path: Path) -> None:
     plain = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "a"), {}, 9))
-    checkpointing.load_initial_weights(plain, base)
+    checkpointing.load_initial_weights(plain.run, plain.state, base)
     want = plain.compute_val_loss()
     weight = load_full_tensors(base)["blocks.0.attention.qkv.q.weight"]
     for loss, lengths, step in pool.on_grid(
@@ -119,7 +118,7 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
         str(tmp_path / "a"), {}, 2, **{**LORA, "lora__target_modules": ("q", "mlp")}
     )
     trainer = training.trainer_of(Grid({}), corpus, run)
-    checkpointing.load_initial_weights(trainer, base)
+    checkpointing.load_initial_weights(trainer.run, trainer.state, base)
     list(trainer.run_steps())
     saved = trainer.save_checkpoint()
     assert saved is not None
@@ -128,10 +127,10 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
     assert read_adapter(out, run.model).lora.target_modules == ("q", "gate", "up", "down")
     more = training.run_of(str(tmp_path / "b"), {}, 2, lora__init_from=str(out))
     again = training.trainer_of(Grid({}), corpus, more)
-    checkpointing.load_initial_weights(again, base)
+    checkpointing.load_initial_weights(again.run, again.state, base)
     assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
     assert again.compute_val_loss() == pytest.approx(trainer.compute_val_loss(), rel=1e-12)
-    mine, theirs = again.optimizer.sharded_state(), trainer.optimizer.sharded_state()
+    mine, theirs = again.state.optimizer.sharded_state(), trainer.state.optimizer.sharded_state()
     assert all(torch.equal(mine[n][0], theirs[n][0]) for n in mine if n.endswith(".master"))
     other = dataclasses.replace(more, lora=dataclasses.replace(more.lora, rank=5))
     with pytest.raises(PlanError, match=r"lora.rank=5, but lora.init_from=.* has rank 3"):
@@ -141,16 +140,16 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
 def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path) -> None:
     run = training.run_of(str(tmp_path / "a"), {}, 2, lora__rank=3)
     trainer = training.trainer_of(Grid({}), corpus, run)
-    parallel = get_parallel_model(trainer.model)
+    parallel = trainer.state.parallel
     assert run.trainable_parameters == count_trainable(parallel) < 0.5 * run.model.num_parameters
-    assert all(b.trainable for b in trainer.optimizer.master_weights)
+    assert all(b.trainable for b in trainer.state.optimizer.master_weights)
     list(trainer.run_steps())
     assert all(
         bucket.grad is None for bucket in parallel.bucket_scheduler.buckets if not bucket.trainable
     )
     full = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "b"), {}, 2))
     flow = ActivationShape(8, 16, 8, 8)
-    assert step_flops(parallel, flow, 1) < step_flops(get_parallel_model(full.model), flow, 1)
+    assert step_flops(parallel, flow, 1) < step_flops(full.state.parallel, flow, 1)
     big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
     huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
     limit = dataclasses.replace(huge.memory, device_limit_gib=4.0)

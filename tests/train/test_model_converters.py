@@ -20,10 +20,10 @@ from ranvier.nn import attention_backends, float8
 from ranvier.nn.autotune import Autotuner
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.train.model_converters import choose_arithmetic
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.step import forward_backward
 from training import run_of, stored, trainer_of
 
@@ -161,11 +161,9 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         out = tmp_path / kind
         trainer = trainer_of(Grid({}), corpus, run_of(str(out), {}, 1, **changes))
         whole = kind != "off"
-        assert packs(trainer.model, QKV) == ([(0, 3)] if whole else [(1, 3)])
-        assert packs(trainer.model, ENTER) == ([(0, 2)] if whole else [])
-        layers = [
-            x for x in get_parallel_model(trainer.model).layers.values() if isinstance(x, Linear)
-        ]
+        assert packs(trainer.state.model, QKV) == ([(0, 3)] if whole else [(1, 3)])
+        assert packs(trainer.state.model, ENTER) == ([(0, 2)] if whole else [])
+        layers = [x for x in trainer.state.parallel.layers.values() if isinstance(x, Linear)]
         assert sum(isinstance(x.matmul_backend, float8.Float8Linear) for x in layers) == (
             14 if whole else 0
         )
@@ -174,7 +172,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         )
         list(trainer.run_steps())
         trainer.save_checkpoint()
-        names.append(sorted(trainer.state_tensors()))
+        names.append(sorted(state_tensors(trainer.state)))
     assert names[0] == names[1]
     trainer.resume_from(find_checkpoints(tmp_path / "off" / "checkpoints")[-1])
 

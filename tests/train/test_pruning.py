@@ -86,7 +86,7 @@ def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Cha
     """Save a pruned run that begins with the weights of another, before its first step."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 2, **changes))
     if way == "train.init_from":
-        checkpointing.load_initial_weights(trainer, Path(source))
+        checkpointing.load_initial_weights(trainer.run, trainer.state, Path(source))
     else:  # the weights and all else of a run that is not pruned
         trainer.resume_from(Path(source))
     trainer.save_checkpoint()

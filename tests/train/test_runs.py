@@ -47,7 +47,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], A
     issue = Trainer.issue_step
 
     def patched(self: Trainer, *arguments: Any, **options: Any) -> Any:
-        if self.step == at:
+        if self.state.step == at:
             action()
         return issue(self, *arguments, **options)
 
@@ -217,8 +217,8 @@ def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
                     shutil.rmtree(out)
             trainer.save_checkpoint()
         except RanvierError as error:
-            return error.exit_code, trainer.step
-    return 0, trainer.step
+            return error.exit_code, trainer.state.step
+    return 0, trainer.state.step
 
 
 def test_all_ranks_end_when_the_directory_is_gone(pool: Pool, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     trainer = trainer_of(grid, corpus, run)
     rows = list(trainer.run_steps())
     trainer.write_timeline()
-    pipeline = get_parallel_model(trainer.model).pipeline
+    pipeline = trainer.state.parallel.pipeline
     return {
         "losses": [row["loss"] for row in rows],
         "norms": [row["grad_norm"] for row in rows],

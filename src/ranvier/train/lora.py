@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,11 +16,10 @@ from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, PlanError
+from ranvier.models import Decoder
 from ranvier.models.lora import named_adapters
+from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
-
-if TYPE_CHECKING:
-    from ranvier.train.trainer import Trainer
 
 FIXED_LORA_SETTINGS = ("rank", "alpha", "target_modules", "layers", "dora", "rslora", "shared")
 """Settings that must not change, as the weights of adapters depend on them."""
@@ -76,16 +75,15 @@ def check_same_adapters(
 
 
 @torch.no_grad()
-def init_adapters(trainer: Trainer) -> None:
+def init_adapters(run: RunConfig, model: Decoder, optimizer: Optimizer) -> None:
     """Initialise adapters after the base weights are loaded.
 
     Communicates: with DoRA, weights over depth and the norms of their rows.
     """
-    run = trainer.run
-    parallel = get_parallel_model(trainer.model)
+    parallel = get_parallel_model(model)
     if run.lora.rank == 0:
         return
-    for _, adapter, layer in named_adapters(trainer.model):
+    for _, adapter, layer in named_adapters(model):
         # DoRA starts with the row norms of the base weight, so this needs its final values.
         adapter.init_magnitudes(layer)
     if run.lora.init_from:
@@ -93,4 +91,4 @@ def init_adapters(trainer: Trainer) -> None:
         read_adapter(Path(run.lora.init_from), run.model).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
     # The working weights were changed: refresh the master copies.
-    trainer.optimizer.reload_master_weights()
+    optimizer.reload_master_weights()

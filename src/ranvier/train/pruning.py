@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,12 @@ from ranvier.comm.consensus import run_and_raise_together, world_axis
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.optim import pruning
-from ranvier.optim.optimizer import MASK
+from ranvier.optim.optimizer import MASK, Optimizer
 from ranvier.optim.pruning import MaskFunction
-from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.sharding import ShardedStateDict
 from ranvier.train import lora
-
-if TYPE_CHECKING:
-    from ranvier.train.trainer import Trainer
+from ranvier.train.state import TrainState
 
 
 def keep_all(weight: ShardedParameter) -> Tensor | None:
@@ -84,31 +82,25 @@ def is_update_due(run: RunConfig, step: int) -> bool:
     return 0 < step <= until and (step % every == 0 or step == until)
 
 
-def update_masks(trainer: Trainer) -> None:
-    """Prune further if due. Communicates: counts, bits over depth, states over data."""
-    if not is_update_due(trainer.run, trainer.step):
-        return
-    with trainer.meter.time_phase("pruning"):
-        choice = choose_masks(trainer.run, get_parallel_model(trainer.model), trainer.step)
-        trainer.optimizer.prune_weights(choice)
+def update_masks(run: RunConfig, state: TrainState) -> None:
+    """Prune further. Communicates: counts, bits over depth, states over data."""
+    choice = choose_masks(run, state.parallel, state.step)
+    state.optimizer.prune_weights(choice)
 
 
-def sparsity_lines(trainer: Trainer) -> list[str]:
+def sparsity_lines(run: RunConfig, parallel: ParallelModel) -> list[str]:
     """A line on the sparsity. Communicates: two numbers over all axes."""
-    config = trainer.run.prune
-    parallel = get_parallel_model(trainer.model)
+    config = run.prune
+    grid = parallel.grid
+    device = parallel.bucket_scheduler.device
     if not config.is_enabled:
         return []
-    counts = torch.zeros(2, dtype=torch.int64, device=trainer.device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
     for weight in parallel.weights.values():
         bucket = weight.bucket
         # Count every element once: skip replicas over data and over axes that do not split a
         # weight.
-        if (
-            pruning.is_prunable(weight)
-            and bucket.is_owner_of(weight)
-            and trainer.grid.index["data"] == 0
-        ):
+        if pruning.is_prunable(weight) and bucket.is_owner_of(weight) and grid.index["data"] == 0:
             every = torch.Size(weight.shard.valid_shape).numel()
             kept = bucket.sparsity_mask
             end = weight.offset + weight.num_elements
@@ -116,8 +108,8 @@ def sparsity_lines(trainer: Trainer) -> list[str]:
                 stay = every
             else:
                 stay = kept.compressed_offset(end) - kept.compressed_offset(weight.offset)
-            counts += torch.tensor([stay, every], device=trainer.device)
-    stay, every = collectives.all_reduce(counts, world_axis(trainer.grid)).wait().tolist()
+            counts += torch.tensor([stay, every], device=device)
+    stay, every = collectives.all_reduce(counts, world_axis(grid)).wait().tolist()
     experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
     line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
     line += ", each expert's of their own" if experts else ""
@@ -138,7 +130,9 @@ class MaskLoader:
     The source has masks, or its weights are loaded first and the masks computed from them.
     """
 
-    trainer: Trainer
+    run: RunConfig
+    parallel: ParallelModel
+    optimizer: Optimizer
     mask_function: MaskFunction | None = None
 
     def weights_to_fill(self) -> ShardedStateDict:
@@ -146,33 +140,27 @@ class MaskLoader:
 
         Current masks are dropped, as new ones could only prune further. Call `apply_masks` next.
         """
-        parallel = get_parallel_model(self.trainer.model)
-        parallel.bucket_scheduler.wait_for_updates()
-        for bucket in parallel.bucket_scheduler.buckets:
+        scheduler = self.parallel.bucket_scheduler
+        scheduler.wait_for_updates()
+        for bucket in scheduler.buckets:
             bucket.set_sparsity_mask(None)
-        return {f"{n}.master": (w.storage, w.shard) for n, w in parallel.weights.items()}
+        return {f"{n}.master": (w.storage, w.shard) for n, w in self.parallel.weights.items()}
 
     def read_masks(self, checkpoint: Path) -> None:
         """Read the masks of a checkpoint, or its weights if it has no masks."""
-        run = self.trainer.run
         manifest = manifests.read_manifest(checkpoint)
         if not manifest.facts.get("weights"):
-            self.mask_function = load_checkpoint_masks(
-                checkpoint, manifest, get_parallel_model(self.trainer.model)
-            )
-        if self.mask_function is None and run.prune.update_interval:
+            self.mask_function = load_checkpoint_masks(checkpoint, manifest, self.parallel)
+        if self.mask_function is None and self.run.prune.update_interval:
             # With a schedule nothing is pruned before its first update.
             self.mask_function = keep_all
         if self.mask_function is None:
-            fill_weights(run, checkpoint, manifest, self.weights_to_fill())
+            fill_weights(self.run, checkpoint, manifest, self.weights_to_fill())
 
     def apply_masks(self) -> None:
         """Prune the weights and reset the states. Communicates: as `Optimizer.prune_weights`."""
-        trainer = self.trainer
-        choice = self.mask_function or choose_masks(
-            trainer.run, get_parallel_model(trainer.model), 0
-        )
-        trainer.optimizer.prune_weights(choice, keep=False)
+        choice = self.mask_function or choose_masks(self.run, self.parallel, 0)
+        self.optimizer.prune_weights(choice, keep=False)
 
 
 def fill_weights(

@@ -39,7 +39,7 @@ from ranvier.launch import (
     watch_for_hangs,
 )
 from ranvier.nn.compile import has_cached_graphs
-from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.system.terminal import command_line, escape_controls, print
 from ranvier.train import import_export, prepare_data, pruning
 from ranvier.train.loggers import open_loggers
@@ -145,7 +145,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         # `memory.auto` has made a prediction already.
         if device.type == "cuda" and trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
-                trainer.run, trainer.model, trainer.optimizer, device, local
+                trainer.run, trainer.state.model, trainer.state.optimizer, device, local
             )
         if run.prediction is not None:
             trainer.notes.append(f"plan: {run.prediction.why}")
@@ -156,7 +156,9 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             # Creating the saver now also fails early if its directory cannot be written.
             held += [trainer.saver.folder]
         if run.train.init_from and not candidates:
-            checkpointing.load_initial_weights(trainer, Path(run.train.init_from))
+            checkpointing.load_initial_weights(
+                trainer.run, trainer.state, Path(run.train.init_from)
+            )
             trainer.notes += [f"it begins with the weights of {run.train.init_from}"]
             if me.rank == 0:
                 import_export.copy_origin_files(run.train.init_from, folder)
@@ -169,7 +171,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             trainer.notes += trainer.resume_from(*candidates)
             # Continue the sums of the earlier launches of this run.
             trainer.meter.phases = dict(folders.read_run_json(folder).get("phases", {}))
-        trainer.notes += pruning.sparsity_lines(trainer)
+        trainer.notes += pruning.sparsity_lines(trainer.run, trainer.state.parallel)
         trainer.meter.heartbeat = pulse
         if me.rank == 0:
             folders.record_launch(folder, me)
@@ -185,7 +187,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             _train_and_record(trainer, folder, stop, origin=candidates[0] if candidates else None)
             # A barrier: a launcher may kill all ranks once one of them has exited.
             max_over_ranks(0, grid, device)
-    if trainer.stop_signal and trainer.step < run.train.steps:
+    if trainer.stop_signal and trainer.state.step < run.train.steps:
         return STOPPED_EXIT_CODE
     return 0
 
@@ -285,19 +287,12 @@ def _report_startup(trainer: Trainer, folder: Path) -> None:
             words = ""
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
     if trainer.memory_tracker.predicted_usage is not None:
-        print(
-            *(f"  {line}" for line in breakdown.memory_lines(_memory_facts(trainer))),
-            sep="\n",
-            flush=True,
-        )
+        facts = trainer.memory_tracker.to_dict(trainer.state.optimizer, trainer.device)
+        print(*(f"  {line}" for line in breakdown.memory_lines(facts)), sep="\n", flush=True)
     # Not worth ending a run for.
     with suppress(OSError, WriteError):
         trainer.directory.check_present()
         folders.update_run_json(folder, seconds_to_step_2=seconds, compiled=compiled)
-
-
-def _memory_facts(trainer: Trainer) -> dict[str, Any]:
-    return trainer.memory_tracker.to_dict(trainer.optimizer, trainer.device)
 
 
 def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
@@ -308,23 +303,23 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     if trainer.grid.rank > 0:
         return
     run = trainer.run
-    parallel = get_parallel_model(trainer.model)
+    parallel = trainer.state.parallel
     data = trainer.data
     resumed = origin is not None
     trainer.directory.check_present()
-    lines = folders.write_header(folder, run, trainer.step, _other_run_dir(origin, folder))
+    lines = folders.write_header(folder, run, trainer.state.step, _other_run_dir(origin, folder))
     if data.tokenizer is not None:
         data.tokenizer.save(folder / "tokenizer.json")
     if data.chat_encoder is not None:
         data.chat_encoder.template.save(folder)
     groups = describe_groups(parallel, run)
-    print(describe_run(trainer))
+    print(describe_run(run, parallel, trainer.device))
     fingerprint = f"fingerprint of the data: {data.fingerprint}"
     for line in (*data.summary_lines, fingerprint, *groups, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
-        if trainer.step:
-            verb = f"Going on after step {trainer.step}"
+        if trainer.state.step:
+            verb = f"Going on after step {trainer.state.step}"
         else:
             verb = "Beginning"
         print(f"{verb} of {run.train.steps} in {folder}")
@@ -352,7 +347,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         started=before.get("started", current_time()),
         finished=None,
         status=folders.UNFINISHED,
-        restarts=[*_as_list(before.get("restarts")), trainer.step] if resumed else [],
+        restarts=[*_as_list(before.get("restarts")), trainer.state.step] if resumed else [],
     )
 
 
@@ -405,12 +400,13 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
     def record_facts() -> None:
         counts = zip(
             ("nonfinite_steps", "spikes", "skipped_total", "rewinds"),
-            trainer.guard.counts,
+            trainer.state.guard.counts,
             strict=True,
         )
         more: dict[str, Any] = {**dict(counts), **folders.compute_goodput(folder)}
         folders.update_run_json(folder, phases=trainer.meter.phases, **more)
-        folders.update_run_json(folder, memory=_memory_facts(trainer))
+        memory = trainer.memory_tracker.to_dict(trainer.state.optimizer, trainer.device)
+        folders.update_run_json(folder, memory=memory)
         if trainer.prediction_check is not None:
             folders.update_run_json(folder, prediction=trainer.prediction_check.to_dict())
 
@@ -429,17 +425,18 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     saved = list[Path]()
     with suppress(RanvierError, OSError):
         saved = checkpoints_in(trainer.checkpoint_dir)
-    stopped = trainer.stop_signal and trainer.step < run.train.steps
+    stopped = trainer.stop_signal and trainer.state.step < run.train.steps
     if stopped:
         status = f"stopped by signal {trainer.stop_signal}"
     else:
         status = "finished"
     # Recorded before the sample, as generating one may even end the process.
     lines = _record_end(trainer, folder, status)
-    small = count_parameters(get_parallel_model(trainer.model)) <= MAX_SAMPLED_PARAMETERS
+    small = count_parameters(trainer.state.parallel) <= MAX_SAMPLED_PARAMETERS
     words = run.train.sample_prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stop_signal:
-        lines.insert(0, _try_optional("sample of text", lambda: _show_sample(trainer, folder)))
+        sample = _try_optional("sample of text", lambda: _show_sample(folder, run, trainer.device))
+        lines.insert(0, sample)
     print("", *filter(None, lines), sep="\n")
     for line in folders.restart_lines(folders.read_run_json(folder)):
         print(line)
@@ -448,7 +445,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
             where = f"saved in {saved[-1]}"
         else:
             where = "not saved, as checkpoint.interval=-1"
-        print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
+        print(f"Stopped after step {trainer.state.step} of {run.train.steps}; {where}.")
         print(f"Go on with:\n  {command_line('ranvier', 'train', folder)}")
         return
     print("Try next:")
@@ -468,25 +465,21 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     print("  ranvier train --help")
 
 
-def _show_sample(trainer: Trainer, folder: Path) -> None:
+def _show_sample(folder: Path, run: RunConfig, device: torch.device) -> None:
     """Print a sample of the latest checkpoint and add it to run.json and the report."""
-    prompt = trainer.run.train.sample_prompt
-    text = sample_text(folder, trainer)
+    prompt = run.train.sample_prompt
+    text = sample_text(folder, run, device)
     print("\nA sample of text:\n")
     print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
     folders.update_run_json(folder, sample={"prompt": prompt, "text": text})
     report.write_report(folder)
 
 
-def sample_text(folder: Path, trainer: Trainer) -> str:
+def sample_text(folder: Path, run: RunConfig, device: torch.device) -> str:
     """Generate a continuation of the prompt with the run's latest checkpoint."""
-    speaker = TextGenerator.from_run(folder, trainer.device)
+    speaker = TextGenerator.from_run(folder, device)
     pieces = speaker.complete_prompt(
-        trainer.run.train.sample_prompt,
-        tokens=80,
-        temperature=0.7,
-        top_k=40,
-        seed=trainer.run.train.seed,
+        run.train.sample_prompt, tokens=80, temperature=0.7, top_k=40, seed=run.train.seed
     )
     return "".join(pieces)
 
@@ -540,14 +533,12 @@ def device_name(device: torch.device) -> str:
     return "CPU"
 
 
-def describe_run(trainer: Trainer) -> str:
+def describe_run(run: RunConfig, parallel: ParallelModel, device: torch.device) -> str:
     """One line that describes the model, device, grid and batch."""
-    run = trainer.run
-    parallel = get_parallel_model(trainer.model)
     return (
         f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
-        f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {describe_grid(run)}"
-        f"{f' over {run.train.backend}' if trainer.grid.world_size > 1 else ''}; "
+        f"{run.train.dtype}, on {device_name(device)}, grid: {describe_grid(run)}"
+        f"{f' over {run.train.backend}' if parallel.grid.world_size > 1 else ''}; "
         f"{run.plan.global_batch} x {run.data.seq_len} tokens a step in "
         f"{run.plan.num_micro_batches} "
         "micro-batch(es)"

@@ -25,6 +25,7 @@ from torch import Tensor
 from ranvier import trace
 from ranvier.checkpoint.async_saver import AsyncSaver
 from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.manifest import read_manifest
 from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.config.resolved_run import ResolvedRun
@@ -34,11 +35,8 @@ from ranvier.data.dataset import RunData
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
 from ranvier.errors import NumericError, OtherRankError
 from ranvier.grid import Grid
-from ranvier.models import Decoder
 from ranvier.optim.lr_schedule import lr_factor
-from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
-from ranvier.sharding import ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora, pruning
 from ranvier.train.build_model import DTYPES, TIMELINE_FILE, build_model, gather_timeline
@@ -65,6 +63,7 @@ from ranvier.train.prediction import PredictionCheck
 from ranvier.train.report import moe
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume.open_directory import OpenDirectory
+from ranvier.train.state import TrainState
 from ranvier.train.step import StepResult, evaluate, train_step
 
 SAVE_WAIT_SECONDS = 5.0
@@ -95,23 +94,16 @@ class Trainer:
     run: ResolvedRun
     grid: Grid
     device: torch.device
-    model: Decoder
-    optimizer: Optimizer
     data: RunData
+    state: TrainState
+    """What steps change and checkpoints hold."""
     meter: Meter
-    guard: LossGuard
-    step: int = 0
-    """Number of steps issued."""
-    samples: int = 0
-    """Number of samples consumed."""
     stop_signal: int = 0
     """The signal that ends the run, once all ranks know of it; 0 if none."""
     notes: list[str] = field(default_factory=list)
     """Lines on what was decided by measuring, printed when the run starts."""
     prediction_check: PredictionCheck | None = None
     """The predicted step time and memory, compared with the measured steps."""
-    val_loss: float | None = None
-    """The latest validation loss."""
     skipped_saves: int = 0
     """Checkpoints that were due while the previous one was still being written."""
     memory_tracker: MemoryTracker = field(default_factory=MemoryTracker)
@@ -122,9 +114,9 @@ class Trainer:
     """Runs one step: `train_step`, or its CUDA graph."""
 
     def __post_init__(self) -> None:
-        self.take_step = partial(train_step, self.model, self.optimizer)
+        self.take_step = partial(train_step, self.state.model, self.state.optimizer)
         self._saver: AsyncSaver | None = None
-        self._steps_read = self.step
+        self._steps_read = self.state.step
         """Steps whose metrics the host has read."""
 
     @classmethod
@@ -169,11 +161,11 @@ class Trainer:
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
         meter = Meter(plan.global_batch * run.data.seq_len, flops, peak_flops(device, dtype))
-        guard = LossGuard(run.guard, device)
         notes += found.notes
-        trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
+        state = TrainState(model, optimizer, LossGuard(run.guard, device))
+        trainer = cls(run, grid, device, data, state, meter, notes=notes)
         trainer.memory_tracker = found.memory_tracker
-        lora.init_adapters(trainer)
+        lora.init_adapters(run, model, optimizer)
         if plan.cuda_graph:
             trainer.take_step = CudaGraphStep(model, optimizer).step
         return trainer
@@ -185,12 +177,12 @@ class Trainer:
 
         stop: its `signal` is read before each step; all ranks end after the same step.
         """
-        if self.run.train.eval_interval and self.step == 0:
+        if self.run.train.eval_interval and self.state.step == 0:
             first = self.compute_val_loss()
         else:
             first = None
         yield from self._run_until_rewind(stop, first)
-        while self.guard.needs_rewind():
+        while self.state.guard.needs_rewind():
             self.rewind()
             yield from self._run_until_rewind(stop, None)
         if self._saver is not None:
@@ -200,13 +192,13 @@ class Trainer:
         """Run steps until the last one, a stop signal, or a spike that requires a rewind."""
         every = self.run.train.eval_interval
         last = self.run.train.steps
-        guard = self.guard
+        guard = self.state.guard
         before: PendingStep | None = None
         ended: DeviceEvent | None = None
-        runtime = get_parallel_model(self.model).pipeline.executor
+        runtime = self.state.parallel.pipeline.executor
         patience = self.run.train.comm_timeout_seconds
-        with freeze_gc(), Loader(self._batch_maker(), self.step, patience=patience) as loader:
-            while self.step < last and not self.stop_signal:
+        with freeze_gc(), Loader(self._batch_maker(), self.state.step, patience=patience) as loader:
+            while self.state.step < last and not self.stop_signal:
                 # Stage timing synchronises the device, so it is enabled only for the steps that
                 # report it.
                 runtime.record_times = runtime.stage.num_stages > 1 and self._is_timed()
@@ -245,7 +237,7 @@ class Trainer:
                         return
                     if self._is_comparison_due():
                         self.compare_replicas()
-                if saved and self.step < last:
+                if saved and self.state.step < last:
                     self.save_checkpoint(wait=False)
         if before is not None:
             yield self.read_step(before, ended)
@@ -262,21 +254,23 @@ class Trainer:
             every = self.run.guard.replica_check_interval
         else:
             every = 0
-        return every > 0 and self.step % every == 0
+        return every > 0 and self.state.step % every == 0
 
     def compare_replicas(self) -> None:
         """Compare all replicas of weights. Communicates: see `replica_check.compare_replicas`."""
         if self.grid.world_size > 1:
             with self.meter.time_phase("comparison of copies"):
-                compare_replicas(self.optimizer, self.grid, self.device, self._describe_latest)
+                compare_replicas(
+                    self.state.optimizer, self.grid, self.device, self._describe_latest
+                )
 
     def _is_timed(self) -> bool:
         """Whether the next step records a pipeline timeline; on a GPU this slows the step down."""
-        return self.device.type == "cpu" or self.step == self.run.train.steps - 1
+        return self.device.type == "cpu" or self.state.step == self.run.train.steps - 1
 
     def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
         """Issue a step; the last one is traced if `train.trace_comm` is set."""
-        if not self.run.train.trace_comm or self.step < self.run.train.steps - 1:
+        if not self.run.train.trace_comm or self.state.step < self.run.train.steps - 1:
             return self.issue_step(loader, signal=signal)
         with self.grid.trace.record_events() as events:
             under = self.issue_step(loader, signal=signal)
@@ -285,13 +279,14 @@ class Trainer:
 
     def is_due(self, every: int) -> bool:
         """Whether a periodic action is due after this step: every `every` steps and at the end."""
-        return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
+        step = self.state.step
+        return every > 0 and (step % every == 0 or step == self.run.train.steps)
 
     def _batch_maker(self) -> Callable[[int], list[Batch]]:
         """Return a function from step number to the micro-batches of this rank."""
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
-        offset = self.samples - self.step * self.run.plan.global_batch
+        offset = self.state.samples - self.state.step * self.run.plan.global_batch
 
         def make(step: int) -> list[Batch]:
             return load_micro_batches(
@@ -311,9 +306,12 @@ class Trainer:
         Communicates: all of a step; max-all-reduce of stop signal, memory and save status.
         """
         run = self.run
-        scale = self.optimizer.grad_scaler
-        self.meter.heartbeat.begin_section("step", self.step)
-        pruning.update_masks(self)
+        state = self.state
+        scale = state.optimizer.grad_scaler
+        self.meter.heartbeat.begin_section("step", state.step)
+        if pruning.is_update_due(run, state.step):
+            with self.meter.time_phase("pruning"):
+                pruning.update_masks(run, state)
         # Communication between two steps (evaluation, checkpoints) does not count for this step.
         self.grid.trace.waited_events = []
         begun = DeviceEvent(self.device)
@@ -334,8 +332,8 @@ class Trainer:
         # A graph replay does not call `before_update`, so wait here until the weights are copied.
         if run.plan.cuda_graph and self._saver is not None:
             self._saver.wait_for_copies()
-        self.guard.update_limit(self.step)
-        taken = self.take_step(on_device, lr, self.guard.step_limits, *self._pass_wrapper())
+        state.guard.update_limit(state.step)
+        taken = self.take_step(on_device, lr, state.guard.step_limits, *self._pass_wrapper())
         if scale is None:
             factor = torch.full_like(taken.loss, math.nan)
         else:
@@ -347,26 +345,26 @@ class Trainer:
         # The order of these numbers is relied on by `read_step`, `LossGuard.judge_step` and
         # `Meter`.
         fate = [taken.loss, taken.grad_norm, taken.is_nonfinite, taken.is_spike]
-        experts = moe.router_statistics(get_parallel_model(self.model).load_balancer)
+        experts = moe.router_statistics(state.parallel.load_balancer)
         numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
-        self.step = self.step + 1
-        self.samples = self.samples + run.plan.global_batch
+        state.step += 1
+        state.samples += run.plan.global_batch
         awaited = self.grid.trace.waited_events
         self.grid.trace.waited_events = []
-        tokens = self.samples * run.data.seq_len
+        tokens = state.samples * run.data.seq_len
         return PendingStep(
-            self.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
+            state.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
         )
 
     def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
         """The wrapper around forward and backward of this step, as optional last argument."""
         again = self.run.guard.replay_interval
-        if again and self.step % again == 0:
-            return (StepReplay(self.model, self.step).run_twice,)
+        if again and self.state.step % again == 0:
+            return (StepReplay(self.state.model, self.state.step).run_twice,)
         if self.memory_tracker.gradient_bytes or self.run.plan.cuda_graph:
             return ()
         # Gradient memory is measured once, in the first step that is neither replayed nor a graph.
-        return (partial(self.memory_tracker.track_gradients, self.model),)
+        return (partial(self.memory_tracker.track_gradients, self.state.model),)
 
     def _save_status(self) -> tuple[int, int]:
         """Progress of this rank's part of a checkpoint, and the exit code of a failure."""
@@ -388,7 +386,7 @@ class Trainer:
         run = self.run
         optim = self.run.optim
         return run.peak_lr * lr_factor(
-            self.step,
+            self.state.step,
             kind=optim.schedule,
             steps=run.train.steps,
             warmup=optim.warmup_steps,
@@ -401,19 +399,20 @@ class Trainer:
 
         Communicates: after a spike that leads to a rewind, the name of a checkpoint.
         """
+        guard = self.state.guard
         loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
         self._handle_status(int(left), int(failed))
-        words = self.guard.judge_step(under)
+        words = guard.judge_step(under)
         self._steps_read = under.step + 1
         # The save of this step began before its loss was known; add the guard state now.
         if self._saver is not None and self._saver.step == self._steps_read:
-            self._saver.add_facts(guard=self.guard.state_dict())
-        if self.guard.is_exhausted():
+            self._saver.add_facts(guard=guard.state_dict())
+        if guard.is_exhausted():
             self.raise_nonfinite(under.step, loss)
         if spike:
-            self.guard.check_spikes(under.step, self._describe_latest())
+            guard.check_spikes(under.step, self._describe_latest())
         if spike and self.run.guard.on_spike == "rewind" and self.latest_checkpoints():
-            self.guard.rewind_tokens = under.tokens
+            guard.rewind_tokens = under.tokens
         elif spike and self.run.guard.on_spike == "rewind":
             words += "There is no checkpoint to go back to."
         if words:
@@ -430,8 +429,9 @@ class Trainer:
         """Raise with the name of the first non-finite tensor. Communicates: as that step."""
         # The update was masked out, so the weights are still those of the failing step: rerun it.
         batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
-        scale = self.optimizer.grad_scaler
-        name = find_first_nonfinite(self.model, batches, None if scale is None else scale.scale)
+        scaler = self.state.optimizer.grad_scaler
+        scale = None if scaler is None else scaler.scale
+        name = find_first_nonfinite(self.state.model, batches, scale)
         if name:
             cause = f"The first is {name}"
         else:
@@ -452,7 +452,7 @@ class Trainer:
 
     def sample_range(self, step: int) -> str:
         """The range of sample numbers of a step that has been issued."""
-        first = self.samples - (self.step - step) * self.run.plan.global_batch
+        first = self.state.samples - (self.state.step - step) * self.run.plan.global_batch
         return f"{first} to {first + self.run.plan.global_batch - 1}"
 
     def compute_val_loss(self) -> float | None:
@@ -470,8 +470,8 @@ class Trainer:
                 run.plan.micro_batch,
             )
             micros = [batch.to(self.device) for batch in chain.from_iterable(batches)]
-            self.val_loss = finite_or_none(evaluate(self.model, micros).item())
-            return self.val_loss
+            self.state.val_loss = finite_or_none(evaluate(self.state.model, micros).item())
+            return self.state.val_loss
 
     # ---- checkpoints --------------------------------------------------------------------
 
@@ -484,12 +484,8 @@ class Trainer:
     def saver(self) -> AsyncSaver:
         """The checkpoint saver. Communicates: a text over all axes, on first access."""
         if self._saver is None:
-            self._saver = checkpointing.build_saver(self)
+            self._saver = checkpointing.build_saver(self.run, self.state, self.checkpoint_dir)
         return self._saver
-
-    def state_tensors(self) -> ShardedStateDict:
-        """All tensors that the run resumes from."""
-        return checkpointing.state_tensors(self)
 
     def watch_directory(self, directory: OpenDirectory) -> None:
         """End the run without saving once these directories are gone (on rank 0)."""
@@ -513,15 +509,14 @@ class Trainer:
             if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
                 self._skip_save(saver.step)
             # The final save may find that the last step has been saved already.
-            elif saver.step != self.step:
-                mine, sparse = checkpointing.tensors_to_write(self)
+            elif saver.step != self.state.step:
+                mine, sparse = checkpointing.tensors_to_write(self.state)
                 also = [Path(self.run.train.output_dir) / "metrics.jsonl"]
-                saver.save(
-                    self.step, mine, checkpointing.checkpoint_facts(self), also=also, sparse=sparse
-                )
+                facts = checkpointing.checkpoint_facts(self.run, self.state, self.data.fingerprint)
+                saver.save(self.state.step, mine, facts, also=also, sparse=sparse)
                 # Otherwise `read_step` adds the guard state once the step has been read.
-                if self._steps_read == self.step:
-                    saver.add_facts(guard=self.guard.state_dict())
+                if self._steps_read == self.state.step:
+                    saver.add_facts(guard=self.state.guard.state_dict())
             if wait:
                 return saver.finish_saving()
             return saver.last_checkpoint
@@ -529,8 +524,8 @@ class Trainer:
     def _skip_save(self, before: int) -> None:
         self.skipped_saves += 1
         self.warn_on_first_rank(
-            f"No checkpoint after step {self.step}: that of step {before} is still being written. "
-            "Use a larger checkpoint.interval or a faster disk."
+            f"No checkpoint after step {self.state.step}: that of step {before} is still being "
+            "written. Use a larger checkpoint.interval or a faster disk."
         )
 
     def latest_checkpoints(self) -> list[Path]:
@@ -545,35 +540,54 @@ class Trainer:
 
         Communicates: as `resume_from`.
         """
-        guard = self.guard
-        after = self.step
+        guard = self.state.guard
+        after = self.state.step
         assert guard.rewind_tokens is not None, after
         samples = guard.rewind_tokens // self.run.data.seq_len
         # Loading restores the counts of the checkpoint, which does not know of this spike.
         counts = guard.counts
         for line in self.resume_from(*self.latest_checkpoints()):
             self.warn_on_first_rank(line)
-        self.samples = samples
+        self.state.samples = samples
         guard.record_rewind(counts)
         self.warn_on_first_rank(
-            f"Gone back from step {after} to {self.step}, on with sample {samples}."
+            f"Gone back from step {after} to {self.state.step}, on with sample {samples}."
         )
 
     def resume_from(self, *candidates: Path) -> list[str]:
         """Resume from the first undamaged checkpoint. Communicates: see `checkpointing`."""
-        lines = checkpointing.resume_run(self, candidates)
-        self._steps_read = self.step
-        return lines
+        checkpoint, lines = checkpointing.load_first_undamaged(
+            self.run, self.state, self.data.fingerprint, candidates
+        )
+        base = lora.is_base_checkpoint(read_manifest(checkpoint), self.run)
+        own = checkpoint.parent.resolve() == self.checkpoint_dir.resolve()
+        if self.run.checkpoint.interval >= 0 and own and not base:
+            # This step is saved already.
+            self.saver.step = self.state.step
+        if own:
+            after = self.state.step
+            why = "the run goes on before it"
+        else:
+            after = -1
+            why = "the run goes on from another"
+        # Later checkpoints belong to a history that is discarded; a restart must not find them.
+        moved = checkpointing.set_aside_checkpoints(
+            self.checkpoint_dir, after, self.grid, self.device
+        )
+        self._steps_read = self.state.step
+        return lines + [f"set aside, as {why}: {path}" for path in moved]
 
     def write_timeline(self) -> None:
         """Write the pipeline timeline of the last step; a write error is only a warning.
 
         Communicates: broadcast of a text from each stage.
         """
-        parallel = get_parallel_model(self.model)
-        if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.output_dir:
+        step = self.state.step
+        if self.grid.degrees["pipe"] == 1 or step == 0 or not self.run.train.output_dir:
             return
-        facts = gather_timeline(parallel, self.step, self.run.plan.num_micro_batches, self.device)
+        facts = gather_timeline(
+            self.state.parallel, step, self.run.plan.num_micro_batches, self.device
+        )
         folder = Path(self.run.train.output_dir)
         timed = facts["seconds"] > 0.0
         if self.grid.rank == 0 and folder.is_dir() and timed:

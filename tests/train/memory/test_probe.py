@@ -34,6 +34,7 @@ from ranvier.train.memory.probe import (
     live_gradients,
     measure_passes,
 )
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -59,9 +60,11 @@ def need_of(trainer: Trainer, micro: int, *kinds: RecomputeMode) -> StepMemory:
     run = trainer.run
     count = min(run.plan.global_batch // (run.plan.num_replicas * micro), resolve.MEASURED_PASSES)
     kinds = kinds or tuple(recompute_budget.RECOMPUTE_COST)
-    found = measure_passes(run, trainer.model, trainer.device, micro, passes=count, kinds=kinds)
+    found = measure_passes(
+        run, trainer.state.model, trainer.device, micro, passes=count, kinds=kinds
+    )
     assert found is not None
-    sizes = model_state_sizes(get_parallel_model(trainer.model))
+    sizes = model_state_sizes(trainer.state.parallel)
     return StepMemory(found, LAYERS, sizes.weight_bytes + sizes.state_bytes, sizes.publish)
 
 
@@ -90,7 +93,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
         trainer = made(
             corpus, recompute="memory_budget", memory__device_limit_gib=limit, micro_batch=8
         )
-        kinds = tuple(get_parallel_model(trainer.model).recompute_modes.values())
+        kinds = tuple(trainer.state.parallel.recompute_modes.values())
         found.append(recompute_budget.recompute_fraction(kinds))  # type: ignore[arg-type]
         assert "micro-batch 8, recomputation of blocks: " in trainer.notes[0]
         if available == (low + high) // 2:
@@ -127,7 +130,10 @@ def predicted(
 ) -> tuple[int, int]:
     """Most bytes that the passes of a step have made, and what was predicted."""
     trainer = made(corpus, grid, recompute=kind, micro_batch=micro, **more)
-    queue, count = get_parallel_model(trainer.model).bucket_scheduler, len(trainer.model.blocks)
+    queue, count = (
+        trainer.state.parallel.bucket_scheduler,
+        len(trainer.state.model.blocks),
+    )
     need = replace(need_of(trainer, micro, kind), num_blocks=count, weight_gather_bytes=0)
     passes = trainer.run.plan.num_micro_batches
     batches = [blank_batch(trainer.run, micro, trainer.device) for _ in range(passes)]
@@ -135,17 +141,20 @@ def predicted(
         [bucket.data for bucket in queue.buckets],
         [batch.model_inputs() for batch in batches],
     ]
-    forward_backward(trainer.model, batches)
+    forward_backward(trainer.state.model, batches)
     queue.begin_step("")
     with probe.HostMemoryCounter(before, partial(live_gradients, queue)) as watch:
-        forward_backward(trainer.model, batches)
+        forward_backward(trainer.state.model, batches)
     return watch.peak_bytes(), need.peak_bytes((kind,) * count) - need.fixed_bytes
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_sizes_are_those_of_the_tensors(corpus: str, dtype: str) -> None:
     trainer = made(corpus, micro_batch=8, train__dtype=dtype, model__tie_embeddings=dtype == "fp32")
-    parallel, known = get_parallel_model(trainer.model), tensors_by_category(trainer.optimizer)
+    parallel, known = (
+        trainer.state.parallel,
+        tensors_by_category(trainer.state.optimizer),
+    )
     found = {name: sum(x.nbytes for x in some) for name, some in known.items()}
     sizes = model_state_sizes(parallel, tile=1024)
     assert (sizes.weight_bytes, sizes.moments) == (found["weights"], found["moments"])
@@ -170,7 +179,7 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
     embed, seq = trainer.run.model.embed, trainer.run.data.seq_len
     assert kept[2] == 4 * seq * embed * 8, "the output, which is the input of the next block"
     assert [double.blocks[kind].saved_bytes for kind in double.blocks] == [2 * n for n in kept]
-    weights = get_parallel_model(trainer.model).weights.items()
+    weights = trainer.state.parallel.weights.items()
     inside = [
         w.num_elements for name, w in weights if "blocks.1." in name and w.param_group == "matrix"
     ]
@@ -181,18 +190,20 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
 
 def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
     trainer = made(corpus, micro_batch=8)
-    parallel = get_parallel_model(trainer.model)
-    before = {name: part.clone() for name, (part, _) in trainer.state_tensors().items()}
+    parallel = trainer.state.parallel
+    before = {name: part.clone() for name, (part, _) in state_tensors(trainer.state).items()}
     drawn = torch.random.get_rng_state()
     need_of(trainer, 8, "none", "full")
-    resolve.run_trial_steps(trainer.run, trainer.model, trainer.optimizer, trainer.device)
-    assert isinstance(trainer.model, Decoder) and len(trainer.model.blocks) == LAYERS
+    resolve.run_trial_steps(
+        trainer.run, trainer.state.model, trainer.state.optimizer, trainer.device
+    )
+    assert isinstance(trainer.state.model, Decoder) and len(trainer.state.model.blocks) == LAYERS
     assert set(parallel.recompute_modes.values()) == {"none"}
     assert all(bucket.grad is None for bucket in parallel.bucket_scheduler.buckets)
     assert all(
-        torch.equal(part, before[name]) for name, (part, _) in trainer.state_tensors().items()
+        torch.equal(part, before[name]) for name, (part, _) in state_tensors(trainer.state).items()
     )
-    assert float(trainer.optimizer.num_updates) == 0.0
+    assert float(trainer.state.optimizer.num_updates) == 0.0
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
@@ -203,7 +214,7 @@ def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) 
     plain = made(corpus, global_batch=4, micro_batch=2)
     rich = made(corpus, global_batch=4, recompute="memory_budget")
     assert rich.run.plan.micro_batch == 2, "32 tokens are enough"
-    assert set(get_parallel_model(rich.model).recompute_modes.values()) == {"none"}
+    assert set(rich.state.parallel.recompute_modes.values()) == {"none"}
     tight = recompute_budget.min_step_bytes(need_of(plain, 2)) - 1
     poor = made(
         corpus, global_batch=4, recompute="memory_budget", memory__device_limit_gib=tight / GIB
@@ -360,7 +371,7 @@ def on_grid(
     grid: Grid, corpus: str, limit: float, how: dict[str, Any]
 ) -> tuple[list[float], list[str], int, list[str]]:
     trainer = made(corpus, grid, memory__device_limit_gib=limit, **how)
-    kinds = list(get_parallel_model(trainer.model).recompute_modes.values())
+    kinds = list(trainer.state.parallel.recompute_modes.values())
     return losses(trainer), kinds, trainer.run.plan.micro_batch, trainer.notes
 
 
@@ -397,12 +408,12 @@ def test_ranks_agree(pool: Pool, corpus: str, degrees: dict[str, int]) -> None:
 def test_a_run_that_is_short_says_what_would_fit(corpus: str) -> None:
     """Also if it left nothing open: its own blocks are measured, the rest is estimated."""
     trainer = made(corpus, micro_batch=8)
-    run, model, device = trainer.run, trainer.model, trainer.device
+    run, model, device = trainer.run, trainer.state.model, trainer.device
     assert trainer.memory_tracker.predicted_usage is None
     plain = pytest.raises(DeviceMemoryError, match=r"Weights, .* Use --memory.auto")
     with plain, trainer.memory_tracker.explain_out_of_memory(device):
         raise short("20 MiB")
-    known = resolve.predict_memory(run, model, trainer.optimizer, device, 1)
+    known = resolve.predict_memory(run, model, trainer.state.optimizer, device, 1)
     need, predicted = need_of(trainer, 8), known.predicted_usage
     assert predicted is not None and known.fit_problem is not None
     assert predicted.allocated_bytes == need.peak_bytes(("none",) * LAYERS)
@@ -438,7 +449,7 @@ def test_the_command_tells_it_without_a_traceback(
     out, issue = tmp_path / "run", Trainer.issue_step
 
     def failing(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
-        if trainer.step == 3:
+        if trainer.state.step == 3:
             raise short("20.00 MiB")
         return issue(trainer, *arguments, **options)
 

@@ -17,7 +17,6 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory.activation_offload import ActivationOffload
-from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.trace import communication_events, diff_events
 from ranvier.train.memory import placement, saved_collectives
 from ranvier.train.memory.breakdown import MemoryTracker
@@ -40,7 +39,7 @@ def made(corpus: str, grid: Grid, **changes: Any) -> Trainer:
 def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     """What a run keeps if half of all that it could keep fits; its losses, and those without."""
     plain = made(corpus, grid)
-    parallel, plan, run = get_parallel_model(plain.model), plain.run.plan, plain.run
+    parallel, plan, run = plain.state.parallel, plain.run.plan, plain.run
     flow = ActivationShape(plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8)
     results = saved_collectives.collective_results(
         parallel, list(parallel.recompute_modes), flow, plain.device
@@ -58,20 +57,20 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
         some = made(
             corpus, grid, memory__recompute_collectives="auto", memory__device_limit_gib=1.0
         )
-    names = get_parallel_model(some.model).step_context.save_policy.chosen_layers
+    names = some.state.parallel.step_context.save_policy.chosen_layers
     assert names is not None
     batches = [batch.to("cpu") for batch in some._batch_maker()(0)]
     with grid.trace.record_events() as events:
-        forward_backward(some.model, batches)
+        forward_backward(some.state.model, batches)
     inside = [e for e in communication_events(events) if e.where.startswith("blocks.")]
     inside = [e for e in inside if e.where.count(".") > 1]
-    predicted = get_parallel_model(some.model).events(flow)
+    predicted = some.state.parallel.events(flow)
     predicted = [e for e in predicted if e.where.startswith("blocks.") and e.where.count(".") > 1]
     return {
         "names": sorted(names),
         "share": sum(result.bytes for result in results if result.name in names) / most,
         "lines": diff_events(predicted, inside),
-        "saved": len(parallel.events(flow)) - len(get_parallel_model(some.model).events(flow)),
+        "saved": len(parallel.events(flow)) - len(some.state.parallel.events(flow)),
         "losses": [[row["loss"] for row in trainer.run_steps()] for trainer in (plain, some)],
         "note": some.notes[-1],
     }
@@ -90,7 +89,7 @@ def test_auto_keeps_what_fits(pool: Pool, corpus: str) -> None:
 
 def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
     trainer = made(corpus, Grid({}), memory__recompute_collectives="auto")
-    keeping = get_parallel_model(trainer.model).step_context.save_policy
+    keeping = trainer.state.parallel.step_context.save_policy
     assert (
         keeping.saves_all_layers
         and keeping.saves_layer("blocks.0.mlp.down")
@@ -116,7 +115,7 @@ def test_a_run_with_activations_on_the_host_is_the_same(
         trainer = trainer_of(Grid({}), corpus, run)
         losses.append([row["loss"] for row in trainer.run_steps()])
     assert losses[0] == losses[1]
-    store = get_parallel_model(trainer.model).step_context.save_policy.store
+    store = trainer.state.parallel.step_context.save_policy.store
     assert isinstance(store, ActivationOffload) and store.saved_bytes() == (0, 0)
     steps = 2 * 2  # each was computed twice
     assert (

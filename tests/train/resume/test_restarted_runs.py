@@ -17,7 +17,7 @@ ONCE = """
 import os
 _{name} = Trainer.{name}
 def _patched(self, *arguments, **options):
-    if self.step == {step} and self.grid.rank == {rank} and not os.path.exists("once"):
+    if self.state.step == {step} and self.grid.rank == {rank} and not os.path.exists("once"):
         open("once", "w").close()
         os.kill(os.getpid(), {number})
     return _{name}(self, *arguments, **options)

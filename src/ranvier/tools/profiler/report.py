@@ -33,6 +33,7 @@ from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, cache_compiled_kernels
+from ranvier.optim.optimizer import Optimizer
 from ranvier.sharding import REPLICA_AXES
 from ranvier.system.terminal import print
 from ranvier.tools.profiler.chrome_trace import (
@@ -530,7 +531,7 @@ def _profile_steps(
     """Take the steps; returns the throughput before profiling, and the profiled kernels."""
     cuda = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    _annotate_optimizer(trainer)
+    _annotate_optimizer(trainer.state.optimizer)
     # Each row is one step behind: the next step is already running when it is yielded.
     rows = trainer.run_steps()
     row = [next(rows) for _ in range(warmup_steps)][-1]
@@ -558,21 +559,21 @@ def _profile_steps(
             f"The profiler has seen no kernel of {name}. It needs the driver's permission, and "
             "that no other profiler runs. End that one, or profile with --train.device cpu."
         )
-    what = train.describe_run(trainer)
+    what = train.describe_run(trainer.run, trainer.state.parallel, trainer.device)
     return Throughput(
         what, name, row["step_seconds"], row["tokens_per_second"], row["mfu"]
     ), kernels
 
 
-def _annotate_optimizer(trainer: Trainer) -> None:
+def _annotate_optimizer(optimizer: Optimizer) -> None:
     """Mark the optimizer step in the trace."""
-    update = trainer.optimizer.step
+    update = optimizer.step
 
     def marked(*arguments: Any, **options: Any) -> Any:
         with record_function(OPTIMIZER_SCOPE):
             return update(*arguments, **options)
 
-    trainer.optimizer.step = marked  # type: ignore[method-assign]
+    optimizer.step = marked  # type: ignore[method-assign]
 
 
 @contextmanager

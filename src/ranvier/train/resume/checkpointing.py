@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,14 +26,14 @@ from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig, check_settings_format
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
-from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.grid import Grid
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora
 from ranvier.train.pruning import MaskLoader, fill_weights
-
-if TYPE_CHECKING:
-    from ranvier.train.trainer import Trainer
+from ranvier.train.state import TrainState
 
 RNG_PREFIX = "random."
 """Prefix of the names of RNG states."""
@@ -55,68 +55,73 @@ Rotary positions have no weights, so with them model.max_seq may change.
 """
 
 
-def state_tensors(trainer: Trainer) -> ShardedStateDict:
+def state_tensors(state: TrainState) -> ShardedStateDict:
     """All tensors that the run resumes from."""
     weights = {
-        **trainer.optimizer.sharded_state(),
-        **_frozen_weights(trainer),
-        **_router_biases(trainer),
+        **state.optimizer.sharded_state(),
+        **_frozen_weights(state.parallel),
+        **_router_biases(state.parallel),
     }
-    return {**weights, **_rng_states(trainer), **_device_counters(trainer)}
+    return {
+        **weights,
+        **_rng_states(state.grid, state.device),
+        **_device_counters(state.optimizer),
+    }
 
 
-def tensors_to_write(trainer: Trainer) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
+def tensors_to_write(state: TrainState) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
     """The tensors that this rank writes, and those that it stores compressed (pruned)."""
-    (state, sparse), parallel = trainer.optimizer.sparse_state(), get_parallel_model(trainer.model)
+    tensors, sparse = state.optimizer.sparse_state()
+    parallel = state.parallel
+    grid = state.grid
     owners = {
         weight.name: weight.bucket.is_owner_of(weight) for weight in parallel.weights.values()
     }
     # Frozen weights are replicated over data, unlike optimizer states: the first replica writes
     # them.
-    if trainer.grid.index["data"] == 0:
-        state |= _frozen_weights(trainer)
-    mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    if trainer.grid.rank == 0:
-        more = _device_counters(trainer)
+    if grid.index["data"] == 0:
+        tensors |= _frozen_weights(parallel)
+    mine = {name: x for name, x in tensors.items() if owners[name.rpartition(".")[0]]}
+    if grid.rank == 0:
+        more = _device_counters(state.optimizer)
     else:
         more = {}
-    if not any(at for axis, at in trainer.grid.index.items() if axis != "pipe"):
+    if not any(at for axis, at in grid.index.items() if axis != "pipe"):
         # All ranks of a stage have them; the first one writes them.
-        more |= _router_biases(trainer)
-    return {**mine, **_rng_states(trainer), **more}, sparse
+        more |= _router_biases(parallel)
+    return {**mine, **_rng_states(grid, state.device), **more}, sparse
 
 
-def state_parts(trainer: Trainer) -> Iterator[ShardedStateDict]:
+def state_parts(state: TrainState) -> Iterator[ShardedStateDict]:
     """The tensors to restore, one part at a time; see `Optimizer.iter_restore_parts`."""
     rest = {
-        **_frozen_weights(trainer),
-        **_router_biases(trainer),
-        **_rng_states(trainer),
-        **_device_counters(trainer),
+        **_frozen_weights(state.parallel),
+        **_router_biases(state.parallel),
+        **_rng_states(state.grid, state.device),
+        **_device_counters(state.optimizer),
     }
-    for state in trainer.optimizer.iter_restore_parts():
-        yield {**state, **rest}
+    for part in state.optimizer.iter_restore_parts():
+        yield {**part, **rest}
         # Everything besides the optimizer state is restored with the first part only.
         rest = {}
 
 
-def _frozen_weights(trainer: Trainer) -> ShardedStateDict:
+def _frozen_weights(parallel: ParallelModel) -> ShardedStateDict:
     """Weights that are not trained, under the names of master weights."""
-    weights = get_parallel_model(trainer.model).weights.values()
+    weights = parallel.weights.values()
     return {f"{w.name}.master": (w.storage, w.shard) for w in weights if not w.trainable}
 
 
-def _router_biases(trainer: Trainer) -> ShardedStateDict:
+def _router_biases(parallel: ParallelModel) -> ShardedStateDict:
     """The expert biases of MoE routers (auxiliary-loss-free balancing)."""
-    balance = get_parallel_model(trainer.model).load_balancer
+    balance = parallel.load_balancer
     if balance is None:
         return {}
     return {f"{n}.master": x for n, x in balance.sharded_state.items()}
 
 
-def _device_counters(trainer: Trainer) -> ShardedStateDict:
+def _device_counters(optimizer: Optimizer) -> ShardedStateDict:
     """Counters that live on the device, so that saving them needs no synchronisation."""
-    optimizer = trainer.optimizer
     place = Shard((), (), (), ())
     found = {"run.updates": (optimizer.num_updates, place)}
     if optimizer.grad_scaler is not None:
@@ -125,13 +130,13 @@ def _device_counters(trainer: Trainer) -> ShardedStateDict:
     return found
 
 
-def _rng_states(trainer: Trainer) -> ShardedStateDict:
+def _rng_states(grid: Grid, device: torch.device) -> ShardedStateDict:
     """torch's RNG states, one row per rank."""
     rows = {"cpu": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        rows["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    world = trainer.grid.world_size
-    rank = trainer.grid.rank
+    if device.type == "cuda":
+        rows["cuda"] = torch.cuda.get_rng_state(device)
+    world = grid.world_size
+    rank = grid.rank
     return {
         f"{RNG_PREFIX}{kind}": (
             row[None],
@@ -141,14 +146,14 @@ def _rng_states(trainer: Trainer) -> ShardedStateDict:
     }
 
 
-def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
+def checkpoint_facts(run: RunConfig, state: TrainState, fingerprint: str) -> dict[str, Any]:
     """The facts of a checkpoint besides tensors; the guard state is added once the step is read."""
     return {
-        "samples": trainer.samples,
-        "fingerprint": trainer.data.fingerprint,
-        "held_out_loss": trainer.val_loss,
+        "samples": state.samples,
+        "fingerprint": fingerprint,
+        "held_out_loss": state.val_loss,
         "threads": torch.get_num_threads(),
-        "config": run_to_dict(trainer.run),
+        "config": run_to_dict(run),
     }
 
 
@@ -168,72 +173,61 @@ def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str,
     return stored
 
 
-def build_saver(trainer: Trainer) -> AsyncSaver:
+def build_saver(run: RunConfig, state: TrainState, checkpoint_dir: Path) -> AsyncSaver:
     """Build the checkpoint saver of a run. Communicates: a text over all axes."""
-    config = trainer.run.checkpoint
+    config = run.checkpoint
     keep = RetentionPolicy(config.keep_latest, config.keep_interval, config.keep_best)
-    made = AsyncSaver(trainer.checkpoint_dir, trainer.grid, trainer.device, keep)
+    made = AsyncSaver(checkpoint_dir, state.grid, state.device, keep)
     # An update must not overwrite tensors that a background save is still copying.
-    trainer.optimizer.before_update = made.wait_for_copies
+    state.optimizer.before_update = made.wait_for_copies
     return made
 
 
-def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
-    """Resume from the first undamaged checkpoint; returns notes on the others.
+def load_first_undamaged(
+    run: RunConfig, state: TrainState, fingerprint: str, candidates: Sequence[Path]
+) -> tuple[Path, list[str]]:
+    """Load the first undamaged checkpoint; returns its path, and notes on those before it.
 
+    fingerprint: of the data of the run.
     Communicates: a text for each damaged one; all-gather of weights over data.
     """
     damaged: list[str] = []
     for checkpoint in candidates:
-        why = _try_checkpoint(trainer, checkpoint)
+        why = _try_checkpoint(run, state, fingerprint, checkpoint)
         if not why:
-            break
+            return checkpoint, [f"damaged, not used: {line}" for line in damaged]
         damaged.append(f"{checkpoint}: {why}")
-    else:
-        raise CheckpointError(
-            "No checkpoint can be used. "
-            + " ".join(damaged)
-            + " A run goes on from one that is as it was written. Restore one, or begin anew with "
-            "checkpoint.resume=never."
-        )
-    base = lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run)
-    own = _is_same_dir(checkpoint.parent, trainer.checkpoint_dir)
-    if trainer.run.checkpoint.interval >= 0 and own and not base:
-        # This step is saved already.
-        trainer.saver.step = trainer.step
-    # Later checkpoints belong to a history that is discarded; a restart must not find them.
-    moved = run_and_raise_together(
-        lambda: _set_aside_checkpoints(trainer, trainer.step if own else -1),
-        trainer.grid,
-        trainer.device,
+    raise CheckpointError(
+        "No checkpoint can be used. "
+        + " ".join(damaged)
+        + " A run goes on from one that is as it was written. Restore one, or begin anew with "
+        "checkpoint.resume=never."
     )
-    lines = [f"damaged, not used: {line}" for line in damaged]
-    if own:
-        why = "the run goes on before it"
-    else:
-        why = "the run goes on from another"
-    return lines + [f"set aside, as {why}: {path}" for path in moved]
 
 
-def _set_aside_checkpoints(trainer: Trainer, after: int) -> list[Path]:
-    """Rename the checkpoints after step `after`, on rank 0."""
-    try:
-        if trainer.grid.rank == 0:
-            return folders.set_aside(trainer.checkpoint_dir, after)
-        return []
-    except OSError as error:
-        raise WriteError(
-            f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind are "
-            "renamed. Make their directory writable, or choose another train.output_dir."
-        ) from None
+def set_aside_checkpoints(
+    checkpoint_dir: Path, after: int, grid: Grid, device: torch.device
+) -> list[Path]:
+    """Rename the checkpoints after step `after`, on rank 0; returns their new paths there.
+
+    Communicates: the exit code of a failure over all axes.
+    """
+
+    def rename() -> list[Path]:
+        try:
+            if grid.rank == 0:
+                return folders.set_aside(checkpoint_dir, after)
+            return []
+        except OSError as error:
+            raise WriteError(
+                f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind "
+                "are renamed. Make their directory writable, or choose another train.output_dir."
+            ) from None
+
+    return run_and_raise_together(rename, grid, device)
 
 
-def _is_same_dir(one: Path, other: Path) -> bool:
-    """Whether two paths lead to the same directory."""
-    return one.absolute().resolve() == other.absolute().resolve()
-
-
-def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
+def _try_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkpoint: Path) -> str:
     """Load a checkpoint on all ranks; returns the reason if it is damaged for any rank."""
     why = ""
 
@@ -247,51 +241,49 @@ def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
                 why = str(error)
 
         nonlocal why
-        run_and_raise_together(mine, trainer.grid, trainer.device)
-        why = broadcast_first_error(why, trainer.grid, trainer.device)
+        run_and_raise_together(mine, state.grid, state.device)
+        why = broadcast_first_error(why, state.grid, state.device)
         return not why
 
-    masks = MaskLoader(trainer)
-    if trainer.run.prune.is_enabled:
+    masks = MaskLoader(run, state.parallel, state.optimizer)
+    if run.prune.is_enabled:
         if not tried(lambda: masks.read_masks(checkpoint)):
             return why
         masks.apply_masks()
     # Masks come first: compressed states have as many elements as the masks keep.
-    if tried(lambda: _load_checkpoint(trainer, checkpoint)):
-        trainer.optimizer.finish_restore()
-        if lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run):
-            lora.init_adapters(trainer)
+    if tried(lambda: _load_checkpoint(run, state, fingerprint, checkpoint)):
+        state.optimizer.finish_restore()
+        if lora.is_base_checkpoint(manifests.read_manifest(checkpoint), run):
+            lora.init_adapters(run, state.model, state.optimizer)
     return why
 
 
-def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkpoint: Path) -> None:
     """Load the tensors of this rank and the facts of a checkpoint."""
     manifest = manifests.read_manifest(checkpoint)
-    config = trainer.run.checkpoint
+    config = run.checkpoint
     _check_facts(manifest, checkpoint)
     # An imported model has weights only: optimizer, data and step start from zero.
     if manifest.facts.get("weights"):
-        return load_weights_only(trainer, checkpoint, manifest)
-    check_same_data(
-        manifest, checkpoint, trainer.data.fingerprint, allowed=config.allow_data_mismatch
-    )
-    _check_weight_names(trainer, manifest, checkpoint)
+        return load_weights_only(run, state, checkpoint, manifest)
+    check_same_data(manifest, checkpoint, fingerprint, allowed=config.allow_data_mismatch)
+    _check_weight_names(run, state.parallel, manifest, checkpoint)
     left: list[str] = []
     random: ShardedStateDict = {}
-    for state in state_parts(trainer):
-        for name, (_, place) in list(state.items()):
+    for part in state_parts(state):
+        for name, (_, place) in list(part.items()):
             entry = manifest.tensors.get(name)
             if name.startswith(RNG_PREFIX) and (entry is None or entry.shape != place.global_shape):
                 # Saved by another number of ranks: these states cannot be mapped.
-                del state[name]
+                del part[name]
         left += load.load_checkpoint(
-            checkpoint, state, strict=config.strict, cast=config.allow_config_mismatch
+            checkpoint, part, strict=config.strict, cast=config.allow_config_mismatch
         )
-        random |= {name: x for name, x in state.items() if name.startswith(RNG_PREFIX)}
+        random |= {name: x for name, x in part.items() if name.startswith(RNG_PREFIX)}
         # Loaded all the same, but not silently.
-        if not bool(rank_file.max_magnitude(x for x, _ in state.values()).isfinite()):
+        if not bool(rank_file.max_magnitude(x for x, _ in part.values()).isfinite()):
             print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
-    if left and trainer.grid.rank == 0:
+    if left and state.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
     # States or facts of the wrong form mean that the checkpoint is damaged; the next one is tried.
     try:
@@ -299,17 +291,19 @@ def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
             if name == f"{RNG_PREFIX}cpu":
                 torch.set_rng_state(row[0])
             elif name == f"{RNG_PREFIX}cuda":
-                torch.cuda.set_rng_state(row[0].cpu(), trainer.device)
-        _restore_facts(trainer, manifest)
+                torch.cuda.set_rng_state(row[0].cpu(), state.device)
+        _restore_facts(state, manifest)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
 
 
-def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoint: Path) -> None:
+def _check_weight_names(
+    run: RunConfig, parallel: ParallelModel, manifest: CheckpointManifest, checkpoint: Path
+) -> None:
     """Raise if the checkpoint has weights that the model lacks."""
-    known = {f"{name}.master" for name in get_parallel_model(trainer.model).weight_summaries}
+    known = {f"{name}.master" for name in parallel.weight_summaries}
     odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
-    if odd and trainer.run.checkpoint.strict:
+    if odd and run.checkpoint.strict:
         raise CheckpointError(
             f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
             f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
@@ -317,25 +311,27 @@ def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoi
         )
 
 
-def load_weights_only(trainer: Trainer, checkpoint: Path, manifest: CheckpointManifest) -> None:
+def load_weights_only(
+    run: RunConfig, state: TrainState, checkpoint: Path, manifest: CheckpointManifest
+) -> None:
     """Load only the weights of this rank from a checkpoint."""
-    _check_weight_names(trainer, manifest, checkpoint)
-    for state in state_parts(trainer):
-        fill_weights(trainer.run, checkpoint, manifest, state)
+    _check_weight_names(run, state.parallel, manifest, checkpoint)
+    for part in state_parts(state):
+        fill_weights(run, checkpoint, manifest, part)
 
 
-def load_initial_weights(trainer: Trainer, source: Path) -> None:
+def load_initial_weights(run: RunConfig, state: TrainState, source: Path) -> None:
     """Start with the weights of a run, a checkpoint or a published model; all else is new.
 
     Communicates: all-gather of weights over data.
     """
     bare = True
 
-    def fill(state: ShardedStateDict) -> None:
+    def fill(tensors: ShardedStateDict) -> None:
         nonlocal bare
         if (source / "config.json").exists() or source.is_file():
             # Published models have no optimizer state: only names of weights match.
-            ours = {n.removesuffix(".master"): x for n, x in state.items()}
+            ours = {n.removesuffix(".master"): x for n, x in tensors.items()}
             with PublishedModel.open(source) as model:
                 model.fill_state({n: x for n, x in ours.items() if n in model.shapes})
             return
@@ -343,41 +339,43 @@ def load_initial_weights(trainer: Trainer, source: Path) -> None:
         found, _ = folders.newest_checkpoints(checkpoints if checkpoints.is_dir() else source)
         checkpoint = found[0] if found else source
         manifest = manifests.read_manifest(checkpoint)
-        if trainer.run.checkpoint.strict:
+        if run.checkpoint.strict:
             stored = stored_settings(manifest, checkpoint)
-            lora.check_same_adapters(manifest, stored, trainer.run)
-        _check_weight_names(trainer, manifest, checkpoint)
-        fill_weights(trainer.run, checkpoint, manifest, state)
-        bare = lora.is_base_checkpoint(manifest, trainer.run)
+            lora.check_same_adapters(manifest, stored, run)
+        _check_weight_names(run, state.parallel, manifest, checkpoint)
+        fill_weights(run, checkpoint, manifest, tensors)
+        bare = lora.is_base_checkpoint(manifest, run)
 
     def work() -> None:
-        for state in state_parts(trainer):
-            fill(state)
+        for part in state_parts(state):
+            fill(part)
 
-    masks = MaskLoader(trainer)
-    if trainer.run.prune.is_enabled:
+    masks = MaskLoader(run, state.parallel, state.optimizer)
+    if run.prune.is_enabled:
         # Masks are computed from the loaded weights, so these are read twice.
-        run_and_raise_together(lambda: fill(masks.weights_to_fill()), trainer.grid, trainer.device)
+        run_and_raise_together(lambda: fill(masks.weights_to_fill()), state.grid, state.device)
         masks.apply_masks()
-    run_and_raise_together(work, trainer.grid, trainer.device)
-    trainer.optimizer.finish_restore()
+    run_and_raise_together(work, state.grid, state.device)
+    state.optimizer.finish_restore()
     if bare:
-        lora.init_adapters(trainer)
+        lora.init_adapters(run, state.model, state.optimizer)
 
 
-def _restore_facts(trainer: Trainer, manifest: CheckpointManifest) -> None:
+def _restore_facts(state: TrainState, manifest: CheckpointManifest) -> None:
     """Restore step, sample position, validation loss and guard state from a checkpoint."""
     facts = manifest.facts
-    trainer.step, trainer.samples = manifest.step, int(facts["samples"])
-    trainer.val_loss = facts.get("held_out_loss")
+    state.step, state.samples = manifest.step, int(facts["samples"])
+    state.val_loss = facts.get("held_out_loss")
     if "guard" in facts:
-        trainer.guard.load_state_dict(facts["guard"])
+        state.guard.load_state_dict(facts["guard"])
     threads = torch.get_num_threads()
-    if facts.get("threads", threads) != threads:
-        trainer.warn_on_first_rank(
+    if facts.get("threads", threads) != threads and state.grid.rank == 0:
+        print(
             f"The checkpoint was saved with {facts['threads']} threads a rank, not {threads}. "
             "Sums are then cut otherwise: the run goes on, but not to the bit. Set "
-            f"OMP_NUM_THREADS={facts['threads']} if it has to."
+            f"OMP_NUM_THREADS={facts['threads']} if it has to.",
+            file=sys.stderr,
+            flush=True,
         )
 
 
