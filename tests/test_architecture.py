@@ -208,6 +208,29 @@ def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
     ]
 
 
+def parts_that_name_the_trainer(path: PurePosixPath, source: str) -> list[str]:
+    """Imports, names and quoted annotations; `train.py` runs the trainer."""
+    if top(path) != "train" or str(path) in {"train/trainer.py", "train/train.py"}:
+        return []
+
+    def names_trainer(node: ast.AST) -> bool:
+        match node:
+            case ast.Name(id="Trainer") | ast.Attribute(attr="Trainer"):
+                return True
+            case ast.Constant(value="Trainer"):
+                return True
+        return False
+
+    tree = ast.parse(source)
+    imported = {
+        line
+        for line, _, name in imports(path, tree)
+        if f"{name}.".startswith("ranvier.train.trainer.")
+    }
+    named = {node.lineno for node in ast.walk(tree) if names_trainer(node)}  # type: ignore[attr-defined]
+    return [f"{path}:{line}: Trainer" for line in sorted(imported | named)]
+
+
 def vague_names(path: PurePosixPath, source: str) -> list[str]:
     words = {part.removesuffix(".py").strip("_") for part in path.parts}
     return [f"{path}: {word}" for word in sorted(words & VAGUE)]
@@ -268,6 +291,14 @@ def test_local_shapes_are_asked_of_sharding(package: dict[PurePosixPath, str]) -
     )
 
 
+def test_parts_of_training_take_the_train_state(package: dict[PurePosixPath, str]) -> None:
+    check(
+        parts_that_name_the_trainer,
+        package,
+        "A part of training takes `TrainState`, or what it needs of it, not the trainer:",
+    )
+
+
 def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
     check(
         foreign_to_models,
@@ -311,6 +342,15 @@ BAD: list[tuple[Rule, str, str]] = [
     (local_shapes, "eval/run.py", "seq = n % (run.plan.row)"),
     (local_shapes, "tools/dry_run.py", "d = model.embed // plan.col"),
     (local_shapes, "train/train.py", "ranks = 2 * self.grid.degrees['context']"),
+    (
+        parts_that_name_the_trainer,
+        "train/resume/checkpointing.py",
+        "if TYPE_CHECKING:\n    from ranvier.train.trainer import Trainer",
+    ),
+    (parts_that_name_the_trainer, "train/lora.py", "from ranvier.train import trainer"),
+    (parts_that_name_the_trainer, "train/health/guard.py", "from ..trainer import Trainer as T"),
+    (parts_that_name_the_trainer, "train/pruning.py", "def f(trainer: 'Trainer'): ..."),
+    (parts_that_name_the_trainer, "train/pruning.py", "def f(trainer: Trainer): ..."),
     (foreign_to_models, "models/decoder.py", "import numpy"),
     (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
     (foreign_to_models, "models/decoder.py", "from ..config.plan import Plan"),
@@ -340,6 +380,9 @@ GOOD: list[tuple[Rule, str, str]] = [
     ),
     (local_shapes, "planner/search.py", "d = model.embed // plan.col"),
     (local_shapes, "infer/logprobs.py", "if grid.degrees['row'] > 1:\n    x = 2 * plan.pipe"),
+    (parts_that_name_the_trainer, "train/train.py", "from ranvier.train.trainer import Trainer"),
+    (parts_that_name_the_trainer, "tools/verify.py", "from ranvier.train.trainer import Trainer"),
+    (parts_that_name_the_trainer, "train/lora.py", "from ranvier.train.state import TrainState"),
     (foreign_to_models, "nn/linear.py", "import numpy"),
     (foreign_to_models, "models/config.py", "from ranvier.setting import setting"),
     (vague_names, "data/corpora.py", ""),
