@@ -223,7 +223,8 @@ def _not_synced(stage: Stage) -> str:
 @case("C7", "a disk slower than the interval of saves", "saves left out with a warning")
 def _slow(stage: Stage) -> str:
     code = """
-SAVE_WAIT_SECONDS = 0.3
+from ranvier.train.resume import checkpointer
+checkpointer.SAVE_WAIT_SECONDS = 0.3
 _fsync = os.fsync
 def fsync(handle):
     time.sleep(1.0)

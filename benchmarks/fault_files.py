@@ -265,7 +265,7 @@ def _back(stage: Stage) -> str:
     code = """
 def _again(self, *_, **__):
     if self.state.step == 6:
-        self.saver.step = -1
+        self.checkpointer.saver.step = -1
         self.save_checkpoint()
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
@@ -315,6 +315,7 @@ before(Trainer, "save_checkpoint", _drift)
 @case("D15", "weights that are no numbers", "not saved (74); such a checkpoint is warned of")
 def _bad(stage: Stage) -> str:
     poison = """
+from ranvier.train.resume import checkpointing
 _tensors = checkpointing.tensors_to_write
 def tensors(state):
     found = _tensors(state)

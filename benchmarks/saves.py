@@ -97,7 +97,7 @@ def _every(trainer: Trainer, steps: int) -> None:
 def written(trainer: Trainer) -> float:
     """Seconds until the save behind the run has ended."""
     start = time.perf_counter()
-    trainer.saver.finish_saving()
+    trainer.checkpointer.saver.finish_saving()
     return time.perf_counter() - start
 
 
@@ -136,11 +136,11 @@ def main() -> int:
             times.append((pair[False], pair[True]))
             print(f"turn {turn}: {pair[False]:.3f} s without, {pair[True]:.3f} s with", flush=True)
         rows.close()  # type: ignore[attr-defined]
-        shutil.rmtree(trainer.checkpoint_dir)
+        shutil.rmtree(trainer.checkpointer.checkpoint_dir)
         theirs = [peer(trainer, Path(out) / "dcp") for _ in range(asked.peers)]
         good = verdict(asked, times, theirs)
-        trainer.checkpoint_dir.mkdir()
-        trainer.saver.step = -1
+        trainer.checkpointer.checkpoint_dir.mkdir()
+        trainer.checkpointer.saver.step = -1
         start = now(trainer)
         trainer.save_checkpoint()
         print(f"ours without the background: {time.perf_counter() - start:.2f} s")

@@ -118,9 +118,9 @@ def test_a_run_with_states_on_the_host_goes_on_to_the_bit(corpus: str, tmp_path:
     steps = first.run_steps()
     for _ in range(4):
         next(steps)
-    first.saver.finish_saving()
+    first.checkpointer.saver.finish_saving()
     again = trainer_of(Grid({}), corpus, run_of(out, {}, 6, **options), "cuda")
-    again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
+    again.checkpointer.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
     assert again.state.step == 3
     losses = [row["loss"] for row in again.run_steps()]
     state = {

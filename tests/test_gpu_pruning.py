@@ -97,9 +97,9 @@ def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
     rows = first.run_steps()
     for _ in range(4):
         next(rows)
-    first.saver.finish_saving()
+    first.checkpointer.saver.finish_saving()
     again = made(corpus, out, **GROWING)
-    again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
+    again.checkpointer.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
     assert again.state.step == 3
     losses = [row["loss"] for row in again.run_steps()]
     assert differing((whole[0][3:], whole[1]), (losses, left(again))) == []

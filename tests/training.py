@@ -87,7 +87,7 @@ def losses_of(
     """Losses of a run, which saves at its end; resume: a checkpoint to go on from."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **(changes or {})))
     if resume:
-        trainer.resume_from(Path(resume))
+        trainer.checkpointer.resume_from(Path(resume))
     found = [row["loss"] for row in trainer.run_steps()]
     trainer.save_checkpoint()
     trainer.write_timeline()

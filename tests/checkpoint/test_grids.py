@@ -59,7 +59,7 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 5, **CHANGES))
     odd: list[float] = []
     if source:
-        trainer.resume_from(Path(source))
+        trainer.checkpointer.resume_from(Path(source))
         manifest = manifests.read_manifest(Path(source))
         mine = {
             n: x for n, x in state_tensors(trainer.state).items() if not n.startswith("random.")
@@ -172,7 +172,7 @@ def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[i
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **changes))
     paths = find_checkpoints(Path(out) / "checkpoints")[::-1]
     if paths:
-        trainer.resume_from(*paths)
+        trainer.checkpointer.resume_from(*paths)
     begun, seen = trainer.state.step, list[int]()
     take = trainer.take_step
 

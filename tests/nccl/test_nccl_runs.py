@@ -30,9 +30,9 @@ def train(grid: Grid, corpus: str, out: str, changes: dict[str, Any], resume: st
     run = run_of(out, dict(grid.degrees), 2 * STEPS if resume else STEPS, **changes)
     trainer = trainer_of(grid, corpus, run)
     if resume:
-        trainer.resume_from(Path(resume))
+        trainer.checkpointer.resume_from(Path(resume))
     if run.checkpoint.interval >= 0 and out:
-        _ = trainer.saver
+        _ = trainer.checkpointer.saver
     grid.seal_groups()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="A group over")

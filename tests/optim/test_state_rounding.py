@@ -223,7 +223,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
     run = run_of(str(tmp_path), {}, 6, checkpoint__keep_latest=0, **changes)
     whole, half = (trainer_of(Grid({}), corpus, run) for _ in range(2))
     losses = [row["loss"] for row in whole.run_steps()]
-    half.resume_from(tmp_path / "checkpoints" / "step-00000003")
+    half.checkpointer.resume_from(tmp_path / "checkpoints" / "step-00000003")
     assert [row["loss"] for row in half.run_steps()] == losses[3:]
     wide = torch.float64 if dtype == "fp64" else torch.float32
     for name, (part, place) in whole.state.optimizer.sharded_state().items():

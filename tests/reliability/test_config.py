@@ -124,7 +124,7 @@ def test_a_run_goes_on_with_other_lengths_and_batches(tmp_path: Path, corpus: st
     for batch, steps in ((8, 5), (4, 3)):
         run = run_of(str(tmp_path), {}, steps, plan__global_batch=batch)
         trainer = trainer_of(grid, corpus, run)
-        trainer.resume_from(checkpoint)
+        trainer.checkpointer.resume_from(checkpoint)
         rows = list(trainer.run_steps())
         assert [row["step"] for row in rows] == list(range(2, steps))
         assert rows[0]["tokens"] == 16 * (2 * 8 + batch)
@@ -155,12 +155,12 @@ def test_other_threads_are_told(
     losses_of(Grid({}), corpus, str(tmp_path), 1)
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 2))
     (checkpoint,) = folders.find_checkpoints(tmp_path / "checkpoints")
-    trainer.resume_from(checkpoint)
+    trainer.checkpointer.resume_from(checkpoint)
     assert "threads" not in capsys.readouterr().err
     count = torch.get_num_threads()
     torch.set_num_threads(count + 1)
     try:
-        trainer.resume_from(checkpoint)
+        trainer.checkpointer.resume_from(checkpoint)
     finally:
         torch.set_num_threads(count)
     assert f"{count} threads a rank, not {count + 1}" in capsys.readouterr().err

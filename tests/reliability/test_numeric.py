@@ -378,7 +378,7 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     spiky += range(40, 99)
     more = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 40, **changes))
     trainer.save_checkpoint()
-    more.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
+    more.checkpointer.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
     assert more.state.guard.rewinds == 1
     with pytest.raises(NumericError, match=r"gone back 1 times.*guard.max_rewinds=1"):
         list(more.run_steps())

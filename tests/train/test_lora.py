@@ -59,7 +59,7 @@ def losses(
     if start:
         checkpointing.load_initial_weights(trainer.run, trainer.state, Path(start))
     else:
-        trainer.resume_from(Path(resume))
+        trainer.checkpointer.resume_from(Path(resume))
     found = [row["loss"] for row in trainer.run_steps()]
     trainer.save_checkpoint()
     return found

@@ -174,7 +174,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         trainer.save_checkpoint()
         names.append(sorted(state_tensors(trainer.state)))
     assert names[0] == names[1]
-    trainer.resume_from(find_checkpoints(tmp_path / "off" / "checkpoints")[-1])
+    trainer.checkpointer.resume_from(find_checkpoints(tmp_path / "off" / "checkpoints")[-1])
 
 
 def test_a_cpu_has_nothing_to_choose() -> None:

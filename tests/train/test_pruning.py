@@ -88,7 +88,7 @@ def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Cha
     if way == "train.init_from":
         checkpointing.load_initial_weights(trainer.run, trainer.state, Path(source))
     else:  # the weights and all else of a run that is not pruned
-        trainer.resume_from(Path(source))
+        trainer.checkpointer.resume_from(Path(source))
     trainer.save_checkpoint()
 
 

@@ -204,13 +204,13 @@ def test_a_run_does_not_outlive_its_directory(
 def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
     """Exit code and steps of a run of several ranks, whose directory is deleted after a step."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 8))
-    paths = (Path(out), trainer.saver.folder)  # all ranks ask for the saver
+    paths = (Path(out), trainer.checkpointer.saver.folder)  # all ranks ask for the saver
     with (
         hold_open(*paths if grid.rank == 0 else ()) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr("ranvier.train.resume.open_directory.CHECK_INTERVAL_SECONDS", 0.0)
-        trainer.watch_directory(directory)
+        trainer.checkpointer.watch_directory(directory)
         try:
             for row in trainer.run_steps():
                 if row["step"] == 1 and grid.rank == 0:

@@ -184,7 +184,7 @@ def resumed(grid: Grid, corpus: str, out: str) -> tuple[list[float], list[float]
     run = run_of(out, dict(grid.degrees), STEPS, **settings)
     whole = [row["loss"] for row in trainer_of(grid, corpus, run).run_steps()]
     second = trainer_of(grid, corpus, run)
-    second.resume_from(Path(out) / "checkpoints" / "step-00000002")
+    second.checkpointer.resume_from(Path(out) / "checkpoints" / "step-00000002")
     return whole, [row["loss"] for row in second.run_steps()]
 
 

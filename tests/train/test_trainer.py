@@ -55,7 +55,7 @@ def test_other_batches_go_on_with_the_next_sample(tmp_path: Path, corpus: str) -
     grid = Grid({})
     losses_of(grid, corpus, str(tmp_path), 2)
     trainer = trainer_of(grid, corpus, run_of(str(tmp_path), {}, 4, plan__global_batch=4))
-    trainer.resume_from(find_checkpoints(tmp_path / "checkpoints")[-1])
+    trainer.checkpointer.resume_from(find_checkpoints(tmp_path / "checkpoints")[-1])
     assert (trainer.state.step, trainer.state.samples) == (2, 16)
     batches = trainer._batch_maker()(2)
     assert [n for batch in batches for n in batch.samples.tolist()] == [16, 17, 18, 19]  # type: ignore[union-attr]

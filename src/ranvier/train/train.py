@@ -154,7 +154,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         held = [folder]
         if run.checkpoint.interval >= 0:
             # Creating the saver now also fails early if its directory cannot be written.
-            held += [trainer.saver.folder]
+            held += [trainer.checkpointer.saver.folder]
         if run.train.init_from and not candidates:
             checkpointing.load_initial_weights(
                 trainer.run, trainer.state, Path(run.train.init_from)
@@ -168,7 +168,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             )
             trainer.notes += [line]
         if candidates:
-            trainer.notes += trainer.resume_from(*candidates)
+            trainer.notes += trainer.checkpointer.resume_from(*candidates)
             # Continue the sums of the earlier launches of this run.
             trainer.meter.phases = dict(folders.read_run_json(folder).get("phases", {}))
         trainer.notes += pruning.sparsity_lines(trainer.run, trainer.state.parallel)
@@ -183,7 +183,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             # From here on a signal to stop leads to a checkpoint, not to an immediate exit.
             GracefulStop(quiet=me.rank > 0, patient=bool(me.heartbeat_file)) as stop,
         ):
-            trainer.watch_directory(directory)
+            trainer.checkpointer.watch_directory(directory)
             _train_and_record(trainer, folder, stop, origin=candidates[0] if candidates else None)
             # A barrier: a launcher may kill all ranks once one of them has exited.
             max_over_ranks(0, grid, device)
@@ -206,7 +206,7 @@ def _train_and_record(
         trainer.meter.heartbeat.begin_section("end")
     except BaseException as error:
         # If the directory was replaced meanwhile, it is not ours to write to.
-        if first and trainer.directory.find_missing() != folder:
+        if first and trainer.checkpointer.directory.find_missing() != folder:
             _record_end(trainer, folder, f"failed: {_error_line(error)}")
         raise
     if first:
@@ -291,7 +291,7 @@ def _report_startup(trainer: Trainer, folder: Path) -> None:
         print(*(f"  {line}" for line in breakdown.memory_lines(facts)), sep="\n", flush=True)
     # Not worth ending a run for.
     with suppress(OSError, WriteError):
-        trainer.directory.check_present()
+        trainer.checkpointer.directory.check_present()
         folders.update_run_json(folder, seconds_to_step_2=seconds, compiled=compiled)
 
 
@@ -306,7 +306,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     parallel = trainer.state.parallel
     data = trainer.data
     resumed = origin is not None
-    trainer.directory.check_present()
+    trainer.checkpointer.directory.check_present()
     lines = folders.write_header(folder, run, trainer.state.step, _other_run_dir(origin, folder))
     if data.tokenizer is not None:
         data.tokenizer.save(folder / "tokenizer.json")
@@ -424,7 +424,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     run = trainer.run
     saved = list[Path]()
     with suppress(RanvierError, OSError):
-        saved = checkpoints_in(trainer.checkpoint_dir)
+        saved = checkpoints_in(trainer.checkpointer.checkpoint_dir)
     stopped = trainer.stop_signal and trainer.state.step < run.train.steps
     if stopped:
         status = f"stopped by signal {trainer.stop_signal}"

@@ -23,17 +23,14 @@ import torch
 from torch import Tensor
 
 from ranvier import trace
-from ranvier.checkpoint.async_saver import AsyncSaver
-from ranvier.checkpoint.directory import find_checkpoints
-from ranvier.checkpoint.manifest import read_manifest
 from ranvier.comm import collectives
-from ranvier.comm.consensus import broadcast_text, world_axis
+from ranvier.comm.consensus import world_axis
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import RunData
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
-from ranvier.errors import NumericError, OtherRankError
+from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -61,13 +58,9 @@ from ranvier.train.metrics import (
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.prediction import PredictionCheck
 from ranvier.train.report import moe
-from ranvier.train.resume import checkpointing
-from ranvier.train.resume.open_directory import OpenDirectory
+from ranvier.train.resume.checkpointer import Checkpointer
 from ranvier.train.state import TrainState
 from ranvier.train.step import StepResult, evaluate, train_step
-
-SAVE_WAIT_SECONDS = 5.0
-"""Seconds to wait for the previous checkpoint when the next is due; then that save is skipped."""
 
 
 @contextmanager
@@ -104,20 +97,16 @@ class Trainer:
     """Lines on what was decided by measuring, printed when the run starts."""
     prediction_check: PredictionCheck | None = None
     """The predicted step time and memory, compared with the measured steps."""
-    skipped_saves: int = 0
-    """Checkpoints that were due while the previous one was still being written."""
     memory_tracker: MemoryTracker = field(default_factory=MemoryTracker)
     """Predicted and measured memory usage."""
-    directory: OpenDirectory = field(default_factory=OpenDirectory)
-    """The output directories, held open on rank 0; the run ends if they disappear."""
+    checkpointer: Checkpointer = field(init=False)
+    """Saves and resumes the state."""
     take_step: Callable[..., StepResult] = field(init=False)
     """Runs one step: `train_step`, or its CUDA graph."""
 
     def __post_init__(self) -> None:
         self.take_step = partial(train_step, self.state.model, self.state.optimizer)
-        self._saver: AsyncSaver | None = None
-        self._steps_read = self.state.step
-        """Steps whose metrics the host has read."""
+        self.checkpointer = Checkpointer(self.run, self.state, self.data)
 
     @classmethod
     def from_run(
@@ -185,8 +174,7 @@ class Trainer:
         while self.state.guard.needs_rewind():
             self.rewind()
             yield from self._run_until_rewind(stop, None)
-        if self._saver is not None:
-            self._saver.finish_saving()
+        self.checkpointer.finish_saving()
 
     def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
         """Run steps until the last one, a stop signal, or a spike that requires a rewind."""
@@ -261,7 +249,10 @@ class Trainer:
         if self.grid.world_size > 1:
             with self.meter.time_phase("comparison of copies"):
                 compare_replicas(
-                    self.state.optimizer, self.grid, self.device, self._describe_latest
+                    self.state.optimizer,
+                    self.grid,
+                    self.device,
+                    self.checkpointer.describe_latest,
                 )
 
     def _is_timed(self) -> bool:
@@ -320,7 +311,7 @@ class Trainer:
         # A copy from pageable memory would make the host wait for the device.
         pinned = self.device.type == "cuda"
         status = torch.tensor(
-            [signal, peak_memory_bytes(self.device), *self._save_status()],
+            [signal, peak_memory_bytes(self.device), *self.checkpointer.report_status()],
             dtype=torch.float64,
             pin_memory=pinned,
         ).to(self.device, non_blocking=True)
@@ -330,8 +321,8 @@ class Trainer:
             largest = collectives.all_reduce(status, world_axis(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
         # A graph replay does not call `before_update`, so wait here until the weights are copied.
-        if run.plan.cuda_graph and self._saver is not None:
-            self._saver.wait_for_copies()
+        if run.plan.cuda_graph:
+            self.checkpointer.wait_for_copies()
         state.guard.update_limit(state.step)
         taken = self.take_step(on_device, lr, state.guard.step_limits, *self._pass_wrapper())
         if scale is None:
@@ -366,21 +357,6 @@ class Trainer:
         # Gradient memory is measured once, in the first step that is neither replayed nor a graph.
         return (partial(self.memory_tracker.track_gradients, self.state.model),)
 
-    def _save_status(self) -> tuple[int, int]:
-        """Progress of this rank's part of a checkpoint, and the exit code of a failure."""
-        left, failed = (0, 0) if self._saver is None else self._saver.report_progress()
-        return left, failed or self.directory.exit_code()
-
-    def _handle_status(self, left: int, failed: int) -> None:
-        """Process the maximum of all ranks' reports; a failure on one rank ends all of them."""
-        if failed:
-            # The rank that saw the failure raises its own error; the others an OtherRankError.
-            self.directory.check_present()
-        if self._saver is not None:
-            self._saver.handle_reports(left, failed)
-        elif failed:
-            raise OtherRankError(failed)
-
     def next_lr(self) -> float:
         """The learning rate of the next step."""
         run = self.run
@@ -401,17 +377,14 @@ class Trainer:
         """
         guard = self.state.guard
         loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
-        self._handle_status(int(left), int(failed))
+        self.checkpointer.handle_status(int(left), int(failed))
         words = guard.judge_step(under)
-        self._steps_read = under.step + 1
-        # The save of this step began before its loss was known; add the guard state now.
-        if self._saver is not None and self._saver.step == self._steps_read:
-            self._saver.add_facts(guard=guard.state_dict())
+        self.checkpointer.record_read_step(under.step + 1)
         if guard.is_exhausted():
             self.raise_nonfinite(under.step, loss)
         if spike:
-            guard.check_spikes(under.step, self._describe_latest())
-        if spike and self.run.guard.on_spike == "rewind" and self.latest_checkpoints():
+            guard.check_spikes(under.step, self.checkpointer.describe_latest())
+        if spike and self.run.guard.on_spike == "rewind" and self.checkpointer.latest_checkpoints():
             guard.rewind_tokens = under.tokens
         elif spike and self.run.guard.on_spike == "rewind":
             words += "There is no checkpoint to go back to."
@@ -441,14 +414,8 @@ class Trainer:
             f"finite. {cause}. At most guard.max_skipped_steps={self.run.guard.max_skipped_steps} "
             "such steps are left out; weights and moments were not updated with them. Use a lower "
             f"optim.lr or look at samples {self.sample_range(step)}; go on from "
-            f"{self._describe_latest()}."
+            f"{self.checkpointer.describe_latest()}."
         )
-
-    def _describe_latest(self) -> str:
-        """The checkpoint to resume from, as text. Communicates: see `AsyncSaver.finish_saving`."""
-        if self._saver is not None:
-            self._saver.finish_saving()
-        return next((str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]), "none yet")
 
     def sample_range(self, step: int) -> str:
         """The range of sample numbers of a step that has been issued."""
@@ -475,24 +442,6 @@ class Trainer:
 
     # ---- checkpoints --------------------------------------------------------------------
 
-    @property
-    def checkpoint_dir(self) -> Path:
-        """The directory that holds the checkpoints."""
-        return Path(self.run.train.output_dir) / "checkpoints"
-
-    @property
-    def saver(self) -> AsyncSaver:
-        """The checkpoint saver. Communicates: a text over all axes, on first access."""
-        if self._saver is None:
-            self._saver = checkpointing.build_saver(self.run, self.state, self.checkpoint_dir)
-        return self._saver
-
-    def watch_directory(self, directory: OpenDirectory) -> None:
-        """End the run without saving once these directories are gone (on rank 0)."""
-        self.directory = directory
-        if self._saver is not None:
-            self._saver.check_directory = directory.check_present
-
     def save_checkpoint(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, possibly in the background; return the latest one, on rank 0.
 
@@ -503,42 +452,13 @@ class Trainer:
         # Never save replicas that differ; a comparison that was due has just been done.
         if self.run.guard.replica_check_interval and not self._is_comparison_due():
             self.compare_replicas()
-        saver = self.saver
-        wait = wait or not self.run.checkpoint.async_save
         with self.meter.time_phase("checkpoint"):
-            if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
-                self._skip_save(saver.step)
-            # The final save may find that the last step has been saved already.
-            elif saver.step != self.state.step:
-                mine, sparse = checkpointing.tensors_to_write(self.state)
-                also = [Path(self.run.train.output_dir) / "metrics.jsonl"]
-                facts = checkpointing.checkpoint_facts(self.run, self.state, self.data.fingerprint)
-                saver.save(self.state.step, mine, facts, also=also, sparse=sparse)
-                # Otherwise `read_step` adds the guard state once the step has been read.
-                if self._steps_read == self.state.step:
-                    saver.add_facts(guard=self.state.guard.state_dict())
-            if wait:
-                return saver.finish_saving()
-            return saver.last_checkpoint
-
-    def _skip_save(self, before: int) -> None:
-        self.skipped_saves += 1
-        self.warn_on_first_rank(
-            f"No checkpoint after step {self.state.step}: that of step {before} is still being "
-            "written. Use a larger checkpoint.interval or a faster disk."
-        )
-
-    def latest_checkpoints(self) -> list[Path]:
-        """The checkpoints, newest first. Communicates: broadcast of rank 0's list."""
-        if self._saver is not None:
-            self._saver.finish_saving()
-        mine = [str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]]
-        return [*map(Path, json.loads(broadcast_text(json.dumps(mine), self.grid, self.device)))]
+            return self.checkpointer.save(wait=wait or not self.run.checkpoint.async_save)
 
     def rewind(self) -> None:
         """Reload the latest good checkpoint and continue after the samples that led to a spike.
 
-        Communicates: as `resume_from`.
+        Communicates: as `Checkpointer.resume_from`.
         """
         guard = self.state.guard
         after = self.state.step
@@ -546,7 +466,7 @@ class Trainer:
         samples = guard.rewind_tokens // self.run.data.seq_len
         # Loading restores the counts of the checkpoint, which does not know of this spike.
         counts = guard.counts
-        for line in self.resume_from(*self.latest_checkpoints()):
+        for line in self.checkpointer.resume_from(*self.checkpointer.latest_checkpoints()):
             self.warn_on_first_rank(line)
         self.state.samples = samples
         guard.record_rewind(counts)
@@ -554,28 +474,7 @@ class Trainer:
             f"Gone back from step {after} to {self.state.step}, on with sample {samples}."
         )
 
-    def resume_from(self, *candidates: Path) -> list[str]:
-        """Resume from the first undamaged checkpoint. Communicates: see `checkpointing`."""
-        checkpoint, lines = checkpointing.load_first_undamaged(
-            self.run, self.state, self.data.fingerprint, candidates
-        )
-        base = lora.is_base_checkpoint(read_manifest(checkpoint), self.run)
-        own = checkpoint.parent.resolve() == self.checkpoint_dir.resolve()
-        if self.run.checkpoint.interval >= 0 and own and not base:
-            # This step is saved already.
-            self.saver.step = self.state.step
-        if own:
-            after = self.state.step
-            why = "the run goes on before it"
-        else:
-            after = -1
-            why = "the run goes on from another"
-        # Later checkpoints belong to a history that is discarded; a restart must not find them.
-        moved = checkpointing.set_aside_checkpoints(
-            self.checkpoint_dir, after, self.grid, self.device
-        )
-        self._steps_read = self.state.step
-        return lines + [f"set aside, as {why}: {path}" for path in moved]
+    # ---- timeline and trace -------------------------------------------------------------
 
     def write_timeline(self) -> None:
         """Write the pipeline timeline of the last step; a write error is only a warning.

@@ -19,8 +19,6 @@ from ranvier.buckets.sparsity import CompressedTensor
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.async_saver import AsyncSaver
-from ranvier.checkpoint.directory import RetentionPolicy
 from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
@@ -171,16 +169,6 @@ def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str,
         return {}
     check_settings_format(stored, checkpoint)
     return stored
-
-
-def build_saver(run: RunConfig, state: TrainState, checkpoint_dir: Path) -> AsyncSaver:
-    """Build the checkpoint saver of a run. Communicates: a text over all axes."""
-    config = run.checkpoint
-    keep = RetentionPolicy(config.keep_latest, config.keep_interval, config.keep_best)
-    made = AsyncSaver(checkpoint_dir, state.grid, state.device, keep)
-    # An update must not overwrite tensors that a background save is still copying.
-    state.optimizer.before_update = made.wait_for_copies
-    return made
 
 
 def load_first_undamaged(
