@@ -130,7 +130,7 @@ def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int]:
         device="cuda",
     )
     parallel = get_parallel_model(model)
-    device, blocks = parallel.pipeline.executor.device, list(parallel.recompute_modes)
+    device, blocks = parallel.pipeline.executor.device, parallel.blocks
     store = ActivationOffload(
         share,
         blocks,

@@ -39,7 +39,7 @@ def activations(share: float, blocks: list[str], **options: Any) -> ActivationOf
 def stored(model: nn.Module, share: float) -> ActivationOffload:
     """Have a share of what the blocks of a model keep wait elsewhere."""
     parallel = get_parallel_model(model)
-    blocks, stage = list(parallel.recompute_modes), parallel.pipeline.executor.stage
+    blocks, stage = parallel.blocks, parallel.pipeline.executor.stage
     store = activations(
         share,
         blocks,

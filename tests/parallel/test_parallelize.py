@@ -17,6 +17,7 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, MODEL_SIZES, Decoder
 from ranvier.models.decoder import CrossEntropy, DecoderConfig
+from ranvier.parallel.parallel_model import enclosing_block, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 
 
@@ -86,6 +87,64 @@ def test_a_new_model_with_a_new_layer_runs_on_a_grid(pool: Pool, degrees: dict[s
     for inner in ("samples", "features"):
         results = pool.on_grid(degrees, run_new, Case("new", inner=inner), batch)
         assert compare(serial, results) == []
+
+
+class Stack(nn.Module):
+    """A block with a list inside."""
+
+    dims = {"mlp.0": ("mlp", "embed"), "mlp.2": ("embed", "mlp")}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x)
+        return y
+
+
+class Stacked(Mixing):
+    """A model whose blocks have lists inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stack() for _ in range(2))
+
+
+def run_stacked(grid: Grid, case: Case, batch: Batch) -> tuple[dict[str, Any], list[Any]]:
+    with mock.patch.dict(EXAMPLES, {"stacked": Stacked}):
+        parallel = get_parallel_model(case.on(grid))
+        names = ("norm", "layers.1.mlp.2", "layers.0.mlp.0.weight", "head.weight")
+        buckets = {weight.bucket.name for weight in parallel.weights.values()}
+        found = [parallel.blocks, [parallel.block_of(name) for name in names], sorted(buckets)]
+        return run_case(grid, case, batch, 1e-2, 0.5), found
+
+
+def test_a_layer_in_a_list_inside_of_a_block_belongs_to_the_block(pool: Pool) -> None:
+    batch = batch_of("stacked", samples=8, packed=False)
+    with mock.patch.dict(EXAMPLES, {"stacked": Stacked}):
+        serial = Serial("stacked", batch, 1e-2, 0.5)
+    results = pool.on_grid({"depth": 2}, run_stacked, Case("stacked", recompute="full"), batch)
+    assert compare(serial, [result for result, _ in results]) == []
+    assert [found for _, found in results] == 2 * [
+        [
+            ("layers.0", "layers.1"),
+            ["", "layers.1", "layers.0", ""],
+            ["embed", "head", "layers.0", "layers.1", "vectors"],
+        ]
+    ]
+
+
+def test_of_nested_blocks_the_innermost_counts() -> None:
+    blocks = ["stages.1", "stages.1.blocks.0", "stages.1.blocks.1"]
+    names = {
+        "stages.1.norm": "stages.1",
+        "stages.1.blocks.1.mlp.up": "stages.1.blocks.1",
+        "stages.1.blocks.10.up": "stages.1",
+        "stages.1": "",
+        "head": "",
+    }
+    assert {name: enclosing_block(name, blocks) for name in names} == names
 
 
 class Unnamed(nn.Module):

@@ -7,7 +7,6 @@ and what it communicates; its `cost_model` predicts that communication and its F
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -72,6 +71,8 @@ class LayerContext:
     """Number of units of each named dim of the model (heads, not their elements)."""
     bucket_scheduler: BucketScheduler
     step_context: StepContext
+    block_name: str = ""
+    """The block of the layer; empty: it is outside of blocks."""
     compile_backend: str = ""
     """torch.compile backend of the blocks; empty: eager. All equal blocks share one graph, so
     nothing in it may depend on the block index."""
@@ -92,15 +93,6 @@ class LayerContext:
     """All parameters sharded so far, by name."""
     tied_weights: dict[int, ShardedParameter] = field(default_factory=dict)
     """The same, keyed by `id` of the serial parameter, so that tied parameters are sharded once."""
-
-    @property
-    def block_name(self) -> str:
-        """Name of the enclosing block (an element of a module list); empty if there is none."""
-        # Greedy: of nested lists the innermost index counts.
-        inside = re.match(r"(.*\.\d+)\.", self.name)
-        if inside:
-            return inside.group(1)
-        return ""
 
     @property
     def layout_context(self) -> LayoutContext:

@@ -263,8 +263,8 @@ def _observe_layers(
         seen.has_loss |= isinstance(leaf, (LMHead, CrossEntropy)) and output.dim() == 0
 
     handles = []
-    for leaf in parallel.layers.values():
-        if parallel.compiled_blocks is None or not leaf.site.block_name:
+    for name, leaf in parallel.layers.items():
+        if parallel.compiled_blocks is None or not parallel.block_of(name):
             handles += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
     # Padding repeats a sample, so that parts may be equal: skip the check for distinct parts.
     checked, parallel.parts_checked = parallel.parts_checked, True

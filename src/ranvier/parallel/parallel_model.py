@@ -5,7 +5,7 @@ It also predicts what a step communicates and computes, from the cost models of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,15 @@ class ParallelModel:
     """Training samples in full batches so far: dropout depends on their numbers."""
     parts_checked: bool = False
     """The inputs of the current call are already checked, or need no check."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks on this stage, in order."""
+        return tuple(self.recompute_modes)
+
+    def block_of(self, name: str) -> str:
+        """The block of a layer or weight; empty: it is outside of blocks."""
+        return enclosing_block(name, self.recompute_modes)
 
     def __post_init__(self) -> None:
         """Create the process groups that steps use in addition to those of layers."""
@@ -132,10 +141,7 @@ class ParallelModel:
         """Whether activation checkpointing repeats the communication of a layer."""
         if self.step_context.save_policy.saves_layer(name):
             return False
-        kinds = (
-            kind for block, kind in self.recompute_modes.items() if name.startswith(f"{block}.")
-        )
-        return next(kinds, "none") != "none"
+        return self.recompute_modes.get(self.block_of(name), "none") != "none"
 
     def _depth_events(self) -> tuple[list[Event], list[Event]]:
         """Weight gathers of a micro-batch (forward, then backward), and gradient reductions.
@@ -198,6 +204,20 @@ class ParallelModel:
             # Loads and routing statistics are summed in 8-byte numbers.
             found.append(Event("all_reduce", self.load_balancer.axis.names, numbers * 8, "experts"))
         return found + spec.grad_norm_events(self.grid.degrees, self._element_sizes, votes=votes)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Names of the blocks of a model: the elements of its module lists."""
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
+
+
+def enclosing_block(name: str, blocks: Container[str]) -> str:
+    """The block that a layer or weight is in, of nested ones the innermost; empty: none."""
+    while name := name.rpartition(".")[0]:
+        if name in blocks:
+            return name
+    return ""
 
 
 def get_parallel_model(model: nn.Module) -> ParallelModel:

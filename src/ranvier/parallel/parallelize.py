@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -48,7 +47,12 @@ from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
 from ranvier.parallel import huggingface
 from ranvier.parallel.input_check import InputExpectation, check_inputs
 from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
-from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.parallel.parallel_model import (
+    ParallelModel,
+    enclosing_block,
+    find_blocks,
+    get_parallel_model,
+)
 from ranvier.pipeline.executor import PipelineExecutor
 from ranvier.pipeline.partition import OtherStageLayer, PipelineConfig
 from ranvier.pipeline.pipeline import Pipeline
@@ -158,12 +162,19 @@ def parallelize(
         dispatch=dispatch,
         init=dict(getattr(model, "init", {})),
     )
+    blocks = find_blocks(model)
     found = dict(
         _swap_layers(
-            model, site, {**PARALLEL_LAYERS, **(leaves or {})}, names or dict(named_dims(model))
+            model,
+            site,
+            {**PARALLEL_LAYERS, **(leaves or {})},
+            names or dict(named_dims(model)),
+            blocks,
         )
     )
-    made = _build_parallel_model(model, site, found, recompute, how or PipelineConfig(), where)
+    made = _build_parallel_model(
+        model, site, found, blocks, recompute, how or PipelineConfig(), where
+    )
     model.parallel = made  # type: ignore[assignment]
     # Pipeline stages never call the whole model, so the hook would not run.
     if grid.trace.check_collectives and grid.degrees["pipe"] == 1:
@@ -266,6 +277,7 @@ def _build_parallel_model(
     model: nn.Module,
     site: LayerContext,
     found: Mapping[str, ParallelLayer],
+    blocks: Sequence[str],
     recompute: Recompute,
     how: PipelineConfig,
     device: torch.device,
@@ -291,10 +303,15 @@ def _build_parallel_model(
     here = dict(model.named_modules())
     order = {name: leaf for name, leaf in here.items() if name in found}
     assign_buckets(
-        site.bucket_scheduler, site.weights.values(), _block_of_each_weight(model, site.weights)
+        site.bucket_scheduler,
+        site.weights.values(),
+        _bucket_of_each_weight(model, site.weights, blocks),
     )
-    blocks = [name for name in _block_names(model) if not isinstance(here[name], OtherStageLayer)]
-    kinds = dict.fromkeys(blocks, recompute)
+    kinds = {
+        name: recompute
+        for name in blocks
+        if name in here and not isinstance(here[name], OtherStageLayer)
+    }
     if site.compile_backend:
         compiled = CompiledBlocks(site.grid.trace, site.step_context, site.compile_backend)
     else:
@@ -367,7 +384,11 @@ def named_dims(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
 
 
 def _swap_layers(
-    model: nn.Module, site: LayerContext, table: LayerFactories, names: LayerDims
+    model: nn.Module,
+    site: LayerContext,
+    table: LayerFactories,
+    names: LayerDims,
+    blocks: Container[str],
 ) -> Iterator[tuple[str, ParallelLayer]]:
     """Replace serial layers by parallel ones.
 
@@ -402,7 +423,11 @@ def _swap_layers(
         elif child is not None and not isinstance(child, nn.Identity):
             # Layers after a `SequenceGather` get the whole sequence and must not gather it
             # themselves.
-            here = site.for_layer(path, whole_sequence=path.startswith(entered))
+            here = site.for_layer(
+                path,
+                block_name=enclosing_block(path, blocks),
+                whole_sequence=path.startswith(entered),
+            )
             leaf = _build_layer(child, here, table, names[path])
             setattr(parent, attribute, leaf)
             yield path, leaf
@@ -475,31 +500,22 @@ def _refuse_unnamed(model: nn.Module, site: LayerContext) -> None:
         )
 
 
-def _block_of_each_weight(
-    model: nn.Module, weights: Mapping[str, ShardedParameter]
+def _bucket_of_each_weight(
+    model: nn.Module, weights: Mapping[str, ShardedParameter], blocks: Container[str]
 ) -> dict[str, str]:
-    """The block of each weight: the last list element above it, else its layer.
+    """The bucket of each weight: that of its block, outside of blocks that of its layer.
 
-    All vectors share one block.
+    All vectors share one.
     """
-    blocks = {}
+    buckets = {}
     for name, weight in weights.items():
-        inside = re.match(r"(.*\.\d+)\.", name)
         layer = name.rpartition(".")[0]
         above = layer.rpartition(".")[0]
-        # Members of a fused layer share its block.
+        # Members of a fused layer share its bucket.
         if isinstance(model.get_submodule(above), FusedLinear):
             layer = above
         if len(weight.dims) == 1:
-            blocks[name] = VECTORS
-        elif inside:
-            blocks[name] = inside.group(1)
+            buckets[name] = VECTORS
         else:
-            blocks[name] = layer
-    return blocks
-
-
-def _block_names(model: nn.Module) -> list[str]:
-    """Names of the blocks: the elements of the module lists of a model."""
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
+            buckets[name] = enclosing_block(name, blocks) or layer
+    return buckets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -54,17 +53,16 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
     together = [name for name, leaf in parallel.layers.items() if isinstance(leaf, FusedLinear)]
     children = {n for n in parallel.layers if n.rpartition(".")[0] in together}
     outside: tuple[list[LayerSpec], list[LayerSpec]] = ([], [])
-    blocks: dict[str, list[LayerSpec]] = {name: [] for name in parallel.recompute_modes}
+    blocks: dict[str, list[LayerSpec]] = {name: [] for name in parallel.blocks}
     for name, leaf in parallel.layers.items():
         if name in children:
             continue
-        inside = re.match(r"(.*\.\d+)\.", name)
-        block = inside.group(1) if inside else ""
+        block = parallel.block_of(name)
         found = _layer_spec(name, leaf, parallel.layers)
         if found is None:
             continue
         # Layers outside of blocks belong to the exit once a block has been seen, else to the entry.
-        if block in blocks:
+        if block:
             blocks[block].append(replace(found, name=found.name.removeprefix(f"{block}.")))
         else:
             outside[any(blocks.values())].append(found)

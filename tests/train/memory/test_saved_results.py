@@ -42,7 +42,7 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     parallel, plan, run = plain.state.parallel, plain.run.plan, plain.run
     flow = ActivationShape(plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8)
     results = saved_collectives.collective_results(
-        parallel, list(parallel.recompute_modes), flow, plain.device
+        parallel, list(parallel.blocks), flow, plain.device
     )
     most = sum(result.bytes for result in results)
 

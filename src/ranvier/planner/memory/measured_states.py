@@ -74,13 +74,13 @@ def model_state_sizes(
 ) -> ModelStateSizes:
     """Sizes of a model on this rank. moments: `optim.state_dtype`; tile: `memory.offload_tile`."""
     queue = parallel.bucket_scheduler
-    names = list(parallel.recompute_modes)
+    names = parallel.blocks
     data = queue.data_axis.size
     depth = queue.gather_axis.size
     wide = queue.reduce_dtype.itemsize
     able = [bucket for bucket in queue.buckets if can_offload(bucket)]
     blocks = [sum(b.data.nbytes for b in able if b.name == name) for name in names]
-    layers = sorted(b.data.nbytes for b in able if b.name not in parallel.recompute_modes)
+    layers = sorted(b.data.nbytes for b in able if b.name not in names)
     trained = [bucket for bucket in queue.buckets if bucket.trainable and bucket.size]
     states = {bucket: _bucket_state_bytes(bucket, moments) for bucket in trained}
     vectors = [bucket for bucket in trained if bucket.weights[0].param_group == "vector"]

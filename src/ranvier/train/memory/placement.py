@@ -63,7 +63,7 @@ def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> Non
         return
     parallel = get_parallel_model(model)
     room = host_bytes_per_rank(local_ranks, run.memory.host_limit_gib)
-    blocks = list(parallel.recompute_modes)
+    blocks = parallel.blocks
     runtime = parallel.pipeline.executor
     stage = runtime.stage
     device = runtime.device

@@ -193,7 +193,7 @@ def measure_passes(
     parallel = get_parallel_model(model)
     blocks = model.blocks
     keeping = parallel.step_context.save_policy
-    names = [*parallel.recompute_modes][:2]
+    names = parallel.blocks[:2]
     # Offloaded activations are computed, not measured: everything stays on the device here.
     store, keeping.store = (
         keeping.store,
@@ -316,7 +316,7 @@ def _passes_from_marks(
     before = 0
     first_enter = 0
     each = len(PASS_MARKS)
-    name = [*parallel.recompute_modes][:2][-1]
+    name = parallel.blocks[:2][-1]
     count = len(marks) // each
     assert [mark.name for mark in marks] == [*PASS_MARKS * count, "end"], marks
     for at in range(0, len(marks) - 1, each):

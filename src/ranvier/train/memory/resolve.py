@@ -488,7 +488,7 @@ def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
         forward = forward + flops
         backward = backward + flops * (1 if frozen else 2)
         # Only the work inside of blocks can be recomputed.
-        if any(name.startswith(f"{block}.") for block in parallel.recompute_modes):
+        if parallel.block_of(name):
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
     return StepWork(forward // share, backward // share, blocks, share, run.data.seq_len)

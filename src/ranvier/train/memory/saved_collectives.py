@@ -60,7 +60,7 @@ def choose_saved_collectives(
     results = collective_results(parallel, again, flow, device)
     names = set[str]()
     for block in again:
-        inside = [result for result in results if result.name.startswith(f"{block}.")]
+        inside = [result for result in results if parallel.block_of(result.name) == block]
         # Every recomputed block gets the same budget.
         found = choose_results(inside, free // len(again))
         # A compiled graph saves all of its results or none.
@@ -88,15 +88,16 @@ def collective_results(
         (name, leaf, leaf.forward_events(flow))
         for block in blocks
         for name, leaf in parallel.communicating_layers.items()
-        if name.startswith(f"{block}.")
+        if parallel.block_of(name) == block
     ]
     axes = [event.axis for _, _, events in found for event in events]
     speeds = bandwidth.measure_axis_rates(parallel.grid, axes, device)
-    selective = {name for name, kind in parallel.recompute_modes.items() if kind == "selective"}
     return [
         SavableResult(
             name,
-            leaf.saved_bytes(flow, selective=leaf.site.block_name in selective),
+            leaf.saved_bytes(
+                flow, selective=parallel.recompute_modes[parallel.block_of(name)] == "selective"
+            ),
             communication_seconds(events, speeds),
         )
         for name, leaf, events in found
