@@ -18,8 +18,8 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.pipeline.stage_profile import load_stage_times
 from ranvier.tools.verify import compare_with_serial, shrink_run
-from ranvier.train.build_model import load_stage_times
 from ranvier.train.step import forward_backward
 from training import losses_of, run_of, stored, trainer_of
 

@@ -30,6 +30,7 @@ from ranvier.pipeline import policy_search, timeline_svg
 from ranvier.pipeline.policy import PipelineShape
 from ranvier.pipeline.simulator import JobTimes
 from ranvier.pipeline.simulator import simulate_step as play
+from ranvier.pipeline.stage_profile import TIMELINE_FILE
 from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system.terminal import print
 from ranvier.train.build_model import pipeline_config
@@ -128,13 +129,13 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
     folder = Path(path or run.train.output_dir or ".")
     note = list[str]()
-    if path or (run.train.output_dir and (folder / pipeline.TIMELINE_FILE).exists()):
+    if path or (run.train.output_dir and (folder / TIMELINE_FILE).exists()):
         source = times_from_run(folder)
         size = len(source.times.forward)
         # A timeline that was asked for is used as it is; one found by chance must fit the plan.
         if path or size == shape.stages * shape.chunks:
             return source
-        note = [f"{folder / pipeline.TIMELINE_FILE} is of {size} virtual stages and is left out"]
+        note = [f"{folder / TIMELINE_FILE} is of {size} virtual stages and is left out"]
     source = times_from_work(run, shape)
     return replace(source, words=[*note, *source.words])
 
@@ -144,7 +145,7 @@ def times_from_run(folder: Path) -> TimingSource:
     picture = pipeline.recorded_chart(pipeline.read_timeline(folder))
     times = pipeline.mean_times(picture, halves=True)
     return TimingSource(
-        times, [f"times: measured in {folder / pipeline.TIMELINE_FILE}"], recorded_step=picture
+        times, [f"times: measured in {folder / TIMELINE_FILE}"], recorded_step=picture
     )
 
 

@@ -6,8 +6,6 @@ Pipeline stages of a run: how the model is partitioned, and the timeline of a st
 from __future__ import annotations
 
 import json
-import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch
 from ranvier import counter_rng
 from ranvier.comm.consensus import broadcast_text
 from ranvier.config.run import RunConfig
-from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, build_decoder
 from ranvier.parallel.parallel_model import ParallelModel
@@ -24,7 +21,7 @@ from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline.executor import PipelineExecutor
 from ranvier.pipeline.partition import PipelineConfig
 from ranvier.pipeline.policy_search import policy_to_text
-from ranvier.system import safe_files
+from ranvier.pipeline.stage_profile import load_stage_times
 from ranvier.train.memory import placement
 
 DTYPES = {
@@ -58,9 +55,6 @@ def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks
     )
 
 
-TIMELINE_FILE = "timeline.json"
-
-
 def pipeline_config(run: RunConfig) -> PipelineConfig:
     """The pipeline configuration of a plan."""
     plan = run.plan
@@ -74,34 +68,6 @@ def pipeline_config(run: RunConfig) -> PipelineConfig:
         jitter=plan.stage_time_jitter,
         vocab_over_pipe=plan.vocab_over_pipe,
     )
-
-
-def load_stage_times(path: Path) -> tuple[float, ...]:
-    """Seconds per part of a model, from the timeline of a run or from a TOML table."""
-    remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
-    try:
-        if path.is_dir():
-            found = json.loads(safe_files.read_text(path / TIMELINE_FILE))["part_seconds"]
-            seconds = tuple(float(one) for one in found)
-        else:
-            table = tomllib.loads(path.read_text())
-            # Per part, the sum of all kinds of jobs that the file has.
-            sums = zip(*(table[kind] for kind in JOB_KINDS if kind in table), strict=True)
-            seconds = tuple(float(sum(one)) for one in sums)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise PlanError(
-            f"plan.stage_profile={str(path)!r} cannot be read: {error}. It holds the measured "
-            f"times of the parts of the model. {remedy}"
-        ) from None
-    if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
-        raise PlanError(
-            f"plan.stage_profile={str(path)!r} has the times {list(seconds)}. Each part has one, a "
-            f"finite number, and not all are 0. {remedy}"
-        )
-    return seconds
-
-
-JOB_KINDS = ("forward", "backward", "weight")
 
 
 def gather_timeline(

@@ -34,9 +34,10 @@ from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.pipeline.stage_profile import TIMELINE_FILE
 from ranvier.system.terminal import print
 from ranvier.train import lora, pruning
-from ranvier.train.build_model import DTYPES, TIMELINE_FILE, build_model, gather_timeline
+from ranvier.train.build_model import DTYPES, build_model, gather_timeline
 from ranvier.train.cuda_graph import CudaGraphStep
 from ranvier.train.health.loss_guard import LossGuard
 from ranvier.train.health.nan_diagnosis import find_first_nonfinite

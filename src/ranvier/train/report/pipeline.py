@@ -21,10 +21,9 @@ from ranvier.pipeline.policy import PipelineShape
 from ranvier.pipeline.policy_search import choose_policy
 from ranvier.pipeline.policy_search import policy_from_text as read_policy
 from ranvier.pipeline.simulator import JobTimes, simulate_step
+from ranvier.pipeline.stage_profile import TIMELINE_FILE
 from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system import safe_files
-
-TIMELINE_FILE = "timeline.json"
 
 
 def read_timeline(folder: Path) -> dict[str, Any]:
