@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ranvier import parallelize
+from ranvier import Plan, parallelize
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch.external_launch import build_grid
@@ -34,7 +34,8 @@ def main(grid: Grid) -> list[float]:
     """What each rank does; the losses."""
     model = unmodified()
     whole = sum(p.numel() for p in model.parameters())
-    model = parallelize(model, grid, inner="features")
+    plan = Plan(col_splits="features").with_degrees(grid.degrees)
+    model = parallelize(model, grid, plan)
     optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=3e-3)
     mine = sum(p.numel() for p in model.parameters())
     text = torch.arange(40, 57).unsqueeze(0).repeat(8, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint.hf.peft_read import read_adapter
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
@@ -106,7 +107,8 @@ def model_on(
     inner: str,
 ) -> Any:
     """Our model with the weights of the base and the adapter of a directory."""
-    model = parallelize(build_decoder(config, lora), grid, inner=inner)  # type: ignore[arg-type]
+    plan = Plan(col_splits=inner).with_degrees(grid.degrees)  # type: ignore[arg-type]
+    model = parallelize(build_decoder(config, lora), grid, plan)
     parallel = model.parallel
     with torch.no_grad():
         for name, weight in parallel.weights.items():

@@ -9,23 +9,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_models import HF_MODELS
 from pool import device_of
+from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build_decoder as build_decoder
+from ranvier.nn.materialize import materialize_parameters
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.pipeline.partition import PipelineConfig
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events
@@ -74,25 +75,64 @@ class Case:
         torch.manual_seed(1)
         return build(self.model)
 
-    def on(self, grid: Grid, **changes: Any) -> nn.Module:
-        """The model on a grid."""
-        options: dict[str, Any] = {
-            "inner": self.inner,
-            "recompute": self.recompute,
-            "collectives": self.collectives,
-            "fast": self.fast,
-        }
-        options["overlap"] = ("dx", "dw", "weight_gather", "moe_dispatch") if self.overlap else ()
-        options["how"] = PipelineConfig(
-            chunks=self.chunks, policy=self.policy, vocab_over_pipe=self.spread
+    def plan_on(self, grid: Grid) -> Plan:
+        """The plan on a grid."""
+        settings: dict[str, Any] = {} if self.overlap else {"overlap": ()}
+        return Plan(
+            col_splits=self.inner,  # type: ignore[arg-type]
+            recompute=self.recompute,  # type: ignore[arg-type]
+            schedule=self.policy,  # type: ignore[arg-type]
+            virtual_stages=self.chunks,
+            vocab_over_pipe=self.spread,
+            stage_time_jitter=0.0,
+            reshard_after="step" if self.keep else "micro_batch",
+            **settings,
+        ).with_degrees(grid.degrees)
+
+    def on(
+        self,
+        grid: Grid,
+        *,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        room: int | None = None,
+        compiled: str = "",
+        **changes: Any,
+    ) -> nn.Module:
+        """The model on a grid.
+
+        room: bytes on the host for weights. compiled: with this backend. changes: of the plan.
+        """
+        plan = replace(self.plan_on(grid), compile="on" if compiled else "off", **changes)
+        device, model = device_of(grid), self.build()
+        dtype = dtype or next(model.parameters()).dtype
+        options: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
+        model = compile_with(
+            parallelize(model, grid, plan, **options, materialize=room is None), compiled
         )
-        options["device"] = device_of(grid)
-        model = parallelize(self.build(), grid, keep=self.keep, **(options | changes))
+        parallel = get_parallel_model(model)
+        if room is not None:
+            materialize_parameters(
+                parallel.bucket_scheduler, parallel.layers, **options, host_bytes=room
+            )
+        parallel.step_context.overlapped_autograd = self.fast
+        parallel.step_context.save_policy.collectives = self.collectives  # type: ignore[assignment]
         if self.delay >= 0:
             drawn = random.Random(self.delay * 64 + grid.rank)
-            pipeline = model.parallel.pipeline  # type: ignore[union-attr]
-            pipeline.executor.delay = lambda key, number: drawn.choice((0.0, 0.0, 0.002, 0.01))
+            executor = parallel.pipeline.executor
+            executor.delay = lambda key, number: drawn.choice((0.0, 0.0, 0.002, 0.01))
         return model
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def compile_with(model: ModelT, backend: str) -> ModelT:
+    """The model, whose compiled blocks, if it has any, are compiled with another backend."""
+    blocks = get_parallel_model(model).compiled_blocks
+    if blocks is not None:
+        blocks.backend = backend
+    return model
 
 
 def _deep(**changes: Any) -> Callable[[], nn.Module]:

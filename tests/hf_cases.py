@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import equivalence
 from equivalence import Case, Serial
 from hf_models import HF_MODELS
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn.cross_entropy import CrossEntropy
@@ -61,7 +62,8 @@ def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]
     """Mean loss of a model that came without values, and the names of its parameters."""
     with torch.device("meta"):
         model = HF_MODELS[case.model](**dict(case.changes))  # type: ignore[call-arg]
-    model = parallelize(model, grid, inner="features", dtype=torch.float64, seed=3)
+    plan = Plan(col_splits="features").with_degrees(grid.degrees)
+    model = parallelize(model, grid, plan, dtype=torch.float64, seed=3)
     parallel = model.parallel
     assert isinstance(parallel, ParallelModel)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -85,9 +87,8 @@ def naive(grid: Grid, case: HfCase, batch: Batch) -> float | str:
             module, huggingface.dim_units(model.config), ShardingTable("features"), grid
         )
     with mock.patch.object(huggingface, "is_huggingface_model", lambda model: False):
-        model = parallelize(
-            model, grid, inner="features", names={**names, "loss": ("vocab",)}, leaves=leaves
-        )
+        plan = Plan(col_splits="features").with_degrees(grid.degrees)
+        model = parallelize(model, grid, plan, dims={**names, "loss": ("vocab",)}, layers=leaves)
     model.forward = NaiveForward(model)  # type: ignore[assignment]
     try:
         return forward_backward(model, equivalence.micros_of(batch, grid, 1)).item()

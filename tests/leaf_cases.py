@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from equivalence import ONE_PASS, gradients, worst
 from pool import device_of
 from ranvier.comm import collectives
+from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
 from ranvier.nn.example import LayerExample
@@ -69,8 +70,10 @@ def check(
     sum((y * seed).sum() for y, seed in zip(outputs, seeds, strict=True)).backward()
 
     table = ShardingTable(inner)  # type: ignore[arg-type]
-    model = parallelize(Lone(example, twin), grid, inner=table.col_splits, fast=fast, device=device)
+    plan = Plan(col_splits=table.col_splits).with_degrees(grid.degrees)
+    model = parallelize(Lone(example, twin), grid, plan, device=device)
     parallel = model.parallel
+    parallel.step_context.overlapped_autograd = fast
     places = [
         place_of(x.shape, dims, example, table, grid)
         for x, dims in zip(inputs, example.inputs, strict=True)

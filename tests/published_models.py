@@ -15,13 +15,13 @@ from torch import Tensor
 from equivalence import gradients
 from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.comm import collectives
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.infer.generate_distributed import pad_vocab_shard
 from ranvier.infer.load import build_empty_model
 from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import ParallelModel
-from ranvier.pipeline.partition import PipelineConfig
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
@@ -212,9 +212,9 @@ def on_grid(
 
 def loaded(grid: Grid, folder: Path, inner: Any = "samples") -> Decoder:
     """A published model on a grid."""
-    how = PipelineConfig() if grid.degrees["pipe"] > 1 else None
+    plan = Plan(col_splits=inner, stage_time_jitter=0.0).with_degrees(grid.degrees)
     with PublishedModel.open(folder) as source:
-        model = build_empty_model(source.config, grid, "cpu", inner=inner, how=how)
+        model = build_empty_model(source.config, grid, "cpu", plan=plan)
         parallel: ParallelModel = model.parallel  # type: ignore[assignment]
         source.fill_state(parallel.sharded_state())
     parallel.bucket_scheduler.load_count += 1

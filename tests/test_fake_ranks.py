@@ -16,6 +16,7 @@ import torch
 
 from ranvier import launch
 from ranvier.comm import collectives
+from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
@@ -77,7 +78,8 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
     )
     with launch.fake_process_group(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)
-        model = parallelize(Decoder(config), grid, inner=inner, recompute="full")
+        plan = Plan(col_splits=inner, recompute="full").with_degrees(grid.degrees)
+        model = parallelize(Decoder(config), grid, plan)
         batch = Batch(torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
         micros = [batch, batch]
         optimizer = Optimizer(model.parallel.bucket_scheduler)

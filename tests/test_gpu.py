@@ -20,6 +20,7 @@ from pool import Pool
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm import autograd, collectives
+from ranvier.config.plan import Plan
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
 from ranvier.models import EXAMPLES, DecoderConfig, decoder
@@ -162,7 +163,8 @@ def test_shapes_of_families_compile(name: str) -> None:
         torch.manual_seed(0)
         model = EXAMPLES[name]().to(dtype).cuda()
         tokens = torch.randint(0, 29, (4, 16), generator=torch.Generator().manual_seed(1)).cuda()
-        model = parallelize(model, Grid({}), compiled=compiled, device="cuda")
+        plan = Plan(compile="on" if compiled else "off")
+        model = parallelize(model, Grid({}), plan, device="cuda")
         loss = model(tokens, tokens)
         loss.backward()
         losses.append(loss.item())
@@ -534,7 +536,7 @@ def test_compiled_blocks_have_every_gradient_of_eager_ones(kind: str) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model: Any = EXAMPLES[kind]().double().cuda()
-        model = parallelize(model, Grid({}), compiled=compiled)
+        model = parallelize(model, Grid({}), Plan(compile="on" if compiled else "off"))
         forward_backward(model, [batch_of(kind, samples=4, packed=True).to("cuda")])
         found.append({name: grad for name, (grad, _) in gradients(model.parallel).items()})
     eager, compiled_grads = found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pool import Pool as Workers
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.grid import Grid
@@ -124,8 +125,7 @@ def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int]:
     model = parallelize(
         Decoder(config),
         Grid({}),
-        recompute=kind,  # type: ignore[arg-type]
-        compiled=compiled,
+        Plan(recompute=kind, compile="on" if compiled else "off"),  # type: ignore[arg-type]
         dtype=torch.bfloat16,
         device="cuda",
     )

@@ -11,6 +11,7 @@ import torch
 
 from evaluation import serial, trained
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.errors import CheckpointError, OtherRankError
 from ranvier.grid import Grid
 from ranvier.infer.generate import find_checkpoint
@@ -19,7 +20,6 @@ from ranvier.infer.load import load_model
 from ranvier.infer.logprobs import score_sequences
 from ranvier.models import Decoder
 from ranvier.nn.cross_entropy import VocabShard, score_each_token
-from ranvier.pipeline.partition import PipelineConfig
 
 GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"row": 2, "depth": 2}, {}),
@@ -39,10 +39,11 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(pool, tmp_path_factory.mktemp("run"), model__tie_embeddings=True)
 
 
-def cut_of(options: dict[str, Any]) -> dict[str, Any]:
-    """What `load` is given."""
-    inner = {"inner": options["inner"]} if "inner" in options else {}
-    return {**inner, "how": PipelineConfig(vocab_over_pipe=options.get("spread", False))}
+def cut_of(options: dict[str, Any], grid: Grid) -> Plan:
+    """The plan of what is loaded."""
+    inner = {"col_splits": options["inner"]} if "inner" in options else {}
+    plan = Plan(vocab_over_pipe=options.get("spread", False), **inner)
+    return plan.with_degrees(grid.degrees)
 
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
@@ -57,7 +58,7 @@ def asked(
     grid: Grid, folder: str, options: dict[str, Any], stops: dict[float, int]
 ) -> tuple[list[Any], list[Any]]:
     """Scores in micro-batches of 1 and 3, texts at temperatures up to what stops them."""
-    model = load_model(Path(folder), grid, "cpu", **cut_of(options))
+    model = load_model(Path(folder), grid, "cpu", plan=cut_of(options, grid))
     scored = [
         [
             (one.logprobs.tolist(), one.is_greedy.tolist())

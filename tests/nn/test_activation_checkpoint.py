@@ -20,7 +20,7 @@ from equivalence import Case, batch_of, flow_of, gradients, micros_of
 from grids import label
 from pool import Pool
 from ranvier import launch
-from ranvier.config.plan import Recompute
+from ranvier.config.plan import Plan, Recompute
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -54,7 +54,7 @@ class Counted(TorchDispatchMode):
 
 def decoder(kind: Recompute) -> Decoder:
     torch.manual_seed(1)
-    return parallelize(Decoder(CONFIG).double(), Grid({}), recompute=kind)
+    return parallelize(Decoder(CONFIG).double(), Grid({}), Plan(recompute=kind))
 
 
 def passed(model: Decoder) -> tuple[float, dict[str, Tensor], Counted]:

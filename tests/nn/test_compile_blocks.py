@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from comm.test_compile import strict
-from equivalence import batch_of, copied, flow_of, gradients, micros_of, worst
+from equivalence import batch_of, compile_with, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
 from ranvier import launch
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.trace import communication_events, diff_events
@@ -68,9 +69,15 @@ class Case:
         torch.manual_seed(1)
         config = DecoderConfig(**SHAPE, layers=self.layers, dropout=self.dropout)  # type: ignore[arg-type]
         model = build_decoder(config, self.lora).double()
-        options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute}
-        options["collectives"] = self.collectives
-        return parallelize(model, grid, compiled=compiled, **options)
+        plan = Plan(
+            col_splits=self.inner,  # type: ignore[arg-type]
+            recompute=self.recompute,  # type: ignore[arg-type]
+            compile="on" if compiled else "off",
+        ).with_degrees(grid.degrees)
+        model = compile_with(parallelize(model, grid, plan), compiled)
+        parallel = get_parallel_model(model)
+        parallel.step_context.save_policy.collectives = self.collectives  # type: ignore[assignment]
+        return model
 
     def micros(self, grid: Grid, batch: Batch) -> list[Batch]:
         """What this rank works on, with documents as cuts."""
@@ -291,7 +298,8 @@ class Blocks(nn.Module):
 def passed(grid: Grid, backend: str) -> tuple[ShardedStateDict, list[str]]:
     """Gradients of blocks alone, and what they communicate."""
     torch.manual_seed(1)
-    model = parallelize(Blocks().double(), grid, compiled=backend)
+    plan = Plan(compile="on" if backend else "off").with_degrees(grid.degrees)
+    model = compile_with(parallelize(Blocks().double(), grid, plan), backend)
     x = torch.randn(2, 4, 16, dtype=torch.float64)
     model.parallel.bucket_scheduler.begin_step("")  # type: ignore[union-attr]
     with grid.trace.record_events() as events:

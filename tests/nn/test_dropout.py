@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from equivalence import batch_of, copied, gradients, micros_of
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -65,7 +66,8 @@ def trained(
     """Loss and gradients of a decoder that drops."""
     torch.manual_seed(1)
     config = DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29, dropout=0.2)
-    model = parallelize(Decoder(config).double(), grid, recompute=recompute, inner=inner)  # type: ignore[arg-type]
+    plan = Plan(recompute=recompute, col_splits=inner).with_degrees(grid.degrees)  # type: ignore[arg-type]
+    model = parallelize(Decoder(config).double(), grid, plan)
     batch = batch_of("llama", samples=8, packed=False)
     loss = forward_backward(model, micros_of(batch, grid, 1)).item()
     return loss, copied(gradients(model.parallel))

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
+from equivalence import ONE_PASS, batch_of, compile_with, copied, gradients, micros_of, worst
 from nn.test_compile_blocks import fresh
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -175,7 +176,8 @@ def eighths(
     torch.manual_seed(1)
     config = DecoderConfig(layers=1, embed=32, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=29)
     compiled = "aot_eager" if how == "compiled" else ""
-    model = parallelize(Decoder(config).double(), grid, inner=inner, compiled=compiled)
+    plan = Plan(col_splits=inner, compile="on" if compiled else "off").with_degrees(grid.degrees)
+    model = compile_with(parallelize(Decoder(config).double(), grid, plan), compiled)
     parallel = get_parallel_model(model)
     for leaf in parallel.layers.values():
         if isinstance(leaf, FusedLinear):

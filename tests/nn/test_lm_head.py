@@ -13,6 +13,7 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.cost import linear
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -34,7 +35,7 @@ def decoder(grid: Grid, *, frozen: str = "", inner: Any = "samples") -> Any:
     model = Decoder(CONFIG).double()
     for name, param in model.named_parameters():
         param.requires_grad_(not (frozen and re.fullmatch(frozen, name)))
-    return parallelize(model, grid, inner=inner)
+    return parallelize(model, grid, Plan(col_splits=inner).with_degrees(grid.degrees))
 
 
 def compared(have: ShardedStateDict, want: ShardedStateDict) -> list[str]:

@@ -15,6 +15,7 @@ from equivalence import gradients, worst
 from grids import label
 from pool import Pool
 from ranvier import Grid, call_on_full_batch, parallelize
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.errors import DataError, PlanError, ShardingError
 from ranvier.models import EXAMPLES
@@ -193,7 +194,8 @@ def loop(grid: Grid, kinds: list[str], inner: str) -> dict[str, dict[str, Any]]:
 
 
 def one_loop(grid: Grid, kind: str, inner: str) -> dict[str, Any]:
-    model, loss_of = parallelize(build(kind), grid, inner=inner), cases()[kind][2]
+    plan = Plan(col_splits=inner).with_degrees(grid.degrees)  # type: ignore[arg-type]
+    model, loss_of = parallelize(build(kind), grid, plan), cases()[kind][2]
     optimizer = Optimizer(
         model.parallel.bucket_scheduler, lr=LR, betas=(0.9, 0.95), eps=1e-8, decay=0.1, clip=CLIP
     )

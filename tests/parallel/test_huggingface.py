@@ -24,6 +24,7 @@ from hf_cases import HfCase
 from hf_models import HF_MODELS, SHAPE, gpt2, llama, qwen3
 from hf_models import serial as as_reference
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.nn.norm import RMSNorm
@@ -141,18 +142,21 @@ def test_positions_of_a_part_give_other_numbers(pool: Pool, model: str) -> None:
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-def refused(model: Any, *words: str, degrees: dict[str, int] | None = None, **options: Any) -> None:
+def refused(
+    model: Any, *words: str, degrees: dict[str, int] | None = None, **settings: Any
+) -> None:
     """The model is refused for reasons that contain these words."""
-    options = {"inner": "features"} | options
+    grid = Grid(degrees or {"row": 2})
+    plan = replace(Plan(col_splits="features"), **settings).with_degrees(grid.degrees)
     with pytest.raises(ShardingError) as error:
-        parallelize(model, Grid(degrees or {"row": 2}), **options)
+        parallelize(model, grid, plan)
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
 
 
 @pytest.mark.parametrize("model", HF_MODELS)
 def test_samples_over_col_are_refused(model: str) -> None:
     words = ("col_splits='samples' with col=2", "col splits features", "Use col_splits='features'")
-    refused(HF_MODELS[model](), *words, degrees={"col": 2}, inner="samples")
+    refused(HF_MODELS[model](), *words, degrees={"col": 2}, col_splits="samples")
 
 
 def test_attention_dropout_is_refused() -> None:
@@ -175,13 +179,13 @@ def test_model_without_head_is_refused() -> None:
 
 def test_unknown_type_is_refused() -> None:
     model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))
-    refused(model, "MixtralForCausalLM", "'mixtral'", "llama", "names=")
+    refused(model, "MixtralForCausalLM", "'mixtral'", "llama", "dims=")
 
 
 def test_unknown_style_is_refused() -> None:
     model: Any = llama()
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
-    refused(model, "'packed_colwise'", "model.layers.0.mlp.up_proj", "colwise", "names=")
+    refused(model, "'packed_colwise'", "model.layers.0.mlp.up_proj", "colwise", "dims=")
 
 
 def test_weight_that_no_table_names_is_refused() -> None:
@@ -202,7 +206,8 @@ def test_unknown_type_runs_with_a_table_of_its_dims() -> None:
     norm = type(model.model.norm)
     names |= {path: ("embed",) for path, m in model.named_modules() if type(m) is norm}
     refused(model, "'qwen2'", degrees={})
-    parallelize(model, Grid({}), inner="features", names=names, leaves={norm: RMSNorm})
+    plan = Plan(col_splits="features")
+    parallelize(model, Grid({}), plan, dims=names, layers={norm: RMSNorm})
     assert (model(tokens) - want).abs().max() <= 1e-12 * want.abs().max()
 
 

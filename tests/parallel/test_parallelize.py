@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 from equivalence import Case, Serial, batch_of, compare, run_case
 from grids import grids, label
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
-from ranvier.errors import ShardingError
+from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, MODEL_SIZES, Decoder
 from ranvier.models.decoder import CrossEntropy, DecoderConfig
@@ -169,18 +172,119 @@ def test_a_name_the_model_has_not_is_refused() -> None:
     model = Unnamed()
     names = {"up": ("mlp", "embed"), "upp": ("mlp", "embed")}
     with pytest.raises(ShardingError, match=r"dims names 'upp'.*has .*up, gate"):
-        parallelize(model, Grid({}), names=names)
+        parallelize(model, Grid({}), dims=names)
 
 
 def test_linear_layers_that_stay_inside_are_refused() -> None:
     with pytest.raises(ShardingError, match=r"\('mlp', 'heads'\).*goes from 'embed'"):
-        parallelize(Unnamed(), Grid({}), names={"up": ("mlp", "heads")})
+        parallelize(Unnamed(), Grid({}), dims={"up": ("mlp", "heads")})
 
 
 def test_a_layer_without_leaf_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 1, 1))
     with pytest.raises(ShardingError, match="0 is a Conv2d, which has no leaf"):
-        parallelize(model, Grid({}), names={"0": ("embed",)})
+        parallelize(model, Grid({}), dims={"0": ("embed",)})
+
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+def small_decoder(**changes: Any) -> Decoder:
+    """A decoder without values."""
+    with torch.device("meta"):
+        shape = {"layers": 4, "embed": 16, "heads": 4, "head_dim": 4, "mlp": 24, "vocab": 29}
+        return Decoder(DecoderConfig(**(shape | changes)))
+
+
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """What of a plan has reached the parallel model."""
+    parallel = get_parallel_model(model)
+    queue = parallel.bucket_scheduler
+    pipeline = parallel.pipeline.config
+    return {
+        "col_splits": parallel.table.col_splits,
+        "overlap": tuple(sorted(queue.overlap)),
+        "reshard_after": "step" if queue.keep_unsharded else "micro_batch",
+        "recompute": set(parallel.recompute_modes.values()),
+        "compile": "off" if parallel.compiled_blocks is None else "on",
+        "moe_dispatch_dtype": {layer.site.dispatch for layer in parallel.layers.values()},
+        "schedule": pipeline.policy,
+        "virtual_stages": pipeline.chunks,
+        "stage_starts": parallel.pipeline.executor.stage.stage_starts,
+        "max_in_flight": pipeline.max_in_flight,
+        "stage_time_jitter": pipeline.jitter,
+        "vocab_over_pipe": bool(parallel.pipeline.executor.stage.vocab_layers),
+    }
+
+
+CHANGED: dict[str, tuple[Any, Any]] = {
+    "col_splits": ("features", "features"),
+    "overlap": (("dw",), ("dw",)),
+    "reshard_after": ("step", "step"),
+    "recompute": ("selective", {"selective"}),
+    "compile": ("on", "on"),
+    "moe_dispatch_dtype": ("bf16", {"bf16"}),
+    "schedule": ("1f1b", "1f1b"),
+    "stage_starts": ((2,), (0, 2)),
+    "max_in_flight": (3, 3),
+    "stage_time_jitter": (0.5, 0.5),
+    "vocab_over_pipe": (True, True),
+}
+"""Settings: what the plan says, and what the model has then."""
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_setting_of_the_plan_reaches_the_model(name: str) -> None:
+    grid = Grid({"pipe": 2, "row": 2})
+    said, had = CHANGED[name]
+    plain = settings_of(parallelize(small_decoder(), grid))
+    assert plain == settings_of(parallelize(small_decoder(), grid, Plan(pipe=2, row=2)))
+    plan = replace(Plan(pipe=2, row=2), **{name: said})
+    changed = settings_of(parallelize(small_decoder(), grid, plan))
+    assert changed[name] == had != plain[name]
+    if name != "vocab_over_pipe":  # it moves the work of stages too
+        assert {**changed, name: plain[name]} == plain
+
+
+def test_two_virtual_stages_of_the_plan_reach_the_model() -> None:
+    model = parallelize(small_decoder(), Grid({"pipe": 2}), Plan(pipe=2, virtual_stages=2))
+    assert settings_of(model)["virtual_stages"] == 2
+    assert len(settings_of(model)["stage_starts"]) == 4
+
+
+def test_stages_are_balanced_by_the_profile_of_the_plan(tmp_path: Path) -> None:
+    profile = tmp_path / "times.toml"
+    profile.write_text("forward = [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]\n")
+    plan = Plan(pipe=2, stage_profile=str(profile))
+    stage = parallelize(small_decoder(), Grid({"pipe": 2}), plan).parallel.pipeline.executor.stage
+    assert stage.stage_starts == (0, 1)
+
+
+def test_stages_are_balanced_for_the_length_of_samples() -> None:
+    """The share of attention, which the head has not, grows with the length."""
+    grid = Grid({"pipe": 2})
+    shares = []
+    for seq_len in (8, 4096):
+        model = parallelize(small_decoder(max_seq=4096), grid, seq_len=seq_len)
+        *_, block, head = model.parallel.pipeline.executor.stage.part_costs
+        shares.append(head / block)
+    assert shares[1] < 0.1 * shares[0]
+
+
+@pytest.mark.parametrize("plan", [Plan(row=4), Plan(row=2, data=3), Plan(), Plan(row=2, depth=2)])
+def test_a_plan_of_another_grid_is_refused(plan: Plan) -> None:
+    rule = r"The plan has .*, the grid .*A plan has the degrees of its grid\. Use Plan\("
+    with pytest.raises(PlanError, match=rule):
+        parallelize(small_decoder(), Grid({"row": 2}), plan)
+
+
+def test_a_degree_that_is_left_open_is_that_of_the_grid() -> None:
+    model = parallelize(small_decoder(), Grid({"data": 2, "row": 2}), Plan(row=2))
+    assert model.parallel.grid.degrees["data"] == 2
+    with pytest.raises(
+        PlanError, match=r"has row=1, col=4, the grid row=2, col=1.*Plan\(row=2, col=1"
+    ):
+        parallelize(small_decoder(), Grid({"row": 2}), Plan(col=4))
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from equivalence import Case, batch_of, build, copied, gradients, micros_of, worst
 from pool import Pool, RankError, device_of
 from ranvier.comm.p2p import EagerTransport, Key
+from ranvier.config.plan import Plan
 from ranvier.errors import CommunicationError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.generate_distributed import extend_tokens
@@ -215,9 +217,8 @@ class Chain(nn.Sequential):
 def chained(grid: Grid, firsts: tuple[int, ...]) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of a chain of layers."""
     torch.manual_seed(2)
-    model = parallelize(
-        Chain().double(), grid, how=PipelineConfig(stage_starts=firsts), device=device_of(grid)
-    )
+    plan = Plan(stage_starts=firsts, stage_time_jitter=0.0).with_degrees(grid.degrees)
+    model = parallelize(Chain().double(), grid, plan, device=device_of(grid))
     batch = batch_of("", samples=8, packed=False)
     loss = forward_backward(model, micros_of(batch, grid, 4)).item()
     return loss, {n: g for n, (g, _) in copied(gradients(get_parallel_model(model))).items()}
@@ -305,13 +306,14 @@ class Bare(nn.Sequential):
         super().__init__(nn.Embedding(29, 16), nn.Dropout(0.0), LMHead(16, 29, bias=False))
 
 
-def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: PipelineConfig) -> list[Any]:
+def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Plan) -> list[Any]:
     """Losses and norms of three steps, and the weights after them."""
     torch.manual_seed(2)
     model = Bare().double() if kind == "bare" else build("deep")
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(frozen))
-    model = parallelize(model, grid, how=how, device=device_of(grid))
+    plan = replace(how, stage_time_jitter=0.0).with_degrees(grid.degrees)
+    model = parallelize(model, grid, plan, device=device_of(grid))
     optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=1e-2, clip=0.5)
     micros, found = micros_of(batch_of("", samples=8, packed=False), grid, 4), list[Any]()
     for _ in range(3):
@@ -325,28 +327,28 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: PipelineConfig)
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),
     [
-        ("bare", 3, ("nothing",), PipelineConfig()),
+        ("bare", 3, ("nothing",), Plan()),
         (
             "deep",
             2,
             ("embed", "blocks.0", "blocks.1", "blocks.2"),
-            PipelineConfig(stage_starts=(4,)),
+            Plan(stage_starts=(4,)),
         ),
-        ("deep", 2, ("blocks.5", "norm", "head"), PipelineConfig(stage_starts=(6,))),
-        ("deep", 2, ("embed",), PipelineConfig(vocab_over_pipe=True)),
+        ("deep", 2, ("blocks.5", "norm", "head"), Plan(stage_starts=(6,))),
+        ("deep", 2, ("embed",), Plan(vocab_over_pipe=True)),
         (
             "deep",
             4,
             ("blocks.2", "blocks.3"),
-            PipelineConfig(stage_starts=(2, 3, 5), policy="zero-bubble"),
+            Plan(stage_starts=(2, 3, 5), schedule="zero-bubble"),
         ),
     ],
     ids=str,
 )
 def test_stages_may_have_nothing_to_train(
-    pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: PipelineConfig
+    pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: Plan
 ) -> None:
-    (one,) = pool.on_grid({}, stepped, kind, frozen, PipelineConfig())
+    (one,) = pool.on_grid({}, stepped, kind, frozen, Plan())
     for found in pool.on_grid({"pipe": stages}, stepped, kind, frozen, how):
         assert found[:3] == [pytest.approx(want, rel=1e-9) for want in one[:3]]
         for name, value in found[3].items():

@@ -12,6 +12,7 @@ from torch import Tensor
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from pool import Pool
 from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.config.plan import Plan
 from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
@@ -36,7 +37,9 @@ def decoder(grid: Grid, *, fast: bool = True, inner: Any = "samples", **changes:
     """A decoder, the same on every call."""
     torch.manual_seed(1)
     model = Decoder(DecoderConfig(**{**SHAPE, **changes})).double()  # type: ignore[arg-type]
-    return parallelize(model, grid, fast=fast, inner=inner)
+    model = parallelize(model, grid, Plan(col_splits=inner).with_degrees(grid.degrees))
+    get_parallel_model(model).step_context.overlapped_autograd = fast
+    return model
 
 
 def packs(model: Any, name: str) -> list[tuple[int, int]]:

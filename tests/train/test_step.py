@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivalence import gradients
+from equivalence import compile_with, gradients
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
@@ -60,7 +61,8 @@ def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: s
     loss = serial(BATCH.tokens, BATCH.targets) / TOKENS.numel()
     loss.backward()
     torch.manual_seed(0)
-    model = parallelize(kind(CONFIG).double(), Grid({}), compiled=compiled)
+    plan = Plan(compile="on" if compiled else "off")
+    model = compile_with(parallelize(kind(CONFIG).double(), Grid({}), plan), compiled)
     assert forward_backward(model, [BATCH]).item() == pytest.approx(loss.item(), abs=1e-12)
     for name, (grad, _) in gradients(get_parallel_model(model)).items():
         want = serial.get_parameter(name).grad
@@ -69,7 +71,8 @@ def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: s
 
 
 def test_a_hook_on_a_block_sees_a_tensor() -> None:
-    model, seen = parallelize(Decoder(CONFIG), Grid({}), compiled="aot_eager"), []
+    model = compile_with(parallelize(Decoder(CONFIG), Grid({}), Plan(compile="on")), "aot_eager")
+    seen = []
     handle = model.blocks[0].register_forward_hook(lambda *all_: seen.append(all_[-1]))
     forward_backward(model, [BATCH])
     handle.remove()
@@ -89,7 +92,8 @@ def test_documents_as_numbers_are_compiled_too() -> None:
     losses = []
     for compiled in ("", "aot_eager"):
         torch.manual_seed(0)
-        model = parallelize(Decoder(CONFIG).double(), Grid({}), compiled=compiled)
+        plan = Plan(compile="on" if compiled else "off")
+        model = compile_with(parallelize(Decoder(CONFIG).double(), Grid({}), plan), compiled)
         losses.append(forward_backward(model, [Batch(TOKENS, TOKENS, None, ids)]).item())
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
@@ -97,7 +101,7 @@ def test_documents_as_numbers_are_compiled_too() -> None:
 @pytest.mark.full
 def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranvier.nn.compile.MAX_MODEL_GRAPHS", 3)
-    model = parallelize(Decoder(CONFIG), Grid({}), compiled="aot_eager")
+    model = compile_with(parallelize(Decoder(CONFIG), Grid({}), Plan(compile="on")), "aot_eager")
     compiled = get_parallel_model(model).compiled_blocks
     assert compiled is not None
     for length in (8, 7, 6):
@@ -107,4 +111,4 @@ def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.Monkey
 
 def test_what_cannot_be_asked_of_parallelize() -> None:
     with pytest.raises(ShardingError, match="recompute='memory_budget' is a matter of a run"):
-        parallelize(Decoder(CONFIG), Grid({}), recompute="memory_budget")
+        parallelize(Decoder(CONFIG), Grid({}), Plan(recompute="memory_budget"))

@@ -156,7 +156,7 @@ class Plan:
             kind: Recompute = "selective"
         else:
             kind = self.recompute
-        return replace(self, recompute=kind)._with_degrees({})
+        return replace(self, recompute=kind).with_degrees({})
 
     def resolve(self, world: int) -> Plan:
         """Replace -1 by the degree that fills `world` and the micro-batch that fills the batch."""
@@ -170,9 +170,9 @@ class Plan:
             )
         if unknown and world % known:
             raise PlanError(_world_problem(self.degrees, world))
-        return self._with_degrees(dict.fromkeys(unknown, world // known))
+        return self.with_degrees(dict.fromkeys(unknown, world // known))
 
-    def _with_degrees(self, degrees: Mapping[str, int]) -> Plan:
+    def with_degrees(self, degrees: Mapping[str, int]) -> Plan:
         """The plan with these degrees, and the default micro-batch if it is to be inferred."""
         plan = replace(self, **dict[str, Any](degrees))
         if (
@@ -222,7 +222,7 @@ class Plan:
             plan = self
         # Look for further problems as if each unknown degree were 1, to report all at once.
         if problems:
-            plan = self._with_degrees({axis: max(size, 1) for axis, size in self.degrees.items()})
+            plan = self.with_degrees({axis: max(size, 1) for axis, size in self.degrees.items()})
         problems += plan.find_problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)

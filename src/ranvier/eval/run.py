@@ -30,7 +30,6 @@ from ranvier.grid import Grid
 from ranvier.infer.generate import find_checkpoint
 from ranvier.infer.load import inference_dtype, load_model, saved_dtype
 from ranvier.launch import ProcessInfo, join_process_group
-from ranvier.pipeline.partition import PipelineConfig
 from ranvier.sharding import ShardingTable, round_up
 from ranvier.system.terminal import escape_controls, print
 from ranvier.train import prepare_data
@@ -163,12 +162,13 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
             dtype = inference_dtype(saved, device)
     else:
         dtype = DTYPES[word]
-    how = PipelineConfig(
-        chunks=run.plan.virtual_stages,
+    # What only training needs stays at its default.
+    plan = Plan(
+        col_splits=run.plan.col_splits,
+        virtual_stages=run.plan.virtual_stages,
         stage_starts=run.plan.stage_starts,
-        seq=run.data.seq_len,
         vocab_over_pipe=run.plan.vocab_over_pipe,
-    )
+    ).with_degrees(grid.degrees)
     if wanted.step < 0:
         step = None
     else:
@@ -184,7 +184,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
     )
     start = time.perf_counter()
     model = load_model(
-        folder, grid, device, step=step, inner=run.plan.col_splits, how=how, dtype=dtype
+        folder, grid, device, step=step, plan=plan, seq_len=run.data.seq_len, dtype=dtype
     )
     at = step_of(find_checkpoint(folder, step))
     shown = _EvalProgress()

@@ -15,14 +15,14 @@ from ranvier import counter_rng
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.load import load_checkpoint as read
 from ranvier.comm.consensus import run_and_raise_together
-from ranvier.config.plan import InnerSplit
+from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build_decoder
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.pipeline.partition import PipelineConfig
+from ranvier.pipeline.partition import TYPICAL_SEQ_LEN
 
 MASTER_SUFFIX = ".master"
 """Suffix of the names of weights in a checkpoint."""
@@ -34,14 +34,14 @@ def load_model(
     device: torch.device | str,
     *,
     step: int | None = None,
-    inner: InnerSplit = "samples",
-    how: PipelineConfig | None = None,
+    plan: Plan | None = None,
+    seq_len: int = TYPICAL_SEQ_LEN,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Load the model of a run after a step (None: the latest checkpoint) onto a grid, in eval mode.
 
-    inner: what col splits inside of blocks. how: its pipeline stages. dtype: of the weights; None:
-    the one they were saved in. Communicates: creation of process groups; one number over all axes.
+    plan, seq_len: see `parallelize`. dtype: of the weights; None: the one they were saved in.
+    Communicates: creation of process groups; one number over all axes.
     """
     run = load_config_from_dir(folder)
     checkpoint = find_checkpoint(folder, step)
@@ -49,7 +49,9 @@ def load_model(
     # it.
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
-    model = build_empty_model(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
+    model = build_empty_model(
+        run.model, grid, device, lora=lora, plan=plan, seq_len=seq_len, dtype=dtype
+    )
     load_weights(model, checkpoint, device)
     return model.eval()
 
@@ -88,8 +90,8 @@ def build_empty_model(
     device: torch.device | str,
     *,
     lora: AdapterConfig | None = None,
-    inner: InnerSplit = "samples",
-    how: PipelineConfig | None = None,
+    plan: Plan | None = None,
+    seq_len: int = TYPICAL_SEQ_LEN,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """A model on a grid with zero weights, of which each rank holds its own shards only.
@@ -99,7 +101,7 @@ def build_empty_model(
     # No memory yet: the buckets are allocated once, below, for the shards of this rank only.
     with counter_rng.init_empty_weights():
         model = build_decoder(config, lora or AdapterConfig())
-    parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
+    parallelize(model, grid, plan, dtype=dtype, device=device, seq_len=seq_len, materialize=False)
     parallel = get_parallel_model(model)
     materialize_parameters(
         parallel.bucket_scheduler, parallel.layers, seed=0, dtype=dtype, device=device, blank=True

@@ -26,7 +26,7 @@ from ranvier.checkpoint.hf import safetensors
 from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks, run_and_raise_together, world_axis
-from ranvier.config.plan import InnerSplit
+from ranvier.config.plan import InnerSplit, Plan
 from ranvier.data.loader import rank_rows
 from ranvier.data.tokenizer import Tokenizer, load_tokenizer
 from ranvier.errors import DamageError, DataError, PlanError
@@ -82,16 +82,17 @@ def from_pretrained(
     else:
         here = torch.device(device or "cpu")
     inner = resolve_axes(plan or grid.degrees, grid.world_size, sizes, inner=inner).col_splits
+    layout = Plan(col_splits=inner).with_degrees(grid.degrees)
     if there is None:
         if path != origin:
             step = directory.step_of(path)
         else:
             step = None
-        model = load.load_model(origin, grid, here, step=step, inner=inner, dtype=dtype)
+        model = load.load_model(origin, grid, here, step=step, plan=layout, dtype=dtype)
         return PretrainedModel(model, origin)
     # The files stay mapped while every rank copies its slices; an error on one raises on all.
     with there:
-        model = load.build_empty_model(config, grid, here, inner=inner, dtype=dtype or there.dtype)
+        model = load.build_empty_model(config, grid, here, plan=layout, dtype=dtype or there.dtype)
         parallel = get_parallel_model(model)
         run_and_raise_together(lambda: there.fill_state(parallel.sharded_state()), grid, here)
     parallel.bucket_scheduler.load_count += 1

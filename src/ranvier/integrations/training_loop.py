@@ -33,7 +33,7 @@ from ranvier.checkpoint.load import load_checkpoint as load_parts
 from ranvier.comm import collectives
 from ranvier.comm.autograd import reduce_from_axis
 from ranvier.comm.consensus import find_rank_differences, run_and_raise_together, world_axis
-from ranvier.config.plan import InnerSplit
+from ranvier.config.plan import InnerSplit, Plan
 from ranvier.data.loader import rank_rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
 from ranvier.grid import Grid
@@ -174,7 +174,8 @@ def put_on_grid(
             if not param.is_meta and grid.world_size > 1:
                 # Ranks may have drawn different values. One weight at a time bounds the memory.
                 param.copy_(collectives.broadcast(param.detach(), world_axis(grid)).wait())
-    return GridModel(parallelize(model, grid, inner=inner, device=device))
+    plan = Plan(col_splits=inner).with_degrees(grid.degrees)
+    return GridModel(parallelize(model, grid, plan, device=device))
 
 
 # ---- optimizer ----------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class SavePolicy:
 
     trace: Trace = field(default_factory=Trace)
     collectives: CollectiveReuse = "rerun"
+    """Whether recomputation runs the collectives of blocks again or uses their saved results."""
     chosen_layers: frozenset[str] | None = None
     """Layers whose results are saved, once `auto` is resolved; None: all."""
     depth_group: str = ""
@@ -86,10 +87,10 @@ class SavePolicy:
     """Layers whose results recomputation does not need, as seen so far: the last of a block."""
 
     @classmethod
-    def for_grid(cls, grid: Grid, collectives: CollectiveReuse) -> SavePolicy:
+    def for_grid(cls, grid: Grid) -> SavePolicy:
         """Return the policy of a model on a grid."""
         depth = grid.axis("depth", channel="gather")
-        return cls(grid.trace, collectives, depth_group=depth.group_name)
+        return cls(grid.trace, depth_group=depth.group_name)
 
     def saves_layer(self, where: str) -> bool:
         """Whether the results of a layer are saved."""

@@ -12,7 +12,9 @@ activations are recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -66,12 +68,9 @@ def has_cached_graphs() -> bool:
 
 
 class CompiledBlocks:
-    """The compiled function of all blocks of a model.
+    """The compiled function of all blocks of a model."""
 
-    backend: the compiler; "aot_eager" traces as inductor does and then runs operation by operation.
-    """
-
-    def __init__(self, trace: Trace, moment: StepContext, backend: str = "inductor") -> None:
+    def __init__(self, trace: Trace, moment: StepContext) -> None:
         # Imported here, as it takes a second.
         import torch._dynamo
 
@@ -80,12 +79,19 @@ class CompiledBlocks:
         self.trace = trace
         self.step_context = moment
         self.is_enabled = True
+        self.backend = "inductor"
+        """The compiler, until the first call; "aot_eager" traces as inductor does and then runs
+        operation by operation."""
+        self.graph_events: dict[tuple[Any, ...], list[Event]] = {}
+        """Communication of each graph, with names relative to the block."""
+
+    @cached_property
+    def compiled_function(self) -> Callable[..., Any]:
+        """The function that runs a block, or a part of it."""
         # Dynamo caches graphs by code object. A copy per model: with a graph of another model no
         # tracing would happen here, and its communication would not be recorded.
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
-        self.compiled_function = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
-        self.graph_events: dict[tuple[Any, ...], list[Event]] = {}
-        """Communication of each graph, with names relative to the block."""
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
 
     def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
         """Run a block."""

@@ -92,7 +92,7 @@ class CrossEntropy(ParallelLayer):
         targets = local_slice(targets, self.vocab_shard.batch_axis, 0).flatten()  # (t,)
         logits = logits.flatten(0, 1)  # (t, V/row)
         with self.trace_scope():
-            if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
+            if torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd:
                 return cross_entropy_reference(logits, targets, self.vocab_shard)
             loss: Tensor = apply_autograd(_CrossEntropyFunction, logits, targets, self.vocab_shard)
         return loss

@@ -82,7 +82,7 @@ class Embedding(ParallelLayer):
             # No reduce-scatter will split the sequence, so take this rank's tokens now.
             ids = autograd.local_slice(ids, self.seq_axis, 1)
         with self.trace_scope():
-            if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
+            if torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd:
                 y = autograd.reduce_scatter(
                     self._look_up_rows(weight.unsharded_param(), ids), self.axis, 1
                 )

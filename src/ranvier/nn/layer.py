@@ -46,6 +46,9 @@ class StepContext:
     same one."""
     per_token_loss: bool = False
     """Whether a head with targets returns one score per token instead of the sum."""
+    overlapped_autograd: bool = True
+    """Use the autograd functions with overlap; False: the reference built from differentiable
+    collectives."""
     deferred_weight_grads: list[Callable[[], None]] | None = None
     """Queue of deferred weight-gradient computations; None: they run in the backward pass."""
     save_policy: SavePolicy = field(default_factory=SavePolicy)
@@ -73,12 +76,9 @@ class LayerContext:
     step_context: StepContext
     block_name: str = ""
     """The block of the layer; empty: it is outside of blocks."""
-    compile_backend: str = ""
-    """torch.compile backend of the blocks; empty: eager. All equal blocks share one graph, so
-    nothing in it may depend on the block index."""
-    overlapped_autograd: bool = True
-    """Use the autograd functions with overlap; False: the reference built from differentiable
-    collectives."""
+    has_compiled_blocks: bool = False
+    """Whether blocks are compiled. All equal blocks share one graph, so nothing in it may depend on
+    the block index."""
     dispatch: Dispatch = "model"
     """Element type in which tokens are dispatched to experts."""
     whole_sequence: bool = False
@@ -215,7 +215,7 @@ class ParallelLayer(torch.nn.Module):
         if torch.compiler.is_compiling():
             return self.site.grid.trace.graph_named_scope(
                 # Only the graphs of compiled blocks are shared; elsewhere the full name is right.
-                self.local_name if self.site.compile_backend else self.site.name
+                self.local_name if self.site.has_compiled_blocks else self.site.name
             )
         return self.site.grid.trace.named_scope(self.site.name)
 

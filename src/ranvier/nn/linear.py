@@ -289,7 +289,7 @@ def parallel_linear(
 
     Communicates: as Linear.
     """
-    if torch.compiler.is_compiling() or not site.overlapped_autograd:
+    if torch.compiler.is_compiling() or not site.step_context.overlapped_autograd:
         ys = parallel_linear_reference(x, layers, runs, apart)
     else:
         try:

@@ -101,7 +101,7 @@ class LMHead(Linear):
             # The chunked function is neither traceable nor does it handle a bias.
             if (
                 torch.compiler.is_compiling()
-                or not self.site.overlapped_autograd
+                or not self.site.step_context.overlapped_autograd
                 or self.bias is not None
             ):
                 logits = self._softcap_logits(super().forward(x))

@@ -28,20 +28,20 @@ def materialize_parameters(
     dtype: torch.dtype,
     device: torch.device | str | None,
     blank: bool = False,
-    room: int | None = None,
+    host_bytes: int | None = None,
 ) -> None:
     """Allocate the buckets and fill every parameter with its shard of the values; blank: zeros.
 
     On the meta device there are no values.
 
-    room: bytes of host memory for offloaded weights; None: they stay on the device.
+    host_bytes: host memory for offloaded weights; None: they stay on the device.
     """
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
     # Must exist before the first bucket is filled: each is offloaded right after it, so that the
     # device never holds all weights.
-    if room is not None:
-        queue.host_offload = HostOffload(queue.buckets, dtype, queue.device, room=room)
+    if host_bytes is not None:
+        queue.host_offload = HostOffload(queue.buckets, dtype, queue.device, room=host_bytes)
     for bucket in queue.buckets:
         originals = [
             w.original_values.device for w in bucket.weights if w.original_values is not None

@@ -84,7 +84,7 @@ HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
     "Conv1D": Conv1D,
 }
 """Layers of transformers and their parallel versions, by class name."""
-REMEDY = "Give the dims of all layers: parallelize(names={layer: dims})."
+REMEDY = "Give the dims of all layers: parallelize(dims={layer: dims})."
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 """Attention implementations that accept a mask of the whole sequence."""
 
@@ -137,19 +137,19 @@ def adapt_model(
     grid: Grid,
     *,
     inner: InnerSplit,
-    names: LayerDims | None,
-    leaves: LayerFactories | None,
+    dims: LayerDims | None,
+    layers: LayerFactories | None,
     device: torch.device | str | None,
 ) -> tuple[LayerDims, LayerFactories]:
     """Dims of all layers and parallel layers of their types; adds `forward`, `sizes` and `init`.
 
-    names, leaves: given by the caller; without names they are derived from the plan or table.
+    dims, layers: given by the caller; without dims they are derived from the plan or table.
     Communicates: nothing.
     """
     problems = _find_problems(model, grid, inner)
     if problems:
         raise ShardingError("\n".join(problems))
-    names = dict(names or derive_dims(model))
+    names = dict(dims or derive_dims(model))
     sizes = model.sizes = dim_units(model.config)
     model.init = initial_stds(model.config)
     # Attention and MLP modules: the parents of layers between the residual stream and inner dims.
@@ -174,7 +174,7 @@ def adapt_model(
         if type(m).__name__ in HF_LAYERS
     }
     ours = {SequenceGatherPlaceholder: SequenceGather, LossPlaceholder: CrossEntropy}
-    return names, {**own, **ours, **(leaves or {})}
+    return names, {**own, **ours, **(layers or {})}
 
 
 # ---- requirements --------------------------------------------------------------------------------
@@ -216,8 +216,8 @@ def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
         )
     if getattr(model, "is_gradient_checkpointing", False):
         problems.append(
-            f"{name} recomputes its layers itself. Recomputation is an option of parallelize. "
-            "Call gradient_checkpointing_disable() and use parallelize(recompute=...)."
+            f"{name} recomputes its layers itself. Recomputation is a setting of the plan. "
+            "Call gradient_checkpointing_disable() and use Plan(recompute=...)."
         )
     return problems + list(_find_attention_dropout(model))
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,10 +22,10 @@ from ranvier.buckets.assignment import assign_buckets
 from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.spec import VECTORS, ParamGroup
-from ranvier.config.plan import AXES, Dispatch, InnerSplit, Recompute
-from ranvier.errors import ShardingError
+from ranvier.config.plan import AXES, Plan, Recompute
+from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
-from ranvier.memory.saved_results import CollectiveReuse, SavePolicy
+from ranvier.memory.saved_results import SavePolicy
 from ranvier.models import decoder, feed_forward, lora, moe
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.block import run_block
@@ -54,7 +53,7 @@ from ranvier.parallel.parallel_model import (
     get_parallel_model,
 )
 from ranvier.pipeline.executor import PipelineExecutor
-from ranvier.pipeline.partition import OtherStageLayer, PipelineConfig
+from ranvier.pipeline.partition import TYPICAL_SEQ_LEN, OtherStageLayer, PipelineConfig
 from ranvier.pipeline.pipeline import Pipeline
 from ranvier.pipeline.stage import build_stage, create_stage_groups
 from ranvier.sharding import Dim, ShardingTable
@@ -103,63 +102,61 @@ LayerFactories = Mapping[type[nn.Module], Callable[..., ParallelLayer]]
 def parallelize(
     model: ModelT,
     grid: Grid,
+    plan: Plan | None = None,
     *,
-    inner: InnerSplit = "samples",
-    overlap: Iterable[str] = ("dx", "dw", "weight_gather", "moe_dispatch"),
-    recompute: Recompute = "none",
-    collectives: CollectiveReuse = "rerun",
-    dispatch: Dispatch = "model",
-    fast: bool = True,
-    compiled: str = "",
-    seed: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    names: LayerDims | None = None,
-    leaves: LayerFactories | None = None,
+    seed: int = 0,
+    seq_len: int = TYPICAL_SEQ_LEN,
+    dims: LayerDims | None = None,
+    layers: LayerFactories | None = None,
     materialize: bool = True,
-    how: PipelineConfig | None = None,
-    keep: bool = False,
-    room: int | None = None,
 ) -> ModelT:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
-    names: dims of layers by full name, for models without `dims` tables. leaves: additional
-    parallel layers. fast=False: plain autograd collectives, for comparison. compiled: backend of
-    torch.compile. how: the partition into stages. keep: keep weights gathered over depth until the
-    step ends. room: bytes of host memory for offloaded weights; None: they stay on the device.
+    plan: its degrees are those of the grid (-1: as on the grid), and blocks are compiled with
+    compile='on' only; None: all settings but the degrees have their defaults. dtype, device: of the
+    weights; None: as they are. seed: of initial values and dropout. seq_len: tokens per sample for
+    which pipeline stages are balanced. dims: those of layers by full name, for models without
+    `dims` tables. layers: additional parallel layers by the type of their serial twin.
+    materialize=False: weights get no memory before `materialize_parameters`.
     Communicates: creation of process groups.
 
     Example:
-        >>> from ranvier import Grid, parallelize
+        >>> from ranvier import Grid, Plan, parallelize
         >>> from ranvier.models import MODEL_SIZES, Decoder
-        >>> model = parallelize(Decoder(MODEL_SIZES["tiny"]), Grid({}))
+        >>> model = parallelize(Decoder(MODEL_SIZES["tiny"]), Grid({}), Plan(recompute="full"))
         >>> len(model.parallel.weights)
         39
     """
-    _refuse_bad_arguments(model, recompute, compiled)
+    plan = _resolve_plan(plan, grid)
+    _refuse_bad_arguments(model, plan)
+    pipeline = PipelineConfig.from_plan(plan, seq_len=seq_len)
     # Groups that span stages are created first: later each stage creates those of its own layers.
-    create_stage_groups(grid, how or PipelineConfig())
+    create_stage_groups(grid, pipeline)
     dtype = _resolve_dtype(model, dtype)
     where = _resolve_device(device, model)
     if grid.trace.check_collectives:
         _check_same_values(model, grid, where)
     if huggingface.is_huggingface_model(model):
-        names, leaves = huggingface.adapt_model(
-            model, grid, inner=inner, names=names, leaves=leaves, device=device
+        dims, layers = huggingface.adapt_model(
+            model, grid, inner=plan.col_splits, dims=dims, layers=layers, device=device
         )
     # Root context: each layer gets a copy with its own name (`for_layer`).
     site = LayerContext(
         name="",
         grid=grid,
-        table=ShardingTable(inner, how is not None and how.vocab_over_pipe),
+        table=ShardingTable(plan.col_splits, plan.vocab_over_pipe),
         units=dict(getattr(model, "sizes", {})),
         bucket_scheduler=BucketScheduler(
-            grid, overlap=overlap, dtype=_accumulation_dtype(dtype), keep=keep
+            grid,
+            overlap=plan.overlap,
+            dtype=_accumulation_dtype(dtype),
+            keep=plan.reshard_after == "step",
         ),
-        step_context=StepContext(seed=seed, save_policy=SavePolicy.for_grid(grid, collectives)),
-        overlapped_autograd=fast,
-        compile_backend=compiled,
-        dispatch=dispatch,
+        step_context=StepContext(seed=seed, save_policy=SavePolicy.for_grid(grid)),
+        has_compiled_blocks=plan.compile == "on",
+        dispatch=plan.moe_dispatch_dtype,
         init=dict(getattr(model, "init", {})),
     )
     blocks = find_blocks(model)
@@ -167,21 +164,19 @@ def parallelize(
         _swap_layers(
             model,
             site,
-            {**PARALLEL_LAYERS, **(leaves or {})},
-            names or dict(named_dims(model)),
+            {**PARALLEL_LAYERS, **(layers or {})},
+            dims or dict(named_dims(model)),
             blocks,
         )
     )
-    made = _build_parallel_model(
-        model, site, found, blocks, recompute, how or PipelineConfig(), where
-    )
+    made = _build_parallel_model(model, site, found, blocks, plan.recompute, pipeline, where)
     model.parallel = made  # type: ignore[assignment]
     # Pipeline stages never call the whole model, so the hook would not run.
     if grid.trace.check_collectives and grid.degrees["pipe"] == 1:
         model.register_forward_pre_hook(_check_parts_hook, with_kwargs=True)
     if materialize:
         materialize_parameters(
-            made.bucket_scheduler, made.layers, seed=seed, dtype=dtype, device=device, room=room
+            made.bucket_scheduler, made.layers, seed=seed, dtype=dtype, device=device
         )
     return model
 
@@ -230,19 +225,35 @@ def check_input_parts(
     check_inputs(tensors, expected, parallel.grid, device, remedy=INPUT_PARTS_REMEDY)
 
 
-def _refuse_bad_arguments(model: nn.Module, recompute: Recompute, compiled: str) -> None:
+def _resolve_plan(plan: Plan | None, grid: Grid) -> Plan:
+    """The plan with the degrees of the grid; a plan of another grid is refused."""
+    if plan is None:
+        plan = Plan().with_degrees(grid.degrees)
+    # A degree of -1 takes what the others leave, which is the grid's if the others are.
+    wrong = [axis for axis, n in plan.degrees.items() if n not in (-1, grid.degrees[axis])]
+    if wrong:
+        have = ", ".join(f"{axis}={plan.degrees[axis]}" for axis in wrong)
+        want = ", ".join(f"{axis}={grid.degrees[axis]}" for axis in wrong)
+        raise PlanError(
+            f"The plan has {have}, the grid {want}. A plan has the degrees of its grid. Use "
+            f"Plan({want}, ...) or make the grid with Grid.from_plan."
+        )
+    return plan.with_degrees(grid.degrees)
+
+
+def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
     """Refuse arguments that `parallelize` does not support."""
     if hasattr(model, "parallel"):
         raise ShardingError("The model is parallel already. Build a new one for another grid.")
-    if recompute == "memory_budget":
+    if plan.recompute == "memory_budget":
         raise ShardingError(
             "recompute='memory_budget' is a matter of a run, which measures. A model has a kind "
             "for each block. Use none, selective or full, or set model.parallel.recompute_modes."
         )
-    if compiled and huggingface.is_huggingface_model(model):
+    if plan.compile == "on" and huggingface.is_huggingface_model(model):
         raise ShardingError(
-            f"compiled={compiled!r} for {type(model).__name__}. Blocks of Hugging Face models are "
-            "not compiled here. Leave compiled out."
+            f"compile='on' for {type(model).__name__}. Blocks of Hugging Face models are not "
+            "compiled here. Use compile='off'."
         )
 
 
@@ -312,8 +323,8 @@ def _build_parallel_model(
         for name in blocks
         if name in here and not isinstance(here[name], OtherStageLayer)
     }
-    if site.compile_backend:
-        compiled = CompiledBlocks(site.grid.trace, site.step_context, site.compile_backend)
+    if site.has_compiled_blocks:
+        compiled = CompiledBlocks(site.grid.trace, site.step_context)
     else:
         compiled = None
     # A norm outside of any block (the final one) is compiled on its own.
@@ -334,13 +345,9 @@ def _build_parallel_model(
         compiled_blocks=compiled,
         pipeline=Pipeline(
             runtime,
-            replace(
-                how,
-                can_split_backward=how.can_split_backward
-                and site.overlapped_autograd
-                and compiled is None,
-            ),
+            how,
             site.units.get("embed", 0),
+            can_split_backward=compiled is None,
         ),
         sizes=site.units,
         weight_summaries=shapes,

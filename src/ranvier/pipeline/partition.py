@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.models.decoder import CrossEntropy, LMHead
 from ranvier.pipeline.balance import part_ranges, partition_by_cost
+from ranvier.pipeline.stage_profile import load_stage_times
+
+TYPICAL_SEQ_LEN = 1024
+"""Tokens per sample for which stages are balanced where the length is not known."""
 
 
 class OtherStageLayer(nn.Module):
@@ -39,7 +45,7 @@ class PipelineConfig:
     """First part of each virtual stage except the first; empty: balanced by cost."""
     part_costs: tuple[float, ...] = ()
     """Measured cost of each part; empty: the FLOPs of its layers."""
-    seq: int = 1024
+    seq: int = TYPICAL_SEQ_LEN
     """Tokens per sample, for the FLOPs of attention."""
     policy: str = "message_driven"
     """Name of the scheduling policy."""
@@ -49,8 +55,20 @@ class PipelineConfig:
     """Variation of job times: standard deviation of their logarithm."""
     vocab_over_pipe: bool = False
     """Whether all stages share the vocabulary."""
-    can_split_backward: bool = True
-    """Whether layers can defer their weight gradients; those of a compiled block cannot."""
+
+    @classmethod
+    def from_plan(cls, plan: Plan, *, seq_len: int = TYPICAL_SEQ_LEN) -> PipelineConfig:
+        """Return the configuration of a plan; reads its stage profile, if it names one."""
+        return cls(
+            chunks=plan.virtual_stages,
+            stage_starts=plan.stage_starts,
+            part_costs=load_stage_times(Path(plan.stage_profile)) if plan.stage_profile else (),
+            seq=seq_len,
+            policy=plan.schedule,
+            max_in_flight=plan.max_in_flight,
+            jitter=plan.stage_time_jitter,
+            vocab_over_pipe=plan.vocab_over_pipe,
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class Pipeline:
     config: PipelineConfig
     embed: int = 0
     """Features of a message, over all ranks of col."""
+    can_split_backward: bool = True
+    """Whether layers can defer their weight gradients; those of a compiled block cannot."""
     policies: dict[int, SchedulingPolicy] = field(default_factory=dict)
     """The policy for each number of micro-batches."""
 
@@ -45,7 +47,11 @@ class Pipeline:
 
     def _choose_policy(self, shape: PipelineShape) -> SchedulingPolicy:
         """Return the policy named in the plan; `message` may split backward."""
-        splits = self.config.can_split_backward and not self.executor.stage.vocab_layers
+        splits = (
+            self.can_split_backward
+            and self.executor.step_context.overlapped_autograd
+            and not self.executor.stage.vocab_layers
+        )
         return choose_policy(
             self.config.policy,
             shape,

@@ -33,7 +33,6 @@ from ranvier.pipeline.simulator import simulate_step as play
 from ranvier.pipeline.stage_profile import TIMELINE_FILE
 from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system.terminal import print
-from ranvier.train.build_model import pipeline_config
 from ranvier.train.report import pipeline
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.run_directory import write_text_atomically
@@ -162,9 +161,8 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
     with counter_rng.init_empty_weights():
         model = build_decoder(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
-    model = parallelize(
-        model, grid, inner=run.plan.col_splits, materialize=False, how=pipeline_config(run)
-    )
+    plan = replace(run.plan.without_measuring, compile="off")
+    parallelize(model, grid, plan, seq_len=run.data.seq_len, materialize=False)
     parallel: Any = model.parallel
     assert isinstance(parallel, ParallelModel)
     stage = parallel.pipeline.executor.stage

@@ -48,7 +48,6 @@ from ranvier.system.terminal import print
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train import resolve
-from ranvier.train.build_model import pipeline_config
 from ranvier.train.step import forward_backward
 
 ONE_PASS_LIMIT = 1e-12
@@ -377,21 +376,21 @@ def compare_with_serial(
     serial = serial.to(device)
     # The same seed as in `verify_grid` gives both models the same initial weights.
     torch.manual_seed(run.train.seed)
+    # Tokens on their way to experts are not rounded, as the serial model rounds none.
+    plan = replace(run.plan, moe_dispatch_dtype="model")
+    # A compiled block saves what eager backward would gather again, so its events differ: compile
+    # only where blocks do not communicate.
+    if not plan.has_whole_blocks:
+        plan = replace(plan, compile="off")
     model = parallelize(
         build_decoder(run.model, run.lora).double(),
         grid,
-        inner=run.plan.col_splits,
-        overlap=run.plan.overlap,
-        recompute=run.plan.recompute,
-        collectives=run.memory.recompute_collectives,
-        # A compiled block saves what eager backward would gather again, so its events differ:
-        # compile only where blocks do not communicate.
-        compiled="inductor" if run.plan.compile == "on" and run.plan.has_whole_blocks else "",
-        how=pipeline_config(run),
-        keep=run.plan.reshard_after == "step",
+        plan,
         device=device,
+        seq_len=run.data.seq_len,
     )
     parallel = get_parallel_model(model)
+    parallel.step_context.save_policy.collectives = run.memory.recompute_collectives
     decays = {name: group == "matrix" for name, (group, _, _) in parallel.weight_summaries.items()}
     reference = SerialSteps.run_serially(serial, batch, run, decays)
     micros = batch.split_micro_batches(grid, run.plan.micro_batch)

@@ -1,12 +1,11 @@
 """Builds the parallel model of a run, for the trainer and for dry runs.
 
-Pipeline stages of a run: how the model is partitioned, and the timeline of a step.
+Also the timeline of a step of its pipeline stages.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from ranvier.comm.consensus import broadcast_text
 from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.models import Decoder, build_decoder
-from ranvier.parallel.parallel_model import ParallelModel
+from ranvier.nn.materialize import materialize_parameters
+from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline.executor import PipelineExecutor
-from ranvier.pipeline.partition import PipelineConfig
 from ranvier.pipeline.policy_search import policy_to_text
-from ranvier.pipeline.stage_profile import load_stage_times
 from ranvier.train.memory import placement
 
 DTYPES = {
@@ -34,40 +32,32 @@ DTYPES = {
 
 def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
     """Build the model of a run on its grid. Communicates: creation of process groups."""
-    # No rank ever holds the whole model: `parallelize` fills only the local shards.
+    # No rank ever holds the whole model: only the local shards are filled.
     with counter_rng.init_empty_weights():
         model = build_decoder(run.model, run.lora)
-    return parallelize(
+    seed = run.train.seed
+    dtype = DTYPES[run.train.dtype]
+    parallelize(
         model,
         grid,
-        inner=run.plan.col_splits,
-        overlap=run.plan.overlap,
-        recompute=run.plan.without_measuring.recompute,
-        collectives=run.memory.recompute_collectives,
-        dispatch=run.plan.moe_dispatch_dtype,
-        compiled="inductor" if run.plan.compile == "on" else "",
-        seed=run.train.seed,
-        dtype=DTYPES[run.train.dtype],
+        run.plan.without_measuring,
+        dtype=dtype,
         device=device,
-        how=pipeline_config(run),
-        keep=run.plan.reshard_after == "step",
-        room=placement.weight_offload_bytes(run, local_ranks),
+        seed=seed,
+        seq_len=run.data.seq_len,
+        materialize=False,
     )
-
-
-def pipeline_config(run: RunConfig) -> PipelineConfig:
-    """The pipeline configuration of a plan."""
-    plan = run.plan
-    return PipelineConfig(
-        chunks=plan.virtual_stages,
-        stage_starts=plan.stage_starts,
-        part_costs=load_stage_times(Path(plan.stage_profile)) if plan.stage_profile else (),
-        seq=run.data.seq_len,
-        policy=plan.schedule,
-        max_in_flight=plan.max_in_flight,
-        jitter=plan.stage_time_jitter,
-        vocab_over_pipe=plan.vocab_over_pipe,
+    parallel = get_parallel_model(model)
+    parallel.step_context.save_policy.collectives = run.memory.recompute_collectives
+    materialize_parameters(
+        parallel.bucket_scheduler,
+        parallel.layers,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        host_bytes=placement.weight_offload_bytes(run, local_ranks),
     )
+    return model
 
 
 def gather_timeline(

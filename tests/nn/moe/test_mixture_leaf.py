@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from equivalence import compile_with
+from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
@@ -36,17 +38,30 @@ SMALL = DecoderConfig(
 Found = dict[str, Tensor]
 
 
-def learned(grid: Grid, capacity: float, gain: float = 1.0, **options: Any) -> Found:
+def learned(
+    grid: Grid,
+    capacity: float,
+    gain: float = 1.0,
+    *,
+    fast: bool = True,
+    compiled: str = "",
+    recompute: Any = "none",
+) -> Found:
     """Loss and gradients of a step, in float64."""
     config = DecoderConfig(
         **{**vars(SMALL), "capacity_factor": capacity, "router_logit_scale": gain}
     )
     with torch.device("meta"):
         model = Decoder(config)
-    model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)
+    plan = Plan(recompute=recompute, compile="on" if compiled else "off")
+    model = parallelize(
+        model, grid, plan.with_degrees(grid.degrees), dtype=torch.float64, device="cpu"
+    )
+    compile_with(model, compiled)
     ids = torch.randint(0, 29, (4, 9), generator=torch.Generator().manual_seed(1))
     batch = Batch(ids[:, :-1], ids[:, 1:])
     parallel = get_parallel_model(model)
+    parallel.step_context.overlapped_autograd = fast
     found = {"loss": forward_backward(model, [batch])}
     for bucket, pieces in parallel.bucket_scheduler.finish_gradients():
         found |= {weight.name: grad for weight, grad in bucket.split_by_weight(pieces)}

@@ -27,8 +27,8 @@ LEAF = "blocks.1.mlp"
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "at once": {"overlap": ("dx", "dw", "weight_gather")},
-    "bf16": {"dispatch": "bf16"},
-    "fp8": {"dispatch": "fp8"},
+    "bf16": {"moe_dispatch_dtype": "bf16"},
+    "fp8": {"moe_dispatch_dtype": "fp8"},
 }
 
 

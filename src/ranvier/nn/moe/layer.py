@@ -113,8 +113,8 @@ class MoELayer(ParallelLayer):
         self.expert, self.row, self.col = (site.axis(name) for name in ("expert", "row", "col"))
         self.peer_axis = site.axis("expert", "row")
         self.activation = serial.activation
-        self.is_local = self.peer_axis.size == self.col.size == 1 and site.overlapped_autograd
-        """Whether nothing is split over ranks: then the whole layer is one operation."""
+        self.is_local = self.peer_axis.size == self.col.size == 1
+        """Whether nothing is split over ranks: then the whole layer can be one operation."""
         self.num_local_experts = self.rule.num_experts // self.expert.size
         """Experts on this rank."""
         self.duplicate_tokens = False
@@ -168,7 +168,7 @@ class MoELayer(ParallelLayer):
             kept = self._capacity_mask(routes, table, x)
             order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
         # The shared expert has a trace scope of its own, so it runs outside of this layer's.
-        if self.is_local:
+        if self.is_local and self.site.step_context.overlapped_autograd:
             if self.shared is None:
                 beside = None
             else:
@@ -242,7 +242,7 @@ class MoELayer(ParallelLayer):
         handle = self.handles[name]
         if torch.compiler.is_compiling() and not handle.is_depth_sharded:
             return param
-        if not self.site.overlapped_autograd or torch.compiler.is_compiling():
+        if not self.site.step_context.overlapped_autograd or torch.compiler.is_compiling():
             return handle.unsharded_param()
         whole: Tensor = apply_autograd(_GatheredWeight, param, handle, self.site.step_context)
         return whole
@@ -390,7 +390,7 @@ class MoELayer(ParallelLayer):
         """Start the all-to-all; in a compiled graph and in the reference it completes at once."""
         if self.duplicate_tokens:
             rows = rows.repeat(1, self.row.size * self.col.size)
-        at_once = torch.compiler.is_compiling() or not self.site.overlapped_autograd
+        at_once = torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd
         # A lossy dispatch type must round the same way in the reference, which only the dispatcher
         # does.
         if at_once and dispatch == "model":
@@ -443,7 +443,7 @@ class MoELayer(ParallelLayer):
         return self._grouped_product(all_gather(h, self.col, 1), "down", self.down, lanes.ends)
 
     def _grouped_product(self, x: Tensor, name: str, param: Any, ends: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
+        if torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd:
             return grouped_linear(x, self._gather_weight(name, param), ends)
         y: Tensor = apply_autograd(
             _GroupedGemm, x, param, self.handles[name], self.site.step_context, ends
