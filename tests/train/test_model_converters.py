@@ -21,6 +21,7 @@ from ranvier.nn import attention_backends, float8
 from ranvier.nn.autotune import Autotuner
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import ShardedStateDict
 from ranvier.train.model_converters import choose_arithmetic
