@@ -91,7 +91,10 @@ def fail(*_: Any, **__: Any) -> Any:
     [
         ("sample_text", "No sample of text: RuntimeError: on the meta device"),
         ("report.write_report", "No report: RuntimeError: on the meta device"),
-        ("_memory_facts", "No account of the run in run.json: RuntimeError"),
+        (
+            "breakdown.MemoryTracker.to_dict",
+            "No account of the run in run.json: RuntimeError",
+        ),
     ],
 )
 def test_what_comes_after_the_last_step_never_costs_a_run(
@@ -123,7 +126,7 @@ def test_run_json_is_true_after_any_end(
 
     def look() -> None:
         seen.extend([facts()["status"], folders.run_status(run, facts())])
-        monkeypatch.setattr("ranvier.train.train._memory_facts", fail)
+        monkeypatch.setattr("ranvier.train.train.breakdown.MemoryTracker.to_dict", fail)
         raise ValueError("a bug")
 
     interrupted(monkeypatch, 2, look)
