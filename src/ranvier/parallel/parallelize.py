@@ -318,7 +318,7 @@ def _build_parallel_model(
         site.weights.values(),
         _bucket_of_each_weight(model, site.weights, blocks),
     )
-    kinds = {
+    kinds: dict[str, Recompute] = {
         name: recompute
         for name in blocks
         if name in here and not isinstance(here[name], OtherStageLayer)
