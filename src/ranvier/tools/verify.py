@@ -31,7 +31,6 @@ from ranvier.errors import STOPPED_EXIT_CODE, PlanError, UnsafeInputError, Write
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.models import DecoderConfig, build_decoder
-from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
@@ -194,23 +193,6 @@ def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
     return max(ranks // kv_heads, 1), kv_heads % ranks == 0 or ranks % kv_heads == 0
 
 
-def random_batch(run: RunConfig) -> Batch:
-    """A batch of random tokens, equal on every rank; some tokens have no target."""
-    drawn = torch.Generator().manual_seed(run.train.seed + 1)
-    shape = (run.plan.global_batch, run.data.seq_len)
-    tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
-    targets = torch.randint(0, run.model.vocab, shape, generator=drawn)
-    targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
-    if not run.data.document_mask:
-        return Batch(tokens, targets)
-    starts = torch.rand(shape, generator=drawn) < 0.25
-    starts[:, 0] = True
-    index = torch.arange(shape[1]).expand(shape)
-    # Position within the document: distance to the latest document start.
-    positions = index - torch.where(starts, index, 0).cummax(1).values
-    return Batch(tokens, targets, positions, starts.long().cumsum(1))
-
-
 @dataclass
 class SerialSteps:
     """Results of a few steps of plain PyTorch in one process."""
@@ -240,7 +222,7 @@ class SerialSteps:
             eps=optim.eps,
         )
         found = cls([], [], [], {}, {})
-        count = (batch.targets != IGNORE_INDEX).sum()
+        count = batch.count_targets()
         for step in range(COMPARED_STEPS):
             optimizer.zero_grad()
             loss = model(**batch.model_inputs()) / count
@@ -372,7 +354,7 @@ def compare_with_serial(
     run: RunConfig, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Comparison], list[str], list[Event]]:
     """Comparisons of this rank, lines about unpredicted communication, and the recorded events."""
-    batch = random_batch(run).to(device)
+    batch = Batch.random(run).to(device)
     serial = serial.to(device)
     # The same seed as in `verify_grid` gives both models the same initial weights.
     torch.manual_seed(run.train.seed)
@@ -430,7 +412,7 @@ def _mean_aux_loss(parallel: ParallelModel, batch: Batch) -> float:
     """The auxiliary loss that MoE layers added to the mean loss of the last step."""
     if parallel.load_balancer is None or parallel.load_balancer.last_stats is None:
         return 0.0
-    return float(parallel.load_balancer.aux_loss_sum) / int((batch.targets != IGNORE_INDEX).sum())
+    return float(parallel.load_balancer.aux_loss_sum) / int(batch.count_targets())
 
 
 def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Comparison]:

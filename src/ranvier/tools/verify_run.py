@@ -40,7 +40,6 @@ from ranvier.data.loader import load_micro_batches
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.models import build_decoder
-from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim import pruning
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
@@ -294,7 +293,7 @@ class SerialRun:
         for group in optimizer.param_groups:
             group["lr"] = run.peak_lr * part * group["factor"]
         optimizer.zero_grad()
-        count = (batch.targets != IGNORE_INDEX).sum()
+        count = batch.count_targets()
         loss = model(**batch.model_inputs()) / count
         loss.backward()
         extra = getattr(model, "aux_loss", None)

@@ -29,7 +29,7 @@ from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.config.run import RunConfig
 from ranvier.cost.layers import ActivationShape
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch
 from ranvier.data.dataset import RunData
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
 from ranvier.errors import NumericError, OtherRankError
@@ -271,7 +271,7 @@ class Trainer:
         """Whether the next step records a pipeline timeline; on a GPU this slows the step down."""
         return self.device.type == "cpu" or self.step == self.run.train.steps - 1
 
-    def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
+    def _issue_traced_step(self, loader: Loader[list[SampleBatch]], signal: int) -> PendingStep:
         """Issue a step; the last one is traced if `train.trace_comm` is set."""
         if not self.run.train.trace_comm or self.step < self.run.train.steps - 1:
             return self.issue_step(loader, signal=signal)
@@ -284,13 +284,13 @@ class Trainer:
         """Whether a periodic action is due after this step: every `every` steps and at the end."""
         return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
 
-    def _batch_maker(self) -> Callable[[int], list[Batch]]:
+    def _batch_maker(self) -> Callable[[int], list[SampleBatch]]:
         """Return a function from step number to the micro-batches of this rank."""
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.samples - self.step * self.run.plan.global_batch
 
-        def make(step: int) -> list[Batch]:
+        def make(step: int) -> list[SampleBatch]:
             return load_micro_batches(
                 self.data.train,
                 offset + step * run.plan.global_batch,
@@ -302,7 +302,7 @@ class Trainer:
 
         return make
 
-    def issue_step(self, loader: Loader[list[Batch]], *, signal: int = 0) -> PendingStep:
+    def issue_step(self, loader: Loader[list[SampleBatch]], *, signal: int = 0) -> PendingStep:
         """Issue the next step without waiting for it.
 
         Communicates: all of a step; max-all-reduce of stop signal, memory and save status.

@@ -370,13 +370,7 @@ def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device
 
 def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
     """A micro-batch of zeros, with two documents per sample if documents are packed."""
-    tokens = torch.zeros(micro, run.data.seq_len, dtype=torch.int64)
-    samples = torch.arange(micro)
-    if not run.data.document_mask or run.data.seq_len < 2:
-        return Batch(tokens, tokens, samples=samples).to(device)
-    positions = torch.arange(run.data.seq_len).expand(micro, -1)
-    documents = (positions >= run.data.seq_len // 2).long()
-    return Batch(tokens, tokens, positions.contiguous(), documents, samples).to(device)
+    return Batch.blank(run, micro).to(device)
 
 
 @contextmanager
