@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
+from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import ModelConfig
 from ranvier.grid import Axis, Grid
 from ranvier.models.document_attention import Documents
 from ranvier.nn.cross_entropy import IGNORE_INDEX
@@ -136,8 +138,9 @@ class Batch(SampleBatch):
         """Random tokens; some have no target."""
         drawn = torch.Generator().manual_seed(run.train.seed + 1)
         shape = (run.plan.global_batch, run.data.seq_len)
-        tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
-        targets = torch.randint(0, run.model.vocab, shape, generator=drawn)
+        vocab = run.decoder.vocab
+        tokens = torch.randint(0, vocab, shape, generator=drawn)
+        targets = torch.randint(0, vocab, shape, generator=drawn)
         targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
         if not run.data.document_mask:
             return cls(tokens, targets)
@@ -182,6 +185,12 @@ class Batch(SampleBatch):
         if isinstance(self.documents, Tensor):
             batch = replace(self, documents=Documents.from_ids(self.documents, device))
         return super(Batch, batch).to(device)
+
+
+def batch_type(model: ModelConfig) -> type[SampleBatch]:
+    """The batches of a model's kind."""
+    found: type[SampleBatch] = find_kind(model.kind).batch.load()
+    return found
 
 
 BatchT = TypeVar("BatchT", bound=SampleBatch)

@@ -49,7 +49,9 @@ def load_model(
     # it.
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
-    model = build_empty_model(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
+    model = build_empty_model(
+        run.decoder, grid, device, lora=lora, inner=inner, how=how, dtype=dtype
+    )
     load_weights(model, checkpoint, device)
     return model.eval()
 

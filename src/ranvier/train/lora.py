@@ -32,7 +32,7 @@ def resolve_lora(run: RunConfig) -> RunConfig:
     """The run config with the settings of the adapter that it starts from."""
     if not run.lora.init_from:
         return run
-    stored = read_adapter(Path(run.lora.init_from), run.model)
+    stored = read_adapter(Path(run.lora.init_from), run.decoder)
     if run.lora.rank not in (0, stored.lora.rank):
         raise PlanError(
             f"lora.rank={run.lora.rank}, but lora.init_from={run.lora.init_from!r} has rank "
@@ -92,7 +92,7 @@ def init_adapters(trainer: Trainer) -> None:
         adapter.init_magnitudes(layer)
     if run.lora.init_from:
         mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
-        read_adapter(Path(run.lora.init_from), run.model).fill_state(mine)
+        read_adapter(Path(run.lora.init_from), run.decoder).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
     # The working weights were changed: refresh the master copies.
     trainer.optimizer.reload_master_weights()

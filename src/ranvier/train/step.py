@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ranvier.comm import collectives
 from ranvier.data.batch import SampleBatch
 from ranvier.errors import PlanError
-from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import check_input_parts
@@ -192,12 +191,9 @@ def train_step(
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
-    """Whether the model is a plain `Decoder`: it returns the loss of its head, and its blocks run
-    in sequence.
-
-    Neither is known of another model, or of one with forward hooks.
-    """
-    return type(model).forward is Decoder.forward and not model._forward_hooks
+    """Whether the class that defines `forward` says so, and no forward hook may change it."""
+    owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
+    return vars(owner).get("returns_head_loss", False) and not model._forward_hooks
 
 
 def _batch_axis(parallel: ParallelModel) -> Any:

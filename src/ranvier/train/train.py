@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,10 +24,9 @@ from ranvier.comm.consensus import (
     run_and_raise_together,
 )
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig
-from ranvier.data.dataset import RunData, open_data
-from ranvier.errors import STOPPED_EXIT_CODE, DataError, PlanError, RanvierError, WriteError
+from ranvier.data.run_data import data_source
+from ranvier.errors import STOPPED_EXIT_CODE, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
-from ranvier.infer.generate import TextGenerator
 from ranvier.launch import (
     GracefulStop,
     Heartbeat,
@@ -39,8 +39,9 @@ from ranvier.launch import (
 )
 from ranvier.nn.compile import has_cached_graphs
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
-from ranvier.system.terminal import command_line, escape_controls, print
-from ranvier.train import import_export, prepare_data, pruning
+from ranvier.system.terminal import command_line, print
+from ranvier.train import import_export, pruning
+from ranvier.train.finish import run_finish
 from ranvier.train.loggers import open_loggers
 from ranvier.train.memory import breakdown
 from ranvier.train.memory.resolve import predict_memory
@@ -51,32 +52,6 @@ from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
-
-MAX_SAMPLED_PARAMETERS = 300_000_000
-"""Largest model, in parameters, for which a finished run prints a sample of text."""
-
-
-def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
-    """Open the tokenized corpora of a run; raises if a token is outside the model's vocabulary."""
-    data = open_data(
-        stored,
-        weights=run.data.mixture_weights,
-        seq=run.data.seq_len,
-        seed=run.train.seed,
-        held_out=run.data.validation_fraction,
-        packed=run.data.document_mask,
-        truncate=run.data.truncate,
-        loss_on=run.data.loss_on,
-    )
-    # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token id.
-    words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
-    if words > run.model.vocab:
-        raise DataError(
-            f"model.vocab={run.model.vocab} is smaller than the {words} tokens of the tokenizer. "
-            f"The model must name each. Use model.vocab={words} or more."
-        )
-    data.check_vocab(run.model.vocab)
-    return data
 
 
 def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> None:
@@ -100,7 +75,7 @@ def train(
 ) -> int:
     """Train as one rank and return the exit code. Communicates: all of a run.
 
-    stored: tokenized corpora; None: the first rank of each machine tokenizes them.
+    stored: prepared data; None: the first rank of each machine prepares it.
     said: the planner's prediction for the run.
     """
     began = time.perf_counter()
@@ -123,13 +98,14 @@ def train(
     )
     grid.trace.check_collectives = run.train.check_collectives
     check_same_settings(run, grid, device)
+    source = data_source(run.model)
     if stored is None:
         here = run_and_raise_together(
-            lambda: prepare_data.tokenize_corpora(run) if me.local_rank == 0 else [], grid, device
+            lambda: source.prepare(run) if me.local_rank == 0 else [], grid, device
         )
         stored = json.loads(broadcast_text(json.dumps(here), grid, device))
     assert stored is not None
-    data = open_dataset(run, stored)
+    data = source.open(run, stored)
     restarted = me.attempt > 0
     # The launcher restarts all ranks when one of them is lost, even at the very end.
     if restarted and _is_already_finished(run, grid, device):
@@ -318,10 +294,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     resumed = origin is not None
     trainer.directory.check_present()
     lines = folders.write_header(folder, run, trainer.step, _other_run_dir(origin, folder))
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder / "tokenizer.json")
-    if data.chat_encoder is not None:
-        data.chat_encoder.template.save(folder)
+    data.save_files(folder)
     groups = describe_groups(parallel, run)
     print(describe_run(trainer))
     fingerprint = f"fingerprint of the data: {data.fingerprint}"
@@ -428,7 +401,7 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
 
 
 def _print_farewell(trainer: Trainer, folder: Path) -> None:
-    """Print how the run ended, a sample of text, the report, and what to do next."""
+    """Print how the run ended, a sample, the report, and what to do next."""
     run = trainer.run
     saved = list[Path]()
     with suppress(RanvierError, OSError):
@@ -440,10 +413,11 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         status = "finished"
     # Recorded before the sample, as generating one may even end the process.
     lines = _record_end(trainer, folder, status)
-    small = count_parameters(get_parallel_model(trainer.model)) <= MAX_SAMPLED_PARAMETERS
-    words = run.train.sample_prompt and (folder / "tokenizer.json").exists()
-    if saved and small and words and not trainer.stop_signal:
-        lines.insert(0, _try_optional("sample of text", lambda: _show_sample(trainer, folder)))
+    finish = run_finish(run)
+    if saved and finish is not None and not trainer.stop_signal:
+        count = count_parameters(get_parallel_model(trainer.model))
+        show = partial(finish.show_sample, run, folder, trainer.device, count)
+        lines.insert(0, _try_optional("sample", show))
     print("", *filter(None, lines), sep="\n")
     for line in folders.restart_lines(folders.read_run_json(folder)):
         print(line)
@@ -457,42 +431,12 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         return
     print("Try next:")
     if saved:
-        prompt = f"{run.train.sample_prompt.strip()} "
-        if prompt[0] == "-":
-            # A prompt that starts with a dash would be parsed as an option.
-            asks = [f"--prompt={prompt}"]
-        else:
-            asks = ["--prompt", prompt]
-        if trainer.data.chat_encoder:
-            asks = ["--chat", "YOUR QUESTION"]
         more = ("--train.steps", 2 * run.train.steps)
-        print(f"  {command_line('ranvier', 'generate', folder, *asks)}")
+        for command in [] if finish is None else finish.next_commands(run, folder, trainer.data):
+            print(f"  {command}")
         print(f"  {command_line('ranvier', 'train', folder, *more)}")
     print("  ranvier train --data.sources YOUR.txt --plan.row 2")
     print("  ranvier train --help")
-
-
-def _show_sample(trainer: Trainer, folder: Path) -> None:
-    """Print a sample of the latest checkpoint and add it to run.json and the report."""
-    prompt = trainer.run.train.sample_prompt
-    text = sample_text(folder, trainer)
-    print("\nA sample of text:\n")
-    print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
-    folders.update_run_json(folder, sample={"prompt": prompt, "text": text})
-    report.write_report(folder)
-
-
-def sample_text(folder: Path, trainer: Trainer) -> str:
-    """Generate a continuation of the prompt with the run's latest checkpoint."""
-    speaker = TextGenerator.from_run(folder, trainer.device)
-    pieces = speaker.complete_prompt(
-        trainer.run.train.sample_prompt,
-        tokens=80,
-        temperature=0.7,
-        top_k=40,
-        seed=trainer.run.train.seed,
-    )
-    return "".join(pieces)
 
 
 def count_parameters(parallel: ParallelModel) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier import trace
 from ranvier.checkpoint.async_saver import AsyncSaver
@@ -30,11 +30,10 @@ from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.config.run import RunConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import SampleBatch
-from ranvier.data.dataset import RunData
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
+from ranvier.data.run_data import RunData
 from ranvier.errors import NumericError, OtherRankError
 from ranvier.grid import Grid
-from ranvier.models import Decoder
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -95,7 +94,7 @@ class Trainer:
     run: RunConfig
     grid: Grid
     device: torch.device
-    model: Decoder
+    model: nn.Module
     optimizer: Optimizer
     data: RunData
     meter: Meter

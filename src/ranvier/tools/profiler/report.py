@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 
 from ranvier import launch
 from ranvier.config.run import RunConfig
+from ranvier.data.run_data import data_source
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, cache_compiled_kernels
@@ -45,7 +46,7 @@ from ranvier.tools.profiler.chrome_trace import (
     read_kernels,
     short_kernel_name,
 )
-from ranvier.train import build_model, prepare_data, resolve, train
+from ranvier.train import build_model, resolve, train
 from ranvier.train.cuda_graph import WARMUP_STEPS
 from ranvier.train.metrics import peak_bandwidth, peak_flops
 from ranvier.train.resume import run_directory as folders
@@ -454,7 +455,8 @@ def profile_run(
         where = origin.with_name(f"{origin.stem}-profile")
     folder = _make_report_dir(Path(output) if output else where)
     cache_compiled_kernels()
-    data = train.open_dataset(run, prepare_data.tokenize_corpora(run))
+    source = data_source(run.model)
+    data = source.open(run, source.prepare(run))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.from_plan(
