@@ -27,6 +27,7 @@ from ranvier.checkpoint.async_saver import AsyncSaver
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
+from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import SampleBatch
@@ -164,7 +165,9 @@ class Trainer:
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
-        meter = Meter(plan.global_batch * run.data.seq_len, flops, peak_flops(device, dtype))
+        unit = find_kind(run.model.kind).unit
+        tokens = plan.global_batch * run.data.seq_len
+        meter = Meter(tokens, flops, peak_flops(device, dtype), unit)
         guard = LossGuard(run.guard, device)
         notes += found.notes
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)

@@ -563,7 +563,7 @@ def _profile_steps(
         )
     what = train.describe_run(trainer)
     return Throughput(
-        what, name, row["step_seconds"], row["tokens_per_second"], row["mfu"]
+        what, name, row["step_seconds"], row[f"{trainer.meter.unit}_per_second"], row["mfu"]
     ), kernels
 
 
