@@ -57,6 +57,7 @@ class TextGenerator:
     ) -> TextGenerator:
         """Load a checkpoint of a run; the latest one if `step` is None."""
         run = load_config_from_dir(folder)
+        config = run.decoder
         checkpoint = find_checkpoint(folder, step)
         words = folder / "tokenizer.json"
         if not words.exists():
@@ -67,7 +68,7 @@ class TextGenerator:
         # The model is built without memory, so that the weights of the checkpoint are its only
         # copy.
         with torch.device("meta"):
-            model = build_decoder(run.decoder, run.lora)
+            model = build_decoder(config, run.lora)
         fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
         known = load_tokenizer(str(words), folder)
         template = load_chat_template(known, folder)
@@ -76,7 +77,7 @@ class TextGenerator:
             chat = None
         else:
             chat = ChatEncoder(template, known)
-        return cls(model.eval(), known, run.decoder.max_seq, chat)
+        return cls(model.eval(), known, config.max_seq, chat)
 
     def complete_prompt(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int

@@ -15,6 +15,9 @@ from ranvier.data.run_data import RunData
 class RunFinish(Protocol):
     """The end of a run of a kind of model, on rank 0."""
 
+    other_data_command: str
+    """A command that trains on other data."""
+
     def show_sample(
         self, run: RunConfig, folder: Path, device: torch.device, parameters: int
     ) -> None:

@@ -70,6 +70,8 @@ class TextSource:
 class TextFinish:
     """A sample of text, and the command that generates more."""
 
+    other_data_command = "ranvier train --data.sources YOUR.txt --plan.row 2"
+
     def show_sample(
         self, run: RunConfig, folder: Path, device: torch.device, parameters: int
     ) -> None:

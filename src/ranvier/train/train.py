@@ -437,7 +437,8 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         for command in [] if finish is None else finish.next_commands(run, folder, trainer.data):
             print(f"  {command}")
         print(f"  {command_line('ranvier', 'train', folder, *more)}")
-    print("  ranvier train --data.sources YOUR.txt --plan.row 2")
+    if finish is not None:
+        print(f"  {finish.other_data_command}")
     print("  ranvier train --help")
 
 
