@@ -30,9 +30,13 @@ class ModelConfig:
     """The model: what the section has for every kind of model."""
 
     kind: str
+    """Name of its row in `config.kinds`."""
     size: str
+    """One of its named sizes."""
     layers: int
+    """Blocks."""
     embed: int
+    """Width of the residual stream."""
 
     @property
     def num_parameters(self) -> int:
