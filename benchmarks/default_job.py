@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ranvier import launch
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import ModelConfig
+from ranvier.config.sections import DecoderModelConfig
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.data.loader import load_micro_batches
@@ -45,7 +45,7 @@ WARMUP = 5
 class Block(nn.Module):
     """A Llama block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderModelConfig) -> None:
         super().__init__()
         c = config
         self.head_dim = c.head_dim
@@ -81,7 +81,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Plain(nn.Module):
     """A Llama of torch's modules."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DecoderModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.embed)

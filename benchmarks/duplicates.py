@@ -23,9 +23,10 @@ from typing import Literal
 import torch
 
 from ranvier import launch
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from ranvier.config.sections import DataConfig, MemoryConfig, TrainConfig
 from ranvier.grid import Grid
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -65,7 +66,7 @@ def run_of(
     )
     kept: Literal["save", "rerun"] = "save" if keep else "rerun"
     return RunConfig(
-        model=replace(ModelConfig.from_size(size), layers=2),
+        model=replace(named_model(size), layers=2),
         plan=plan,
         data=DataConfig(seq_len=seq, document_mask=False),
         train=TrainConfig(dtype="bf16"),

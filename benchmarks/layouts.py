@@ -181,7 +181,7 @@ def _batch(run: RunConfig) -> Any:
     positions = places - documents * cut
     samples = torch.arange(count)
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    return Batch(tokens, targets, positions.contiguous(), documents, samples)
+    return Batch(tokens, targets, positions.contiguous(), documents, samples=samples)
 
 
 def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:

@@ -30,12 +30,11 @@ from typing import Any
 import torch
 
 from ranvier.config import run as runs
+from ranvier.data.run_data import data_source
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.config import MODEL_SIZES, DecoderConfig, ExpertConfig
-from ranvier.train.prepare_data import tokenize_corpora
 from ranvier.train.resolve import ResolveContext, resolve_run
-from ranvier.train.train import open_dataset
 from ranvier.train.trainer import Trainer
 
 LIMIT = 1.5
@@ -122,7 +121,8 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
         "checkpoint": {"interval": -1},
     }
     run = resolve_run(runs.run_from_tables(tables), ResolveContext(world_size=1, device=device))
-    trainer = Trainer.from_run(run, Grid({}), device, open_dataset(run, tokenize_corpora(run)))
+    source = data_source(run.model)
+    trainer = Trainer.from_run(run, Grid({}), device, source.open(run, source.prepare(run)))
     balance = trainer.state.parallel.load_balancer
     losses, loads, began = list[float](), list[list[float]](), time.perf_counter()
     for row in trainer.run_steps():

@@ -20,9 +20,10 @@ from pathlib import Path
 import torch
 
 from ranvier import launch
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import DataConfig, ModelConfig, TrainConfig
+from ranvier.config.sections import DataConfig, TrainConfig
 from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
@@ -44,7 +45,7 @@ def settings() -> argparse.Namespace:
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
     settings = RunConfig(
-        model=ModelConfig.from_size(asked.size),
+        model=named_model(asked.size),
         data=DataConfig(seq_len=asked.seq, tokenizer="bytes"),
         plan=Plan(global_batch=asked.batch),
         train=TrainConfig(steps=10**6, output_dir=out, eval_interval=0),

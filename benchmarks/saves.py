@@ -24,9 +24,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ranvier import launch
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
+from ranvier.config.sections import CheckpointConfig, DataConfig, TrainConfig
 from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
@@ -52,7 +53,7 @@ def settings() -> argparse.Namespace:
 
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
-    model = ModelConfig.from_size(asked.size)
+    model = named_model(asked.size)
     settings = RunConfig(
         model=replace(model, tie_embeddings=False) if asked.untied else model,
         data=DataConfig(seq_len=asked.seq, tokenizer="bytes"),

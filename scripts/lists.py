@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from ranvier.config.kinds import named_model
 from ranvier.models import MODEL_SIZES, AdapterConfig
 from ranvier.planner.model_spec import SPEC_FOLDER
-from ranvier.planner.model_spec_torch import build_decoder_spec
+from ranvier.planner.model_spec_torch import build_model_spec
 
 
 def made(size: str) -> str:
     """The list of a size, as its file holds it."""
-    model = replace(build_decoder_spec(MODEL_SIZES[size], AdapterConfig()), name=size)
+    model = replace(build_model_spec(named_model(size), AdapterConfig()), name=size)
     return json.dumps(model.to_dict(), indent=1) + "\n"
 
 

@@ -192,7 +192,13 @@ def known_metrics() -> list[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(Meter.step_metrics)))
     (made,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
     assert isinstance(made, ast.Dict), made
-    return [ast.literal_eval(key) for key in made.keys if key is not None]
+    # Names with the unit of a kind of model are expressions.
+    unit = {"meter": Meter(1, (1, 1), None)}
+    return [
+        str(eval(ast.unparse(key).replace("self", "meter"), unit))
+        for key in made.keys
+        if key is not None
+    ]
 
 
 def refusals() -> Iterator[str]:

@@ -80,7 +80,8 @@ def _rows(config: DecoderConfig, name: str) -> int:
 def batch(samples: int = 8, seq: int = 8) -> Batch:
     drawn = torch.Generator().manual_seed(11)
     tokens = torch.randint(0, VOCAB, (samples, seq + 1), generator=drawn)
-    return Batch(tokens[:, :-1], tokens[:, 1:].contiguous(), None, None, torch.arange(samples))
+    targets = tokens[:, 1:].contiguous()
+    return Batch(tokens[:, :-1], targets, samples=torch.arange(samples))
 
 
 def trained_by_peft(model: Any) -> list[float]:

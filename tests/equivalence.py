@@ -223,7 +223,7 @@ def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:
         documents = starts.long().cumsum(1)
         index = torch.arange(seq).expand(samples, seq)
         positions = index - torch.where(starts, index, 0).cummax(1).values
-    return Batch(tokens, targets, positions, documents, torch.arange(samples))
+    return Batch(tokens, targets, positions, documents, samples=torch.arange(samples))
 
 
 def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.0) -> list[str]:
@@ -318,7 +318,7 @@ def micros_of(batch: Batch, grid: Grid, micro_batches: int, model: str = "") -> 
     if device == "cpu":
         return micros
     if model in HF_MODELS:
-        return [micro._map_tensors(lambda x: x.to(device)) for micro in micros]
+        return [micro.map_tensors(lambda x: x.to(device)) for micro in micros]
     return [micro.to(device) for micro in micros]
 
 

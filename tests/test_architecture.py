@@ -231,6 +231,25 @@ def parts_that_name_the_trainer(path: PurePosixPath, source: str) -> list[str]:
     return [f"{path}:{line}: Trainer" for line in sorted(imported | named)]
 
 
+KINDS = ("ranvier.models.decoder", "ranvier.models.Decoder", "ranvier.models.build_decoder")
+
+
+def kinds_of_models(path: PurePosixPath, source: str) -> list[str]:
+    """Training that knows a model, or compares the name of a kind."""
+    if top(path) != "train":
+        return []
+    compared = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare | ast.Match)
+        and any(
+            isinstance(one, ast.Attribute) and ast.unparse(one).endswith("model.kind")
+            for one in ast.walk(node.subject if isinstance(node, ast.Match) else node)
+        )
+    ]
+    return forbidden(path, source, KINDS) + compared
+
+
 def vague_names(path: PurePosixPath, source: str) -> list[str]:
     words = {part.removesuffix(".py").strip("_") for part in path.parts}
     return [f"{path}: {word}" for word in sorted(words & VAGUE)]
@@ -307,6 +326,14 @@ def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
     )
 
 
+def test_training_does_not_know_kinds_of_models(package: dict[PurePosixPath, str]) -> None:
+    check(
+        kinds_of_models,
+        package,
+        "What depends on the kind of a model is asked of its row in `config.kinds`:",
+    )
+
+
 def test_names_say_what_is_inside(package: dict[PurePosixPath, str]) -> None:
     check(vague_names, package, "Name the module after the thing in it:")
 
@@ -354,6 +381,12 @@ BAD: list[tuple[Rule, str, str]] = [
     (foreign_to_models, "models/decoder.py", "import numpy"),
     (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
     (foreign_to_models, "models/decoder.py", "from ..config.plan import Plan"),
+    (kinds_of_models, "train/step.py", "from ranvier.models.decoder import Block"),
+    (kinds_of_models, "train/step.py", "from ranvier.models import Decoder"),
+    (kinds_of_models, "train/memory/probe.py", "from ranvier.models import build_decoder"),
+    (kinds_of_models, "train/train.py", "if run.model.kind == 'decoder':\n    pass"),
+    (kinds_of_models, "train/train.py", "x = 1 if run.model.kind in ('graph',) else 2"),
+    (kinds_of_models, "train/train.py", "match run.model.kind:\n    case 'graph':\n        pass"),
     (vague_names, "comm/utils.py", ""),
     (vague_names, "common/collectives.py", ""),
     (vague_names, "_base.py", ""),
@@ -385,6 +418,8 @@ GOOD: list[tuple[Rule, str, str]] = [
     (parts_that_name_the_trainer, "train/lora.py", "from ranvier.train.state import TrainState"),
     (foreign_to_models, "nn/linear.py", "import numpy"),
     (foreign_to_models, "models/config.py", "from ranvier.setting import setting"),
+    (kinds_of_models, "train/train.py", "row = find_kind(run.model.kind)"),
+    (kinds_of_models, "infer/load.py", "from ranvier.models import Decoder"),
     (vague_names, "data/corpora.py", ""),
 ]
 

@@ -15,7 +15,7 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import (
     CheckpointConfig,
     DataConfig,
-    ModelConfig,
+    DecoderModelConfig,
     OptimConfig,
     TrainConfig,
 )
@@ -43,7 +43,9 @@ def stored(folder: Path, *, documents: int = 40) -> str:
 
 def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> ResolvedRun:
     """A run of a small model; changes: `section__setting=value`."""
-    model = ModelConfig(size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257)))
+    model = DecoderModelConfig(
+        size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257))
+    )
     run = RunConfig(
         model=model,
         data=DataConfig(seq_len=16, validation_fraction=0.1),

@@ -17,8 +17,9 @@ from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
 from ranvier.cli.main import COMMANDS, main, parse_train_options
 from ranvier.config import arguments
 from ranvier.config.arguments import TrainOptions
+from ranvier.config.kinds import named_model
 from ranvier.config.run import RunConfig, load_run_config
-from ranvier.config.sections import ModelConfig, TrainConfig
+from ranvier.config.sections import TrainConfig
 from ranvier.errors import PlanError
 from ranvier.launch import find_free_port, read_process_info
 from ranvier.train.resume.run_directory import acquire_dir
@@ -442,9 +443,9 @@ def test_the_options_of_every_command_are_completed() -> None:
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\nsize = "gpt2"\nlayers = 3\n')
     run = parse_train_options(["--model.size", "gpt2", "--model.size", "tiny"])
-    assert run.model == ModelConfig.from_size("tiny")
+    assert run.model == named_model("tiny")
     run = parse_train_options([str(tmp_path / "run.toml"), "--model.size", "tiny"])
-    assert (run.model.embed, run.model.layers) == (ModelConfig.from_size("tiny").embed, 3)
+    assert (run.model.embed, run.model.layers) == (named_model("tiny").embed, 3)
 
 
 def test_runs_claim_directories_of_their_own(folder: Path) -> None:

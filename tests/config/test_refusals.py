@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kinds.vectors import VECTORS
 from ranvier.config import refusals
+from ranvier.config.kinds import MODEL_KINDS
 from ranvier.config.refusals import REFUSALS, Refusal
 from ranvier.config.run import RunConfig, run_from_tables
 
@@ -70,8 +72,18 @@ CASES: list[tuple[str, str]] = [
         "guard.replay_interval=2 plan.cuda_graph=True",
         "guard.replay_interval=2 with plan.cuda_graph=True.",
     ),
+    (
+        "model.kind='vectors' lora.rank=4",
+        "lora.rank=4, lora.init_from='' with model.kind='vectors'.",
+    ),
     ("optim.warmup_steps=500", "optim.warmup_steps=500 is longer than train.steps=250."),
 ]
+
+
+@pytest.fixture(autouse=True)
+def second_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of model without adapters."""
+    monkeypatch.setitem(MODEL_KINDS, VECTORS.name, VECTORS)
 
 
 def run_of(words: str) -> RunConfig:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ranvier.config import run as runs
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
 from ranvier.setting import SettingInfo, setting, setting_info
 from ranvier.tools.verify import shrink_run
@@ -26,7 +26,7 @@ ON_CPU = ResolveContext(world_size=1, device=torch.device("cpu"))
 
 
 def test_a_saved_run_is_the_run() -> None:
-    run = RunConfig(model=ModelConfig.from_size("gpt2"), plan=Plan(row=2, overlap=("dx",)))
+    run = RunConfig(model=named_model("gpt2"), plan=Plan(row=2, overlap=("dx",)))
     assert runs.run_from_tables(tomllib.loads(runs.to_toml(run))) == run
 
 
@@ -52,9 +52,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> N
 
 
 def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
-    run = RunConfig(
-        model=replace(ModelConfig.from_size("tiny"), kv_heads=3, head_dim=7), plan=Plan(row=5)
-    )
+    run = RunConfig(model=replace(named_model("tiny"), kv_heads=3, head_dim=7), plan=Plan(row=5))
     with pytest.raises(PlanError) as error:
         run.check_and_resolve(5)
     text = str(error.value)
@@ -67,7 +65,7 @@ def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
     "plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, col_splits="features"), Plan(row=16)]
 )
 def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
-    run = RunConfig(model=ModelConfig.from_size(size), plan=replace(plan, global_batch=64, data=1))
+    run = RunConfig(model=named_model(size), plan=replace(plan, global_batch=64, data=1))
     if run.model.heads % plan.row:
         pytest.skip("this grid does not fit this model")
     run = resolve_run(run, ResolveContext(world_size=run.plan.world_size))

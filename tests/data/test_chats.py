@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ranvier.data.chat.template import load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.corpus import Corpus
-from ranvier.data.dataset import RunData, cache_corpora, open_data
+from ranvier.data.dataset import TextData, cache_corpora, open_data
 from ranvier.data.manifest import CorpusManifest
 from ranvier.data.packing import ConversationStream, pack_pieces
 from ranvier.data.prepare import prepare_corpus
@@ -43,7 +43,7 @@ def corpus_of(folder: Path, answers: list[str] = ANSWERS, **options: Any) -> Cor
     return Corpus.open(folder / "made")
 
 
-def opened(folder: Path, seq: int, **options: Any) -> RunData:
+def opened(folder: Path, seq: int, **options: Any) -> TextData:
     return open_data([folder / "made"], **{"seq": seq, "seed": 0, **options})
 
 

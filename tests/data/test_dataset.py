@@ -12,7 +12,7 @@ import pytest
 from corpora import write_pair
 
 from ranvier.data import dataset
-from ranvier.data.dataset import RunData, cache_corpora, open_data
+from ranvier.data.dataset import TextData, cache_corpora, open_data
 from ranvier.data.manifest import manifest_digest
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import DataError, PlanError
@@ -29,7 +29,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return cache_corpora(inputs, cache=tmp_path / "cache", tokenizer="bytes", verify=True)
 
 
-def opened(folders: list[Path], **options: object) -> RunData:
+def opened(folders: list[Path], **options: object) -> TextData:
     return open_data(folders, **{"seq": 8, "seed": 0, **options})  # type: ignore[arg-type]
 
 

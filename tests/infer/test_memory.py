@@ -12,7 +12,7 @@ from ranvier.checkpoint.async_saver import save_and_wait
 from ranvier.config import run as runs
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import ModelConfig
+from ranvier.config.sections import DecoderModelConfig
 from ranvier.grid import Grid
 from ranvier.infer.load import MASTER_SUFFIX, build_empty_model, load_model
 from ranvier.models import DecoderConfig
@@ -33,7 +33,7 @@ def saved(grid: Grid, out: str) -> None:
     """A run without training: config and checkpoint."""
     shape = dataclasses.asdict(DecoderConfig(**WIDE, vocab=8192))
     run = RunConfig(
-        model=ModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, global_batch=8)
+        model=DecoderModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, global_batch=8)
     )
     model = build_empty_model(run.model, grid, "cpu")
     state = {

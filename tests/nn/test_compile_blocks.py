@@ -109,7 +109,7 @@ def batches(packed: bool) -> list[Batch]:
         ids = (index + row) // most
         starts = ids.diff(dim=1, prepend=ids[:, :1] - 1) > 0
         positions = index - torch.where(starts, index, 0).cummax(1).values
-        found.append(Batch(first.tokens, first.targets, positions, ids, first.samples))
+        found.append(Batch(first.tokens, first.targets, positions, ids, samples=first.samples))
     return found
 
 

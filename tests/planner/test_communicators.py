@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ranvier import launch
 from ranvier.config.plan import RUNNABLE_AXES, Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import DataConfig, LoraConfig, ModelConfig
+from ranvier.config.sections import DataConfig, DecoderModelConfig, LoraConfig
 from ranvier.errors import PlanError
 from ranvier.grid import CONTROL_CHANNEL, GLOO_CHANNELS, HOST_CHANNEL, Communicator, Grid
 from ranvier.launch.fake_backend import PROCESS_GROUP_METHODS
@@ -82,7 +82,7 @@ def run_of(kind: str, **plan: Any) -> RunConfig:
     share = 4 * degrees["data"] * degrees["expert"] * degrees["depth"]
     given = Plan(**{"data": 1, "global_batch": share, "micro_batch": 4, "schedule": "1f1b", **plan})
     run = RunConfig(
-        model=ModelConfig(size="imported", **{**SMALL, **MODELS[kind]}),
+        model=DecoderModelConfig(size="imported", **{**SMALL, **MODELS[kind]}),
         lora=LoraConfig(rank=4 if kind == "lora" else 0),
         plan=given,
         data=DataConfig(seq_len=48),

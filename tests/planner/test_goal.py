@@ -10,8 +10,9 @@ import pytest
 
 from ranvier.cli.plan import PlanOptions
 from ranvier.cli.plan_goal import ClusterNodeSearch
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
-from ranvier.config.sections import ModelConfig
+from ranvier.config.sections import DecoderModelConfig
 from ranvier.errors import PlanError
 from ranvier.planner import goal
 from ranvier.planner.goal import SECONDS_PER_DAY, Goal
@@ -50,7 +51,7 @@ def test_other_words_are_refused(text: str, said: str) -> None:
 def test_a_model_of_so_many_parameters(parameters: float) -> None:
     config = goal.llama_like_config(parameters)
     changes: dict[str, Any] = {name: getattr(config, name) for name in goal.SHAPE_FIELDS}
-    made = ModelConfig(**changes, vocab=config.vocab)
+    made = DecoderModelConfig(**changes, vocab=config.vocab)
     assert made.num_parameters == pytest.approx(parameters, rel=0.12)
     assert not config.find_problems() and 40 <= config.embed / config.layers <= 270
 
@@ -156,9 +157,7 @@ def test_a_goal_out_of_reach_says_what_is_fastest() -> None:
 def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
     tokens: float, given: set[str]
 ) -> None:
-    run = PlanOptions(
-        model=ModelConfig.from_size("llama3-8b"), plan=Plan(pipe=1, col=1, global_batch=240)
-    )
+    run = PlanOptions(model=named_model("llama3-8b"), plan=Plan(pipe=1, col=1, global_batch=240))
     on = ClusterNodeSearch(replace(run, cluster="dgx-h100"), {"plan.pipe", "plan.col", *given})
     aim = Goal(tokens, SECONDS_PER_DAY)
     reached = goal.find_fewest_nodes(aim, on, first=6)

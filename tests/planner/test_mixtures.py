@@ -13,7 +13,7 @@ import pytest
 from commands import call
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig
+from ranvier.config.sections import DataConfig, DecoderModelConfig, MemoryConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.planner import cluster
 from ranvier.planner.comm_volume import step_comm_volume
@@ -58,7 +58,7 @@ def laid(
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
     plan = Plan(**given, micro_batch=micro, global_batch=replicas * micro * passes, schedule="1f1b")
     run = RunConfig(
-        model=ModelConfig(size="imported", **shape),
+        model=DecoderModelConfig(size="imported", **shape),
         plan=plan,
         data=DataConfig(seq_len=seq),
         memory=MemoryConfig(recompute_collectives="save" if keep else "rerun"),

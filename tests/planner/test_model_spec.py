@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from lists import made
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import LoraConfig, ModelConfig
+from ranvier.config.sections import LoraConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.models import MODEL_SIZES
@@ -69,13 +70,13 @@ def test_the_planner_needs_no_torch() -> None:
 def test_a_list_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that has not a built-in size is built once; blocks that differ are different parts."""
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
-    model = replace(ModelConfig.from_size("tiny"), sliding_window=8, window_layers=(0, 2))
+    model = replace(named_model("tiny"), sliding_window=8, window_layers=(0, 2))
     run = RunConfig(model=model, lora=LoraConfig(rank=4, layers=(3,)))
     first = resolve_model_spec(run)
     kinds = [(part.count, part.block_indices) for part in first.parts if part.is_block]
     assert kinds == [(2, (0, 2)), (1, (1,)), (1, (3,))]
     assert 0 < first.num_trainable < first.num_parameters
-    monkeypatch.setattr(model_spec_torch, "build_decoder_spec", None)
+    monkeypatch.setattr(model_spec_torch, "build_model_spec", None)
     again = resolve_model_spec(run)
     assert again.to_dict() == first.to_dict() == ModelSpec.from_dict(first.to_dict()).to_dict()
     for path in (tmp_path / "leaves").glob("*.json"):

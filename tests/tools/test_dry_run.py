@@ -18,9 +18,9 @@ from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import (
     DataConfig,
+    DecoderModelConfig,
     LoraConfig,
     MemoryConfig,
-    ModelConfig,
     OptimConfig,
     TrainConfig,
 )
@@ -81,7 +81,7 @@ def drawn(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     lora = LoraConfig(rank=3, dora=True) if draw.random() < 0.2 else LoraConfig()
     collectives = draw.choice(("rerun", "rerun", "save"))
     run = RunConfig(
-        model=ModelConfig(size="imported", **{**SHAPE, **draw.choice(MODELS)}),
+        model=DecoderModelConfig(size="imported", **{**SHAPE, **draw.choice(MODELS)}),
         lora=lora,
         plan=plan,
         data=DataConfig(seq_len=48),
@@ -186,7 +186,7 @@ def large(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     shape = {**BIG, "layers": draw.choice((4, 6, 8, 11)), **draw.choice(KINDS)}
     shape |= draw.choice(MIXTURES) if mixture else {}
     run = RunConfig(
-        model=ModelConfig(size="imported", **shape),
+        model=DecoderModelConfig(size="imported", **shape),
         plan=plan,
         data=DataConfig(seq_len=draw.choice((1024, 1536, 2048))),
         train=TrainConfig(dtype=draw.choice(("bf16", "bf16", "fp32"))),
@@ -249,7 +249,7 @@ def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
     axes = [settings.get(axis, 1) for axis in ("pipe", "data", "depth", "row", "col")]
     world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)
     plan = Plan(**{"data": 1, "global_batch": replicas * settings["micro_batch"], **settings})
-    model = ModelConfig(size="imported", **BIG, vocab=32000, max_seq=4096)
+    model = DecoderModelConfig(size="imported", **BIG, vocab=32000, max_seq=4096)
     run = RunConfig(model=model, plan=plan, data=DataConfig(seq_len=4096))
     weighed(run, world, world - 1 if plan.pipe == 3 else world // 2 if plan.pipe == 1 else 0)
 

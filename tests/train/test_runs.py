@@ -27,7 +27,7 @@ from ranvier.grid import Grid
 from ranvier.infer.generate import TextGenerator
 from ranvier.infer.load import load_model
 from ranvier.system.terminal import CONTROL_CHARACTERS, escape_controls
-from ranvier.train import train as trains
+from ranvier.train import text
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
@@ -89,10 +89,10 @@ def fail(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sample_text", "No sample of text: RuntimeError: on the meta device"),
-        ("report.write_report", "No report: RuntimeError: on the meta device"),
+        ("text.sample_text", "No sample: RuntimeError: on the meta device"),
+        ("train.report.write_report", "No report: RuntimeError: on the meta device"),
         (
-            "breakdown.MemoryTracker.to_dict",
+            "train.breakdown.MemoryTracker.to_dict",
             "No account of the run in run.json: RuntimeError",
         ),
     ],
@@ -104,14 +104,14 @@ def test_what_comes_after_the_last_step_never_costs_a_run(
     name: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(f"ranvier.train.train.{name}", fail)
+    monkeypatch.setattr(f"ranvier.train.{name}", fail)
     steps = ("--train.steps", "3", "--train.sample-prompt", "def ", "--train.output-dir", "run")
     assert call("train", *FAST, *steps) == 0
     out, run = capsys.readouterr().out, folder / "run"
     assert words in out and "Try next:" in out
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert find_checkpoints(run / "checkpoints")[-1].name == "step-00000003"
-    assert (run / "report.html").exists() == (name != "report.write_report")
+    assert (run / "report.html").exists() == (name != "train.report.write_report")
 
 
 def test_run_json_is_true_after_any_end(
@@ -316,7 +316,7 @@ def test_texts_are_shown_and_commands_can_be_pasted(
 ) -> None:
     out, prompt = "it's $(touch hit); `x`", "-\x1b]0;t\x07 $(touch hit) '\u202e"
     evil = "\x1b[2J\x1b]52;c;eA==\x07\x9b1m\ra\x85b\n\tc\u202e"
-    monkeypatch.setattr(trains, "sample_text", lambda *_: evil)
+    monkeypatch.setattr(text, "sample_text", lambda *_: evil)
     words = ["--train.steps", "2", f"--train.sample-prompt={prompt}", "--train.output-dir", out]
     assert call("train", *FAST, *words) == 0
     said = capsys.readouterr().out

@@ -190,7 +190,8 @@ def _train_command(words: Sequence[str]) -> int:
     from ranvier.data.sources import check_sources_exist
 
     check_sources_exist(arguments.data.sources)
-    from ranvier.train import loggers, prepare_data, resolve, train
+    from ranvier.data.run_data import data_source
+    from ranvier.train import loggers, resolve, train
     from ranvier.train.resume import elastic, run_directory
 
     settings = arguments.settings
@@ -218,9 +219,10 @@ def _train_command(words: Sequence[str]) -> int:
     first = nodes is None or nodes.node_rank == 0
     if first:
         run_directory.check_unlocked(run)
-    stored = prepare_data.tokenize_corpora(run)
+    source = data_source(run.model)
+    stored = source.prepare(run)
     # Problems of the data are reported before any rank starts.
-    train.open_dataset(run, stored)
+    source.open(run, stored)
     if world == 1:
         return _train_rank([run], stored, ProcessInfo())
     # Named here rather than by the ranks, so that a restart finds the same directory.

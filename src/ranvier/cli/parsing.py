@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from ranvier.cli import help
 from ranvier.config import run as runs
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import escape_controls, print
 
@@ -148,15 +148,17 @@ def load_run_with_options(
         raise PlanError(
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
         )
-    # A size sets the defaults of the whole model section, so it is needed before the file is read.
-    size = option_value(options, "--model.size")
+    # Kind and size set the defaults of the whole model section, so they are needed before the file
+    # is read.
+    named = {key: option_value(options, f"--model.{key}") for key in ("size", "kind")}
+    model = {key: value for key, value in named.items() if value is not None}
     if files and os.path.isdir(files[0]):
         if not (Path(files[0]) / "config.toml").exists():
             raise PlanError(
                 f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
                 "directory of a run to continue it."
             )
-        run = runs.load_run_config(Path(files[0]) / "config.toml", size=size, in_run=True)
+        run = runs.load_run_config(Path(files[0]) / "config.toml", model=model, in_run=True)
         # The resumed run may be on other nodes than before.
         here = replace(run.launch, nnodes=1, node_rank=0, rdzv_endpoint="")
         # How to start was meant for the first launch: from now on the run resumes from its own
@@ -179,12 +181,9 @@ def load_run_with_options(
             # Another grid was asked for: infer data, unless it is given as well.
             run = replace(run, plan=replace(run.plan, data=-1))
     elif files:
-        run = runs.load_run_config(Path(files[0]), size=size)
+        run = runs.load_run_config(Path(files[0]), model=model)
     else:
-        if size is None:
-            run = RunConfig()
-        else:
-            run = RunConfig(model=ModelConfig.from_size(size))
+        run = RunConfig(model=named_model(**model))
     # A new run that starts from a published model takes over its architecture; a resumed one has
     # it.
     start = option_value(options, "--train.init-from") or run.train.init_from

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ranvier.cli import plan, plan_text
 from ranvier.cli.plan import PlanOptions
-from ranvier.config.sections import ModelConfig
+from ranvier.config.kinds import named_model
 from ranvier.html.number_format import format_number, format_percent
 from ranvier.planner import goal
 from ranvier.planner.goal import Goal, GoalResult
@@ -124,12 +124,12 @@ def _print_progress(reached: GoalResult) -> None:
 def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[str]]:
     """The run with the model of a goal, and the options that set it."""
     if aim.size:
-        return replace(run, model=ModelConfig.from_size(aim.size)), [f"--model.size {aim.size}"]
+        return replace(run, model=named_model(aim.size)), [f"--model.size {aim.size}"]
     if aim.parameters:
         config = goal.llama_like_config(aim.parameters)
         # Everything but the shape is taken from Llama 3 8B.
         changes = {name: getattr(config, name) for name in goal.SHAPE_FIELDS}
-        model = replace(ModelConfig.from_size("llama3-8b"), **changes)
+        model = replace(named_model("llama3-8b"), **changes)
         words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changes.items()]
         return replace(run, model=model), ["--model.size llama3-8b", *words]
     return run, []

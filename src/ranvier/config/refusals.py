@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ranvier.config.sections import LORA_TARGETS
-from ranvier.models.config import GATED_ACTIVATIONS
+from ranvier.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from ranvier.config.run import RunConfig
@@ -65,14 +64,8 @@ def _pattern_sparsity(run: RunConfig) -> float | None:
     return 1.0 - groups[0] / groups[1]
 
 
-def _lora_words(run: RunConfig) -> list[str]:
-    """Words of `lora.target_modules` for this model."""
-    gated = run.model.activation in GATED_ACTIVATIONS
-    return [word for word in LORA_TARGETS if gated or word != "gate"]
-
-
 def _unknown_targets(run: RunConfig) -> list[str]:
-    return [word for word in run.lora.target_modules if word not in _lora_words(run)]
+    return [word for word in run.lora.target_modules if word not in run.model.adapter_targets]
 
 
 def _changed_lora_settings(run: RunConfig) -> list[str]:
@@ -100,7 +93,7 @@ def _are_finite_weights(run: RunConfig) -> bool:
 
 
 def _longer_positions(run: RunConfig) -> dict[str, str]:
-    if run.model.position_embedding == "rope":
+    if isinstance(run.model, DecoderConfig) and run.model.position_embedding == "rope":
         return {"longer": "extend its rotary positions with model.max_seq={0}"}
     return {"longer": "train a model with model.max_seq={0} from its start"}
 
@@ -117,7 +110,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use 3e-4",
     ),
     Refusal(
-        lambda run: run.data.seq_len > run.model.max_seq,
+        lambda run: run.data.seq_len > run.model.sequence_limit,
         "data.seq_len={data.seq_len} is longer than model.max_seq={model.max_seq}",
         "A model reads as many tokens as it has positions",
         "Use data.seq_len={model.max_seq} or less, or {longer}",
@@ -135,14 +128,23 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda run: {"given": ", ".join(_changed_lora_settings(run))},
     ),
     Refusal(
-        lambda run: bool(_unknown_targets(run)) or not run.lora.target_modules,
+        lambda run: not run.model.adapter_targets and bool(run.lora.rank or run.lora.init_from),
+        "lora.rank={lora.rank}, lora.init_from={lora.init_from!r} with model.kind={model.kind!r}",
+        "This kind of model has no adapters",
+        "Use lora.rank=0 and no lora.init_from: all weights are trained",
+    ),
+    Refusal(
+        lambda run: (
+            bool(run.model.adapter_targets)
+            and (bool(_unknown_targets(run)) or not run.lora.target_modules)
+        ),
         "lora.target_modules={targets} names no layer of this model with {unknown}",
         "Layers are named by dims or by their own names",
         "Words are {words}",
         lambda run: {
             "targets": list(run.lora.target_modules),
             "unknown": _unknown_targets(run) or "nothing",
-            "words": ", ".join(_lora_words(run)),
+            "words": ", ".join(run.model.adapter_targets),
         },
     ),
     Refusal(

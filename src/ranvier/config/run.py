@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ranvier.config.kinds import named_model
 from ranvier.config.plan import Plan
 from ranvier.config.refusals import find_refusals
 from ranvier.config.sections import (
     IMPORTED_SIZE,
     CheckpointConfig,
     DataConfig,
+    DecoderModelConfig,
     GuardConfig,
     LaunchConfig,
     LoraConfig,
@@ -47,7 +49,7 @@ FINETUNING_LR = 2e-5
 class RunConfig:
     """A training run."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig.from_size("tiny"))
+    model: ModelConfig = field(default_factory=named_model)
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -68,15 +70,15 @@ class RunConfig:
     def check_and_resolve(self, world: int) -> RunConfig:
         """The config with all values resolved for `world` ranks; raises all problems at once."""
         problems = list(self.find_problems())
-        sizes = (*self.model.dim_sizes.values(), self.data.seq_len, *self.plan.degrees.values())
+        sizes = (*self.model.dim_units.values(), self.data.seq_len, *self.plan.degrees.values())
         sizes += (self.plan.global_batch, self.plan.micro_batch)
         # The checks of the plan divide by these sizes and enumerate divisors: stop here if they are
         # zero or absurdly large.
-        if problems and (min(self.model.dim_sizes.values()) < 1 or max(sizes) > 2**31):
+        if problems and (min(self.model.dim_units.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
             sizes_of = {
-                **self.model.dim_sizes,
+                **self.model.dim_units,
                 "seq": self.data.seq_len,
                 "layers": self.model.layers,
             }
@@ -92,6 +94,16 @@ class RunConfig:
             warmup = min(max(steps // 10, 10), steps)
         optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
+
+    @property
+    def decoder(self) -> DecoderModelConfig:
+        """The model's settings, for what only decoders can do; raises for other kinds."""
+        if not isinstance(self.model, DecoderModelConfig):
+            raise PlanError(
+                f"model.kind={self.model.kind!r} is not a decoder. Text, adapters, evaluation and "
+                "published models need one. Use a run of a decoder."
+            )
+        return self.model
 
     @property
     def peak_lr(self) -> float:
@@ -119,7 +131,7 @@ class RunConfig:
         # Imported here: it needs torch, whose import takes a second.
         from ranvier.models.lora import adapted_weights
 
-        found = adapted_weights(self.model, self.lora).values()
+        found = adapted_weights(self.decoder, self.lora).values()
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
         return self.lora.rank * sum(sizes.values())
 
@@ -185,8 +197,12 @@ def check_is_run(folder: Path) -> None:
     )
 
 
-def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False) -> RunConfig:
-    """The run config of a TOML file, perhaps with another size; the rest keeps its defaults.
+def load_run_config(
+    path: Path, *, model: Mapping[str, str] | None = None, in_run: bool = False
+) -> RunConfig:
+    """The run config of a TOML file; the rest keeps its defaults.
+
+    model: another size or kind of the model, which decide about its defaults.
 
     in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
     """
@@ -207,8 +223,8 @@ def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False
         raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
     if in_run:
         check_settings_format(table, path.parent)
-    if size is not None and isinstance(table.get("model", {}), dict):
-        table["model"] = {**table.get("model", {}), "size": size}
+    if model and isinstance(table.get("model", {}), dict):
+        table["model"] = {**table.get("model", {}), **model}
     return run_from_tables(table)
 
 
@@ -219,11 +235,10 @@ def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
         tables = {name: section for name, section in tables.items() if name != "format"}
     if tables.get("plan") == "auto":
         tables = {**tables, "plan": {"auto": True}}
-    if isinstance(tables.get("model"), dict):
-        size = tables.get("model", {}).get("size", "tiny")
-    else:
-        size = "tiny"
-    return apply_overrides(RunConfig(model=ModelConfig.from_size(str(size))), tables)
+    section = tables.get("model")
+    given = section if isinstance(section, dict) else {}
+    size, kind = (None if (x := given.get(key)) is None else str(x) for key in ("size", "kind"))
+    return apply_overrides(RunConfig(model=named_model(size, kind)), tables)
 
 
 def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -> ConfigT:

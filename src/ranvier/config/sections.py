@@ -2,40 +2,102 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ranvier.errors import PlanError
-from ranvier.models.config import GATED_ACTIVATIONS, MODEL_SIZES, AdapterConfig, DecoderConfig
+from ranvier.models.config import GATED_ACTIVATIONS, AdapterConfig, DecoderConfig
 from ranvier.setting import setting
 
 IMPORTED_SIZE = "imported"
 """The size of a model that was published by others: all its fields are given."""
+LORA_TARGETS = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
+"""Words of `lora.target_modules` for decoders."""
+MEMORY_TRAITS = (
+    "activation",
+    "position_embedding",
+    "dropout",
+    "embed_scale",
+    "norm_position",
+    "qk_norm",
+)
+"""Settings of a decoder that affect what its blocks save."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(DecoderConfig):
+class ModelConfig:
+    """The model: what the section has for every kind of model."""
+
+    kind: str
+    """Name of its row in `config.kinds`."""
+    size: str
+    """One of its named sizes."""
+    layers: int
+    """Blocks."""
+    embed: int
+    """Width of the residual stream."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all matrices and embeddings; vectors are too few to matter."""
+        raise NotImplementedError
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that are active per token."""
+        return self.num_parameters
+
+    @property
+    def dim_units(self) -> dict[str, int]:
+        """Units of each named dim."""
+        raise NotImplementedError
+
+    @property
+    def sequence_limit(self) -> int:
+        """Largest `data.seq_len`."""
+        return 2**31
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Words of `lora.target_modules`; empty: it has no adapters."""
+        return ()
+
+    @property
+    def attention_heads(self) -> tuple[int, int, int] | None:
+        """Query heads, kv heads and elements of a head; None without attention."""
+        return None
+
+    @property
+    def memory_traits(self) -> dict[str, Any]:
+        """Settings that affect what blocks save for backward, by name."""
+        return {}
+
+    @property
+    def changeable_settings(self) -> tuple[str, ...]:
+        """Settings that may change while a run is continued: no weight depends on them."""
+        return ()
+
+    def find_problems(self) -> list[str]:
+        """Inconsistent settings, each with value, rule and remedy."""
+        return []
+
+    def describe_shape(self) -> str:
+        """Its sizes as text."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.dim_units.items())
+        return f"{self.layers} layers, {sizes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderModelConfig(DecoderConfig, ModelConfig):
     """The model: a named size, any field of which can be changed."""
 
+    kind: str = "decoder"
+    """Kind of the model, which decides about the settings of this section; it follows from size."""
     size: str = "tiny"
     """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b; of
     experts moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b or ted-6.7b-16e;
     imported: what `ranvier import` has found."""
-
-    @classmethod
-    def from_size(cls, size: str) -> ModelConfig:
-        """The config of a named size."""
-        if size == IMPORTED_SIZE:
-            return cls(size=size)
-        if size not in MODEL_SIZES:
-            raise PlanError(
-                f"model.size={size!r} is not known.{suggest_nearest(size, MODEL_SIZES)} "
-                f"Sizes are {', '.join(MODEL_SIZES)}."
-            )
-        return cls(size=size, **dataclasses.asdict(MODEL_SIZES[size]))
 
     @property
     def num_parameters(self) -> int:
@@ -65,9 +127,34 @@ class ModelConfig(DecoderConfig):
         return self.layers * attention + dense + mixed * mixture + words + places
 
     @property
-    def dim_sizes(self) -> dict[str, int]:
-        """Units of each named dim."""
-        return self.dim_units
+    def sequence_limit(self) -> int:
+        """Largest `data.seq_len`."""
+        return self.max_seq
+
+    @property
+    def adapter_targets(self) -> tuple[str, ...]:
+        """Words of `lora.target_modules`."""
+        gated = self.activation in GATED_ACTIVATIONS
+        return tuple(word for word in LORA_TARGETS if gated or word != "gate")
+
+    @property
+    def attention_heads(self) -> tuple[int, int, int]:
+        """Query heads, kv heads and elements of a head."""
+        return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def memory_traits(self) -> dict[str, Any]:
+        """Settings that affect what blocks save for backward, by name."""
+        return {name: getattr(self, name) for name in MEMORY_TRAITS}
+
+    def describe_shape(self) -> str:
+        """Its sizes as text."""
+        return f"{super().describe_shape()}, tied {self.tie_embeddings}"
+
+    @property
+    def changeable_settings(self) -> tuple[str, ...]:
+        """Rotary positions have no weights, so with them max_seq may change."""
+        return ("max_seq",) if self.position_embedding == "rope" else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +164,6 @@ class LoraConfig(AdapterConfig):
     init_from: str = ""
     """Directory of an adapter in PEFT's format to begin with: all settings but this are its own.
     Empty: A is drawn, B zero."""
-
-
-LORA_TARGETS = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
-"""Words of `lora.target_modules`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,29 @@
-"""Batch: samples of a step or of a micro-batch as tensors.
+"""Batches: samples of a step or of a micro-batch as tensors.
 
-Window: one sample of a corpus.
+SampleBatch: what training asks of the batches of any kind of model.
+Batch: tokens and their targets. Window: one sample of a corpus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ranvier.grid import Grid
+from ranvier.comm.autograd import local_slice
+from ranvier.config.kinds import find_kind
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import ModelConfig
+from ranvier.grid import Axis, Grid
 from ranvier.models.document_attention import Documents
 from ranvier.nn.cross_entropy import IGNORE_INDEX
-from ranvier.sharding import REPLICA_AXES
+from ranvier.sharding import REPLICA_AXES, ShardingTable
 
 Ints = NDArray[np.int64]
 
@@ -41,51 +47,184 @@ class Window:
         return cls(zeros, np.full(seq, IGNORE_INDEX, np.int64), np.arange(seq), zeros)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleBatch:
+    """Samples of a step or of a micro-batch; the first dim of every tensor is that of the samples.
+
+    Each kind of model has its own fields.
+    """
+
+    samples: Tensor | None = None
+    """Index of each sample in the run `[b]`."""
+
+    @classmethod
+    @abstractmethod
+    def blank(cls, run: RunConfig, size: int) -> Self:
+        """A micro-batch of `size` samples for measurements: shapes matter, values do not."""
+
+    @classmethod
+    @abstractmethod
+    def random(cls, run: RunConfig) -> Self:
+        """A global batch of random samples, some without targets; equal on every rank."""
+
+    @abstractmethod
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model on one process."""
+
+    @abstractmethod
+    def count_targets(self, axis: Axis | None = None) -> Tensor:
+        """Number of targets over which the loss is a mean; axis: of this rank's share along it."""
+
+    def local_inputs(self, grid: Grid, table: ShardingTable) -> dict[str, Any]:
+        """Keyword arguments of the model on a rank; by default all ranks of a replica have all."""
+        return self.model_inputs()
+
+    def select(self, rows: slice) -> Self:
+        """A slice of the samples."""
+        return self.map_tensors(lambda x: x[rows])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on a device."""
+        return self.map_tensors(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """The batch in pinned memory, for asynchronous copies to a device."""
+        return self.map_tensors(lambda x: x.pin_memory())
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with each of its tensors changed."""
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        changed: Any = {name: change(x) for name, x in values if isinstance(x, Tensor)}
+        return replace(self, **changed)
+
+    def split_micro_batches(self, grid: Grid, size: int) -> list[Self]:
+        """This rank's micro-batches: its contiguous share of the samples, `size` at a time."""
+        axis = grid.axis_without_group(*REPLICA_AXES)
+        share, rest = divmod(self.num_samples, axis.size)
+        assert rest == 0 and share % size == 0, (self.num_samples, axis.size, size)
+        mine = self.select(slice(axis.index * share, (axis.index + 1) * share))
+        return [mine.select(slice(i, i + size)) for i in range(0, share, size)]
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        tensors = (getattr(self, one.name) for one in fields(self))
+        return next(x.shape[0] for x in tensors if isinstance(x, Tensor))
+
+
 @dataclass(frozen=True)
-class Batch:
-    """Samples of a step or of a micro-batch; all `[b, s]` but `samples`, `[b]`."""
+class Batch(SampleBatch):
+    """Tokens and their targets; all `[b, s]`."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
     documents: Documents | Tensor | None = None
     """Document ids, equal for neighbours in one document; on a device the boundaries themselves."""
-    samples: Tensor | None = None
-    """Index of each sample in the run."""
 
-    def select(self, rows: slice) -> Batch:
-        """A slice of the samples."""
-        return self._map_tensors(
-            lambda x: x.select_samples(rows) if isinstance(x, Documents) else x[rows]
-        )
+    @classmethod
+    def blank(cls, run: RunConfig, size: int) -> Self:
+        """Zeros, with two documents per sample if documents are packed."""
+        tokens = torch.zeros(size, run.data.seq_len, dtype=torch.int64)
+        samples = torch.arange(size)
+        if not run.data.document_mask or run.data.seq_len < 2:
+            return cls(tokens, tokens, samples=samples)
+        positions = torch.arange(run.data.seq_len).expand(size, -1)
+        documents = (positions >= run.data.seq_len // 2).long()
+        return cls(tokens, tokens, positions.contiguous(), documents, samples=samples)
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The batch on a device."""
-        batch = self
-        if isinstance(self.documents, Tensor):
-            batch = replace(self, documents=Documents.from_ids(self.documents, device))
-        return batch._map_tensors(
-            lambda x: x if isinstance(x, Documents) else x.to(device, non_blocking=True)
-        )
+    @classmethod
+    def random(cls, run: RunConfig) -> Self:
+        """Random tokens; some have no target."""
+        drawn = torch.Generator().manual_seed(run.train.seed + 1)
+        shape = (run.plan.global_batch, run.data.seq_len)
+        vocab = run.decoder.vocab
+        tokens = torch.randint(0, vocab, shape, generator=drawn)
+        targets = torch.randint(0, vocab, shape, generator=drawn)
+        targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
+        if not run.data.document_mask:
+            return cls(tokens, targets)
+        starts = torch.rand(shape, generator=drawn) < 0.25
+        starts[:, 0] = True
+        index = torch.arange(shape[1]).expand(shape)
+        # Position within the document: distance to the latest document start.
+        positions = index - torch.where(starts, index, 0).cummax(1).values
+        return cls(tokens, targets, positions, starts.long().cumsum(1))
 
-    def pin_memory(self) -> Batch:
-        """The batch in pinned memory, for asynchronous copies to a device."""
-        return self._map_tensors(lambda x: x if isinstance(x, Documents) else x.pin_memory())
+    @classmethod
+    def from_windows(cls, windows: Sequence[Window], *, packed: bool) -> Self:
+        """The samples of windows; packed: with their documents."""
 
-    def _map_tensors(self, change: Callable[[Any], Any]) -> Batch:
-        values = ((one.name, getattr(self, one.name)) for one in fields(self))
-        changed: Any = {name: x if x is None else change(x) for name, x in values}
-        return Batch(**changed)
+        def stacked(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([getattr(window, name) for window in windows]))
+
+        if not packed:
+            return cls(stacked("tokens"), stacked("targets"))
+        return cls(*map(stacked, ("tokens", "targets", "positions", "documents")))
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model."""
         names = ("tokens", "targets", "positions", "documents")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
-    def split_micro_batches(self, grid: Grid, size: int) -> list[Batch]:
-        """This rank's micro-batches: its contiguous share of the samples, `size` at a time."""
-        axis = grid.axis_without_group(*REPLICA_AXES)
-        share, rest = divmod(self.tokens.shape[0], axis.size)
-        assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)
-        mine = self.select(slice(axis.index * share, (axis.index + 1) * share))
-        return [mine.select(slice(i, i + size)) for i in range(0, share, size)]
+    def count_targets(self, axis: Axis | None = None) -> Tensor:
+        """Number of tokens with a target."""
+        targets = self.targets if axis is None else local_slice(self.targets, axis, 0)
+        return (targets != IGNORE_INDEX).sum()
+
+    def select(self, rows: slice) -> Self:
+        """A slice of the samples."""
+        batch = super().select(rows)
+        if isinstance(self.documents, Documents):
+            return replace(batch, documents=self.documents.select_samples(rows))
+        return batch
+
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on a device, with the boundaries of its documents."""
+        batch = self
+        if isinstance(self.documents, Tensor):
+            batch = replace(self, documents=Documents.from_ids(self.documents, device))
+        return super(Batch, batch).to(device)
+
+
+def batch_type(model: ModelConfig) -> type[SampleBatch]:
+    """The batches of a model's kind."""
+    found: type[SampleBatch] = find_kind(model.kind).batch.load()
+    return found
+
+
+BatchT = TypeVar("BatchT", bound=SampleBatch)
+BatchT_co = TypeVar("BatchT_co", bound=SampleBatch, covariant=True)
+
+
+class SampleSource(Protocol[BatchT_co]):
+    """Numbered samples of a kind of model."""
+
+    def read_batch(self, numbers: Sequence[int], end: int | None = None) -> BatchT_co:
+        """The samples of these numbers; those from `end` on are blank: they have no targets."""
+
+
+class WindowSource(Protocol):
+    """A source of windows: a mixture or a stream of tokens."""
+
+    @property
+    def seq(self) -> int:
+        """Tokens per sample."""
+
+    @property
+    def document_mask(self) -> bool:
+        """Whether attention and positions stay within a document."""
+
+    def read_sample(self, number: int) -> Window:
+        """The sample of this number."""
+
+
+def read_windows(source: WindowSource, numbers: Sequence[int], end: int | None = None) -> Batch:
+    """The windows of these numbers as a batch; those from `end` on have no targets."""
+    blank = Window.without_targets(source.seq)
+    windows = [
+        blank if end is not None and number >= end else source.read_sample(number)
+        for number in numbers
+    ]
+    batch = Batch.from_windows(windows, packed=source.document_mask)
+    return replace(batch, samples=torch.tensor(numbers))

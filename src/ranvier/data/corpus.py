@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.batch import Ints, Window
+from ranvier.data.batch import Batch, Ints, Window, read_windows
 from ranvier.data.chat.template import load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder, LossOn
 from ranvier.data.checksums import file_size
@@ -271,6 +271,10 @@ class DocumentStream:
     def read_sample(self, number: int) -> Window:
         """The window of this number."""
         return self.read_window(number)
+
+    def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
+        """The windows of these numbers; those from `end` on have no targets."""
+        return read_windows(self, numbers, end)
 
     def read_window(self, number: int) -> Window:
         """The window of tokens from `number * seq` on."""

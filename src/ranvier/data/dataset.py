@@ -19,8 +19,8 @@ from ranvier.errors import DataError, PlanError
 
 
 @dataclass
-class RunData:
-    """Training and validation data of a run."""
+class TextData:
+    """Corpora of a run, for training and validation."""
 
     train: CorpusMixture
     validation: CorpusMixture | None
@@ -70,6 +70,13 @@ class RunData:
                 lines.append(f"{known.source}: {stream.summary_line}; template {known.template}")
         return lines
 
+    def save_files(self, folder: Path) -> None:
+        """Write tokenizer and chat template into the directory of a run."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder / "tokenizer.json")
+        if self.chat_encoder is not None:
+            self.chat_encoder.template.save(folder)
+
     def check_vocab(self, vocab: int) -> None:
         """Refuse tokens outside of a model's vocabulary."""
         for corpus in self.corpora:
@@ -117,7 +124,7 @@ def open_data(
     packed: bool = True,
     truncate: Truncate = "right",
     loss_on: LossOn = "assistant",
-) -> RunData:
+) -> TextData:
     """Open prepared corpora; called on every rank of a run.
 
     weights: of the corpora; None: by their tokens. held_out: fraction of the documents. truncate,
@@ -143,7 +150,7 @@ def open_data(
         aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0)
     else:
         aside = None
-    return RunData(CorpusMixture(streams, shares, seed), aside, corpora)
+    return TextData(CorpusMixture(streams, shares, seed), aside, corpora)
 
 
 def _check_options(count: int, seq: int, held_out: float) -> None:

@@ -9,35 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from ranvier.data.batch import Batch, Window
+from ranvier.data.batch import BatchT, SampleSource
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
 from ranvier.sharding import REPLICA_AXES, local_range
 
 T = TypeVar("T")
-
-
-class SampleSource(Protocol):
-    """A source of numbered samples: a mixture or a stream."""
-
-    @property
-    def seq(self) -> int:
-        """Tokens per sample."""
-
-    @property
-    def document_mask(self) -> bool:
-        """Whether attention and positions stay within a document."""
-
-    def read_sample(self, number: int) -> Window:
-        """The sample of this number."""
 
 
 CLOSE_SECONDS = 5.0
@@ -162,43 +143,40 @@ def rank_rows(batch: int, grid: Grid) -> range:
 
 
 def load_micro_batches(
-    samples: SampleSource, first: int, batch: int, grid: Grid, size: int, *, pin: bool = False
-) -> list[Batch]:
+    samples: SampleSource[BatchT],
+    first: int,
+    batch: int,
+    grid: Grid,
+    size: int,
+    *,
+    pin: bool = False,
+) -> list[BatchT]:
     """This rank's micro-batches of samples `first` to `first + batch`, `size` samples each."""
-    numbers = [first + row for row in rank_rows(batch, grid)]
-    windows = [samples.read_sample(number) for number in numbers]
-    return _split_micro_batches(numbers, windows, size, packed=samples.document_mask, pin=pin)
+    mine = samples.read_batch([first + row for row in rank_rows(batch, grid)])
+    return _split_micro_batches(mine, size, pin=pin)
 
 
 def validation_batches(
-    samples: SampleSource, count: int, batch: int, grid: Grid, size: int, *, pin: bool = False
-) -> Iterator[list[Batch]]:
+    samples: SampleSource[BatchT],
+    count: int,
+    batch: int,
+    grid: Grid,
+    size: int,
+    *,
+    pin: bool = False,
+) -> Iterator[list[BatchT]]:
     """This rank's micro-batches of samples 0 to `count`, batch after batch.
 
     The last batch is padded with samples without targets.
     """
-    # All ranks must take part in each batch; blank samples add nothing to the loss.
-    blank = Window.without_targets(samples.seq)
     for first in range(0, count, batch):
-        numbers = [first + row for row in rank_rows(batch, grid)]
-        windows = [samples.read_sample(number) if number < count else blank for number in numbers]
-        yield _split_micro_batches(numbers, windows, size, packed=samples.document_mask, pin=pin)
+        # All ranks must take part in each batch; blank samples add nothing to the loss.
+        mine = samples.read_batch([first + row for row in rank_rows(batch, grid)], end=count)
+        yield _split_micro_batches(mine, size, pin=pin)
 
 
-def _split_micro_batches(
-    numbers: Sequence[int], windows: Sequence[Window], size: int, *, packed: bool, pin: bool
-) -> list[Batch]:
-    assert len(windows) % size == 0, (len(windows), size)
-
-    def stacked(name: str) -> Tensor:
-        return torch.from_numpy(np.stack([getattr(window, name) for window in windows]))
-
-    mine = Batch(
-        stacked("tokens"),
-        stacked("targets"),
-        stacked("positions") if packed else None,
-        stacked("documents") if packed else None,
-        torch.tensor(numbers, pin_memory=pin),
-    )
+def _split_micro_batches(mine: BatchT, size: int, *, pin: bool) -> list[BatchT]:
+    count = mine.num_samples
+    assert count % size == 0, (count, size)
     mine = mine.pin_memory() if pin else mine
-    return [mine.select(slice(i, i + size)) for i in range(0, len(windows), size)]
+    return [mine.select(slice(i, i + size)) for i in range(0, count, size)]

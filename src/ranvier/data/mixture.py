@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.counter_rng import random_key
-from ranvier.data.batch import Window
+from ranvier.data.batch import Batch, Window, read_windows
 from ranvier.data.corpus import DocumentStream
 from ranvier.data.packing import ConversationStream
 from ranvier.errors import PlanError
@@ -150,6 +150,10 @@ class CorpusMixture:
             times.append((grid << 16) // max(quota, 1))
         order = np.lexsort((numbers, np.concatenate(times)))
         return numbers[order], ranks[order]
+
+    def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
+        """The windows of these numbers; those from `end` on have no targets."""
+        return read_windows(self, numbers, end)
 
     def read_sample(self, number: int) -> Window:
         """Sample `number` of a run."""

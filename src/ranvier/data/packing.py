@@ -10,13 +10,14 @@ determined by lengths and masks, so that all ranks pack alike.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.batch import Ints, Window
+from ranvier.data.batch import Batch, Ints, Window, read_windows
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -178,6 +179,10 @@ class ConversationStream:
     def read_sample(self, number: int) -> Window:
         """The window of this number."""
         return self.read_window(number)
+
+    def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
+        """The windows of these numbers; those from `end` on have no targets."""
+        return read_windows(self, numbers, end)
 
     def read_window(self, number: int) -> Window:
         """The conversations of a window, concatenated and padded."""

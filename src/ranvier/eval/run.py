@@ -103,7 +103,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
 
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun:
     """Resolve the run on the grid of this evaluation: its batch is not that of training."""
-    model = run.model
+    model = run.decoder
     if model.position_embedding == "learned" and wanted.max_length > model.max_seq:
         raise PlanError(
             f"length={wanted.max_length}, but the model has learned {model.max_seq} positions "
@@ -217,7 +217,7 @@ def _run_evaluation(
     served: ModelServer, run: RunConfig, folder: Path, step: int, wanted: EvalOptions, manager: Any
 ) -> dict[str, dict[str, Any]]:
     """Run the evaluation that was asked for; results by kind and name."""
-    length = wanted.max_length or run.model.max_seq
+    length = wanted.max_length or run.decoder.max_seq
     if wanted.tasks:
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
     if wanted.corpus:
@@ -280,7 +280,7 @@ def _evaluate_corpora(
                 f"{name} was tokenized by {corpus.manifest.tokenizer}, the run by {mine}. Tokens "
                 "mean the same only to one tokenizer. Give the texts instead."
             )
-        corpus.check_vocab(run.model.vocab)
+        corpus.check_vocab(run.decoder.vocab)
         seq = run.data.seq_len
         stride = wanted.stride
         if stride > seq:

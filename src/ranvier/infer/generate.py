@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +57,7 @@ class TextGenerator:
     ) -> TextGenerator:
         """Load a checkpoint of a run; the latest one if `step` is None."""
         run = load_config_from_dir(folder)
+        config = run.decoder
         checkpoint = find_checkpoint(folder, step)
         words = folder / "tokenizer.json"
         if not words.exists():
@@ -66,7 +68,7 @@ class TextGenerator:
         # The model is built without memory, so that the weights of the checkpoint are its only
         # copy.
         with torch.device("meta"):
-            model = build_decoder(run.model, run.lora)
+            model = build_decoder(config, run.lora)
         fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
         known = load_tokenizer(str(words), folder)
         template = load_chat_template(known, folder)
@@ -75,7 +77,7 @@ class TextGenerator:
             chat = None
         else:
             chat = ChatEncoder(template, known)
-        return cls(model.eval(), known, run.model.max_seq, chat)
+        return cls(model.eval(), known, config.max_seq, chat)
 
     def complete_prompt(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
@@ -252,12 +254,12 @@ def load_config_from_dir(folder: Path) -> RunConfig:
     """Load the settings of a run from its directory."""
     runs.check_is_run(folder)
     run = runs.load_run_config(folder / "config.toml", in_run=True)
-    if run.model.position_embedding == "rope" and run.data.seq_len > run.model.max_seq:
+    extensible = "max_seq" in run.model.changeable_settings
+    if extensible and run.data.seq_len > run.model.sequence_limit:
         # Runs trained before this combination was refused have seen sequences of this length, so
         # their maximum is raised instead of failing.
-        run = dataclasses.replace(
-            run, model=dataclasses.replace(run.model, max_seq=run.data.seq_len)
-        )
+        longer: Any = {"max_seq": run.data.seq_len}
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, **longer))
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     # The file may have been edited by hand since the run wrote it.
     run.check_and_resolve(known)

@@ -50,7 +50,7 @@ def load_model(
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
     model = build_empty_model(
-        run.model, grid, device, lora=lora, plan=plan, seq_len=seq_len, dtype=dtype
+        run.decoder, grid, device, lora=lora, plan=plan, seq_len=seq_len, dtype=dtype
     )
     load_weights(model, checkpoint, device)
     return model.eval()

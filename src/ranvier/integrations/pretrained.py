@@ -71,7 +71,7 @@ def from_pretrained(
     if (origin / "config.toml").exists():
         run = load_config_from_dir(origin)
         there = None
-        config: DecoderConfig = run.model
+        config: DecoderConfig = run.decoder
     else:
         run = None
         there = PublishedModel.open(path)

@@ -296,6 +296,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head, loss."""
 
+    returns_head_loss = True
+    """`forward` runs the blocks in sequence and returns the loss of its head as it is."""
     dims = {
         "embed": ("vocab", "embed"),
         "position": ("position", "embed"),

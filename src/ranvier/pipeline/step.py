@@ -76,6 +76,11 @@ class MicroBatch:
     samples: Tensor | None = None
     """Index of each sample in the run."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of its first input, the tokens of a decoder."""
+        return next(tuple(x.shape) for x in self.inputs.values() if isinstance(x, Tensor))
+
 
 @dataclass
 class _SavedForward:
@@ -132,7 +137,7 @@ class PipelineStep:
         )
         # The shape of messages is announced once per key, so all micro-batches must have the same
         # one.
-        shapes = {tuple(micro.inputs["tokens"].shape) for micro in micros}
+        shapes = {micro.shape for micro in micros}
         if stage.num_stages > 1 and len(shapes) > 1:
             raise ShardingError(
                 f"The micro-batches of a step have the shapes {sorted(shapes)}. Between stages all "

@@ -128,9 +128,9 @@ def _parse_number(digits: str, scale: str, word: str) -> float:
 
 def nearest_named_size(parameters: float) -> str:
     """The named size with about so many parameters; empty if there is none."""
-    from ranvier.config.sections import ModelConfig
+    from ranvier.config.kinds import named_model
 
-    counts = {name: ModelConfig.from_size(name).num_parameters for name in MODEL_SIZES}
+    counts = {name: named_model(name).num_parameters for name in MODEL_SIZES}
     near = min(counts, key=lambda name: abs(counts[name] - parameters))
     if abs(counts[near] - parameters) <= SIZE_TOLERANCE * parameters:
         return near

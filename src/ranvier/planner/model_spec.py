@@ -413,17 +413,17 @@ def load_shipped_spec(name: str) -> ModelSpec:
 
 def resolve_model_spec(run: RunConfig) -> ModelSpec:
     """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
-    # Imports are local so that reading a shipped spec does not load them.
-    import hashlib
-
-    from ranvier import launch
-
     config = asdict(run.model)
     lora = asdict(run.lora)
     size = config.pop("size")
     # Shipped specs have no adapters.
     if run.lora.rank == 0 and _is_shipped_size(run):
         return load_shipped_spec(size)
+    # Imports are local so that reading a shipped spec does not load them.
+    import hashlib
+
+    from ranvier import launch
+
     # The key covers everything that the spec depends on, except the name of the size.
     text = json.dumps([SPEC_FORMAT, config, lora], sort_keys=True)
     path = launch.cache_dir() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
@@ -433,9 +433,9 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
         # Not cached yet, or written by another version.
         pass
     # Building the model needs torch, which is only imported here.
-    from ranvier.planner.model_spec_torch import build_decoder_spec
+    from ranvier.planner.model_spec_torch import build_model_spec
 
-    model = replace(build_decoder_spec(run.model, run.lora), name=size)
+    model = replace(build_model_spec(run.model, run.lora), name=size)
     # A cache that cannot be written is not an error: the next run builds the model once more.
     with suppress(OSError):
         _write_atomically(path, json.dumps(model.to_dict()))
@@ -454,7 +454,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 def _is_shipped_size(run: RunConfig) -> bool:
     """Whether a run has a built-in size in all settings that its spec depends on."""
-    from ranvier.config.sections import ModelConfig
+    from ranvier.config.kinds import named_model
 
     size = run.model.size
-    return (SPEC_FOLDER / f"{size}.json").is_file() and run.model == ModelConfig.from_size(size)
+    return (SPEC_FOLDER / f"{size}.json").is_file() and run.model == named_model(size)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from ranvier import counter_rng
+from ranvier.config.kinds import find_kind
+from ranvier.config.sections import ModelConfig
 from ranvier.grid import Grid
-from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
+from ranvier.models.config import AdapterConfig
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.nn.dora import DoraMagnitude
@@ -26,23 +28,12 @@ from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.model_spec import ENTRY, EXIT, BlockSpec, LayerKind, LayerSpec, ModelSpec
 
-MEMORY_TRAITS = (
-    "activation",
-    "position_embedding",
-    "dropout",
-    "embed_scale",
-    "norm_position",
-    "qk_norm",
-)
-"""Settings of a decoder that affect what its blocks save."""
 
-
-def build_decoder_spec(config: DecoderConfig, lora: AdapterConfig) -> ModelSpec:
-    """The spec of a decoder."""
+def build_model_spec(config: ModelConfig, lora: AdapterConfig) -> ModelSpec:
+    """The spec of a model of any kind."""
     with torch.device("meta"), counter_rng.init_empty_weights():
-        model = build_decoder(config, lora)
-    found = build_module_spec(model)
-    return replace(found, traits={name: getattr(config, name) for name in MEMORY_TRAITS})
+        model = find_kind(config.kind).build_model(config, lora)
+    return replace(build_module_spec(model), traits=config.memory_traits)
 
 
 def build_module_spec(model: nn.Module) -> ModelSpec:

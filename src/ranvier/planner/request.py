@@ -19,12 +19,10 @@ from typing import Literal
 
 from ranvier.config.plan import AXES, Plan
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import IMPORTED_SIZE, ModelConfig
 from ranvier.errors import PlanError
 from ranvier.html.number_format import format_number
-from ranvier.planner import model_spec
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.model_spec import ModelSpec
+from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Workload
 from ranvier.planner.search import SearchRequest
 from ranvier.planner.time.compute import FP8_SCALING
@@ -56,15 +54,6 @@ COMMAND_SETTINGS = (
 Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 
 
-def load_model_spec(run: RunConfig) -> ModelSpec:
-    """The model spec of a run; that of a named size needs no torch."""
-    named = run.model.size != IMPORTED_SIZE and run.model == ModelConfig.from_size(run.model.size)
-    plain = named and run.lora.rank == 0 and not run.lora.init_from and not run.prune.is_enabled
-    if plain:
-        return model_spec.load_shipped_spec(run.model.size)
-    return model_spec.resolve_model_spec(run)
-
-
 def assume_batch_and_seq(
     run: RunConfig, cluster: Cluster, given: Set[str]
 ) -> tuple[RunConfig, list[str]]:
@@ -74,7 +63,8 @@ def assume_batch_and_seq(
     if parameters < SMALL_MODEL:
         return run, words
     if "data.seq_len" not in given:
-        run = replace(run, data=replace(run.data, seq_len=min(run.model.max_seq, DEFAULT_SEQ)))
+        seq = min(run.model.sequence_limit, DEFAULT_SEQ)
+        run = replace(run, data=replace(run.data, seq_len=seq))
         words.append(f"--data.seq-len {run.data.seq_len}")
     if "plan.global_batch" not in given:
         batch, _ = default_batch(parameters, run.data.seq_len, cluster.num_devices)
@@ -129,7 +119,7 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
             f"{', '.join(cluster.device.peak)}. Use one of these."
         )
     return Workload(
-        model=load_model_spec(run),
+        model=resolve_model_spec(run),
         seq=run.data.seq_len,
         batch=run.plan.global_batch,
         dtype=dtype,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ranvier import launch
 from ranvier.buckets.scheduler import BucketScheduler
@@ -29,7 +30,6 @@ from ranvier.config.resolved_run import ResolvedRun, decision_lines, decisions_t
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.models import Decoder
 from ranvier.nn.attention import AttentionCore
 from ranvier.nn.attention_backends import flash_attention
 from ranvier.nn.moe.layer import MoELayer
@@ -196,7 +196,7 @@ def dry_run(
     )
 
 
-def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
+def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     """Set what a fake world cannot find out: message shapes, job order, the attention kernel."""
     parallel = get_parallel_model(model)
     plan = run.plan

@@ -17,13 +17,13 @@ from typing import Any
 
 from ranvier import counter_rng
 from ranvier.config.arguments import SimulateOptions
+from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.html import page
 from ranvier.html.plot import standalone_svg
-from ranvier.models import build_decoder
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.parallel.parallelize import parallelize
 from ranvier.pipeline import policy_search, timeline_svg
@@ -159,7 +159,7 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
         )
     # Only the costs of the stages are needed, so no weight gets memory.
     with counter_rng.init_empty_weights():
-        model = build_decoder(run.model, run.lora)
+        model = find_kind(run.model.kind).build_model(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
     plan = replace(run.plan.without_measuring, compile="off")
     parallelize(model, grid, plan, seq_len=run.data.seq_len, materialize=False)

@@ -190,9 +190,9 @@ def upcycle_model(
         run = load_config_from_dir(path)
         there = open_checkpoint(find_checkpoint(path, None if step < 0 else step))
         read = import_export.weight_reader(there, run)
-        dense = DenseModel(run.model, read, lambda name: there.tensor_specs[f"{name}.master"][0])
+        dense = DenseModel(run.decoder, read, lambda name: there.tensor_specs[f"{name}.master"][0])
         config = mixture_config(
-            run.model,
+            run.decoder,
             experts,
             experts_per_token=experts_per_token,
             shared_expert_mlp=shared_expert_mlp,

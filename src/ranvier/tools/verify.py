@@ -5,9 +5,7 @@ On one process it is plain PyTorch. Every rank also runs the plain model and com
 with it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
 communication it recorded with what its layers predicted. Then it trains, saves, reloads and
 continues as a run does (`verify_run`), with the run's pruning and its offloading to the host.
-Shrinking keeps what decides about parallel correctness: heads : kv heads : ranks that split them,
-the remainder of the vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what
-col splits inside of blocks.
+Shrinking (`shrink`) keeps what decides about parallel correctness.
 """
 
 from __future__ import annotations
@@ -23,28 +21,22 @@ from torch import Tensor, nn
 
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks
+from ranvier.config.kinds import find_kind
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import ModelConfig
 from ranvier.cost.layers import ActivationShape
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch, batch_type
 from ranvier.errors import STOPPED_EXIT_CODE, PlanError, UnsafeInputError, WriteError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
-from ranvier.models import DecoderConfig, build_decoder
-from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import (
-    EXPERT_HIDDEN_AXES,
-    WEIGHT_RULE,
-    Shard,
-    ShardingTable,
-    count_parts,
-    round_up,
-)
+from ranvier.sharding import Shard
 from ranvier.system.terminal import print
+from ranvier.tools.shrink import ShrunkSizes
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train import resolve
@@ -74,50 +66,11 @@ def required_ranks(plan: Plan) -> int:
 def shrink_run(run: ResolvedRun) -> ResolvedRun:
     """The run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
-    model = run.model
-    table = ShardingTable.from_plan(plan)
-    inside = table.num_parts("mlp", "mlp", plan.degrees)
-    heads, kv_heads = _shrink_heads(
-        model.heads, model.kv_heads, count_parts(WEIGHT_RULE["heads"], plan.degrees), inside
-    )
-    # Padding of the vocabulary depends on its remainder modulo the ranks that split it: keep that.
-    period = table.padded_vocab(1, plan.degrees) * plan.depth
-    vocab = model.vocab % period
-    while vocab < 24:
-        vocab += period
-    # At least 8 tokens, at least 2 of them on each rank.
-    multiple = table.seq_multiple(plan.degrees)
-    seq = max(round_up(8, multiple), 2 * multiple)
-    micro = 2 * table.batch_multiple(plan.degrees)
+    sizes = ShrunkSizes.from_run(run)
+    small: ModelConfig = find_kind(run.model.kind).shrink.load()(run, sizes)
+    micro = 2 * sizes.table.batch_multiple(plan.degrees)
     # Two micro-batches per stage are enough for a pipeline to reach its steady state.
     micro_batches = min(plan.num_micro_batches, 2 * plan.pipe)
-    # An N:M pruning pattern needs whole groups of M in the rows of each rank.
-    if run.prune.pattern_n_m:
-        group = run.prune.pattern_n_m[1]
-    else:
-        group = 1
-    narrow = table.num_parts("embed", "embed", plan.degrees) * group
-    wide = inside * group
-    head_dim = math.lcm(4, group)
-    small = replace(
-        model,
-        # Every virtual stage gets at least one block. Sizes below are rounded up to a multiple of
-        # the ranks that split them. Dropout is off: its random numbers differ between the two
-        # models.
-        layers=min(model.layers, max(2, plan.pipe * plan.virtual_stages)),
-        embed=narrow * -(-16 // narrow),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp=wide * -(-24 // wide),
-        vocab=vocab,
-        max_seq=max(seq, 1),
-        dropout=0.0,
-        **_shrink_experts(model, plan, group),
-        **_shrink_positions(
-            model, min(model.layers, max(2, plan.pipe * plan.virtual_stages)), seq, head_dim
-        ),
-    )
     batch = plan.num_replicas * micro * micro_batches
     return replace(
         run,
@@ -132,83 +85,9 @@ def shrink_run(run: ResolvedRun) -> ResolvedRun:
             max_in_flight=0,
             stage_time_jitter=0.0,
         ),
-        data=replace(run.data, seq_len=seq),
+        data=replace(run.data, seq_len=sizes.seq),
         lora=replace(run.lora, dropout=0.0, layers=(), init_from=""),
     )
-
-
-def _shrink_positions(model: DecoderConfig, layers: int, seq: int, head_dim: int) -> dict[str, Any]:
-    """Sliding windows and RoPE settings that a text of `seq` tokens exercises, for small heads."""
-    # Shorter than the text, else the window would mask nothing.
-    window = min(model.sliding_window, max(seq // 3, 1))
-    slide = tuple(i for i in range(layers) if model.window_of_layer(i * model.layers // layers))
-    # RoPE rotates pairs of features: an even number of them, at least one pair.
-    turned = max(int(head_dim * model.partial_rotary_factor) // 2 * 2, 2)
-    return {
-        "sliding_window": window if slide else 0,
-        "window_layers": () if len(slide) == layers else slide,
-        "original_max_position": min(model.original_max_position, max(seq // 2, 2)),
-        "partial_rotary_factor": turned / head_dim,
-        "rope_short": model.rope_short[: turned // 2],
-        "rope_long": model.rope_long[: turned // 2],
-    }
-
-
-def _shrink_experts(model: DecoderConfig, plan: Plan, group: int) -> dict[str, Any]:
-    """Few experts, at least one on each rank of expert; the pattern of MoE layers is kept."""
-    if model.experts == 0:
-        return {}
-    experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
-    ranks = count_parts(EXPERT_HIDDEN_AXES, plan.degrees) * group
-    layers = min(model.layers, max(2, plan.pipe * plan.virtual_stages))
-    return {
-        "experts": experts,
-        "experts_per_token": min(model.experts_per_token, experts),
-        "expert_mlp": ranks * -(-24 // ranks),
-        "shared_expert_mlp": ranks * -(-16 // ranks) if model.shared_expert_mlp else 0,
-        "moe_layer_interval": min(model.moe_layer_interval, layers),
-        "dense_first_layers": min(model.dense_first_layers, layers - 1),
-        # Jitter is random noise that the serial model would not reproduce.
-        "router_jitter": 0.0,
-    }
-
-
-def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:
-    """The fewest heads with the same ratio and the same number of ranks that share a kv head."""
-    common = math.gcd(heads, kv_heads)
-    # Multiples of the reduced ratio, from the smallest on; the full counts always qualify.
-    for times in range(1, common + 1):
-        h = heads // common * times
-        kv = kv_heads // common * times
-        same = all(
-            _kv_head_sharing(kv, ranks) == _kv_head_sharing(kv_heads, ranks)
-            for ranks in (row, inside)
-        )
-        if same and h % inside == 0:
-            return h, kv
-    return heads, kv_heads
-
-
-def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
-    """How many ranks share a kv head, and whether the split is even at all."""
-    return max(ranks // kv_heads, 1), kv_heads % ranks == 0 or ranks % kv_heads == 0
-
-
-def random_batch(run: RunConfig) -> Batch:
-    """A batch of random tokens, equal on every rank; some tokens have no target."""
-    drawn = torch.Generator().manual_seed(run.train.seed + 1)
-    shape = (run.plan.global_batch, run.data.seq_len)
-    tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
-    targets = torch.randint(0, run.model.vocab, shape, generator=drawn)
-    targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE_INDEX
-    if not run.data.document_mask:
-        return Batch(tokens, targets)
-    starts = torch.rand(shape, generator=drawn) < 0.25
-    starts[:, 0] = True
-    index = torch.arange(shape[1]).expand(shape)
-    # Position within the document: distance to the latest document start.
-    positions = index - torch.where(starts, index, 0).cummax(1).values
-    return Batch(tokens, targets, positions, starts.long().cumsum(1))
 
 
 @dataclass
@@ -224,7 +103,7 @@ class SerialSteps:
 
     @classmethod
     def run_serially(
-        cls, model: nn.Module, batch: Batch, run: RunConfig, decays: Mapping[str, bool]
+        cls, model: nn.Module, batch: SampleBatch, run: RunConfig, decays: Mapping[str, bool]
     ) -> SerialSteps:
         """Take a few steps with torch's AdamW."""
         optim = run.optim
@@ -240,7 +119,7 @@ class SerialSteps:
             eps=optim.eps,
         )
         found = cls([], [], [], {}, {})
-        count = (batch.targets != IGNORE_INDEX).sum()
+        count = batch.count_targets()
         for step in range(COMPARED_STEPS):
             optimizer.zero_grad()
             loss = model(**batch.model_inputs()) / count
@@ -293,7 +172,7 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     torch.manual_seed(run.train.seed)
-    serial = build_decoder(run.model, run.lora).double()
+    serial = find_kind(run.model.kind).build_model(run.model, run.lora).double()
     findings, lines, events = compare_with_serial(run, grid, serial, device)
     # A rank with unpredicted communication must fail the verification on all ranks.
     unlike = torch.tensor([float(len(lines))], dtype=torch.float64, device=device)
@@ -372,7 +251,7 @@ def compare_with_serial(
     run: RunConfig, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Comparison], list[str], list[Event]]:
     """Comparisons of this rank, lines about unpredicted communication, and the recorded events."""
-    batch = random_batch(run).to(device)
+    batch = batch_type(run.model).random(run).to(device)
     serial = serial.to(device)
     # The same seed as in `verify_grid` gives both models the same initial weights.
     torch.manual_seed(run.train.seed)
@@ -383,7 +262,7 @@ def compare_with_serial(
     if not plan.has_whole_blocks:
         plan = replace(plan, compile="off")
     model = parallelize(
-        build_decoder(run.model, run.lora).double(),
+        find_kind(run.model.kind).build_model(run.model, run.lora).double(),
         grid,
         plan,
         device=device,
@@ -426,11 +305,11 @@ def compare_with_serial(
     return findings, diff_events(predicted, events, parallel.data_dependent_layers), events
 
 
-def _mean_aux_loss(parallel: ParallelModel, batch: Batch) -> float:
+def _mean_aux_loss(parallel: ParallelModel, batch: SampleBatch) -> float:
     """The auxiliary loss that MoE layers added to the mean loss of the last step."""
     if parallel.load_balancer is None or parallel.load_balancer.last_stats is None:
         return 0.0
-    return float(parallel.load_balancer.aux_loss_sum) / int((batch.targets != IGNORE_INDEX).sum())
+    return float(parallel.load_balancer.aux_loss_sum) / int(batch.count_targets())
 
 
 def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Comparison]:
@@ -528,16 +407,15 @@ def _print_report(
     run: RunConfig, findings: list[Comparison], lines: list[str], events: list[Event], others: int
 ) -> None:
     plan = run.plan
-    model = run.model
     shape = (
         " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
         or "one rank"
     )
     print(f"grid: {shape}; col splits {plan.col_splits} inside")
+    unit = find_kind(run.model.kind).unit
     print(
-        f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, "
-        f"{model.kv_heads} kv heads, mlp {model.mlp}, vocab {model.vocab}, {run.data.seq_len} "
-        f"tokens, packed {run.data.document_mask}, tied {model.tie_embeddings}"
+        f"shrunk model: {run.model.describe_shape()}, {run.data.seq_len} {unit}, "
+        f"packed {run.data.document_mask}"
     )
     print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
     _print_comparisons(findings)

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,16 +31,14 @@ from ranvier.checkpoint import async_saver
 from ranvier.checkpoint import directory as checkpoints
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm.consensus import broadcast_text
+from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
-from ranvier.data.batch import Batch
-from ranvier.data.cache import index_pairs
-from ranvier.data.indexed_dataset import IndexedDatasetBuilder
+from ranvier.data.batch import SampleBatch
 from ranvier.data.loader import load_micro_batches
+from ranvier.data.run_data import data_source
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
-from ranvier.models import build_decoder
-from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim import pruning
 from ranvier.optim.lr_schedule import lr_factor
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
@@ -54,8 +51,6 @@ TOTAL_STEPS = 3
 """Steps of the first run, and of both runs together."""
 NOISE_RATIO = 1e-10
 """A gradient smaller than the model's largest by this ratio is rounding noise of a true zero."""
-DOCUMENT_TOKENS = 40
-"""Mean length of the training documents, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,9 @@ def train_and_judge(
     """
     with _shared_directory(run, grid, device) as folder:
         if grid.rank == 0:
-            _write_tokens(folder, run)
+            samples = (TOTAL_STEPS + 1) * run.plan.global_batch
+            stored = data_source(run.model).write_random(run, folder, samples)
+            (folder / "stored").write_text(json.dumps(stored))
             first = short_run(run, folder, steps=SAVED_STEPS)
             if first.train.init_from:
                 _write_start(folder, first)
@@ -131,7 +128,7 @@ def train_and_judge(
         for steps in (SAVED_STEPS, TOTAL_STEPS):
             now = short_run(run, folder, steps=steps)
             with _redirect_output(folder / f"rank{grid.rank}-{steps}.log"):
-                code = train.train(now, me, [_read_index_path(folder)])
+                code = train.train(now, me, _read_stored(folder))
             assert code == 0, f"a run of {steps} steps ended with {code}"
         # Barrier: all ranks have saved their part.
         broadcast_text("", grid, device)
@@ -168,26 +165,16 @@ def _redirect_output(path: Path) -> Iterator[None]:
 # ---- inputs of the run ------------------------------------------------------------------------
 
 
-def _write_tokens(folder: Path, run: RunConfig) -> None:
-    """Write documents of random tokens, enough for all steps, and their index."""
-    drawn = np.random.default_rng(run.train.seed + 1)
-    writer = IndexedDatasetBuilder(folder / "tokens", "<i4")
-    while writer.num_tokens < (TOTAL_STEPS + 1) * run.plan.global_batch * (run.data.seq_len + 1):
-        length = int(drawn.integers(2, 2 * DOCUMENT_TOKENS))
-        writer.add_document(drawn.integers(0, run.model.vocab, length))
-    writer.close()
-    (folder / "stored").write_text(str(index_pairs([folder / "tokens"], folder)))
-
-
-def _read_index_path(folder: Path) -> str:
-    """Path of the index of the documents."""
-    return (folder / "stored").read_text()
+def _read_stored(folder: Path) -> list[str]:
+    """What the data source needs to open the random data."""
+    stored: list[str] = json.loads((folder / "stored").read_text())
+    return stored
 
 
 def _single_rank_model(run: RunConfig, seed: int) -> ParallelModel:
     """The model on one rank, with its initial values."""
     with counter_rng.init_empty_weights():
-        model = build_decoder(run.model, run.lora)
+        model = find_kind(run.model.kind).build_model(run.model, run.lora)
     return get_parallel_model(
         parallelize(model, Grid({}), seed=seed, dtype=torch.float64, device="cpu")
     )
@@ -221,7 +208,7 @@ class SerialRun:
         seed = run.train.seed + (1 if run.train.init_from else 0)
         # Initial values come from the counter-based RNG, which gives the same on any grid.
         parallel = _single_rank_model(run, seed)
-        model = build_decoder(run.model, run.lora).double()
+        model = find_kind(run.model.kind).build_model(run.model, run.lora).double()
         named = dict(model.named_parameters())
         values = parallel.sharded_state()
         with torch.no_grad():
@@ -237,7 +224,7 @@ class SerialRun:
         }
         found.prune_weights(run, pruned, step=0)
         optimizer = _build_adamw(run, parallel, named)
-        data = train.open_dataset(run, [_read_index_path(folder)]).train
+        data = data_source(run.model).open(run, _read_stored(folder)).train
         for step in range(TOTAL_STEPS):
             if run.prune.update_interval and 0 < step <= run.prune.final_step:
                 found.prune_weights(run, pruned, step=step)
@@ -278,7 +265,7 @@ class SerialRun:
         run: RunConfig,
         model: nn.Module,
         optimizer: torch.optim.AdamW,
-        batch: Batch,
+        batch: SampleBatch,
         step: int,
     ) -> None:
         """One step with the learning rate of its run."""
@@ -299,7 +286,7 @@ class SerialRun:
         for group in optimizer.param_groups:
             group["lr"] = run.peak_lr * part * group["factor"]
         optimizer.zero_grad()
-        count = (batch.targets != IGNORE_INDEX).sum()
+        count = batch.count_targets()
         loss = model(**batch.model_inputs()) / count
         loss.backward()
         extra = getattr(model, "aux_loss", None)

@@ -9,12 +9,13 @@ import json
 from typing import Any
 
 import torch
+from torch import nn
 
 from ranvier import counter_rng
 from ranvier.comm.consensus import broadcast_text
+from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
-from ranvier.models import Decoder, build_decoder
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
@@ -30,11 +31,11 @@ DTYPES = {
 }
 
 
-def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
+def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks: int) -> nn.Module:
     """Build the model of a run on its grid. Communicates: creation of process groups."""
     # No rank ever holds the whole model: only the local shards are filled.
     with counter_rng.init_empty_weights():
-        model = build_decoder(run.model, run.lora)
+        model = find_kind(run.model.kind).build_model(run.model, run.lora)
     seed = run.train.seed
     dtype = DTYPES[run.train.dtype]
     parallelize(

@@ -13,7 +13,7 @@ from dataclasses import fields
 import torch
 from torch import nn
 
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch
 from ranvier.optim.optimizer import Optimizer
 from ranvier.train.step import StepLimits, StepResult, train_step
 
@@ -30,7 +30,7 @@ class CudaGraphStep:
         self.steps_taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def step(self, batches: Sequence[Batch], lr: float, watch: StepLimits) -> StepResult:
+    def step(self, batches: Sequence[SampleBatch], lr: float, watch: StepLimits) -> StepResult:
         """Run one step, as `train_step` does."""
         self.steps_taken += 1
         if self.steps_taken <= WARMUP_STEPS:
@@ -48,9 +48,9 @@ class CudaGraphStep:
         self.graph.replay()
         return self.static_result
 
-    def _capture_step(self, batches: Sequence[Batch], watch: StepLimits) -> None:
+    def _capture_step(self, batches: Sequence[SampleBatch], watch: StepLimits) -> None:
         """Capture a step without executing it. The tensors of `watch` are read in place."""
-        self.static_batches = [batch._map_tensors(lambda x: x.clone()) for batch in batches]
+        self.static_batches = [batch.map_tensors(lambda x: x.clone()) for batch in batches]
         self.static_lr = torch.zeros((), dtype=torch.float64, device=watch.nonfinite_steps.device)
         torch.cuda.synchronize()
         # The graph has a memory pool of its own and cannot use blocks that are cached outside of

@@ -29,7 +29,12 @@ from ranvier.checkpoint.hf.peft_write import merge_adapter, write_adapter
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import IMPORTED_SIZE, DataConfig, ModelConfig
+from ranvier.config.sections import (
+    IMPORTED_SIZE,
+    DataConfig,
+    DecoderModelConfig,
+    ModelConfig,
+)
 from ranvier.errors import CheckpointError, PlanError, WriteError
 from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
@@ -122,9 +127,9 @@ def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> 
     return RunConfig(model=to_model_config(model.config), data=data)
 
 
-def to_model_config(config: DecoderConfig) -> ModelConfig:
+def to_model_config(config: DecoderConfig) -> DecoderModelConfig:
     """The `model` section of a run config."""
-    return ModelConfig(**{**asdict(config), "size": IMPORTED_SIZE})
+    return DecoderModelConfig(**{**asdict(config), "size": IMPORTED_SIZE})
 
 
 def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
@@ -215,7 +220,7 @@ def init_from(run: RunConfig) -> RunConfig:
     else:
         origin = source
     if (origin / "config.toml").exists():
-        model = load_config_from_dir(origin).model
+        model: ModelConfig = load_config_from_dir(origin).model
         words = origin / "tokenizer.json"
     else:
         with PublishedModel.open(source) as there:
@@ -257,7 +262,7 @@ def export_model(
     kind, theirs = resolve_family(origin, run, family)
     source = open_checkpoint(checkpoint)
     sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.tensor_specs.items()}
-    entries = kind.tensor_mappings(run.model)
+    entries = kind.tensor_mappings(run.decoder)
     lost = [name for entry in entries for name in entry.our_names if name not in sizes]
     if lost:
         raise CheckpointError(
@@ -307,7 +312,7 @@ def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") 
         base = safe_files.read_text(told_by, root=origin, errors="replace").strip()
     with write_atomically(out) as here:
         names = write_adapter(
-            checkpoint, run.model, run.lora, kind, here, base, dtype=DTYPES_BY_NAME.get(dtype)
+            checkpoint, run.decoder, run.lora, kind, here, base, dtype=DTYPES_BY_NAME.get(dtype)
         )
     return [f"{kind.model_type}: an adapter of rank {run.lora.rank} ({', '.join(names)}) in {out}"]
 
@@ -319,7 +324,7 @@ def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Fami
         before = published.read_json_table(kept, root=origin)
     else:
         before = {}
-    config = DecoderConfig(**{f.name: getattr(run.model, f.name) for f in fields(DecoderConfig)})
+    config = DecoderConfig(**{f.name: getattr(run.decoder, f.name) for f in fields(DecoderConfig)})
     try:
         if before and wanted in ("", before.get("model_type")):
             kind = find_family(before)
@@ -344,7 +349,7 @@ def weight_reader(source: CheckpointSource, run: RunConfig) -> Callable[[str], T
     """Return a function that reads a full weight by name, with its adapter merged."""
     there = run.lora.rank > 0 and any(".adapters." in name for name in source.tensor_specs)
     if there:
-        known = adapted_weights(run.model, run.lora)
+        known = adapted_weights(run.decoder, run.lora)
     else:
         known = {}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config import run as runs
+from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import print
@@ -35,13 +36,13 @@ def check_loggers(run: RunConfig) -> None:
         )
 
 
-def format_metrics(row: MetricsRow, steps: int) -> str:
-    """The metrics of a step as one line."""
+def format_metrics(row: MetricsRow, steps: int, unit: str) -> str:
+    """The metrics of a step as one line; unit: what throughput counts."""
     parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_format_number(row['loss'], '.4f')}"]
     if row["val_loss"] is not None:
         parts.append(f"val loss {row['val_loss']:.4f}")
     parts += [f"lr {row['lr']:.2e}", f"norm {_format_number(row['grad_norm'], '.3f')}"]
-    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"{row[f'{unit}_per_second']:,.0f} {unit}/s")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%} (non-causal {row['mfu_noncausal']:.1%})")
     parts.append(f"{row['peak_memory_bytes'] / 2**30:.2f} GiB")
@@ -62,7 +63,7 @@ def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
     with ExitStack() as stack:
         # The file comes first, so that a failing display cannot lose a row.
         every: list[MetricsSink] = [stack.enter_context(metrics_file(folder / "metrics.jsonl"))]
-        every.append(stack.enter_context(progress_display(run.train.steps)))
+        every.append(stack.enter_context(progress_display(run)))
         for name in run.train.loggers:
             every.append(stack.enter_context(tolerate_failures(name, LOGGERS[name](run, folder))))
 
@@ -136,10 +137,12 @@ def metrics_file(path: Path) -> Iterator[MetricsSink]:
 
 
 @contextmanager
-def progress_display(steps: int) -> Iterator[MetricsSink]:
+def progress_display(run: RunConfig) -> Iterator[MetricsSink]:
     """A progress bar on a terminal, otherwise about twenty lines."""
+    steps = run.train.steps
+    unit = find_kind(run.model.kind).unit
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        yield _line_printer(steps)
+        yield _line_printer(steps, unit)
         return
     from rich import progress
 
@@ -154,12 +157,13 @@ def progress_display(steps: int) -> Iterator[MetricsSink]:
             if row["val_loss"] is None:
                 row = {**row, "val_loss": last.get("val_loss")}
             last.update(row)
-            bar.update(task, completed=row["step"] + 1, description=format_metrics(row, steps))
+            words = format_metrics(row, steps, unit)
+            bar.update(task, completed=row["step"] + 1, description=words)
 
         yield show
 
 
-def _line_printer(steps: int) -> MetricsSink:
+def _line_printer(steps: int, unit: str) -> MetricsSink:
     every = max(steps // PRINTED_LINES, 1)
 
     def show(row: MetricsRow) -> None:
@@ -167,7 +171,7 @@ def _line_printer(steps: int) -> MetricsSink:
         # Besides the regular lines: the last step, every evaluation, and every skipped step.
         shown = step % every == 0 or step == steps - 1 or row["val_loss"] is not None
         if shown or row["skipped"]:
-            print(format_metrics(row, steps), flush=True)
+            print(format_metrics(row, steps, unit), flush=True)
 
     return show
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ranvier.checkpoint import directory
 from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, PlanError
-from ranvier.models import Decoder
 from ranvier.models.lora import named_adapters
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -29,7 +29,7 @@ ADAPTER_INFIX = ".adapters."
 
 def read_adapter_settings(run: RunConfig) -> dict[str, Any]:
     """The settings of the adapter that a run starts from; raises if they contradict the run's."""
-    stored = read_adapter(Path(run.lora.init_from), run.model)
+    stored = read_adapter(Path(run.lora.init_from), run.decoder)
     if run.lora.rank not in (0, stored.lora.rank):
         raise PlanError(
             f"lora.rank={run.lora.rank}, but lora.init_from={run.lora.init_from!r} has rank "
@@ -75,7 +75,7 @@ def check_same_adapters(
 
 
 @torch.no_grad()
-def init_adapters(run: RunConfig, model: Decoder, optimizer: Optimizer) -> None:
+def init_adapters(run: RunConfig, model: nn.Module, optimizer: Optimizer) -> None:
     """Initialise adapters after the base weights are loaded.
 
     Communicates: with DoRA, weights over depth and the norms of their rows.
@@ -88,7 +88,7 @@ def init_adapters(run: RunConfig, model: Decoder, optimizer: Optimizer) -> None:
         adapter.init_magnitudes(layer)
     if run.lora.init_from:
         mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
-        read_adapter(Path(run.lora.init_from), run.model).fill_state(mine)
+        read_adapter(Path(run.lora.init_from), run.decoder).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
     # The working weights were changed: refresh the master copies.
     optimizer.reload_master_weights()

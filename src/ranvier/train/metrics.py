@@ -173,7 +173,7 @@ class PendingStep:
 
     step: int
     tokens: int
-    """Tokens of the run so far, this step included."""
+    """Tokens (or what the kind of model counts) of the run so far, this step included."""
     lr: float
     numbers: DeferredRead
     """Loss, gradient norm, is_nonfinite, is_spike, stop signal, peak memory, loss scale, router
@@ -194,10 +194,12 @@ class Meter:
     """Computes the metrics of steps and accumulates the time by phase."""
 
     tokens: int
-    """Tokens per step."""
+    """Tokens per step, or what the kind of model counts."""
     flops: tuple[int, int]
     """FLOPs per step on this rank, with causal and with full attention."""
     peak_flops: float | None
+    unit: str = "tokens"
+    """What is counted, in the plural."""
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -233,12 +235,12 @@ class Meter:
         )
         return {
             "step": under.step,
-            "tokens": under.tokens,
+            self.unit: under.tokens,
             "loss": finite_or_none(loss),
             "lr": under.lr,
             "grad_norm": finite_or_none(norm),
             "step_seconds": seconds,
-            "tokens_per_second": self.tokens / seconds,
+            f"{self.unit}_per_second": self.tokens / seconds,
             "mfu": causal,
             "mfu_noncausal": full,
             "peak_memory_bytes": int(held),

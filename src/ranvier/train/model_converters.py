@@ -71,15 +71,17 @@ def _choose_attention(
     dtype: torch.dtype,
     flow: ActivationShape,
 ) -> list[str]:
-    if device.type != "cuda":
+    sizes = run.model.attention_heads
+    if device.type != "cuda" or sizes is None:
         return []
+    num_heads, num_kv_heads, head_dim = sizes
     # Any layer will do for the layout: a pipeline stage may have no attention of its own.
-    model, some = run.model, next(iter(parallel.layers.values()))
+    some = next(iter(parallel.layers.values()))
     ranks = grid.axis_without_group(*parallel.table.feature_axes("heads")).size
     samples = max(some.site.layout_context.local_tokens(flow, "heads") // flow.seq, 1)
-    heads = model.heads // ranks
-    groups = max(model.kv_heads // ranks, 1)
-    shape = (samples, flow.seq, heads, groups, model.head_dim)
+    heads = num_heads // ranks
+    groups = max(num_kv_heads // ranks, 1)
+    shape = (samples, flow.seq, heads, groups, head_dim)
     if grid.rank == 0:
         mine = attention_backends.choose_backend(
             *shape, dtype, device, Autotuner.for_device(device)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ranvier.grid import Grid
-from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.train.health.loss_guard import LossGuard
@@ -21,7 +21,7 @@ from ranvier.train.health.loss_guard import LossGuard
 class TrainState:
     """Model, optimizer and counters of a run on this rank."""
 
-    model: Decoder
+    model: nn.Module
     optimizer: Optimizer
     guard: LossGuard
     step: int = 0

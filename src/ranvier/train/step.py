@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.comm.autograd import local_slice
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch
 from ranvier.errors import PlanError
-from ranvier.models import Decoder
-from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import check_input_parts
@@ -22,13 +19,13 @@ from ranvier.pipeline.step import MicroBatch
 
 
 def forward_backward(
-    model: nn.Module, batches: Sequence[Batch], *, scale: Tensor | None = None
+    model: nn.Module, batches: Sequence[SampleBatch], *, scale: Tensor | None = None
 ) -> Tensor:
-    """Run all micro-batches; returns the mean loss over the valid tokens of the whole step.
+    """Run all micro-batches; returns the mean loss over the targets of the whole step.
 
     Gradients are left in the bucket scheduler. scale: the loss scale, so that small gradients do
     not underflow in fp16.
-    Communicates: all-reduce of the number of tokens and of the loss, and all that the model does.
+    Communicates: all-reduce of the number of targets and of the loss, and all that the model does.
     """
     parallel = get_parallel_model(model)
     queue = parallel.bucket_scheduler
@@ -42,19 +39,18 @@ def forward_backward(
     # With a pipeline the model itself is never called, which is where inputs are checked otherwise.
     if trace.check_collectives and parallel.grid.degrees["pipe"] > 1:
         for batch in batches:
-            check_input_parts(parallel, batch.model_inputs(), {})
+            inputs = batch.local_inputs(parallel.grid, parallel.table)
+            check_input_parts(parallel, inputs, {})
     queue.begin_step(f"train {len(batches)}")
-    samples = [local_slice(batch.targets, _batch_axis(parallel), 0) for batch in batches]
+    counts = [batch.count_targets(_batch_axis(parallel)) for batch in batches]
     with trace.named_scope("step.tokens"):
-        count = collectives.all_reduce(
-            sum_in_order([(x != IGNORE_INDEX).sum() for x in samples]), axis
-        ).wait()
-    # The loss is a mean over the valid tokens of all ranks and micro-batches, so every token has
-    # the same weight, however many targets a micro-batch masks. A step without any has loss 0.
+        count = collectives.all_reduce(sum_in_order(counts), axis).wait()
+    # The loss is a mean over the targets of all ranks and micro-batches, so every target has the
+    # same weight, however many of them a micro-batch masks. A step without any has loss 0.
     share = 1.0 / count.clamp(min=1).to(queue.reduce_dtype)
     losses = list[Tensor]()
     parallel.pipeline.executor.forward_backward(
-        _micro_inputs(batches),
+        _micro_inputs(batches, parallel),
         parallel.pipeline.policy_for_step(len(batches)),
         scored=lambda loss: losses.append(loss * share),
         factor=share if scale is None else share * scale,
@@ -69,8 +65,11 @@ def forward_backward(
     return _broadcast_loss(loss, parallel)
 
 
-def _micro_inputs(batches: Sequence[Batch]) -> list[MicroBatch]:
-    return [MicroBatch(batch.model_inputs(), batch.samples) for batch in batches]
+def _micro_inputs(batches: Sequence[SampleBatch], parallel: ParallelModel) -> list[MicroBatch]:
+    return [
+        MicroBatch(batch.local_inputs(parallel.grid, parallel.table), batch.samples)
+        for batch in batches
+    ]
 
 
 def _broadcast_loss(loss: Tensor, parallel: ParallelModel) -> Tensor:
@@ -81,15 +80,15 @@ def _broadcast_loss(loss: Tensor, parallel: ParallelModel) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    """Mean loss over the valid tokens, without gradients. Communicates: as forward_backward."""
+def evaluate(model: nn.Module, batches: Sequence[SampleBatch]) -> Tensor:
+    """Mean loss over the targets, without gradients. Communicates: as forward_backward."""
     parallel = get_parallel_model(model)
     axis = parallel.token_axis
     parallel.bucket_scheduler.begin_step("evaluate")
     was = model.training
     _ = model.eval()
     try:
-        losses = parallel.pipeline.executor.run_forward(_micro_inputs(batches))
+        losses = parallel.pipeline.executor.run_forward(_micro_inputs(batches, parallel))
     finally:
         model.train(was)
     loss = sum_in_order(
@@ -100,9 +99,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
             )
         ]
     )
-    samples = [local_slice(batch.targets, _batch_axis(parallel), 0) for batch in batches]
-    count = sum_in_order([(x != IGNORE_INDEX).sum() for x in samples])
-    # Loss and token count are reduced in one message.
+    count = sum_in_order([batch.count_targets(_batch_axis(parallel)) for batch in batches])
+    # Loss and count are reduced in one message.
     both = collectives.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
     parallel.bucket_scheduler.begin_step("")
     return _broadcast_loss(both[0] / both[1], parallel)
@@ -151,7 +149,7 @@ class StepResult:
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    batches: Sequence[Batch],
+    batches: Sequence[SampleBatch],
     lr: float | Tensor,
     watch: StepLimits,
     twice: Callable[[Callable[[], Tensor]], Tensor] | None = None,
@@ -193,12 +191,9 @@ def train_step(
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
-    """Whether the model is a plain `Decoder`: it returns the loss of its head, and its blocks run
-    in sequence.
-
-    Neither is known of another model, or of one with forward hooks.
-    """
-    return type(model).forward is Decoder.forward and not model._forward_hooks
+    """Whether the class that defines `forward` says so, and no forward hook may change it."""
+    owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
+    return vars(owner).get("returns_head_loss", False) and not model._forward_hooks
 
 
 def _batch_axis(parallel: ParallelModel) -> Any:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,12 +23,12 @@ from ranvier.comm.consensus import (
     max_over_ranks,
     run_and_raise_together,
 )
+from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun, decisions_to_json
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig
-from ranvier.data.dataset import RunData, open_data
-from ranvier.errors import STOPPED_EXIT_CODE, DataError, PlanError, RanvierError, WriteError
+from ranvier.data.run_data import data_source
+from ranvier.errors import STOPPED_EXIT_CODE, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
-from ranvier.infer.generate import TextGenerator
 from ranvier.launch import (
     GracefulStop,
     Heartbeat,
@@ -40,8 +41,9 @@ from ranvier.launch import (
 )
 from ranvier.nn.compile import has_cached_graphs
 from ranvier.parallel.parallel_model import ParallelModel
-from ranvier.system.terminal import command_line, escape_controls, print
-from ranvier.train import import_export, prepare_data, pruning
+from ranvier.system.terminal import command_line, print
+from ranvier.train import import_export, pruning
+from ranvier.train.finish import run_finish
 from ranvier.train.loggers import open_loggers
 from ranvier.train.memory import breakdown
 from ranvier.train.memory.resolve import predict_memory
@@ -52,32 +54,6 @@ from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
-
-MAX_SAMPLED_PARAMETERS = 300_000_000
-"""Largest model, in parameters, for which a finished run prints a sample of text."""
-
-
-def open_dataset(run: RunConfig, stored: list[str]) -> RunData:
-    """Open the tokenized corpora of a run; raises if a token is outside the model's vocabulary."""
-    data = open_data(
-        stored,
-        weights=run.data.mixture_weights,
-        seq=run.data.seq_len,
-        seed=run.train.seed,
-        held_out=run.data.validation_fraction,
-        packed=run.data.document_mask,
-        truncate=run.data.truncate,
-        loss_on=run.data.loss_on,
-    )
-    # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token id.
-    words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
-    if words > run.model.vocab:
-        raise DataError(
-            f"model.vocab={run.model.vocab} is smaller than the {words} tokens of the tokenizer. "
-            f"The model must name each. Use model.vocab={words} or more."
-        )
-    data.check_vocab(run.model.vocab)
-    return data
 
 
 def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> None:
@@ -96,7 +72,7 @@ def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> Non
 def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) -> int:
     """Train as one rank and return the exit code. Communicates: all of a run.
 
-    stored: tokenized corpora; None: the first rank of each machine tokenizes them.
+    stored: prepared data; None: the first rank of each machine prepares it.
     """
     began = time.perf_counter()
     device = resolve_device(run, me)
@@ -119,13 +95,14 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
     )
     grid.trace.check_collectives = run.train.check_collectives
     check_same_settings(run, grid, device)
+    source = data_source(run.model)
     if stored is None:
         here = run_and_raise_together(
-            lambda: prepare_data.tokenize_corpora(run) if me.local_rank == 0 else [], grid, device
+            lambda: source.prepare(run) if me.local_rank == 0 else [], grid, device
         )
         stored = json.loads(broadcast_text(json.dumps(here), grid, device))
     assert stored is not None
-    data = open_dataset(run, stored)
+    data = source.open(run, stored)
     restarted = me.attempt > 0
     # The launcher restarts all ranks when one of them is lost, even at the very end.
     if restarted and _is_already_finished(run, grid, device):
@@ -308,10 +285,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     resumed = origin is not None
     trainer.checkpointer.directory.check_present()
     lines = folders.write_header(folder, run, trainer.state.step, _other_run_dir(origin, folder))
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder / "tokenizer.json")
-    if data.chat_encoder is not None:
-        data.chat_encoder.template.save(folder)
+    data.save_files(folder)
     groups = describe_groups(parallel, run)
     print(describe_run(run, parallel, trainer.device))
     fingerprint = f"fingerprint of the data: {data.fingerprint}"
@@ -334,6 +308,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         format=SETTINGS_FORMAT,
         title=folder.name,
         model=run.model.size,
+        unit=find_kind(run.model.kind).unit,
         parameters=count_parameters(parallel),
         device=device_name(trainer.device),
         world=trainer.grid.world_size,
@@ -420,7 +395,7 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
 
 
 def _print_farewell(trainer: Trainer, folder: Path) -> None:
-    """Print how the run ended, a sample of text, the report, and what to do next."""
+    """Print how the run ended, a sample, the report, and what to do next."""
     run = trainer.run
     saved = list[Path]()
     with suppress(RanvierError, OSError):
@@ -432,11 +407,11 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         status = "finished"
     # Recorded before the sample, as generating one may even end the process.
     lines = _record_end(trainer, folder, status)
-    small = count_parameters(trainer.state.parallel) <= MAX_SAMPLED_PARAMETERS
-    words = run.train.sample_prompt and (folder / "tokenizer.json").exists()
-    if saved and small and words and not trainer.stop_signal:
-        sample = _try_optional("sample of text", lambda: _show_sample(folder, run, trainer.device))
-        lines.insert(0, sample)
+    finish = run_finish(run)
+    if saved and finish is not None and not trainer.stop_signal:
+        count = count_parameters(trainer.state.parallel)
+        show = partial(finish.show_sample, run, folder, trainer.device, count)
+        lines.insert(0, _try_optional("sample", show))
     print("", *filter(None, lines), sep="\n")
     for line in folders.restart_lines(folders.read_run_json(folder)):
         print(line)
@@ -450,38 +425,13 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         return
     print("Try next:")
     if saved:
-        prompt = f"{run.train.sample_prompt.strip()} "
-        if prompt[0] == "-":
-            # A prompt that starts with a dash would be parsed as an option.
-            asks = [f"--prompt={prompt}"]
-        else:
-            asks = ["--prompt", prompt]
-        if trainer.data.chat_encoder:
-            asks = ["--chat", "YOUR QUESTION"]
         more = ("--train.steps", 2 * run.train.steps)
-        print(f"  {command_line('ranvier', 'generate', folder, *asks)}")
+        for command in [] if finish is None else finish.next_commands(run, folder, trainer.data):
+            print(f"  {command}")
         print(f"  {command_line('ranvier', 'train', folder, *more)}")
-    print("  ranvier train --data.sources YOUR.txt --plan.row 2")
+    if finish is not None:
+        print(f"  {finish.other_data_command}")
     print("  ranvier train --help")
-
-
-def _show_sample(folder: Path, run: RunConfig, device: torch.device) -> None:
-    """Print a sample of the latest checkpoint and add it to run.json and the report."""
-    prompt = run.train.sample_prompt
-    text = sample_text(folder, run, device)
-    print("\nA sample of text:\n")
-    print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
-    folders.update_run_json(folder, sample={"prompt": prompt, "text": text})
-    report.write_report(folder)
-
-
-def sample_text(folder: Path, run: RunConfig, device: torch.device) -> str:
-    """Generate a continuation of the prompt with the run's latest checkpoint."""
-    speaker = TextGenerator.from_run(folder, device)
-    pieces = speaker.complete_prompt(
-        run.train.sample_prompt, tokens=80, temperature=0.7, top_k=40, seed=run.train.seed
-    )
-    return "".join(pieces)
 
 
 def count_parameters(parallel: ParallelModel) -> int:
@@ -539,7 +489,7 @@ def describe_run(run: RunConfig, parallel: ParallelModel, device: torch.device) 
         f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
         f"{run.train.dtype}, on {device_name(device)}, grid: {describe_grid(run)}"
         f"{f' over {run.train.backend}' if parallel.grid.world_size > 1 else ''}; "
-        f"{run.plan.global_batch} x {run.data.seq_len} tokens a step in "
+        f"{run.plan.global_batch} x {run.data.seq_len} {find_kind(run.model.kind).unit} a step in "
         f"{run.plan.num_micro_batches} "
         "micro-batch(es)"
     )

@@ -25,11 +25,12 @@ from torch import Tensor
 from ranvier import trace
 from ranvier.comm import collectives
 from ranvier.comm.consensus import world_axis
+from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.cost.layers import ActivationShape
-from ranvier.data.batch import Batch
-from ranvier.data.dataset import RunData
+from ranvier.data.batch import SampleBatch
 from ranvier.data.loader import Loader, load_micro_batches, validation_batches
+from ranvier.data.run_data import RunData
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.optim.lr_schedule import lr_factor
@@ -150,7 +151,9 @@ class Trainer:
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
-        meter = Meter(plan.global_batch * run.data.seq_len, flops, peak_flops(device, dtype))
+        unit = find_kind(run.model.kind).unit
+        tokens = plan.global_batch * run.data.seq_len
+        meter = Meter(tokens, flops, peak_flops(device, dtype), unit)
         notes += found.notes
         state = TrainState(model, optimizer, LossGuard(run.guard, device))
         trainer = cls(run, grid, device, data, state, meter, notes=notes)
@@ -260,7 +263,7 @@ class Trainer:
         """Whether the next step records a pipeline timeline; on a GPU this slows the step down."""
         return self.device.type == "cpu" or self.state.step == self.run.train.steps - 1
 
-    def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
+    def _issue_traced_step(self, loader: Loader[list[SampleBatch]], signal: int) -> PendingStep:
         """Issue a step; the last one is traced if `train.trace_comm` is set."""
         if not self.run.train.trace_comm or self.state.step < self.run.train.steps - 1:
             return self.issue_step(loader, signal=signal)
@@ -274,13 +277,13 @@ class Trainer:
         step = self.state.step
         return every > 0 and (step % every == 0 or step == self.run.train.steps)
 
-    def _batch_maker(self) -> Callable[[int], list[Batch]]:
+    def _batch_maker(self) -> Callable[[int], list[SampleBatch]]:
         """Return a function from step number to the micro-batches of this rank."""
         run = self.run
         # After a rewind samples were skipped, so sample and step numbers differ by an offset.
         offset = self.state.samples - self.state.step * self.run.plan.global_batch
 
-        def make(step: int) -> list[Batch]:
+        def make(step: int) -> list[SampleBatch]:
             return load_micro_batches(
                 self.data.train,
                 offset + step * run.plan.global_batch,
@@ -292,7 +295,7 @@ class Trainer:
 
         return make
 
-    def issue_step(self, loader: Loader[list[Batch]], *, signal: int = 0) -> PendingStep:
+    def issue_step(self, loader: Loader[list[SampleBatch]], *, signal: int = 0) -> PendingStep:
         """Issue the next step without waiting for it.
 
         Communicates: all of a step; max-all-reduce of stop signal, memory and save status.

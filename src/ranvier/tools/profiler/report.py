@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 
 from ranvier import launch
 from ranvier.config.run import RunConfig
+from ranvier.data.run_data import data_source
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, cache_compiled_kernels
@@ -46,7 +47,7 @@ from ranvier.tools.profiler.chrome_trace import (
     read_kernels,
     short_kernel_name,
 )
-from ranvier.train import build_model, prepare_data, resolve, train
+from ranvier.train import build_model, resolve, train
 from ranvier.train.cuda_graph import WARMUP_STEPS
 from ranvier.train.metrics import peak_bandwidth, peak_flops
 from ranvier.train.resume import run_directory as folders
@@ -454,7 +455,8 @@ def profile_run(
         where = origin.with_name(f"{origin.stem}-profile")
     folder = _make_report_dir(Path(output) if output else where)
     cache_compiled_kernels()
-    data = train.open_dataset(resolved, prepare_data.tokenize_corpora(resolved))
+    source = data_source(resolved.model)
+    data = source.open(resolved, source.prepare(resolved))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.from_plan(
@@ -561,7 +563,7 @@ def _profile_steps(
         )
     what = train.describe_run(trainer.run, trainer.state.parallel, trainer.device)
     return Throughput(
-        what, name, row["step_seconds"], row["tokens_per_second"], row["mfu"]
+        what, name, row["step_seconds"], row[f"{trainer.meter.unit}_per_second"], row["mfu"]
     ), kernels
 
 

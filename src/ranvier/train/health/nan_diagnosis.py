@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ranvier.comm import collectives
 from ranvier.comm.consensus import broadcast_text, world_axis
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.step import forward_backward
 
@@ -52,7 +52,9 @@ def float_tensors(value: Any) -> Iterator[Tensor]:
             yield from float_tensors(one)
 
 
-def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) -> str:
+def find_first_nonfinite(
+    model: nn.Module, batches: Sequence[SampleBatch], scale: Tensor | None
+) -> str:
     """Return the name of the first non-finite tensor of a step, or "" if all are finite.
 
     Communicates: as a step does, then one number and a name over all axes.

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.errors import DeviceMemoryError
 from ranvier.html import page
 from ranvier.html.plot import escape_html
-from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.planner import device_rates, offload_search
@@ -68,7 +67,7 @@ class MemoryTracker:
             return None
         return offload_search.predict_breakdown(self.fit_problem, self.placement)
 
-    def track_gradients(self, model: Decoder, work: Callable[[], Tensor]) -> Tensor:
+    def track_gradients(self, model: nn.Module, work: Callable[[], Tensor]) -> Tensor:
         """Run the passes of a step and record the gradient bytes at the memory peak.
 
         On a CPU, which has no peak count, these are the gradients at the end.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ranvier.buckets.offload import HostOffload
 from ranvier.config.run import RunConfig
 from ranvier.memory.activation_offload import ActivationOffload
 from ranvier.memory.host import GIB, Arena, HostBufferPool, host_bytes_per_rank
 from ranvier.memory.saved_results import InPlaceStore
-from ranvier.models import Decoder
 from ranvier.optim.state_tiles import StatePlacement
 from ranvier.parallel.parallel_model import get_parallel_model
 
@@ -19,7 +20,7 @@ def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:
     return None
 
 
-def offload_weights(run: RunConfig, model: Decoder, ranks: int) -> None:
+def offload_weights(run: RunConfig, model: nn.Module, ranks: int) -> None:
     """Offload weights to the host if the run asks for it and they are not offloaded yet."""
     room = weight_offload_bytes(run, ranks)
     queue = get_parallel_model(model).bucket_scheduler
@@ -56,7 +57,7 @@ def states_placement(
     )
 
 
-def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> None:
+def offload_activations(run: RunConfig, model: nn.Module, local_ranks: int) -> None:
     """Offload a fraction of the activations of blocks to the host, or none."""
     get_parallel_model(model).step_context.save_policy.store = InPlaceStore()
     if run.memory.activation_offload_fraction <= 0.0:

@@ -26,13 +26,12 @@ from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.comm.consensus import broadcast_text, max_each, max_over_ranks
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
-from ranvier.data.batch import Batch
+from ranvier.data.batch import SampleBatch, batch_type
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory import recompute_budget
 from ranvier.memory.recompute_budget import BlockMemory, PassMemory, RecomputeMode
 from ranvier.memory.saved_results import InPlaceStore
-from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner.memory import measured_states
@@ -79,7 +78,7 @@ def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int
 
 
 def resolve_in_flight_limit(
-    run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
+    run: RunConfig, model: nn.Module, device: torch.device, local_ranks: int
 ) -> list[str]:
     """Choose how many micro-batches a stage may hold, by measuring one; notes on the pipeline.
 
@@ -147,6 +146,7 @@ def _activation_bytes(
     plan = run.plan
     stage = parallel.pipeline.executor.stage
     batch = blank_batch(run, plan.micro_batch, device)
+    inputs = batch.local_inputs(parallel.grid, parallel.table)
     x = None
     parallel.step_context.samples = batch.samples
     shape = parallel.table.local_shape(
@@ -164,8 +164,8 @@ def _activation_bytes(
     # The first pass also allocates memory of compilers and libraries; the second one counts.
     for _ in range(2):
         drop_gradients(parallel, device)
-        with _count_memory(parallel, [x, batch.model_inputs()], device) as watch:
-            y = stage.run_parts(x, stage.chunks[chunk], **batch.model_inputs(), **more)
+        with _count_memory(parallel, [x, inputs], device) as watch:
+            y = stage.run_parts(x, stage.chunks[chunk], **inputs, **more)
             kept = watch.live_bytes()
             y.backward(torch.zeros_like(y))
         del y
@@ -176,9 +176,16 @@ def _activation_bytes(
 # ---- measuring --------------------------------------------------------------------------
 
 
+def block_list(model: nn.Module) -> nn.ModuleList:
+    """The blocks of a model."""
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleList), type(blocks)
+    return blocks
+
+
 def measure_passes(
     run: RunConfig,
-    model: Decoder,
+    model: nn.Module,
     device: torch.device,
     micro: int,
     *,
@@ -191,7 +198,7 @@ def measure_passes(
     Communicates: as a step with two blocks, twice for each mode; numbers over all axes.
     """
     parallel = get_parallel_model(model)
-    blocks = model.blocks
+    blocks = block_list(model)
     keeping = parallel.step_context.save_policy
     names = parallel.blocks[:2]
     # Offloaded activations are computed, not measured: everything stays on the device here.
@@ -226,7 +233,7 @@ def measure_passes(
 
 
 def _probe_passes(
-    model: Decoder, batches: Sequence[Batch], device: torch.device, kind: RecomputeMode
+    model: nn.Module, batches: Sequence[SampleBatch], device: torch.device, kind: RecomputeMode
 ) -> list[PassMemory]:
     """Measure passes over a model with two blocks in one recomputation mode.
 
@@ -269,14 +276,15 @@ class _MemoryMark:
 
 
 @contextmanager
-def mark_blocks(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
+def mark_blocks(model: nn.Module, note: Callable[[str], None]) -> Iterator[None]:
     """Call `note` at the points of a pass: forward 0, forward 1, ..., head, ..., backward 0, leave.
 
     head: the forward pass of the last block is done. leave: the backward pass of the first one is.
     """
-    blocks = {id(block): block for block in model.blocks}
+    members = block_list(model)
+    blocks = {id(block): block for block in members}
     inner = {at: block.forward for at, block in blocks.items()}
-    count = len(model.blocks)
+    count = len(members)
     # A block may occur twice in `model.blocks`, so blocks are numbered by their calls.
     calls = itertools.count()
 
@@ -368,15 +376,9 @@ def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device
     return PassMemory(every, **dict(zip(names, most, strict=False)))
 
 
-def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
-    """A micro-batch of zeros, with two documents per sample if documents are packed."""
-    tokens = torch.zeros(micro, run.data.seq_len, dtype=torch.int64)
-    samples = torch.arange(micro)
-    if not run.data.document_mask or run.data.seq_len < 2:
-        return Batch(tokens, tokens, samples=samples).to(device)
-    positions = torch.arange(run.data.seq_len).expand(micro, -1)
-    documents = (positions >= run.data.seq_len // 2).long()
-    return Batch(tokens, tokens, positions.contiguous(), documents, samples).to(device)
+def blank_batch(run: RunConfig, micro: int, device: torch.device) -> SampleBatch:
+    """A micro-batch for measurements."""
+    return batch_type(run.model).blank(run, micro).to(device)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+from torch import nn
 
 from ranvier.comm.consensus import max_each, max_over_ranks
 from ranvier.config.plan import Plan, divisors
@@ -29,7 +30,6 @@ from ranvier.errors import PlanError
 from ranvier.memory import recompute_budget
 from ranvier.memory.host import host_bytes_per_rank
 from ranvier.memory.recompute_budget import PassMemory, RecomputeMode, StepMemory
-from ranvier.models import Decoder
 from ranvier.nn.linear import Linear
 from ranvier.optim.grad_scaler import GradScaler
 from ranvier.optim.optimizer import Optimizer
@@ -53,6 +53,7 @@ from ranvier.train.memory.probe import (
     GIB,
     available_bytes,
     blank_batch,
+    block_list,
     candidate_micro_batches,
     drop_gradients,
     measure_passes,
@@ -89,7 +90,7 @@ class ResolvedRun:
 
 
 def build_optimizer(
-    run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
+    run: RunConfig, model: nn.Module, device: torch.device, *, local_ranks: int
 ) -> Optimizer:
     """Build the optimizer of a resolved run; weights and activations are offloaded first."""
     optim = run.optim
@@ -116,7 +117,7 @@ def build_optimizer(
 
 
 def resolve_memory(
-    run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
+    run: RunConfig, model: nn.Module, device: torch.device, *, local_ranks: int
 ) -> ResolvedRun:
     """Resolve the open memory settings; returns the run, its optimizer, and notes on the choice.
 
@@ -257,7 +258,7 @@ def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
 
 
 def predict_memory(
-    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+    run: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> MemoryTracker:
     """Predict the memory of a run without open settings, and of the changes that would save memory.
 
@@ -324,7 +325,7 @@ def _estimate_passes(
 
 def build_fit_problem(
     run: RunConfig,
-    model: Decoder,
+    model: nn.Module,
     device: torch.device,
     local_ranks: int,
     free: frozenset[str],
@@ -390,7 +391,7 @@ class MemoryProbes:
     """Measured passes, cached by micro-batch and number of passes."""
 
     run: RunConfig
-    model: Decoder
+    model: nn.Module
     device: torch.device
     recompute_modes: Sequence[RecomputeMode]
     logit_bytes: dict[int, int]
@@ -429,7 +430,7 @@ class MemoryProbes:
         The largest and the smallest are measured and the others interpolated, as compilation of
         each size takes time.
         """
-        blocks = len(self.model.blocks)
+        blocks = len(block_list(self.model))
         share = self.run.plan.global_batch // self.run.plan.num_replicas
         counts = {micro: min(share // micro, MEASURED_PASSES) for micro in micros}
         high = next((m for m in micros if self.step_passes(m, counts[m]) is not None), None)
@@ -553,7 +554,7 @@ def _refusal_text(run: RunConfig, case: FitProblem) -> str:
 
 
 def _try_placement(
-    run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
+    run: RunConfig, model: nn.Module, device: torch.device, local_ranks: int
 ) -> tuple[Optimizer | None, int]:
     """Build the optimizer and run trial steps; returns it, or the bytes missing on the worst rank.
 
@@ -585,7 +586,7 @@ def _try_placement(
 
 
 def run_trial_steps(
-    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device
+    run: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device
 ) -> None:
     """Run two steps whose updates are vetoed. Communicates: as steps do.
 

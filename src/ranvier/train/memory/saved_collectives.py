@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ranvier.comm import bandwidth
 from ranvier.comm.consensus import max_over_ranks
@@ -20,7 +21,6 @@ from ranvier.memory.recompute_collectives import (
     choose_results,
     communication_seconds,
 )
-from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.train.memory.probe import GIB
@@ -28,7 +28,7 @@ from ranvier.train.memory.resolve import predict_memory
 
 
 def choose_saved_collectives(
-    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+    run: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> list[str]:
     """Choose which results of collectives are saved, if there is a choice; returns a note on it.
 

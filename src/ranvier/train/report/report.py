@@ -36,7 +36,6 @@ from ranvier.train.memory import breakdown
 from ranvier.train.report import moe, pipeline
 from ranvier.train.resume import run_directory as folders
 
-TABLE_COLUMNS = ("tokens", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second")
 MFU = {"causal": "mfu", "full": "mfu_noncausal"}
 Metrics = dict[str, Any]
 
@@ -55,6 +54,16 @@ class RunRecord:
 
     columns: dict[str, list[float | None]] = field(default_factory=dict)
     """Cache of `metric_column`."""
+
+    @property
+    def unit(self) -> str:
+        """What the run counts, in the plural."""
+        return str(self.run_facts.get("unit") or "tokens")
+
+    @property
+    def speed_name(self) -> str:
+        """Name of the metric of throughput."""
+        return f"{self.unit}_per_second"
 
     def metric_column(self, name: str) -> list[float | None]:
         """A metric of all rows, possibly not finite; None where it is missing."""
@@ -233,14 +242,15 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         "status": folders.run_status(record.folder, facts) or None,
         "steps": len(latest.rows),
         "last_step": latest.rows[-1]["step"],
-        "tokens": max(latest.finite_values("tokens"), default=None),
+        "unit": latest.unit,
+        "tokens": max(latest.finite_values(latest.unit), default=None),
         "final_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         "losses_not_finite": len(bad),
         "first_loss_not_finite": bad[0] if bad else None,
         "skipped_total": sum(row.get("skipped") is True for row in record.rows),
         "val_loss": held[-1] if held else None,
         "best_val_loss": min(held, default=None),
-        "tokens_per_second": median_or_none(latest.finite_values("tokens_per_second")),
+        "tokens_per_second": median_or_none(latest.finite_values(latest.speed_name)),
         "mfu": median_or_none(latest.finite_values("mfu")),
         "mfu_noncausal": median_or_none(latest.finite_values("mfu_noncausal")),
         "peak_memory_bytes": max(latest.finite_values("peak_memory_bytes"), default=None),
@@ -305,7 +315,11 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
             format_value(facts["val_loss"], ".4f"),
             f"best {format_value(facts['best_val_loss'], '.4f')}",
         ),
-        ("Throughput", format_value(facts["tokens_per_second"], format_number), "tokens/s, median"),
+        (
+            "Throughput",
+            format_value(facts["tokens_per_second"], format_number),
+            f"{facts['unit']}/s, median",
+        ),
         ("MFU", format_value(facts["mfu"], format_percent), "causal attention, median"),
         (
             "MFU, non-causal",
@@ -313,7 +327,11 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
             "full attention, median",
         ),
         ("Peak memory", format_value(facts["peak_memory_bytes"], format_bytes), "of a device"),
-        ("Tokens", format_value(facts["tokens"], format_number), f"in {facts['steps']:,} steps"),
+        (
+            facts["unit"].capitalize(),
+            format_value(facts["tokens"], format_number),
+            f"in {facts['steps']:,} steps",
+        ),
         ("Wall time", format_value(facts["seconds"], format_duration), ""),
         ("Parameters", format_value(facts["parameters"], format_number), ""),
     ]
@@ -410,9 +428,10 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
 
     # A log axis if spikes would flatten the curve.
     wide = has_spikes(record.finite_values("loss"))
-    yield plot(loss_series(record), "Loss", "nats per token", "log" if wide else "near")
-    speed = metric_series(record, "tokens_per_second", "each step")
-    yield plot(speed, "Throughput", "tokens/s", "zero")
+    each = f"mean per {record.unit.removesuffix('s')}"
+    yield plot(loss_series(record), "Loss", each, "log" if wide else "near")
+    speed = metric_series(record, record.speed_name, "each step")
+    yield plot(speed, "Throughput", f"{record.unit}/s", "zero")
     yield plot([Series("lr", steps, record.metric_column("lr"))], "Learning rate", "", "zero")
     norms = metric_series(record, "grad_norm", "each step")
     yield plot(norms, "Gradient norm", "before clipping", "log")
@@ -448,12 +467,13 @@ def steps_table(record: RunRecord) -> str:
         format_number,
         format_number,
     )
+    names = (record.unit, "loss", "val_loss", "lr", "grad_norm", record.speed_name)
     rows: list[list[str]] = []
     for row in (record.rows[i] for i in places):
-        values = [to_float(row.get(name)) for name in TABLE_COLUMNS]
+        values = [to_float(row.get(name)) for name in names]
         cells = ["–" if v is None else f(v) for v, f in zip(values, form, strict=True)]
         rows.append([f"{row['step']:,}", *cells])
-    return render_table(["step", *(name.replace("_", " ") for name in TABLE_COLUMNS)], rows)
+    return render_table(["step", *(name.replace("_", " ") for name in names)], rows)
 
 
 def time_table(parts: Mapping[str, float], steps: int) -> str:

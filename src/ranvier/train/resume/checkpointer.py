@@ -15,7 +15,7 @@ from ranvier.checkpoint.directory import RetentionPolicy, find_checkpoints
 from ranvier.checkpoint.manifest import read_manifest
 from ranvier.comm.consensus import broadcast_text
 from ranvier.config.run import RunConfig
-from ranvier.data.dataset import RunData
+from ranvier.data.run_data import RunData
 from ranvier.errors import OtherRankError
 from ranvier.system.terminal import print
 from ranvier.train import lora

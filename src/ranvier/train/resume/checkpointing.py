@@ -398,7 +398,7 @@ def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunCo
             stored_settings(manifest, checkpoint), run_to_dict(run)
         )
         if (name in FIXED_SETTINGS or name.partition(".")[0] in FIXED_SETTINGS)
-        and not (name == "model.max_seq" and run.model.position_embedding == "rope")
+        and name not in {f"model.{key}" for key in run.model.changeable_settings}
     ]
     if fatal:
         raise CheckpointError(

@@ -1,0 +1,129 @@
+"""Kinds of models: one row for each, with its settings and where the rest of it is.
+
+A run asks the row of its model how the model is built, where its samples come from and what a batch
+of them is; nothing else knows which kinds there are. What needs torch is a reference, imported when
+it is used, so that settings are checked without it. A new kind is one row here and its own files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ranvier.config.sections import (
+    IMPORTED_SIZE,
+    DecoderModelConfig,
+    ModelConfig,
+    suggest_nearest,
+)
+from ranvier.errors import PlanError
+from ranvier.models.config import MODEL_SIZES, AdapterConfig, DecoderConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reference(Generic[T]):
+    """An object that is imported when it is used."""
+
+    path: str
+    """`module:attribute`."""
+
+    def load(self) -> T:
+        """Import the module and return the object."""
+        module, _, name = self.path.partition(":")
+        found: T = getattr(importlib.import_module(module), name)
+        return found
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of model."""
+
+    name: str
+    config: type[ModelConfig]
+    """Its settings, the section `model` of a run."""
+    sizes: Mapping[str, Any]
+    """Its named sizes, dataclasses with fields of `config`; the first is the default."""
+    unit: str
+    """What `data.seq_len` and throughput count, in the plural."""
+    builder: Reference[Any]
+    """Function (config, adapters) -> the model in plain PyTorch."""
+    batch: Reference[Any]
+    """Its `data.batch.SampleBatch`."""
+    data_source: Reference[Any]
+    """Its `data.run_data.DataSource`: how samples are prepared and opened."""
+    shrink: Reference[Any]
+    """Function (run, `tools.shrink.ShrunkSizes`) -> the config that `ranvier verify` compares."""
+    finish: Reference[Any] | None = None
+    """Its `train.finish.RunFinish`: what a finished run shows; None: nothing of its own."""
+
+    def config_of_size(self, size: str) -> ModelConfig:
+        """The config of a named size."""
+        shape = dataclasses.asdict(self.sizes[size])
+        return self.config(**{**shape, "kind": self.name, "size": size})
+
+    def build_model(self, config: ModelConfig, adapters: AdapterConfig) -> nn.Module:
+        """The model in plain PyTorch, with adapters if their rank is not 0."""
+        model: nn.Module = self.builder.load()(config, adapters)
+        return model
+
+
+MODEL_KINDS: dict[str, ModelKind] = {
+    "decoder": ModelKind(
+        name="decoder",
+        config=DecoderModelConfig,
+        sizes={**MODEL_SIZES, IMPORTED_SIZE: DecoderConfig()},
+        unit="tokens",
+        builder=Reference("ranvier.models.lora:build_decoder"),
+        batch=Reference("ranvier.data.batch:Batch"),
+        data_source=Reference("ranvier.train.text:TextSource"),
+        shrink=Reference("ranvier.tools.shrink:shrink_decoder"),
+        finish=Reference("ranvier.train.text:TextFinish"),
+    ),
+}
+"""All kinds of models; the first is the default."""
+
+
+def find_kind(name: str) -> ModelKind:
+    """The kind of a name."""
+    if name not in MODEL_KINDS:
+        raise PlanError(
+            f"model.kind={name!r} is not known.{suggest_nearest(name, MODEL_KINDS)} "
+            f"Kinds are {', '.join(MODEL_KINDS)}."
+        )
+    return MODEL_KINDS[name]
+
+
+def kind_of_size(size: str) -> ModelKind:
+    """The kind that has a named size."""
+    owners = {name: kind for kind in MODEL_KINDS.values() for name in kind.sizes}
+    if size not in owners:
+        raise PlanError(
+            f"model.size={size!r} is not known.{suggest_nearest(size, owners)} "
+            f"Sizes are {', '.join(owners)}."
+        )
+    return owners[size]
+
+
+def named_model(size: str | None = None, kind: str | None = None) -> ModelConfig:
+    """The config of a named size, of a kind's default size, or of the default kind's.
+
+    The kind follows from the size where both are given.
+    """
+    if size is None:
+        row = find_kind(kind or next(iter(MODEL_KINDS)))
+        return row.config_of_size(next(iter(row.sizes)))
+    row = kind_of_size(size)
+    if kind is not None and find_kind(kind) is not row:
+        raise PlanError(
+            f"model.kind={kind!r} has no model.size={size!r}, which is of the kind {row.name!r}. "
+            f"Leave model.kind out, or use one of {', '.join(find_kind(kind).sizes)}."
+        )
+    return row.config_of_size(size)

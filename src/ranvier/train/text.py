@@ -1,0 +1,109 @@
+"""Runs on text: the data source of decoders, and what a finished run shows of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ranvier.config.run import RunConfig
+from ranvier.data.cache import index_pairs
+from ranvier.data.dataset import TextData, open_data
+from ranvier.data.indexed_dataset import IndexedDatasetBuilder
+from ranvier.data.run_data import RunData
+from ranvier.errors import DataError
+from ranvier.infer.generate import TextGenerator
+from ranvier.system.terminal import command_line, escape_controls, print
+from ranvier.train import prepare_data
+from ranvier.train.report import report
+from ranvier.train.resume import run_directory
+
+MAX_SAMPLED_PARAMETERS = 300_000_000
+"""Largest model, in parameters, for which a finished run prints a sample of text."""
+DOCUMENT_TOKENS = 40
+"""Mean length of random documents, in tokens."""
+
+
+class TextSource:
+    """Tokenized corpora."""
+
+    def prepare(self, run: RunConfig) -> list[str]:
+        """Tokenize the corpora of a run; returns their directories."""
+        return prepare_data.tokenize_corpora(run)
+
+    def open(self, run: RunConfig, stored: list[str]) -> TextData:
+        """Open tokenized corpora; raises if a token is outside the model's vocabulary."""
+        data = open_data(
+            stored,
+            weights=run.data.mixture_weights,
+            seq=run.data.seq_len,
+            seed=run.train.seed,
+            held_out=run.data.validation_fraction,
+            packed=run.data.document_mask,
+            truncate=run.data.truncate,
+            loss_on=run.data.loss_on,
+        )
+        vocab = run.decoder.vocab
+        # Corpora without a tokenizer have no vocabulary; `check_vocab` compares their largest token
+        # id.
+        words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
+        if words > vocab:
+            raise DataError(
+                f"model.vocab={vocab} is smaller than the {words} tokens of the tokenizer. "
+                f"The model must name each. Use model.vocab={words} or more."
+            )
+        data.check_vocab(vocab)
+        return data
+
+    def write_random(self, run: RunConfig, folder: Path, samples: int) -> list[str]:
+        """Write documents of random tokens, and their index; returns its path."""
+        drawn = np.random.default_rng(run.train.seed + 1)
+        writer = IndexedDatasetBuilder(folder / "tokens", "<i4")
+        while writer.num_tokens < samples * (run.data.seq_len + 1):
+            length = int(drawn.integers(2, 2 * DOCUMENT_TOKENS))
+            writer.add_document(drawn.integers(0, run.decoder.vocab, length))
+        writer.close()
+        return [str(index_pairs([folder / "tokens"], folder))]
+
+
+class TextFinish:
+    """A sample of text, and the command that generates more."""
+
+    other_data_command = "ranvier train --data.sources YOUR.txt --plan.row 2"
+
+    def show_sample(
+        self, run: RunConfig, folder: Path, device: torch.device, parameters: int
+    ) -> None:
+        """Print a sample of the latest checkpoint and add it to run.json and the report."""
+        prompt = run.train.sample_prompt
+        known = (folder / "tokenizer.json").exists()
+        if not prompt or not known or parameters > MAX_SAMPLED_PARAMETERS:
+            return
+        text = sample_text(run, folder, device)
+        print("\nA sample of text:\n")
+        print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
+        run_directory.update_run_json(folder, sample={"prompt": prompt, "text": text})
+        report.write_report(folder)
+
+    def next_commands(self, run: RunConfig, folder: Path, data: RunData) -> list[str]:
+        """The command that continues the prompt, or answers a question."""
+        assert isinstance(data, TextData), type(data)
+        prompt = f"{run.train.sample_prompt.strip()} "
+        if data.chat_encoder:
+            asks = ["--chat", "YOUR QUESTION"]
+        elif prompt[0] == "-":
+            # A prompt that starts with a dash would be parsed as an option.
+            asks = [f"--prompt={prompt}"]
+        else:
+            asks = ["--prompt", prompt]
+        return [command_line("ranvier", "generate", folder, *asks)]
+
+
+def sample_text(run: RunConfig, folder: Path, device: torch.device) -> str:
+    """Generate a continuation of the prompt with the run's latest checkpoint."""
+    speaker = TextGenerator.from_run(folder, device)
+    pieces = speaker.complete_prompt(
+        run.train.sample_prompt, tokens=80, temperature=0.7, top_k=40, seed=run.train.seed
+    )
+    return "".join(pieces)
