@@ -17,7 +17,7 @@ from commands import call, losses, metrics
 from kinds.vectors import VECTORS, VectorBatch, VectorSource
 from pool import Pool
 from ranvier.checkpoint.directory import find_checkpoints
-from ranvier.config.kinds import MODEL_KINDS, find_kind
+from ranvier.config.kinds import MODEL_KINDS
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig, load_run_config, run_from_tables
@@ -86,7 +86,7 @@ def compared(grid: Grid, plan: dict[str, Any]) -> tuple[list[str], list[str], in
     """What differs from plain PyTorch, what was not predicted, and how much was compared."""
     run = shrink_run(run_of(plan))
     torch.manual_seed(run.train.seed)
-    serial = find_kind(run.model.kind).build_model(run.model, run.lora).double()
+    serial = run.model_kind.build_model(run.model, run.lora).double()
     findings, lines, _ = compare_with_serial(run, grid, serial)
     wrong = [one.quantity for one in findings if not one.is_within_limit]
     return wrong, lines, len(findings)

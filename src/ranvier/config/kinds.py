@@ -66,8 +66,8 @@ class ModelKind:
 
     def config_of_size(self, size: str) -> ModelConfig:
         """The config of a named size."""
-        shape = dataclasses.asdict(self.sizes[size])
-        return self.config(**{**shape, "kind": self.name, "size": size})
+        settings: dict[str, Any] = {**dataclasses.asdict(self.sizes[size])}
+        return self.config(**{**settings, "kind": self.name, "size": size})
 
     def build_model(self, config: ModelConfig, adapters: AdapterConfig) -> nn.Module:
         """The model in plain PyTorch, with adapters if their rank is not 0."""

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ranvier.config.kinds import named_model
+from ranvier.config.kinds import ModelKind, find_kind, named_model
 from ranvier.config.plan import Plan
 from ranvier.config.refusals import find_refusals
 from ranvier.config.sections import (
@@ -94,6 +94,11 @@ class RunConfig:
             warmup = min(max(steps // 10, 10), steps)
         optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
+
+    @property
+    def model_kind(self) -> ModelKind:
+        """The row of the model's kind."""
+        return find_kind(self.model.kind)
 
     @property
     def decoder(self) -> DecoderModelConfig:

@@ -17,7 +17,6 @@ from typing import Any
 
 from ranvier import counter_rng
 from ranvier.config.arguments import SimulateOptions
-from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
@@ -159,7 +158,7 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
         )
     # Only the costs of the stages are needed, so no weight gets memory.
     with counter_rng.init_empty_weights():
-        model = find_kind(run.model.kind).build_model(run.model, run.lora)
+        model = run.model_kind.build_model(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
     plan = replace(run.plan.without_measuring, compile="off")
     parallelize(model, grid, plan, seq_len=run.data.seq_len, materialize=False)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks
-from ranvier.config.kinds import find_kind
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
@@ -67,7 +66,7 @@ def shrink_run(run: ResolvedRun) -> ResolvedRun:
     """The run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
     sizes = ShrunkSizes.from_run(run)
-    small: ModelConfig = find_kind(run.model.kind).shrink.load()(run, sizes)
+    small: ModelConfig = run.model_kind.shrink.load()(run, sizes)
     micro = 2 * sizes.table.batch_multiple(plan.degrees)
     # Two micro-batches per stage are enough for a pipeline to reach its steady state.
     micro_batches = min(plan.num_micro_batches, 2 * plan.pipe)
@@ -172,7 +171,7 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     torch.manual_seed(run.train.seed)
-    serial = find_kind(run.model.kind).build_model(run.model, run.lora).double()
+    serial = run.model_kind.build_model(run.model, run.lora).double()
     findings, lines, events = compare_with_serial(run, grid, serial, device)
     # A rank with unpredicted communication must fail the verification on all ranks.
     unlike = torch.tensor([float(len(lines))], dtype=torch.float64, device=device)
@@ -262,7 +261,7 @@ def compare_with_serial(
     if not plan.has_whole_blocks:
         plan = replace(plan, compile="off")
     model = parallelize(
-        find_kind(run.model.kind).build_model(run.model, run.lora).double(),
+        run.model_kind.build_model(run.model, run.lora).double(),
         grid,
         plan,
         device=device,
@@ -412,7 +411,7 @@ def _print_report(
         or "one rank"
     )
     print(f"grid: {shape}; col splits {plan.col_splits} inside")
-    unit = find_kind(run.model.kind).unit
+    unit = run.model_kind.unit
     print(
         f"shrunk model: {run.model.describe_shape()}, {run.data.seq_len} {unit}, "
         f"packed {run.data.document_mask}"

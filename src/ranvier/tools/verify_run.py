@@ -31,7 +31,6 @@ from ranvier.checkpoint import async_saver
 from ranvier.checkpoint import directory as checkpoints
 from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm.consensus import broadcast_text
-from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.data.batch import SampleBatch
@@ -174,7 +173,7 @@ def _read_stored(folder: Path) -> list[str]:
 def _single_rank_model(run: RunConfig, seed: int) -> ParallelModel:
     """The model on one rank, with its initial values."""
     with counter_rng.init_empty_weights():
-        model = find_kind(run.model.kind).build_model(run.model, run.lora)
+        model = run.model_kind.build_model(run.model, run.lora)
     return get_parallel_model(
         parallelize(model, Grid({}), seed=seed, dtype=torch.float64, device="cpu")
     )
@@ -208,7 +207,7 @@ class SerialRun:
         seed = run.train.seed + (1 if run.train.init_from else 0)
         # Initial values come from the counter-based RNG, which gives the same on any grid.
         parallel = _single_rank_model(run, seed)
-        model = find_kind(run.model.kind).build_model(run.model, run.lora).double()
+        model = run.model_kind.build_model(run.model, run.lora).double()
         named = dict(model.named_parameters())
         values = parallel.sharded_state()
         with torch.no_grad():

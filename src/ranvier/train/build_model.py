@@ -13,7 +13,6 @@ from torch import nn
 
 from ranvier import counter_rng
 from ranvier.comm.consensus import broadcast_text
-from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.nn.materialize import materialize_parameters
@@ -35,7 +34,7 @@ def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks
     """Build the model of a run on its grid. Communicates: creation of process groups."""
     # No rank ever holds the whole model: only the local shards are filled.
     with counter_rng.init_empty_weights():
-        model = find_kind(run.model.kind).build_model(run.model, run.lora)
+        model = run.model_kind.build_model(run.model, run.lora)
     seed = run.train.seed
     dtype = DTYPES[run.train.dtype]
     parallelize(

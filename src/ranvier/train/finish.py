@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.data.run_data import RunData
 
@@ -32,7 +31,7 @@ class RunFinish(Protocol):
 
 def run_finish(run: RunConfig) -> RunFinish | None:
     """What finished runs of this kind of model show; None: nothing of their own."""
-    reference = find_kind(run.model.kind).finish
+    reference = run.model_kind.finish
     if reference is None:
         return None
     finish: RunFinish = reference.load()()

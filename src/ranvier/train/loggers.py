@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config import run as runs
-from ranvier.config.kinds import find_kind
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import print
@@ -140,7 +139,7 @@ def metrics_file(path: Path) -> Iterator[MetricsSink]:
 def progress_display(run: RunConfig) -> Iterator[MetricsSink]:
     """A progress bar on a terminal, otherwise about twenty lines."""
     steps = run.train.steps
-    unit = find_kind(run.model.kind).unit
+    unit = run.model_kind.unit
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _line_printer(steps, unit)
         return

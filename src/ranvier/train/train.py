@@ -23,7 +23,6 @@ from ranvier.comm.consensus import (
     max_over_ranks,
     run_and_raise_together,
 )
-from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun, decisions_to_json
 from ranvier.config.run import SETTINGS_FORMAT, RunConfig
 from ranvier.data.run_data import data_source
@@ -308,7 +307,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         format=SETTINGS_FORMAT,
         title=folder.name,
         model=run.model.size,
-        unit=find_kind(run.model.kind).unit,
+        unit=run.model_kind.unit,
         parameters=count_parameters(parallel),
         device=device_name(trainer.device),
         world=trainer.grid.world_size,
@@ -489,7 +488,7 @@ def describe_run(run: RunConfig, parallel: ParallelModel, device: torch.device) 
         f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
         f"{run.train.dtype}, on {device_name(device)}, grid: {describe_grid(run)}"
         f"{f' over {run.train.backend}' if parallel.grid.world_size > 1 else ''}; "
-        f"{run.plan.global_batch} x {run.data.seq_len} {find_kind(run.model.kind).unit} a step in "
+        f"{run.plan.global_batch} x {run.data.seq_len} {run.model_kind.unit} a step in "
         f"{run.plan.num_micro_batches} "
         "micro-batch(es)"
     )

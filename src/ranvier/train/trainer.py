@@ -25,7 +25,6 @@ from torch import Tensor
 from ranvier import trace
 from ranvier.comm import collectives
 from ranvier.comm.consensus import world_axis
-from ranvier.config.kinds import find_kind
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import SampleBatch
@@ -151,7 +150,7 @@ class Trainer:
         # Memory resolution may have changed the micro-batch that was assumed above.
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
-        unit = find_kind(run.model.kind).unit
+        unit = run.model_kind.unit
         tokens = plan.global_batch * run.data.seq_len
         meter = Meter(tokens, flops, peak_flops(device, dtype), unit)
         notes += found.notes
