@@ -11,6 +11,7 @@ import torch
 from ranvier.config import run as runs
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.errors import PlanError
+from ranvier.launch import ProcessInfo
 from ranvier.launch.heartbeat import DONE, STEP, Heartbeat, HeartbeatState
 from ranvier.launch.restart_policy import (
     AttemptResult,
@@ -193,19 +194,21 @@ def test_a_micro_batch_that_no_longer_divides_is_inferred_again() -> None:
     assert [one.setting for one in other.decisions_by("ranks")][-1] == "plan.micro_batch"
 
 
-def test_a_smaller_grid_decides_anew_whether_blocks_are_compiled(
+def test_a_smaller_grid_decides_anew_about_compilation_and_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With row=2 blocks are split and not compiled; without it they are."""
+    """With row=2 blocks are split and not compiled, and four ranks share two GPUs."""
     monkeypatch.setattr("ranvier.train.resolve.has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     tables = {"plan": {"row": 2, "data": 2}, "launch": {"fallback_grids": ["data=2"]}}
-    context = ResolveContext(world_size=4, device=torch.device("cuda", 0))
+    here = ProcessInfo(local_world_size=4)
+    context = ResolveContext(world_size=4, process=here, device=torch.device("cuda", 0))
     run = resolve_run(runs.run_from_tables(tables), context)
     (small,) = resolve_fallback_runs(run, context)
     assert (run.plan.compile, small.plan.compile) == ("off", "on")
+    assert (run.train.backend, small.train.backend) == ("gloo", "nccl")
 
 
 def test_limits_are_learnt_from_the_steps() -> None:

@@ -114,6 +114,29 @@ class Stacked(Mixing):
         self.layers = nn.ModuleList(Stack() for _ in range(2))
 
 
+class Chained(Mixing):
+    """A model whose blocks are an `nn.Sequential`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Stack(), Stack())  # type: ignore[assignment]
+
+
+def test_blocks_in_a_sequential_have_a_bucket_each() -> None:
+    parallel = get_parallel_model(parallelize(Chained(), Grid({})))
+    buckets = {weight.bucket.name for weight in parallel.weights.values()}
+    assert buckets == {"embed", "head", "layers.0", "layers.1", "vectors"}
+
+
+def test_a_plan_of_another_order_of_ranks_is_refused() -> None:
+    plan = Plan(data=2, row=2, rank_order=("row", "data"))
+    with pytest.raises(PlanError, match=r"rank_order=\['row', 'data'\].*Grid.from_plan"):
+        parallelize(Mixing(), Grid({"data": 2, "row": 2}), plan)
+    parallelize(Mixing(), Grid.from_plan(plan, rank=0), plan)
+    with pytest.raises(PlanError, match="cannot both be inferred"):
+        parallelize(Mixing(), Grid({"data": 2, "row": 2}), Plan(data=-1, row=-1))
+
+
 def run_stacked(grid: Grid, case: Case, batch: Batch) -> tuple[dict[str, Any], list[Any]]:
     with mock.patch.dict(EXAMPLES, {"stacked": Stacked}):
         parallel = get_parallel_model(case.on(grid))

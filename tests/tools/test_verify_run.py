@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from commands import call
-from ranvier.config.run import RunConfig
+from ranvier.config.run import RunConfig, run_from_tables
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.optim import pruning as prune
 from ranvier.tools.verify import AFTER_STEPS_LIMIT, ONE_PASS_LIMIT, shrink_run
-from ranvier.tools.verify_run import RunVerification, train_and_judge
+from ranvier.tools.verify_run import (
+    SAVED_STEPS,
+    TOTAL_STEPS,
+    RunVerification,
+    short_run,
+    train_and_judge,
+)
 from ranvier.train import pruning
 from ranvier.train.pruning import MaskLoader
 from ranvier.train.resolve import ResolveContext, resolve_run
@@ -120,3 +126,25 @@ def test_what_was_verified_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert "and a step more: states in host memory, weights in host memory" in said
     assert "loss of step 3 (reloaded)" in said and "verified" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"lora": {"rank": 4, "alpha": 8.0, "dora": True}},
+        {"prune": {"sparsity": 0.5, "update_interval": 4, "final_step": 20}},
+        {"memory": {"optimizer_states": "host", "auto": False}},
+        {"optim": {"warmup_steps": 40}, "train": {"steps": 50, "float8": "off"}},
+        {"plan": {"recompute": "memory_budget"}},
+        {"checkpoint": {"interval": 5}, "guard": {"on_spike": "rewind"}},
+    ],
+    ids=str,
+)
+def test_the_short_run_of_any_settings_is_one_that_trains(
+    tables: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run is resolved on its ranks, so what verify makes of it must pass all checks."""
+    run = shrink_run(resolve_run(run_from_tables(tables), ResolveContext(world_size=1)))
+    for steps in (SAVED_STEPS, TOTAL_STEPS):
+        short = short_run(run, tmp_path, steps=steps)
+        assert resolve_run(short, ResolveContext(world_size=1, device=CPU)).train.dtype == "fp64"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import training
+from commands import SMALL, call
 from machines import machine
 from ranvier.cli.main import main
 from ranvier.config.plan import Plan
@@ -158,6 +159,28 @@ def test_a_dry_run_of_training_says_what_is_decided_and_why(
     assert "plan.micro_batch = 8 (was -1)" in said and "train.dtype = bf16 (was auto)" in said
     found = json.loads(Path("found.json").read_text())["decisions"]
     assert {"resolver", "setting", "before", "value", "reason"} == set(found[0])
+
+
+def test_a_continued_run_keeps_the_decisions_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ("--nproc", "1", "--train.output-dir", "run", "--train.steps")
+    assert call("train", *SMALL, *few, "1") == 0
+    first = json.loads(Path("run/run.json").read_text())["decisions"]
+    assert any(one["setting"] == "plan.micro_batch" for one in first)
+    assert call("train", "run", "--nproc", "1", "--train.steps", "2") == 0
+    assert json.loads(Path("run/run.json").read_text())["decisions"][: len(first)] == first
+
+
+def test_a_missing_device_does_not_hide_other_problems(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert call("train", "--train.device", "cuda", "--optim.lr", "0") == 64
+    assert "optim.lr=0" in capsys.readouterr().err
+    assert call("train", "--train.device", "cuda") == 64
+    assert "torch sees no CUDA device" in capsys.readouterr().err
 
 
 def test_one_reason_for_several_settings_is_printed_once() -> None:

@@ -36,7 +36,6 @@ from ranvier.errors import CommunicationError, PlanError
 from ranvier.system.terminal import print
 
 if TYPE_CHECKING:
-    from ranvier.config.resolved_run import ResolvedRun
     from ranvier.config.run import RunConfig
     from ranvier.tools.benchmark_communicators import CommunicatorCost
 
@@ -304,13 +303,9 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     ], cost
 
 
-def resolve_for_doctor(run: RunConfig) -> ResolvedRun:
-    """The run on as many ranks as its plan needs; raises all problems at once."""
-    # Imported here: it needs torch, whose import takes seconds.
-    from ranvier.train.resolve import ResolveContext, resolve_run
-
-    world = math.prod(max(size, 1) for size in run.plan.degrees.values())
-    return resolve_run(run, ResolveContext(world_size=world))
+def resolve_ranks(run: RunConfig) -> RunConfig:
+    """The run on as many ranks as its plan needs, without torch; raises all problems at once."""
+    return run.check_and_resolve(math.prod(max(size, 1) for size in run.plan.degrees.values()))
 
 
 def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:

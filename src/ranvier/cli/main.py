@@ -270,7 +270,12 @@ def _launch_context(
     else:
         count = 1
     process = me or ProcessInfo(local_world_size=world // count)
-    device = resolve.resolve_device(settings, process)
+    try:
+        device = resolve.resolve_device(settings, process)
+    except PlanError:
+        # Problems of other settings come first, all at once.
+        settings.check_and_resolve(world)
+        raise
     return resolve.ResolveContext(
         world_size=world,
         process=process,
@@ -603,7 +608,7 @@ def _doctor_command(words: Sequence[str]) -> int:
     # Communicators are listed only if a run or any setting was given.
     asks = bool(names) or run != RunConfig()
     return doctor.print_findings(
-        doctor.examine_machine(doctor.resolve_for_doctor(run) if asks else None)
+        doctor.examine_machine(doctor.resolve_ranks(run) if asks else None)
     )
 
 

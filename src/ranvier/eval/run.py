@@ -168,6 +168,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
         virtual_stages=run.plan.virtual_stages,
         stage_starts=run.plan.stage_starts,
         vocab_over_pipe=run.plan.vocab_over_pipe,
+        stage_time_jitter=0.0,
     ).with_degrees(grid.degrees)
     if wanted.step < 0:
         step = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -238,7 +239,16 @@ def _resolve_plan(plan: Plan | None, grid: Grid) -> Plan:
             f"The plan has {have}, the grid {want}. A plan has the degrees of its grid. Use "
             f"Plan({want}, ...) or make the grid with Grid.from_plan."
         )
-    return plan.with_degrees(grid.degrees)
+    if sum(n == -1 for n in plan.degrees.values()) > 1:
+        plan.resolve(grid.world_size)
+    plan = plan.with_degrees(grid.degrees)
+    placed = Grid.from_plan(plan, rank=0, connected=False)
+    if plan.rank_order and (placed.ranks != grid.ranks).any():
+        raise PlanError(
+            f"The plan has rank_order={list(plan.rank_order)}, but the ranks of the grid are in "
+            "another order. A plan has the order of its grid. Make the grid with Grid.from_plan."
+        )
+    return plan
 
 
 def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
@@ -524,5 +534,14 @@ def _bucket_of_each_weight(
         if len(weight.dims) == 1:
             buckets[name] = VECTORS
         else:
-            buckets[name] = enclosing_block(name, blocks) or layer
+            buckets[name] = enclosing_block(name, blocks) or _numbered_element(name) or layer
     return buckets
+
+
+def _numbered_element(name: str) -> str:
+    """The outermost element of a container that a weight is in, by its number; empty: none.
+
+    An `nn.Sequential` of blocks has a bucket for each of them, as a module list has.
+    """
+    found = re.match(r"((?:.*?\.)?\d+)\.", name)
+    return found.group(1) if found else ""

@@ -56,7 +56,7 @@ class TimingSource:
 def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     """Simulate the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
-    run = resolve_run(run, ResolveContext(world_size=known))
+    run = resolve_run(run, ResolveContext(world_size=known, reads_adapter=False))
     plan = run.plan.without_measuring
     run = replace(run, plan=plan)
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)

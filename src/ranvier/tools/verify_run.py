@@ -33,6 +33,7 @@ from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm.consensus import broadcast_text
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import LoraConfig
 from ranvier.data.batch import SampleBatch
 from ranvier.data.loader import load_micro_batches
 from ranvier.data.run_data import data_source
@@ -78,7 +79,7 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
     starts = run.train.init_from or pruned.is_enabled
     return replace(
         run,
-        lora=replace(run.lora, rank=0, init_from=""),
+        lora=LoraConfig(),
         data=replace(
             run.data, sources=(str(folder / "tokens"),), mixture_weights=(), validation_fraction=0.0
         ),

@@ -51,6 +51,8 @@ class ResolveContext:
     fallback_grid: str = ""
     """The grid of `launch.fallback_grids` to continue on after ranks were lost."""
     output_dir: Path | None = None
+    reads_adapter: bool = True
+    """Whether the adapter that a run starts from is read; the schedule of a pipeline needs none."""
 
     @classmethod
     def for_process(cls, run: RunConfig, process: ProcessInfo) -> ResolveContext:
@@ -122,9 +124,9 @@ def resolve_fallback_grid(run: ResolvedRun, context: ResolveContext) -> Resolved
     reason = f"ranks were lost: launch.fallback_grids has {context.fallback_grid}"
     smaller = elastic.change_grid(run.plan, degrees)
     changed = run.adopt("fallback grid", replace(run, plan=smaller), {"": reason})
-    # The prediction was for the grid that the planner chose, and whether blocks are compiled
-    # depends on the degrees.
-    return replace(changed, prediction=None).reopen("plan.compile")
+    # The prediction was for the grid that the planner chose. Whether blocks are compiled depends on
+    # the degrees, and the backend on how many ranks share a GPU.
+    return replace(changed, prediction=None).reopen("plan.compile").reopen("train.backend")
 
 
 def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
@@ -151,7 +153,7 @@ def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     reasons = {
         "plan.micro_batch": share,
         "optim.lr": rate,
-        "optim.warmup_steps": "a tenth of all steps, at least 10",
+        "optim.warmup_steps": "a tenth of all steps, at least 10 of them if there are as many",
         "": f"fills {context.world_size} rank(s)",
     }
     return run.adopt("ranks", found, reasons)
@@ -159,7 +161,7 @@ def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
 
 def resolve_adapter(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     """Take over the settings of the adapter that a run starts from."""
-    if not run.lora.init_from:
+    if not run.lora.init_from or not context.reads_adapter:
         return run
     theirs = lora.read_adapter_settings(run)
     reason = f"the adapter {run.lora.init_from} was trained with it"
@@ -210,7 +212,10 @@ def resolve_output_dir(run: ResolvedRun, context: ResolveContext) -> ResolvedRun
     """Name the directory that was claimed for a run."""
     if context.output_dir is None:
         return run
-    reason = "a new directory, as none was given"
+    if run.train.output_dir:
+        reason = "the directory as it was claimed"
+    else:
+        reason = "a new directory, as none was given"
     return run.decide("output directory", {"train.output_dir": str(context.output_dir)}, reason)
 
 

@@ -312,7 +312,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         device=device_name(trainer.device),
         world=trainer.grid.world_size,
         grid=describe_grid(run),
-        decisions=decisions_to_json(run),
+        decisions=[*_as_list(before.get("decisions")), *decisions_to_json(run)],
         versions={"python": platform.python_version(), "torch": torch.__version__},
         fingerprint=data.fingerprint,
         corpora=data.summary_lines,

@@ -124,7 +124,7 @@ class Trainer:
         local_ranks: ranks that share the memory of this machine; 0: all ranks.
         Communicates: creation of process groups; see `train.memory.resolve` and `probe`.
         """
-        if not isinstance(run, ResolvedRun):
+        if not isinstance(run, ResolvedRun) or run.train.dtype == "auto":
             raise TypeError(
                 "A trainer takes a resolved run. Call ranvier.train.resolve.resolve_run."
             )
