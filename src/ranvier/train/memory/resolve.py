@@ -79,7 +79,7 @@ EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
 
 
 @dataclass
-class ResolvedRun:
+class ResolvedMemory:
     """A run without open memory settings, its optimizer, and notes on what was chosen."""
 
     run: RunConfig
@@ -117,7 +117,7 @@ def build_optimizer(
 
 def resolve_memory(
     run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
-) -> ResolvedRun:
+) -> ResolvedMemory:
     """Resolve the open memory settings; returns the run, its optimizer, and notes on the choice.
 
     Communicates: if something is open, passes of a model of two blocks, a few times, and numbers
@@ -135,7 +135,7 @@ def resolve_memory(
     # here; see `resolve_in_flight_limit`.
     if not free or run.plan.pipe > 1:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
-        return ResolvedRun(
+        return ResolvedMemory(
             run, optimizer, MemoryTracker(peers=count_peers(run, get_parallel_model(model)))
         )
     run = _choose_tile(run, device, local_ranks)
@@ -162,7 +162,7 @@ def resolve_memory(
         tried, missing = _try_placement(chosen, model, device, local_ranks)
         if tried is not None:
             notes += offload_search.explain_fit(case, found, every)
-            return ResolvedRun(chosen, tried, account, notes)
+            return ResolvedMemory(chosen, tried, account, notes)
         # The prediction was too low by at least `missing`; search again with a smaller limit.
         lower = case.device_limit - max(missing, int(LIMIT_REDUCTION * case.device_limit))
         notes.append(
