@@ -228,7 +228,6 @@ def resolve_in_flight_limit(
         lines.append(_limit_in_flight(run, parallel, device, local_ranks))
     # The policy search simulates on rank 0 only; all ranks follow what it found.
     if parallel.grid.rank == 0:
-        pipeline.policies.pop(plan.num_micro_batches, None)
         found = pipeline.policy_for_step(plan.num_micro_batches)
     else:
         found = None
@@ -281,6 +280,8 @@ def _limit_in_flight(
         )
     pipeline = parallel.pipeline
     pipeline.config = replace(pipeline.config, max_in_flight=limit)
+    # Trial steps may have chosen a policy without the limit.
+    pipeline.policies.clear()
     return f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB"
 
 
