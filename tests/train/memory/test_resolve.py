@@ -247,7 +247,7 @@ ORDER = {"schedule": "1f1b"}
         ),
         pytest.param(
             {"pipe": 2},
-            0.0006,
+            0.00045,
             {"memory__activation_offload_fraction": -1.0, "micro_batch": 1, **ORDER},
             marks=pytest.mark.full,
         ),
