@@ -5,11 +5,11 @@
     python benchmarks/memory.py --fit                   four sizes, each with a limit of its own
     python benchmarks/memory.py --table --tiny          the same code on the CPU
 
-A configuration is assembled by our trainer, predicted (a model of two blocks is measured, the rest
-is added up) and then takes three steps. The verdict compares the most bytes that torch has
-allocated in the last two with the prediction: good from 0.95 to 1.05. On the CPU storages of
-tensors are counted instead, during the passes. A limit is emulated: torch refuses to hold more than
-that share of the device. All run one after the other in this process.
+A configuration is assembled by our trainer, predicted in closed form, and then takes three steps.
+The verdict compares the most bytes that torch has allocated in the last two with the prediction:
+good from 0.95 to 1.05. On the CPU storages of tensors are counted instead, during the passes. A
+limit is emulated: torch refuses to hold more than that share of the device. All run one after the
+other in this process.
 """
 
 from __future__ import annotations

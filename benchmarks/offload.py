@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,18 @@ from one_gpu import SIZES, TOY
 from peers import Contestant, Ours, Peer, Shape, Task, run_of
 from torch import Tensor, distributed, nn
 
-from ranvier.config.resolved_run import ResolvedRun
 from ranvier.errors import RanvierError
-from ranvier.grid import Grid
 from ranvier.launch import use_expandable_segments
-from ranvier.memory.host import Arena
+from ranvier.memory.host import Arena, host_bytes_per_rank
 from ranvier.models.decoder import Decoder
 from ranvier.planner import offload_search
 from ranvier.planner.memory.breakdown import format_breakdown
+from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.offload_search import FitProblem
-from ranvier.train.memory.resolve import build_fit_problem, open_settings
+from ranvier.train.memory.breakdown import TYPICAL_RATES
+from ranvier.train.memory.choose import MemoryLimits, build_fit_problem, open_settings
+from ranvier.train.memory.probe import available_bytes
 from ranvier.train.resolve import ResolveContext, resolve_run
-from ranvier.train.trainer import Trainer
 
 GIB = 2**30
 HOST = {"memory.optimizer_states": "host"}
@@ -322,54 +322,38 @@ def wide(layers: int) -> Shape:
 
 
 def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
-    """The most blocks that fit, as models of two and three of them tell."""
-    cases = []
-    for blocks in (2, 3):
-        run = run_of(replace(shape, layers=blocks), 1, where, device().type)
-        run = resolve_run(run, ResolveContext(world_size=1, device=device()))
-        nothing: Any = None
-        cleared()
-        made = Trainer.from_run(replace_fit(run), Grid({}), device(), nothing)
-        free = open_settings(run) if run.memory.auto else frozenset[str]()
-        cases.append(
-            build_fit_problem(run, made.state.model, device(), 1, free, made.state.optimizer)
-        )
-        del made
-    cleared()
+    """The most blocks that fit, as predicted."""
+    limits = MemoryLimits(available_bytes(0.0, device(), 1), host_bytes_per_rank(1))
     if arguments.smoke:
-        limit = 10 * offload_search.min_device_bytes(cases[1])
-        cases = [replace(case, device_limit=limit, host_limit=limit) for case in cases]
+        limit = 10 * offload_search.min_device_bytes(fit_problem(shape, where, limits, 3))
+        limits = MemoryLimits(limit, limit)
     elif arguments.limit:
-        cases = [replace(case, device_limit=int(arguments.limit * GIB)) for case in cases]
+        limits = replace(limits, device_bytes=int(arguments.limit * GIB))
     low, high = 1, 2
-    while fitting(cases, high):
+    while fitting(fit_problem(shape, where, limits, high)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fitting(cases, middle) else (low, middle)
+        fits = fitting(fit_problem(shape, where, limits, middle))
+        low, high = (middle, high) if fits else (low, middle)
     return low
 
 
-def replace_fit(run: ResolvedRun) -> ResolvedRun:
-    """The run with everything on the device: small as it is, nothing has to be chosen."""
-    return replace(run, memory=replace(run.memory, auto=False, device_limit_gib=0.0))
+def fit_problem(
+    shape: Shape, where: Mapping[str, str], limits: MemoryLimits, blocks: int
+) -> FitProblem:
+    """The placements of a model of so many blocks."""
+    run = run_of(replace(shape, layers=blocks), 1, where, device().type)
+    run = resolve_run(run, ResolveContext(world_size=1, device=device()))
+    free = open_settings(run) if run.memory.auto else frozenset[str]()
+    return build_fit_problem(run, resolve_model_spec(run), limits, TYPICAL_RATES, free)
 
 
-def fitting(cases: Sequence[FitProblem], blocks: int) -> bool:
-    """Whether so many blocks fit: sizes grow evenly."""
-    two, three = cases
-    sizes = {
-        one.name: getattr(two.sizes, one.name)
-        + (blocks - 2) * (getattr(three.sizes, one.name) - getattr(two.sizes, one.name))
-        for one in fields(two.sizes)
-    }
-    needs = {micro: replace(need, num_blocks=blocks) for micro, need in three.needs.items()}
-    given = replace(
-        three.given_placement, recompute_modes=three.given_placement.recompute_modes[:1] * blocks
-    )
-    case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given_placement=given)
+def fitting(case: FitProblem) -> bool:
+    """Whether a placement fits."""
     if not case.open_settings:
-        return offload_search.predict_breakdown(case, given).total_bytes <= case.device_limit
+        shown = offload_search.predict_breakdown(case, case.given_placement)
+        return shown.total_bytes <= case.device_limit
     return offload_search.fastest_fit(offload_search.enumerate_fits(case)) is not None
 
 

@@ -40,7 +40,7 @@ from ranvier.errors import PlanError, RanvierError
 from ranvier.train.metrics import DeviceEvent, peak_flops
 
 SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
-    "0.5b": (Shape.of(24, 1024, 16, 4096, tied=True), (16,)),
+    "0.5b": (Shape.of(24, 1024, 16, 4096, tie_embeddings=True), (16,)),
     "1.5b": (Shape.of(16, 2048, 32, 8192), (4, 8)),
     "3b": (Shape.of(28, 3072, 24, 8192), (4,)),
     "8b": (Shape.of(32, 4096, 32, 14336), (1,)),
@@ -48,7 +48,10 @@ SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
 """Shapes, and sequences of a step."""
 TOY = {
     "toy": (Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64), (2,)),
-    "toy-tied": (Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64, tied=True), (2,)),
+    "toy-tied": (
+        Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64, tie_embeddings=True),
+        (2,),
+    ),
 }
 """What a CPU can train in a moment."""
 GIB = 2**30

@@ -315,11 +315,6 @@ def test_divisors(number: int) -> None:
             "schedule='interleaved' with virtual_stages=1",
             "'1f1b'.",
         ),
-        (
-            Plan(pipe=2, recompute="memory_budget"),
-            "recompute='memory_budget' with a pipeline.",
-            "holds.",
-        ),
         (Plan(pipe=2, schedule="fifo"), "schedule='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
         (
             Plan(pipe=2, max_in_flight=-1),

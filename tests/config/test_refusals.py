@@ -29,10 +29,6 @@ CASES: list[tuple[str, str]] = [
         "memory.optimizer_states='host' plan.cuda_graph=True",
         "memory.optimizer_states='host' with plan.cuda_graph=True. A recorded step copies nothing",
     ),
-    (
-        "memory.optimizer_states='split' plan.pipe=2",
-        "memory.optimizer_states='split' with plan.pipe=2 and",
-    ),
     ("memory.activation_offload_fraction=-0.5", "memory.activation_offload_fraction=-0.5 is no"),
     (
         "memory.recompute_collectives='auto' memory.device_limit_gib=2.0 plan.pipe=2",
@@ -41,11 +37,6 @@ CASES: list[tuple[str, str]] = [
     (
         "memory.parameters='host' guard.replay_interval=3",
         "memory.parameters='host' with guard.replay_interval=3.",
-    ),
-    ("memory.auto=True plan.pipe=2", "memory.auto=True with plan.pipe=2."),
-    (
-        "memory.activation_offload_fraction=-1.0 plan.pipe=2",
-        "memory.activation_offload_fraction=-1.0 with plan.pipe=2.",
     ),
     ("memory.auto=True plan.cuda_graph=True", "memory.auto=True with plan.cuda_graph=True."),
     ("prune.n_m_pattern='4:2'", "prune.n_m_pattern='4:2' is no pattern."),

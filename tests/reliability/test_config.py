@@ -2,7 +2,7 @@
 
 Already tested elsewhere: F1 tests/config/test_plan.py (what does not divide), F2
 tests/config/test_run.py and tests/cli/test_cli.py (unknown keys), F5 tests/cli/test_cli.py (options
-win over the file), F8 tests/train/memory/test_probe.py (too small a budget).
+win over the file), F8 tests/train/memory/test_resolve.py (too small a budget).
 """
 
 from __future__ import annotations

@@ -285,12 +285,6 @@ class Plan:
                 f"virtual stages, but {sizes['layers']} layers, embedding and head are {parts} "
                 f"parts. Each stage needs one. Use pipe·virtual_stages of at most {parts}."
             )
-        if self.recompute == "memory_budget":
-            yield (
-                "recompute='memory_budget' with a pipeline. A budget is measured on whole models. "
-                "Use 'selective' or 'full', and max_in_flight or memory.device_limit_gib to bound "
-                "what a stage holds."
-            )
         if self.schedule in ("1f1b", "gpipe", "zero-bubble") and self.virtual_stages > 1:
             yield (
                 f"schedule={self.schedule!r} with virtual_stages={self.virtual_stages}. Its order "

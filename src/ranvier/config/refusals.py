@@ -233,17 +233,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda run: {"offloaded": _first_offloaded(run)},
     ),
     Refusal(
-        lambda run: (
-            run.plan.pipe > 1
-            and run.memory.optimizer_states == "split"
-            and not run.memory.optimizer_states_on_device_gib
-        ),
-        "memory.optimizer_states='split' with plan.pipe={plan.pipe} and "
-        "memory.optimizer_states_on_device_gib=0",
-        "What is left on a device is measured on whole models",
-        "Give memory.optimizer_states_on_device_gib",
-    ),
-    Refusal(
         lambda run: -1.0 < run.memory.activation_offload_fraction < 0.0,
         "memory.activation_offload_fraction={memory.activation_offload_fraction} is no share",
         "It lies in [0, 1], or is -1 for as little as fits",
@@ -257,7 +246,7 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "memory.recompute_collectives='auto' with "
         "memory.device_limit_gib={memory.device_limit_gib} and a pipeline",
-        "How much a stage has free depends on the micro-batches it holds",
+        "What is worth saving is measured by all ranks together, but stages recompute other blocks",
         "Use 'save' or 'rerun', or memory.device_limit_gib=0",
     ),
     Refusal(
@@ -265,19 +254,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "memory.parameters='host' with guard.replay_interval={guard.replay_interval}",
         "Gradients on the host are not compared",
         "Use guard.replay_interval=0",
-    ),
-    Refusal(
-        lambda run: run.memory.auto and run.plan.pipe > 1,
-        "memory.auto=True with plan.pipe={plan.pipe}",
-        "A fit is measured on whole models",
-        "Use plan.pipe=1, or memory.device_limit_gib to bound what a stage holds",
-    ),
-    Refusal(
-        lambda run: run.memory.activation_offload_fraction < 0.0 and run.plan.pipe > 1,
-        "memory.activation_offload_fraction={memory.activation_offload_fraction} with "
-        "plan.pipe={plan.pipe}",
-        "What fits is measured on whole models",
-        "Use a share from 0 to 1, or plan.pipe=1",
     ),
     Refusal(
         lambda run: run.memory.auto and run.plan.cuda_graph,

@@ -1,25 +1,28 @@
 """Offload search: the fastest placement of a step on a device and its host that fits, as predicted.
 
-A pure search over numbers: the micro-batch, the recompute mode of each block, which optimizer
-states, weights and activations are offloaded to the host, and where states are updated. None of
-these changes a result but for the order of sums. Settings given by the user are kept: only those in
-`open_settings` are chosen.
+A pure search over the closed form of memory (`planner.memory`): the micro-batch, the recompute mode
+of each block, which optimizer states, weights and activations are offloaded to the host, and where
+states are updated. None of these changes a result but for the order of sums. Settings given by the
+user are kept: only those in `open_settings` are chosen. All stages of a pipeline have the same
+placement, but each has as much recomputation as it needs; the slowest stage gives the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from ranvier.memory import recompute_budget
-from ranvier.memory.recompute_budget import BudgetPeak, PeakMoment, RecomputeMode, StepMemory
+from ranvier.memory.recompute_budget import RECOMPUTE_COST, RecomputeMode
 from ranvier.planner.device_rates import DeviceRates
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
-from ranvier.planner.memory.measured_states import ModelStateSizes
+from ranvier.planner.memory.peaks import IN_NEXT_FORWARD, PeakUsage
+from ranvier.planner.memory.rank_memory import RankMemory
 from ranvier.planner.time import offload
-from ranvier.planner.time.offload import StepSeconds, StepTraffic, StepWork
+from ranvier.planner.time.offload import StepSeconds, StepTraffic
 
 StatesLocation: TypeAlias = Literal["device", "host", "disk", "split"]
 UpdateLocation: TypeAlias = Literal["auto", "device", "cpu"]
@@ -36,7 +39,8 @@ SEARCHABLE_SETTINGS = (
 )
 """Settings that may be left open."""
 FRAGMENTATION_SHARE = 0.03
-"""Share of the temporary memory of a step that the allocator loses to fragmentation."""
+"""Share of the temporary memory of a step that the allocator loses to fragmentation. It is also the
+margin of the closed form, which is up to 3 % below what steps of adapters and mixtures need."""
 MIN_RESIDENT_SHARE = 0.05
 """Minimum share of the optimizer states that is worth keeping on the device."""
 WEIGHT_LOCATIONS: tuple[WeightsLocation, ...] = ("device", "host")
@@ -44,13 +48,6 @@ OFFLOAD_FRACTIONS = (0.0, 0.5, 1.0)
 """Shares of the activations that are tried on the host."""
 MAX_CHANGED_SETTINGS = 2
 """Maximum number of settings that a proposal changes."""
-PEAK_LABELS: Mapping[PeakMoment, str] = {
-    "head": "in the loss",
-    "block": "in the backward pass of a block",
-    "leave": "in the backward pass of the embedding",
-    "forward": "in the next forward pass, beside gradients that wait for their update",
-    "update": "in the update",
-}
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,10 @@ class Placement:
 class FitProblem:
     """All inputs of the search."""
 
-    needs: Mapping[int, StepMemory]
-    """Memory by micro-batch."""
-    sizes: ModelStateSizes
-    work: StepWork
+    stages: tuple[RankMemory, ...]
+    """A rank of each stage."""
+    micro_batches: tuple[int, ...]
+    """Micro-batches to try, largest first."""
     rates: DeviceRates
     device_limit: int
     """Bytes of the device that may be used."""
@@ -85,10 +82,18 @@ class FitProblem:
     open_settings: frozenset[str]
     library_bytes: int = 0
     """Bytes on the device that are in use in any case."""
-    logit_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Logits of a chunk, by micro-batch."""
     communicator_bytes: int = 0
     """Bytes of the device in addition to `device_limit`, allocated when a run starts."""
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Number of blocks of the model."""
+        return sum(len(stage.block_indices) for stage in self.stages)
+
+    @cached_property
+    def block_share(self) -> float:
+        """The smallest share of blocks in the work of a stage."""
+        return min(stage.work.block_share for stage in self.stages)
 
 
 @dataclass(frozen=True)
@@ -117,63 +122,42 @@ class FitResult:
 # ---- bytes ------------------------------------------------------------------------------
 
 
-def _offloaded_state_bytes(case: FitProblem, choice: Placement) -> int:
+def _offloaded_state_bytes(stage: RankMemory, choice: Placement) -> int:
     """Bytes of states that are not on the device."""
     # States of vectors always stay on the device.
-    most = case.sizes.state_bytes - case.sizes.vector_states
+    most = stage.sizes.state_bytes - stage.sizes.vector_states
     kept = {"device": most, "split": min(choice.optimizer_state_bytes_on_device, most)}.get(
         choice.optimizer_states, 0
     )
     return most - kept
 
 
-def _fetched_weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
-    """Bytes of weights fetched from the host: of the current block and the prefetched next one."""
+def _resting_weights(stage: RankMemory, choice: Placement) -> int:
+    """Bytes of weights that are always on the device."""
     if choice.parameters == "device":
-        return 0
-    # The next block is prefetched while the current one computes.
-    pair = min(2, case.sizes.num_blocks) * case.sizes.block_weights
-    if where == "head":
-        return max(case.sizes.head_weights + case.sizes.block_weights, pair)
-    return pair
+        return stage.sizes.weight_bytes
+    return stage.sizes.resident_weights
 
 
-def _has_measured_fetches(case: FitProblem) -> bool:
-    """Whether weights were on the host in the measured passes, which then include the fetches."""
-    return case.given_placement.parameters == "host" and "parameters" not in case.open_settings
-
-
-def _weight_bytes(case: FitProblem, choice: Placement, where: PeakMoment) -> int:
-    """Bytes of weights on the device besides what was measured."""
-    sizes = case.sizes
-    if choice.parameters == "device":
-        resting = sizes.weight_bytes
-    else:
-        resting = sizes.resident_weights
-    return resting + (
-        0 if _has_measured_fetches(case) else _fetched_weight_bytes(case, choice, where)
+def _memory_peaks(stage: RankMemory, choice: Placement) -> tuple[PeakUsage, ...]:
+    """Candidate memory peaks of a stage, including those while offloaded states are updated."""
+    return stage.peaks(
+        choice.micro_batch,
+        stage.own_modes(choice.recompute_modes),
+        offloaded=choice.activation_offload_fraction,
+        weights_on_host=choice.parameters == "host",
+        update_continues=True,
     )
 
 
-def _peak_moments(case: FitProblem, choice: Placement) -> list[tuple[BudgetPeak, int]]:
-    """Candidate memory peaks, and the bytes of weights at each."""
-    need = case.needs[choice.micro_batch]
-    hosted = choice.parameters == "host"
-    peaks = need.memory_peaks(
-        choice.recompute_modes, away=choice.activation_offload_fraction, stowed=hosted, waits=True
-    )
-    return [(peak, _weight_bytes(case, choice, peak.where)) for peak in peaks]
+def _peak_with_gaps(peak: PeakUsage) -> int:
+    return round(peak.total_bytes * (1.0 + FRAGMENTATION_SHARE))
 
 
-def _moment_bytes(moment: tuple[BudgetPeak, int]) -> int:
-    peak, weights = moment
-    return weights + round(peak.total_bytes * (1.0 + FRAGMENTATION_SHARE))
-
-
-def _staging_bytes(case: FitProblem, choice: Placement) -> tuple[int, int]:
+def _staging_bytes(stage: RankMemory, choice: Placement) -> tuple[int, int]:
     """Bytes of the buffers for state tiles in transfer, on the device and on the host."""
-    sizes = case.sizes
-    if not _offloaded_state_bytes(case, choice):
+    sizes = stage.sizes
+    if not _offloaded_state_bytes(stage, choice):
         return 0, 0
     # With a CPU update only gradients and new weights are transferred.
     if choice.optimizer_step_on == "cpu":
@@ -181,73 +165,75 @@ def _staging_bytes(case: FitProblem, choice: Placement) -> tuple[int, int]:
     return (sizes.offload_ring if choice.parameters == "host" else sizes.state_ring), 0
 
 
-def _bytes_without_states(case: FitProblem, choice: Placement) -> tuple[int, int]:
+def _bytes_without_states(
+    case: FitProblem, stage: RankMemory, choice: Placement
+) -> tuple[int, int]:
     """Bytes on the device besides states: if all of them are there, and if some are not."""
-    moments = _peak_moments(case, choice)
-    ring = _staging_bytes(case, replace(choice, optimizer_states="host"))[0]
-    # The `forward` peak holds gradients of an update that is still running, which happens only if
-    # states are offloaded.
-    here = max(_moment_bytes(one) for one in moments if one[0].where != "forward")
-    return case.library_bytes + here, case.library_bytes + max(map(_moment_bytes, moments)) + ring
+    peaks = _memory_peaks(stage, choice)
+    resting = case.library_bytes + _resting_weights(stage, choice)
+    ring = _staging_bytes(stage, replace(choice, optimizer_states="host"))[0]
+    # Gradients of an update that still runs in forward exist only if states are offloaded.
+    here = max(_peak_with_gaps(one) for one in peaks if one.where != IN_NEXT_FORWARD)
+    return resting + here, resting + max(map(_peak_with_gaps, peaks)) + ring
 
 
-def predict_breakdown(case: FitProblem, choice: Placement) -> MemoryBreakdown:
-    """The predicted memory breakdown of a placement."""
-    sizes = case.sizes
-    need = case.needs[choice.micro_batch]
-    away = _offloaded_state_bytes(case, choice)
-    moments = (one for one in _peak_moments(case, choice) if away or one[0].where != "forward")
+def stage_device_bytes(case: FitProblem, stage: RankMemory, choice: Placement) -> int:
+    """Bytes of a stage on its device."""
+    away = _offloaded_state_bytes(stage, choice)
+    rests = _bytes_without_states(case, stage, choice)
+    return rests[away > 0] + stage.sizes.state_bytes - away
+
+
+def resting_bytes(stage: RankMemory, choice: Placement) -> int:
+    """Bytes of weights, states and staging buffers that are always on the device."""
+    states = stage.sizes.state_bytes - _offloaded_state_bytes(stage, choice)
+    return _resting_weights(stage, choice) + states + _staging_bytes(stage, choice)[0]
+
+
+def predict_breakdown(
+    case: FitProblem, choice: Placement, stage: int | None = None
+) -> MemoryBreakdown:
+    """The predicted memory breakdown of a placement; stage None: of the one with most."""
+    if stage is None:
+        one = max(case.stages, key=lambda one: stage_device_bytes(case, one, choice))
+    else:
+        one = case.stages[stage]
+    sizes = one.sizes
+    away = _offloaded_state_bytes(one, choice)
+    peaks = (p for p in _memory_peaks(one, choice) if away or p.where != IN_NEXT_FORWARD)
     # The breakdown is that of the largest peak.
-    peak, weights = max(moments, key=_moment_bytes)
+    peak = max(peaks, key=_peak_with_gaps)
     if sizes.state_bytes:
         share = 1.0 - away / sizes.state_bytes
     else:
         share = 1.0
-    come = _fetched_weight_bytes(case, choice, peak.where)
-    rest = peak.activations
-    parts = {"gathered weights": come}
-    # Measured with the activations: move the bytes to their own category.
-    if _has_measured_fetches(case):
-        parts["gathered weights"] = come = min(come, rest)
-        rest = rest - come
-        weights = weights + come
-    # Categories that the measurement contains as activations, at the peaks where they occur.
-    for name, size, when in (
-        ("logits", case.logit_bytes.get(choice.micro_batch, 0), ("head",)),
-        ("gathered weights", sizes.gathered_weights, ("head", "block", "forward")),
-        ("communication", need.weight_gather_bytes, ("update",)),
-        ("communication", sizes.communication, ("block", "leave")),
-    ):
-        if peak.where in when:
-            size = min(size, rest)
-            parts[name] = parts.get(name, 0) + size
-            rest = rest - size
     device = {
-        "weights": weights - come,
+        "weights": _resting_weights(one, choice),
         "gradients": peak.gradients,
         "master": round(sizes.master * share),
         "moments": round(sizes.moments * share),
-        "activations": rest,
-        **parts,
-        "staging": _staging_bytes(case, choice)[0],
+        "activations": peak.activations,
+        "gathered weights": peak.gathered_weights,
+        "logits": peak.logits,
+        "communication": peak.communication,
+        "staging": _staging_bytes(one, choice)[0],
         "libraries": case.library_bytes,
         "fragmentation": round(FRAGMENTATION_SHARE * peak.total_bytes),
         "communicators": case.communicator_bytes,
     }
-    return MemoryBreakdown(device, _host_breakdown(case, choice), PEAK_LABELS[peak.where])
+    return MemoryBreakdown(device, _host_breakdown(one, choice), peak.where)
 
 
-def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
-    """Bytes on the host by category."""
-    sizes = case.sizes
-    need = case.needs[choice.micro_batch]
-    away = _offloaded_state_bytes(case, choice)
+def _host_breakdown(stage: RankMemory, choice: Placement) -> dict[str, int]:
+    """Bytes of a stage on the host by category."""
+    sizes = stage.sizes
+    away = _offloaded_state_bytes(stage, choice)
     found = {
-        "activations": _offloaded_activations(need, choice),
-        "staging": _staging_bytes(case, choice)[1],
+        "activations": _offloaded_activations(stage, choice),
+        "staging": _staging_bytes(stage, choice)[1],
     }
     if choice.parameters == "host":
-        found["weights"] = sizes.weight_bytes - sizes.resident_weights
+        found["weights"] = sizes.host_weights
         found["gradients"] = sizes.host_gradients
     if away and choice.optimizer_states != "disk":
         # Master weights and moments are offloaded in proportion.
@@ -256,42 +242,61 @@ def _host_breakdown(case: FitProblem, choice: Placement) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-def _offloaded_activations(need: StepMemory, choice: Placement) -> int:
-    """Bytes of activations of a micro-batch on the host; the last block's stay on the device."""
-    blocks = need.passes[0].blocks
-    share = need.offloaded_fraction(choice.activation_offload_fraction)
-    return round(share * sum(blocks[kind].saved_bytes for kind in choice.recompute_modes[:-1]))
+def _offloaded_activations(stage: RankMemory, choice: Placement) -> int:
+    """Bytes of activations of a micro-batch on the host."""
+    share = stage.offloaded_fraction(choice.activation_offload_fraction)
+    if share == 0.0:
+        return 0
+    saved = stage.saved_bytes(choice.micro_batch, stage.own_modes(choice.recompute_modes))
+    # The last block of the model stays on the device.
+    if stage.stage == stage.plan.pipe - 1:
+        saved = saved[:-1]
+    return round(share * sum(saved))
 
 
 # ---- time -------------------------------------------------------------------------------
 
 
 def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
-    """The predicted time of a step."""
-    sizes = case.sizes
-    need = case.needs[choice.micro_batch]
-    away = _offloaded_state_bytes(case, choice)
-    blocks = need.passes[0].blocks
+    """The predicted time of a step: of the slowest stage, with the bubble of the pipeline."""
+    return max(
+        (_stage_seconds(case, stage, choice) for stage in case.stages), key=lambda one: one.total
+    )
+
+
+def _stage_seconds(case: FitProblem, stage: RankMemory, choice: Placement) -> StepSeconds:
+    sizes = stage.sizes
+    away = _offloaded_state_bytes(stage, choice)
     hosted = choice.parameters == "host"
+    modes = stage.own_modes(choice.recompute_modes)
+    all_saved: list[RecomputeMode] = ["none" for _ in modes]
     moved = StepTraffic(
-        saved_activations=need.num_blocks * max(block.saved_bytes for block in blocks.values()),
+        saved_activations=sum(stage.saved_bytes(choice.micro_batch, all_saved)),
         device_states=sizes.state_bytes - away,
         host_states=away,
         host_parameters=round(sizes.trained_elements * away / sizes.state_bytes)
         if sizes.state_bytes
         else 0,
-        host_weights=sizes.weight_bytes - sizes.resident_weights if hosted else 0,
-        host_gradients=need.num_blocks * need.passes[-1].block_grad if hosted else 0,
-        host_activations=_offloaded_activations(need, choice),
+        host_weights=sizes.host_weights if hosted else 0,
+        host_gradients=sizes.host_gradients if hosted else 0,
+        host_activations=_offloaded_activations(stage, choice),
     )
-    return offload.estimate_step_seconds(
-        case.work,
+    found = offload.estimate_step_seconds(
+        stage.work,
         moved,
         case.rates,
         micro=choice.micro_batch,
-        share=recompute_budget.recompute_fraction(choice.recompute_modes),
-        blocks=need.num_blocks,
+        share=recompute_budget.recompute_fraction(modes),
+        blocks=max(len(modes), 1),
         cpu=choice.optimizer_step_on == "cpu",
+    )
+    # Fill and drain, which chunks shorten.
+    passes = stage.work.samples // choice.micro_batch
+    busy = 1.0 + (stage.plan.pipe - 1) / (stage.plan.virtual_stages * passes)
+    return replace(
+        found,
+        compute=found.compute * busy,
+        recompute=found.recompute * busy,
     )
 
 
@@ -301,14 +306,14 @@ def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
 def enumerate_fits(case: FitProblem) -> Iterator[FitResult]:
     """Placements that fit, including the fastest of each micro-batch and location."""
     for one in _enumerate_placements(case):
-        yield from _fit_recompute_modes(case, one, _recompute_choices(case, one.micro_batch))
+        yield from _fit_recompute_modes(case, one, _recompute_choices(case, one))
 
 
 def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
     """All combinations of micro-batch and locations of weights and activations."""
     given = case.given_placement
     free = case.open_settings
-    for micro in case.needs:
+    for micro in case.micro_batches:
         for weights in WEIGHT_LOCATIONS if "parameters" in free else (given.parameters,):
             for away in (
                 OFFLOAD_FRACTIONS
@@ -320,13 +325,50 @@ def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
                 )
 
 
-def _recompute_choices(case: FitProblem, micro: int) -> list[tuple[RecomputeMode, ...]]:
+def _recompute_choices(case: FitProblem, choice: Placement) -> list[tuple[RecomputeMode, ...]]:
     """Recompute modes of the blocks, those with least recomputation first."""
     if "recompute" not in case.open_settings:
         return [case.given_placement.recompute_modes]
-    return sorted(
-        recompute_budget.candidate_modes(case.needs[micro]), key=recompute_budget.recompute_fraction
-    )
+    if len(case.stages) == 1:
+        return _stage_candidates(case.stages[0], choice.micro_batch)
+    # Each stage gets the least recomputation with which it fits, for either place of the states.
+    if "optimizer_states" in case.open_settings:
+        places: tuple[StatesLocation, ...] = ("device", "host")
+    else:
+        places = (choice.optimizer_states,)
+    found = [_modes_of_stages(case, replace(choice, optimizer_states=place)) for place in places]
+    return sorted(dict.fromkeys(found), key=recompute_budget.recompute_fraction)
+
+
+def _stage_candidates(stage: RankMemory, micro: int) -> list[tuple[RecomputeMode, ...]]:
+    """Modes of the blocks of a stage, those with least recomputation first."""
+    saved = {kind: sum(sizes) for kind, sizes in stage.saved_bytes_by_mode(micro).items()}
+    return recompute_budget.candidate_modes(saved, len(stage.block_indices))
+
+
+def _modes_of_stages(case: FitProblem, choice: Placement) -> tuple[RecomputeMode, ...]:
+    """The modes of all blocks with which each stage fits; where none does, those of least bytes."""
+    found = dict[int, RecomputeMode]()
+    for stage in case.stages:
+        sizes = dict[int, tuple[RecomputeMode, ...]]()
+        for kinds in _stage_candidates(stage, choice.micro_batch):
+            tried = with_stage_modes(case, choice, stage, kinds)
+            size = stage_device_bytes(case, stage, tried)
+            sizes.setdefault(size, kinds)
+            if size <= case.device_limit:
+                break
+        found.update(zip(stage.block_indices, sizes[min(sizes)], strict=True))
+    return tuple(found[i] for i in range(case.num_blocks))
+
+
+def with_stage_modes(
+    case: FitProblem, choice: Placement, stage: RankMemory, kinds: Sequence[RecomputeMode]
+) -> Placement:
+    """A placement with the modes of one stage; those of others do not matter to it."""
+    modes: list[RecomputeMode] = ["none"] * case.num_blocks
+    for i, kind in zip(stage.block_indices, kinds, strict=True):
+        modes[i] = kind
+    return replace(choice, recompute_modes=tuple(modes))
 
 
 def _fit_recompute_modes(
@@ -337,10 +379,7 @@ def _fit_recompute_modes(
     shortest = math.inf
     for kinds in ways:
         # Lower bound of the time with these modes. They are sorted, so later ones are slower.
-        if (
-            least * (1.0 + recompute_budget.recompute_fraction(kinds) * case.work.block_share)
-            > shortest
-        ):
+        if least * (1.0 + recompute_budget.recompute_fraction(kinds) * case.block_share) > shortest:
             return
         for found in _fit_update_locations(case, replace(choice, recompute_modes=kinds)):
             shortest = min(shortest, found.seconds.total)
@@ -354,21 +393,30 @@ def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitRe
         ways = ("device" if choice.optimizer_step_on == "auto" else choice.optimizer_step_on,)
     for way in ways:
         chosen = replace(choice, optimizer_step_on=way)
-        rests = _bytes_without_states(case, chosen)
+        rests = [_bytes_without_states(case, stage, chosen) for stage in case.stages]
         for one in _state_placements(case, chosen, rests):
+            away = [_offloaded_state_bytes(stage, one) for stage in case.stages]
+            device = max(
+                rest[gone > 0] + stage.sizes.state_bytes - gone
+                for stage, rest, gone in zip(case.stages, rests, away, strict=True)
+            )
+            host = max(sum(_host_breakdown(stage, one).values()) for stage in case.stages)
             # Where states are updated matters only if some are offloaded; skip duplicates.
-            away = _offloaded_state_bytes(case, one)
-            device = rests[away > 0] + case.sizes.state_bytes - away
-            host = sum(_host_breakdown(case, one).values())
-            if device <= case.device_limit and host <= case.host_limit and (away or way == ways[0]):
+            if (
+                device <= case.device_limit
+                and host <= case.host_limit
+                and (any(away) or way == ways[0])
+            ):
                 yield FitResult(one, device, host, predict_fit_seconds(case, one))
 
 
 def _state_placements(
-    case: FitProblem, choice: Placement, rests: tuple[int, int]
+    case: FitProblem, choice: Placement, rests: Sequence[tuple[int, int]]
 ) -> Iterator[Placement]:
-    """Where the states of a placement may be stored: as many on the device as fit."""
-    states = case.sizes.state_bytes
+    """Where the states of a placement may be stored: as many on the device as fit.
+
+    rests: bytes of each stage without states.
+    """
     free = "optimizer_states" in case.open_settings
     if not free and not (
         choice.optimizer_states == "split"
@@ -376,9 +424,18 @@ def _state_placements(
     ):
         yield choice
         return
-    # rests[1] includes the staging buffers, needed as soon as any state is offloaded.
-    left = case.device_limit - rests[1] - case.sizes.vector_states
-    if rests[0] + states <= case.device_limit:
+    # The bytes of the most states of a rank, and the least room that a stage has for them.
+    states = max(stage.sizes.state_bytes for stage in case.stages)
+    # rest[1] includes the staging buffers, needed as soon as any state is offloaded.
+    left = min(
+        case.device_limit - rest[1] - stage.sizes.vector_states
+        for stage, rest in zip(case.stages, rests, strict=True)
+    )
+    fits = all(
+        rest[0] + stage.sizes.state_bytes <= case.device_limit
+        for stage, rest in zip(case.stages, rests, strict=True)
+    )
+    if fits:
         yield replace(
             choice,
             optimizer_states="device" if free else "split",
@@ -408,18 +465,24 @@ def min_device_bytes(case: FitProblem) -> int:
         (
             found.device_bytes
             for one in _enumerate_placements(tight)
-            for kinds in _recompute_choices(tight, one.micro_batch)
+            for kinds in _least_memory_modes(tight, one)
             for found in _fit_update_locations(tight, replace(one, recompute_modes=kinds))
         ),
         default=0,
     )
 
 
+def _least_memory_modes(case: FitProblem, choice: Placement) -> list[tuple[RecomputeMode, ...]]:
+    """Recompute modes among which is the one with the least memory."""
+    if "recompute" in case.open_settings and len(case.stages) > 1:
+        return [_modes_of_stages(replace(case, device_limit=0), choice)]
+    return _recompute_choices(case, choice)
+
+
 def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[FitResult]:
     """The cheapest changes of `now` that fit: of few settings, the same mode for all blocks."""
     found: dict[tuple[str, ...], FitResult] = {}
-    known = {kind for need in case.needs.values() for kind in need.passes[0].blocks}
-    for kind in known:
+    for kind in RECOMPUTE_COST:
         alike = replace(now, recompute_modes=(kind,) * len(now.recompute_modes))
         for fit in enumerate_fits(
             replace(
@@ -515,7 +578,7 @@ def describe_placement(case: FitProblem, choice: Placement) -> str:
     counts = [(choice.recompute_modes.count(kind), word) for kind, word in words.items()]
     blocks = ", ".join(f"{count} {word}" for count, word in counts if count)
     out = [f"micro-batch {choice.micro_batch}", f"recomputation of blocks: {blocks}"]
-    away = _offloaded_state_bytes(case, choice)
+    away = max(_offloaded_state_bytes(stage, choice) for stage in case.stages)
     if away:
         if choice.optimizer_states == "disk":
             where = "in a file"

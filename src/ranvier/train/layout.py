@@ -47,7 +47,7 @@ def choose_layout(
     # A setting that differs from its default was given: the search must keep it.
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "global_batch", "auto"}
-    # Memory is measured on a whole model, so a measured run has no pipeline to search.
+    # What a run with open memory settings recomputes is chosen later, for a layout without stages.
     fixed |= {"pipe", "recompute"} if measured else set()
     # The memory limit bounds what stages may hold, which the policy decides.
     fixed |= {"schedule"} if run.memory.device_limit_gib else set()

@@ -44,8 +44,8 @@ from ranvier.train.health.nan_diagnosis import find_first_nonfinite
 from ranvier.train.health.replica_check import StepReplay, compare_replicas
 from ranvier.train.memory import saved_collectives
 from ranvier.train.memory.breakdown import MemoryTracker
-from ranvier.train.memory.probe import candidate_micro_batches, resolve_in_flight_limit
-from ranvier.train.memory.resolve import resolve_memory
+from ranvier.train.memory.probe import candidate_micro_batches
+from ranvier.train.memory.resolve import resolve_in_flight_limit, resolve_memory
 from ranvier.train.metrics import (
     DeferredRead,
     DeviceEvent,

@@ -26,8 +26,8 @@ from ranvier.planner.time.compute import Fp8Scaling
 
 STATISTICS_BYTES = 4
 """Bytes per statistic of norms and of attention."""
-WIDENED_LOGITS = 1 << 22
-"""Logits that a loss without a fused kernel widens at a time."""
+WIDENED_LOGITS = 1 << 18
+"""Logits that a loss without a fused kernel widens at a time: `nn.cross_entropy.CHUNK_LOGITS`."""
 GATED_MLP_TENSORS = {"swiglu": 3, "geglu": 3, "geglu_exact": 3, "reglu": 2}
 """Tensors of the hidden size that a gated MLP saves besides the input of its last layer: gate, up
 and the activated gate; for ReLU the latter replaces the gate."""
@@ -513,11 +513,11 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
     rows = x * (2 if layer.gather_group.size > 1 else 1)
     # The slice of the input that belongs to the logits of a chunk is copied.
     rows += x // count if ranks > 1 else 0
-    # Copies of a chunk's logits: widened (unless they are fp32), and two for the statistics.
+    # Copies of some logits: widened (unless they are fp32), and one relative to the maximum.
     if flow.itemsize < STATISTICS_BYTES:
-        copies = 3
-    else:
         copies = 2
+    else:
+        copies = 1
     widened = (
         copies
         * max(flow.itemsize, STATISTICS_BYTES)

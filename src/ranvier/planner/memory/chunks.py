@@ -1,8 +1,8 @@
 """Model chunks: what the blocks of a stage save per micro-batch and need in their backward pass.
 
-Blocks are grouped by kind. Of each kind the first and the last are examined: saved activations are
-largest while the last one runs backward, accumulated gradients while the first one does. Imports no
-torch.
+Blocks are grouped by kind and recompute mode. Of each group the first and the last are examined:
+saved activations are largest while the last one runs backward, accumulated gradients while the
+first one does. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 from ranvier.config.plan import Plan, Recompute
@@ -32,10 +33,23 @@ from ranvier.planner.time.compute import Fp8Scaling
 class MemoryOptions(NamedTuple):
     """Options that affect memory: see `total.peak_memory`."""
 
-    saves_collectives: bool
-    compiled: bool
-    fp8: Fp8Scaling
-    simulates_schedule: bool
+    saves_collectives: bool = False
+    compiled: bool = False
+    fp8: Fp8Scaling = ""
+    simulates_schedule: bool = True
+    recompute_modes: tuple[Recompute, ...] = ()
+    """Modes of the blocks of the stage, in order; empty: `plan.recompute` for all of them."""
+    offloaded_fraction: float = 0.0
+    """Fraction of what blocks save that is on the host; the last block of the model keeps its."""
+    update_continues: bool = False
+    """Whether the update of offloaded states continues in the next forward pass."""
+    counts_in_flight: bool = True
+    """Whether other micro-batches that a stage holds are counted."""
+
+    def is_graph(self, kind: Recompute, experts: int) -> bool:
+        """Whether a block is compiled; experts: ranks of the expert axis."""
+        # Expert-parallel blocks with recomputation run eagerly.
+        return self.compiled and (experts == 1 or kind == "none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +67,10 @@ class BlockBackwardMemory:
     recomputed_bytes: int
     """Increase of memory by its recomputation."""
     saved_bytes: int
-    """Saved by it and the blocks before it, including rotary angles."""
+    """Saved by it and the blocks before it on the device, including rotary angles and what has been
+    fetched from the host."""
+    forward_bytes: int
+    """Needed while it runs forward, above `saved_bytes`."""
     deferred_bytes: int
     """Kept by the blocks behind it if weight gradients are deferred."""
     gathered_bytes: int
@@ -66,6 +83,8 @@ class BlockBackwardMemory:
     """Bytes of those of the block behind it; None: it is the last."""
     finished_grad_elements: int
     """Elements of the gradients that are complete and not being reduced."""
+    later_grad_elements: int
+    """Elements of the gradients of all blocks behind it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class ChunkMemory:
     """What a chunk of a stage saves per micro-batch."""
 
     block_bytes: int
-    """Saved by all its blocks, including rotary angles."""
+    """Saved by all its blocks on the device, including rotary angles."""
     num_blocks: int
     """Number of blocks."""
     grad_elements: int
@@ -127,6 +146,13 @@ def build_chunks(
     else:
         head = own.head_elements * own.wide_itemsize
     sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.depth)
+    saves = ChunkSaving(
+        how.saves_collectives,
+        how.fp8,
+        (how.is_graph("none", plan.expert), how.is_graph("full", plan.expert)),
+        how.offloaded_fraction,
+    )
+    modes = _modes_by_chunk([order[one] for one in mine], plan.recompute, how.recompute_modes)
     places = dict[tuple[object, ...], int]()
     groups = list[int]()
     chunks = list[ChunkMemory]()
@@ -135,15 +161,52 @@ def build_chunks(
         first = not one.start
         comes = not first or spread
         # Chunks with equal keys share one entry; most chunks of a stage are alike.
-        key = (first, parts, spread and i == len(mine) - 1)
+        kinds = modes[i]
+        key = (first, parts, kinds, spread and i == len(mine) - 1)
         if key not in places:
             places[key] = len(chunks)
-            kind = plan.recompute
+            # The backward pass of the last block of the model comes next, so it is not offloaded.
+            last = stage.stage_spec.index == count - 1 and i == len(mine) - 1
+            saved = saves._replace(keeps_last=last) if saves.offloaded_fraction else saves
             chunks.append(
-                _build_chunk(model, parts, first, comes, inside, flow, kind, how, sizes, head)
+                _build_chunk(model, parts, first, comes, inside, flow, kinds, saved, sizes, head)
             )
         groups.append(places[key])
     return tuple(groups), tuple(chunks)
+
+
+def _modes_by_chunk(
+    chunks: Sequence[Sequence[BlockSpec]], usual: Recompute, modes: tuple[Recompute, ...]
+) -> list[tuple[Recompute, ...]]:
+    """The modes of the blocks of each chunk."""
+    counts = [sum(part.is_block for part in parts) for parts in chunks]
+    modes = modes or (usual,) * sum(counts)
+    assert len(modes) == sum(counts), (modes, counts)
+    rest = iter(modes)
+    return [tuple(islice(rest, count)) for count in counts]
+
+
+class ChunkSaving(NamedTuple):
+    """How blocks save their activations."""
+
+    saves_collectives: bool
+    fp8: Fp8Scaling
+    is_graph: tuple[bool, bool]
+    """Whether a block is compiled: without and with recomputation."""
+    offloaded_fraction: float
+    keeps_last: bool = False
+    """Whether nothing of the last block is offloaded."""
+
+    def activations(
+        self,
+        model: ModelSpec,
+        part: BlockSpec,
+        inside: ShardingKey,
+        flow: ActivationShape,
+        kind: Recompute,
+    ) -> BlockActivations:
+        """The activations of a block with a recompute mode."""
+        return block_activations(model, part, inside, flow, self.is_graph[kind != "none"], self.fp8)
 
 
 class ChunkWeights(NamedTuple):
@@ -163,23 +226,24 @@ def _build_chunk(
     comes: bool,
     inside: ShardingKey,
     flow: ActivationShape,
-    kind: Recompute,
-    how: MemoryOptions,
+    kinds: tuple[Recompute, ...],
+    how: ChunkSaving,
     own: ChunkWeights,
     head: int,
 ) -> ChunkMemory:
     """What some parts save per micro-batch.
 
-    comes: its input comes from another chunk. head: bytes of the head's gradient.
+    comes: its input comes from another chunk. kinds: modes of the blocks. head: bytes of the head's
+    gradient.
     """
     stream = stream_bytes(model, inside, flow)
     wide = max(flow.itemsize, STATISTICS_BYTES) // flow.itemsize
     blocks = [part for part in parts if part.is_block]
     sizes = dict(own.by_block)
-    found = {
-        part: block_activations(model, part, inside, flow, how.compiled, how.fp8)
-        for part in {*blocks}
-    }
+    found = [
+        how.activations(model, part, inside, flow, kind)
+        for part, kind in zip(blocks, kinds, strict=True)
+    ]
     # Cosines and sines of the rotary embedding, shared by all blocks.
     if blocks:
         angles = flow.seq * 2 * model.head_dim * flow.itemsize
@@ -188,16 +252,24 @@ def _build_chunk(
     leaves = find_head(model, parts, inside) is not None
     # Whether a first layer saves the input already: recomputed and compiled blocks save it as it
     # is, and in fp32 a norm needs no widened copy.
-    shared = (blocks and (kind != "none" or how.compiled)) or (wide == 1 and (blocks or leaves))
-    waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in found}
+    graph = how.is_graph[0]
+    shared = (blocks and (kinds[0] != "none" or graph)) or (wide == 1 and (blocks or leaves))
+    waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in {*blocks}}
+    saved = [
+        one.saved_bytes(kind, keeps=how.saves_collectives)
+        for one, kind in zip(found, kinds, strict=True)
+    ]
+    away = [round(size * how.offloaded_fraction) for size in saved]
+    if how.keeps_last:
+        away[-1:] = [0] * bool(away)
     # A block's gradients and those of the block behind it, whose reduction is in flight.
     full = [sizes[part.name].gathered_grad_bytes for part in blocks]
     pairs = zip(full, [*full, 0][1:], strict=True)
     return ChunkMemory(
-        angles + sum(found[part].saved_bytes(kind, keeps=how.saves_collectives) for part in blocks),
+        angles + sum(saved) - sum(away),
         len(blocks),
         sum(sizes[part.name].grad_elements for part in blocks),
-        tuple(_block_memories(blocks, found, waits, own, angles, kind, how)),
+        tuple(_block_memories(blocks, kinds, found, saved, away, waits, own, angles, stream, how)),
         full[0] if full else 0,
         max((one + behind + behind // own.depth for one, behind in pairs), default=0),
         first,
@@ -210,46 +282,54 @@ def _build_chunk(
 
 def _block_memories(
     blocks: Sequence[BlockSpec],
-    found: Mapping[BlockSpec, BlockActivations],
+    kinds: Sequence[Recompute],
+    found: Sequence[BlockActivations],
+    saved: Sequence[int],
+    away: Sequence[int],
     waits: Mapping[BlockSpec, int],
     own: ChunkWeights,
     angles: int,
-    kind: Recompute,
-    how: MemoryOptions,
+    stream: int,
+    how: ChunkSaving,
 ) -> Iterator[BlockBackwardMemory]:
-    """The first and the last block of each kind in their backward pass."""
+    """The first and the last block of each kind and mode in their backward pass.
+
+    saved, away: bytes that each block saves, and those of them on the host.
+    """
     sizes = dict(own.by_block)
     final = len(blocks) - 1
-    firsts = {part: at for at, part in reversed([*enumerate(blocks)])}
-    lasts = {part: at for at, part in enumerate(blocks)}
+    alike = [*zip(blocks, kinds, strict=True)]
+    firsts = {key: at for at, key in reversed([*enumerate(alike)])}
+    lasts = {key: at for at, key in enumerate(alike)}
+    keeps = how.saves_collectives
     # Backward order, from the last block to the first.
     for at in sorted({*firsts.values(), *lasts.values()}, reverse=True):
-        part = blocks[at]
-        share = sizes[blocks[at].name]
+        part, kind = alike[at]
+        share = sizes[part.name]
         if at == final:
             name = "last"
         elif at == 0:
             name = "first"
         else:
             name = "present"
+        # What this block and the one before it have on the host is fetched for their backward.
+        fetched = sum(away[max(at - 1, 0) : at + 1])
         yield BlockBackwardMemory(
             f"in the {name} block, backward",
             at == 0,
-            found[part].moments_of_mode(kind, keeps=how.saves_collectives, last=at == final),
-            found[part].deferred_moment,
-            found[part].entry_bytes,
-            found[part].recomputed_bytes(kind, keeps=how.saves_collectives),
-            angles
-            + sum(
-                found[one].saved_bytes(kind, keeps=how.saves_collectives)
-                for one in blocks[: at + 1]
-            ),
+            found[at].moments_of_mode(kind, keeps=keeps, last=at == final),
+            found[at].deferred_moment,
+            found[at].entry_bytes,
+            found[at].recomputed_bytes(kind, keeps=keeps),
+            angles + sum(saved[: at + 1]) - sum(away[: at + 1]) + fetched,
+            max(found[at].none - saved[at], 0) + 2 * stream,
             sum(waits[one] for one in blocks[at + 1 :]),
             share.gathered_bytes,
             sizes[blocks[at - 1].name].gathered_bytes if at else own.gathered_bytes,
             share.gathered_grad_bytes,
             None if at == final else sizes[blocks[at + 1].name].gathered_grad_bytes,
             sum(sizes[one.name].grad_elements for one in blocks[at + 1 + own.is_split :]),
+            sum(sizes[one.name].grad_elements for one in blocks[at + 1 :]),
         )
 
 

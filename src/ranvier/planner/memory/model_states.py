@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from ranvier.buckets.spec import BucketTraffic
+from ranvier.buckets.spec import BucketSpec, BucketTraffic
 from ranvier.config.plan import AXES
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, StageBlocks, stage_bucket_specs
 from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
@@ -15,6 +15,10 @@ from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
 MomentPrecision = Literal["master", "bf16", "int8"]
 QUANT_BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
+POSITION_BYTES = 4
+"""Bytes of the position of an element that a mask keeps (`buckets.sparsity`)."""
+TILES_IN_FLIGHT = 4
+"""Tiles of offloaded states that have a buffer on the device (`optim.state_store.NUM_SLOTS`)."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,21 @@ class BlockStates:
 
     grad_elements: int = 0
     """Elements of their gradients."""
+    shard_bytes: int = 0
+    """Bytes of the weights on this rank."""
     gathered_bytes: int = 0
     """Bytes of the weights gathered over depth; 0: they are not sharded."""
     gathered_grad_bytes: int = 0
     """Bytes of their unsharded gradients, in 32 bits; 0: likewise."""
 
-    def add_bucket(self, bulk: BucketTraffic, own: int, wide: int, depth: int) -> BlockStates:
-        """A copy with one more bucket."""
+    def add_bucket(
+        self, bulk: BucketTraffic, count: int, own: int, wide: int, depth: int
+    ) -> BlockStates:
+        """A copy with one more bucket, of which `count` elements have gradients."""
         split = bulk.is_depth_sharded * depth
-        count = bulk.reduced_elements * bulk.trainable
         return BlockStates(
             self.grad_elements + count,
+            self.shard_bytes + bulk.size * own,
             self.gathered_bytes + split * bulk.size * own,
             self.gathered_grad_bytes + split * count * wide,
         )
@@ -85,9 +93,17 @@ class StageModelStates:
 
 @lru_cache(CACHE_SIZE)
 def stage_model_states(
-    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, own: int, moments: MomentPrecision
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    own: int,
+    moments: MomentPrecision,
+    density: float = 1.0,
 ) -> StageModelStates:
-    """Weights, states and gradients of a rank of a stage. own: bytes per element of weights."""
+    """Weights, states and gradients of a rank of a stage.
+
+    own: bytes per element of weights. density: fraction of the matrices of blocks that is trained.
+    """
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data = degrees["data"]
     depth = degrees["depth"]
@@ -100,25 +116,26 @@ def stage_model_states(
     total = master = both = outside = whole = late = twice = 0
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
-        total += count * bulk.size * own
         inside = part in blocks
+        reduced = _reduced_elements(lot, inside, density, data)
+        total += count * (bulk.size * own + _mask_bytes(lot, inside, density, depth))
         whole += count * bulk.size * own * depth if bulk.is_depth_sharded else 0
         if inside:
-            kinds[part] = kinds.get(part, BlockStates()).add_bucket(bulk, own, wide, depth)
+            before = kinds.get(part, BlockStates())
+            kinds[part] = before.add_bucket(bulk, reduced * bulk.trainable, own, wide, depth)
         if not bulk.trainable:
             continue
-        # Optimizer states are sharded over data (ZeRO); fp32 weights are their own master copy.
-        held = bulk.reduced_elements // data
-        vector = lot.params[0].param_group == "vector"
-        master += count * held * (wide if own < 4 else 0)
-        both += count * _moment_bytes(held, moments, wide, vector=vector)
+        # Optimizer states are sharded over data (ZeRO).
+        first, second = _bucket_states(lot, reduced // data, moments, own, reduced < bulk.size)
+        master += count * first
+        both += count * second
         # Gradients reduced at the end of the step wait unsharded; they are counted apart.
         waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
-        late += bulk.reduced_elements * wide * depth if waits else 0
-        twice += bulk.reduced_elements * wide if bulk.tied_across_stages else 0
-        outside += 0 if inside or waits else bulk.reduced_elements
+        late += reduced * wide * depth if waits else 0
+        twice += reduced * wide if bulk.tied_across_stages else 0
+        outside += 0 if inside or waits else reduced
         if lot.params[0].param_group != "vector" and not inside and not waits:
-            parts[part] += bulk.reduced_elements
+            parts[part] += reduced
     head, table = (_outside_elements(model, stage, spot, kind) for kind in ("head", "embedding"))
     places = _outside_elements(model, stage, spot, "embedding", words=False)
     return StageModelStates(
@@ -141,6 +158,127 @@ def stage_model_states(
         -(-model.units["vocab"] // words) % depth > 0,
         late,
         twice,
+    )
+
+
+def _reduced_elements(lot: BucketSpec, inside: bool, density: float, data: int) -> int:
+    """Elements of a bucket that are reduced and updated, a multiple of the data axis."""
+    bulk = lot.traffic
+    if density == 1.0 or not _is_pruned(lot, inside):
+        return bulk.reduced_elements
+    return -(-round(bulk.size * density) // data) * data
+
+
+def _is_pruned(lot: BucketSpec, inside: bool) -> bool:
+    """Whether a bucket has masks in a pruned run: matrices of blocks do."""
+    return inside and lot.params[0].param_group == "matrix" and lot.traffic.trainable
+
+
+def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> int:
+    """Bytes of the masks of a bucket: bits, or positions if these are smaller."""
+    if density == 1.0 or not _is_pruned(lot, inside):
+        return 0
+    whole = lot.traffic.size * (depth if lot.traffic.is_depth_sharded else 1)
+    return min(-(-whole // 8), round(whole * density) * POSITION_BYTES)
+
+
+def _bucket_states(
+    lot: BucketSpec, count: int, moments: MomentPrecision, own: int, pruned: bool
+) -> tuple[int, int]:
+    """Bytes of the master weights and of both moments of `count` elements of a bucket."""
+    wide = max(own, 4)
+    vector = lot.params[0].param_group == "vector"
+    # 32-bit weights are their own master copy, unless they are pruned.
+    if own < 4 or pruned:
+        master = count * wide
+    else:
+        master = 0
+    return master, _moment_bytes(count, moments, wide, vector=vector)
+
+
+@dataclass(frozen=True)
+class ModelStateSizes:
+    """Bytes of a rank by what may be offloaded to the host.
+
+    A bucket of vectors is too small to be worth offloading: it stays on the device, and so do
+    weights that several layers share. All others may be offloaded.
+    """
+
+    weight_bytes: int
+    """All working weights."""
+    resident_weights: int
+    """Weights that stay on the device."""
+    master: int
+    """Master weights of trained 16-bit weights."""
+    moments: int
+    vector_states: int
+    """Part of master weights and moments that stays on the device: that of vectors."""
+    state_ring: int
+    """Buffers on the device for tiles of offloaded states."""
+    offload_ring: int
+    """The same if weights are offloaded as well: gradients and weights pass through them, too."""
+    host_gradients: int
+    """Gradients of weights that may be offloaded, once they are on the host."""
+    trained_elements: int
+    """Elements that this rank updates."""
+
+    @property
+    def state_bytes(self) -> int:
+        """All master weights and moments."""
+        return self.master + self.moments
+
+    @property
+    def host_weights(self) -> int:
+        """Weights that may be offloaded."""
+        return self.weight_bytes - self.resident_weights
+
+
+@lru_cache(CACHE_SIZE)
+def model_state_sizes(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    own: int,
+    moments: MomentPrecision,
+    density: float = 1.0,
+    tile: int = 2**24,
+) -> ModelStateSizes:
+    """Sizes of a rank of a stage; as `stage_model_states`. tile: `memory.offload_tile`."""
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    data = degrees["data"]
+    wide = max(own, 4)
+    every = stage_model_states(model, stage, spot, own, moments, density)
+    blocks = {part.name for part, _ in stage.block_counts if part.is_block}
+    away = gradients = vectors = trained = 0
+    rings = [0], [0]
+    for part, lot, count in stage_bucket_specs(model, stage, spot):
+        bulk = lot.traffic
+        inside = part in blocks
+        reduced = _reduced_elements(lot, inside, density, data)
+        vector = lot.params[0].param_group == "vector"
+        movable = not vector and not bulk.reduce_at_step_end
+        away += count * bulk.size * own * movable
+        if not bulk.trainable:
+            continue
+        trained += count * (reduced // data)
+        gradients += count * reduced * wide * movable
+        held = reduced // data
+        states = sum(_bucket_states(lot, held, moments, own, reduced < bulk.size))
+        vectors += count * states * vector
+        if held and not vector:
+            share = min(tile, held) / held
+            rings[0].append(round(share * states))
+            rings[1].append(round(share * (states + held * (wide + own))))
+    return ModelStateSizes(
+        every.weight_bytes,
+        every.weight_bytes - away,
+        every.master_bytes,
+        every.moment_bytes,
+        vectors,
+        TILES_IN_FLIGHT * max(rings[0]),
+        TILES_IN_FLIGHT * max(rings[1]),
+        gradients,
+        trained,
     )
 
 

@@ -10,7 +10,8 @@ micro-batches in flight keep their saved activations. Within a job the peak is o
     at the end        while the embedding's gradient is computed
     later             while deferred weight gradients are computed
 
-and once, at the end of a step, the optimizer step. A single stage is plain gradient accumulation.
+and once, at the end of a step, the optimizer step; if it updates offloaded states, it continues in
+the next forward pass. A single stage is plain gradient accumulation.
 
 Gradients are computed in the dtype of the weights and are widened to 32 bits as soon as they are
 accumulated or reduced. Over depth a block's gradients wait unsharded, in 32 bits, for their
@@ -21,7 +22,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import mul
@@ -176,6 +177,14 @@ class StageMemory:
         if own.is_split or several:
             return wide
         return narrow
+
+    def final_grad_bytes(self, elements: int) -> int:
+        """Bytes of the gradients of `elements` elements in the optimizer step."""
+        own = self.model_states
+        # Without any reduction or accumulation gradients are still in the dtype of the weights.
+        if own.data_ranks > 1 or own.is_split or self.has_several_passes:
+            return elements * own.wide_itemsize // own.data_ranks
+        return elements * own.itemsize
 
     def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
         """By how much the gradients of the job's own chunk grow in it."""
@@ -341,9 +350,10 @@ def find_peaks(
     found = [*_update_peaks(load)]
     if load.vocab_over_pipe and not any(one.has_embedding for one in load.chunks):
         found += _spread_embedding_peaks(load)
-    for now in _fullest_turns(
-        load, _stage_turns(model, flow.seq, stage, load, how.simulates_schedule)
-    ):
+    turns = _stage_turns(model, flow.seq, stage, load, how.simulates_schedule)
+    if not how.counts_in_flight:
+        turns = tuple(tuple(map(_without_others, alike)) for alike in turns)
+    for now in _fullest_turns(load, turns):
         kind = now.turn.kind
         if load.vocab_over_pipe:
             scores = now.turn.group == load.chunk_groups[-1]
@@ -360,6 +370,8 @@ def find_peaks(
             found += _backward_peaks(load, now)
         elif kind == "W":
             found += _deferred_grad_peaks(load, now)
+    if how.update_continues:
+        found += _next_forward_peaks(load)
     # Weights that stay gathered are in memory until the optimizer step.
     if plan.reshard_after == "step":
         found = [
@@ -369,6 +381,12 @@ def find_peaks(
             for one in found
         ]
     return found
+
+
+def _without_others(turn: JobSnapshot) -> JobSnapshot:
+    """A job of a stage that holds no other micro-batch."""
+    none = (0,) * len(turn.held_by_group)
+    return turn._replace(held_by_group=none, pending_weight_grads=none)
 
 
 def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMemory]:
@@ -386,7 +404,36 @@ def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMem
         yield TurnMemory(alike[at], *much[at], load.chunks[first.group])
 
 
+def with_weights_on_host(
+    own: StageModelStates, peaks: Iterable[PeakUsage], *, depth: int, num_blocks: int
+) -> tuple[PeakUsage, ...]:
+    """The peaks of a stage of `num_blocks` blocks whose weights and gradients are on the host.
+
+    On the device are the weights of the current and of the next block, the gradients that are being
+    accumulated and those on their way to the host: at most of two blocks and one outer layer.
+    """
+    block = max((one.shard_bytes for _, one in own.by_block), default=0)
+    grads = max((one.grad_elements for _, one in own.by_block), default=0)
+    pair = min(2, num_blocks) * block
+    in_loss = max(pair, block + own.head_elements * own.itemsize // depth)
+    outside = own.local_head_elements + own.local_embedding_elements
+    resident = own.outside_elements - outside
+    # Tied weights stay on the device, and so do their gradients.
+    if not own.has_tied_embeddings:
+        outside = max(own.local_head_elements, own.local_embedding_elements)
+    most = (2 * grads + outside + resident) * own.wide_itemsize
+    return tuple(
+        one._replace(
+            gradients=min(one.gradients, most),
+            gathered_weights=one.gathered_weights + (in_loss if one.where == IN_LOSS else pair),
+        )
+        for one in peaks
+    )
+
+
 IN_UPDATE = "in the update"
+IN_LOSS = "in the loss"
+IN_NEXT_FORWARD = "in the next forward pass, beside gradients that wait for their update"
 
 
 def _stage_turns(
@@ -468,7 +515,7 @@ def _peak_in_loss(
             + load.stream_bytes * (2 + 2 * own.wide_itemsize // flow.itemsize)
         )
     moving = load.last_reduction_bytes(turn) + load.late_grad_bytes(turn)
-    return PeakUsage("in the loss", now.grad_bytes, acts, near, head.logit_bytes, moving)
+    return PeakUsage(IN_LOSS, now.grad_bytes, acts, near, head.logit_bytes, moving)
 
 
 def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
@@ -696,17 +743,32 @@ def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsa
     yield PeakUsage("in gradients put off", grads, acts, 0, 0, ended)
 
 
+def _next_forward_peaks(load: StageMemory) -> Iterator[PeakUsage]:
+    """Peaks of the next forward pass while offloaded states are updated.
+
+    A block waits for its own update only, and its gradients are freed with it.
+    """
+    own = load.model_states
+    every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
+    for group in dict.fromkeys(load.chunk_groups):
+        one = load.chunks[group]
+        for place in one.block_memories:
+            # The blocks before this one, of this chunk, have their updates behind them.
+            left = every - one.grad_elements + place.later_grad_elements
+            yield PeakUsage(
+                IN_NEXT_FORWARD,
+                load.final_grad_bytes(left + own.outside_elements),
+                one.input_bytes + place.saved_bytes + place.forward_bytes,
+                place.gathered_bytes + place.next_gathered_bytes,
+            )
+
+
 def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """Peaks in the optimizer step."""
     own = load.model_states
     every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
     trained = every + own.outside_elements
-    # Without any reduction or accumulation gradients are still in the dtype of the weights.
-    wide = own.data_ranks > 1 or own.is_split or load.has_several_passes
-    if wide:
-        ends = trained * own.wide_itemsize // own.data_ranks
-    else:
-        ends = trained * own.itemsize
+    ends = load.final_grad_bytes(trained)
     # All reductions are launched before the first one is waited for.
     yield PeakUsage(
         IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.data_ranks > 1 else 0

@@ -17,7 +17,7 @@ from ranvier.planner.comm_volume import (
     find_stage_starts,
 )
 from ranvier.planner.memory.breakdown import MemoryBreakdown
-from ranvier.planner.memory.chunks import MemoryOptions
+from ranvier.planner.memory.chunks import MemoryOptions, build_chunks
 from ranvier.planner.memory.model_states import (
     MomentPrecision,
     StageModelStates,
@@ -47,17 +47,12 @@ def peak_memory(
     simulated: simulate the pipeline schedule to know the micro-batches in flight; else assume 1F1B.
     """
     how = MemoryOptions(keeps, compiled, fp8, simulated)
-    spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
     shape = plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     found = list[tuple[int, StageModelStates, PeakUsage]]()
     for i in fullest_stages(model, *shape) if stage is None else (stage,):
-        here = build_stage_blocks(model, i, *shape)
-        own = stage_model_states(model, here, spot, flow.itemsize, moments)
-        peak = max(
-            find_peaks(model, plan, flow, spot, firsts, here, own, how),
-            key=lambda one: one.total_bytes,
-        )
+        own, peaks = stage_peaks(model, plan, flow, i, moments, how)
+        peak = max(peaks, key=lambda one: one.total_bytes)
         # The worst stage is chosen by the device's memory: offloaded states do not count.
         rests = own.weight_bytes + (0 if states == "host" else own.master_bytes + own.moment_bytes)
         found.append((rests + peak.total_bytes, own, peak))
@@ -77,6 +72,44 @@ def peak_memory(
     if states == "host":
         host = {name: device.pop(name) for name in ("master", "moments")}
     return MemoryBreakdown({n: size for n, size in device.items() if size}, host, peak.where)
+
+
+def stage_peaks(
+    model: ModelSpec,
+    plan: Plan,
+    flow: ActivationShape,
+    stage: int,
+    moments: MomentPrecision,
+    how: MemoryOptions,
+    density: float = 1.0,
+) -> tuple[StageModelStates, list[PeakUsage]]:
+    """Weights and states of a rank of a stage, and its candidate memory peaks besides these."""
+    spot = ShardingKey.from_plan(plan)
+    firsts = find_stage_starts(model, plan, flow.seq)
+    here = build_stage_blocks(
+        model, stage, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
+    )
+    own = stage_model_states(model, here, spot, flow.itemsize, moments, density)
+    return own, find_peaks(model, plan, flow, spot, firsts, here, own, how)
+
+
+def chunk_bytes(
+    model: ModelSpec,
+    plan: Plan,
+    flow: ActivationShape,
+    stage: int,
+    moments: MomentPrecision,
+    how: MemoryOptions,
+) -> int:
+    """Bytes that the largest chunk of a stage saves for a micro-batch in flight."""
+    spot = ShardingKey.from_plan(plan)
+    firsts = find_stage_starts(model, plan, flow.seq)
+    here = build_stage_blocks(
+        model, stage, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
+    )
+    own = stage_model_states(model, here, spot, flow.itemsize, moments)
+    _, chunks = build_chunks(model, here, firsts, spot.activation_key, flow, plan, own, how)
+    return max(one.saved_bytes for one in chunks)
 
 
 @lru_cache(CACHE_SIZE)

@@ -25,6 +25,7 @@ from ranvier.planner.communicators import communicator_bytes
 from ranvier.planner.device_rates import DeviceRates
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
+from ranvier.planner.memory.rank_memory import RankMemory
 from ranvier.planner.offload_search import FitProblem, Placement
 from ranvier.train.memory.probe import live_gradients, mark_blocks
 
@@ -52,20 +53,28 @@ class MemoryTracker:
     """Predicted and measured memory of a run."""
 
     fit_problem: FitProblem | None = None
-    """Inputs of the placement search; None if nothing was measured."""
+    """Inputs of the placement search; None if nothing was predicted."""
     placement: Placement | None = None
     """The placement that the run uses."""
     gradient_bytes: int = 0
     """Bytes of gradients at the memory peak of a step."""
+    stage: int = 0
+    """The stage of this rank."""
     peers: int = 0
     """Number of point-to-point peers of this rank, over all communicators."""
 
     @property
     def predicted_usage(self) -> MemoryBreakdown | None:
-        """Predicted bytes of a step by category; None if nothing was measured."""
+        """Predicted bytes of a step by category; None if nothing was predicted."""
         if self.fit_problem is None or self.placement is None:
             return None
-        return offload_search.predict_breakdown(self.fit_problem, self.placement)
+        return offload_search.predict_breakdown(self.fit_problem, self.placement, self.stage)
+
+    @property
+    def rank_memory(self) -> RankMemory:
+        """The closed form of the memory of this rank."""
+        assert self.fit_problem is not None
+        return self.fit_problem.stages[self.stage]
 
     def track_gradients(self, model: nn.Module, work: Callable[[], Tensor]) -> Tensor:
         """Run the passes of a step and record the gradient bytes at the memory peak.
@@ -163,9 +172,9 @@ class MemoryTracker:
         self, words: str, device: torch.device | None = None
     ) -> DeviceMemoryError:
         """The out-of-memory error of a run, with the table and the changes that would fit."""
-        if self.fit_problem is None or self.placement is None:
+        predicted = self.predicted_usage
+        if predicted is None:
             return DeviceMemoryError(f"{words}. {MEMORY_RULE} {MEMORY_REMEDY}")
-        predicted = offload_search.predict_breakdown(self.fit_problem, self.placement)
         lines = [
             f"{words}. {MEMORY_RULE}",
             *breakdown.format_breakdown(predicted),

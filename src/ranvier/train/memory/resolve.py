@@ -1,19 +1,13 @@
-"""Resolves the open memory settings of a run by measuring, before its first step.
+"""Resolves the open memory settings of a run before its first step: chosen, then verified.
 
-Open are the settings that ask for it: `plan.recompute = memory_budget`,
-`memory.activation_offload_fraction = -1`, `memory.optimizer_states = split` without
-`optimizer_states_on_device_gib`, `memory.optimizer_step_on = auto` with offloaded states; and with
-`memory.auto` all of recomputation, micro-batch, states, weights, activations and update that have
-their default value. Any other value is the user's decision and is kept. A fit is verified by trial
-steps, which change no weights.
+`train.memory.choose` chooses in closed form; trial steps, which change no weights, verify that the
+choice fits. If it does not, the limit is lowered and the choice is made again.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,66 +15,44 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ranvier.comm.consensus import max_each, max_over_ranks
-from ranvier.config.plan import Plan, divisors
+from ranvier.comm.consensus import broadcast_text, max_each, max_over_ranks
 from ranvier.config.run import RunConfig
-from ranvier.config.sections import MemoryConfig
-from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
-from ranvier.memory import recompute_budget
 from ranvier.memory.host import host_bytes_per_rank
-from ranvier.memory.recompute_budget import PassMemory, RecomputeMode, StepMemory
-from ranvier.nn.linear import Linear
+from ranvier.memory.recompute_budget import RecomputeMode
 from ranvier.optim.grad_scaler import GradScaler
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.state_store import NUM_SLOTS
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
+from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner import device_rates, offload_search
-from ranvier.planner.communicators import pipe_peers, worst_stage_bytes
+from ranvier.planner.communicators import pipe_peers
 from ranvier.planner.device_rates import DeviceRates
-from ranvier.planner.memory.measured_states import chunk_logit_bytes, model_state_sizes
+from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.model_spec import resolve_model_spec
-from ranvier.planner.offload_search import FitProblem, Placement
-from ranvier.planner.time.offload import StepTraffic, StepWork, offloaded_update_seconds
-from ranvier.train.memory import placement
+from ranvier.planner.time.offload import StepTraffic, offloaded_update_seconds
+from ranvier.train.memory import choose, placement
 from ranvier.train.memory.breakdown import (
     TYPICAL_RATES,
     MemoryTracker,
     is_out_of_memory,
     tensors_by_category,
 )
-from ranvier.train.memory.probe import (
-    GIB,
-    available_bytes,
-    blank_batch,
-    block_list,
-    candidate_micro_batches,
-    drop_gradients,
-    measure_passes,
-)
+from ranvier.train.memory.choose import MemoryChoice, MemoryLimits
+from ranvier.train.memory.probe import available_bytes, blank_batch, drop_gradients
 from ranvier.train.step import forward_backward
 
-MEASURED_PASSES = 3
-"""Micro-batches of a step to measure: from the third on all need the same memory."""
+TRIAL_PASSES = 3
+"""Micro-batches of a trial step without a pipeline: from the third on all need the same memory."""
 MAX_TRIES = 3
-"""Number of fits to try before the run fails."""
+"""Number of choices to try before the run fails."""
+NO_LIMIT = 2**31
+"""Micro-batches in flight that are no limit."""
 LIMIT_REDUCTION = 0.05
 """Minimum fraction by which the limit is lowered when a trial step does not fit."""
-TILE_FRACTION = 0.02
-STATE_BYTES = 12
-MIN_TILE_BITS = 20
-"""Fraction of the device memory for tiles of optimizer states; bytes of states per element; and
-log2 of the elements of the smallest tile, as smaller transfers would not saturate the link."""
-RATE_DEPENDENT = frozenset(
-    {"optimizer_states", "parameters", "activation_offload_fraction", "optimizer_step_on"}
-)
-"""Settings whose choice depends on transfer and compute rates."""
-EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
-"""Used if only recomputation and micro-batch are open: the choice does not depend on rates."""
 
 
 @dataclass
-class ResolvedRun:
+class ResolvedMemory:
     """A run without open memory settings, its optimizer, and notes on what was chosen."""
 
     run: RunConfig
@@ -118,85 +90,70 @@ def build_optimizer(
 
 def resolve_memory(
     run: RunConfig, model: nn.Module, device: torch.device, *, local_ranks: int
-) -> ResolvedRun:
+) -> ResolvedMemory:
     """Resolve the open memory settings; returns the run, its optimizer, and notes on the choice.
 
-    Communicates: if something is open, passes of a model of two blocks, a few times, and numbers
-    over all axes; after a fit two trial steps.
+    Communicates: if something is open, numbers over all axes, and two trial steps.
     """
-    free = open_settings(run)
+    parallel = get_parallel_model(model)
+    free = choose.open_settings(run)
     if device.type == "cpu" and run.memory.device_limit_gib == 0.0:
         # The host is the device: there is nothing to offload to.
-        free -= RATE_DEPENDENT
-    # This choice needs only rates, so no memory is measured.
+        free -= choose.RATE_DEPENDENT
+    # This choice needs only rates, no memory.
     if free == {"optimizer_step_on"}:
-        run = choose_update_device(run, get_parallel_model(model), device)
+        run = choose_update_device(run, parallel, device)
         free = frozenset()
-    # Two blocks are not representative of a pipeline stage, so with stages nothing is searched
-    # here; see `resolve_in_flight_limit`.
-    if not free or run.plan.pipe > 1:
+    if not free:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
-        return ResolvedRun(
-            run, optimizer, MemoryTracker(peers=count_peers(run, get_parallel_model(model)))
-        )
-    run = _choose_tile(run, device, local_ranks)
-    case = build_fit_problem(run, model, device, local_ranks, free)
-    # Next to all weights not even a model of two blocks fits: offload weights and measure again.
-    if not case.needs and "parameters" in free:
-        run = replace(run, memory=replace(run.memory, parameters="host"))
-        free = free - {"parameters"}
-        placement.offload_weights(run, model, local_ranks)
-        case = build_fit_problem(run, model, device, local_ranks, free)
-    parallel = get_parallel_model(model)
+        return ResolvedMemory(run, optimizer, MemoryTracker(peers=count_peers(run, parallel)))
+    limits = measure_limits(run, parallel, device, local_ranks)
+    run = choose.choose_tile(run, limits.device_bytes)
+    spec = resolve_model_spec(run)
+    if free & choose.RATE_DEPENDENT:
+        rates = _slowest_rates(_measure_rates(parallel, device), parallel)
+    else:
+        rates = choose.EQUAL_RATES
     notes = list[str]()
     for tries in range(MAX_TRIES):
-        every = [*offload_search.enumerate_fits(case)]
-        found = offload_search.fastest_fit(every)
-        if found is None:
-            raise PlanError(_refusal_text(run, case))
-        chosen = apply_placement(run, found.placement)
-        # The optimizer and the trial step below see the chosen modes and placement.
-        parallel.recompute_modes.update(
-            zip(parallel.recompute_modes, found.placement.recompute_modes, strict=True)
-        )
-        account = MemoryTracker(case, found.placement, peers=count_peers(run, parallel))
-        tried, missing = _try_placement(chosen, model, device, local_ranks)
+        stage = parallel.grid.index["pipe"]
+        choice = choose.choose_memory(run, spec, limits, rates, free=free, stage=stage)
+        choice.tracker.peers = count_peers(run, parallel)
+        tried, missing = _try_choice(choice, model, device, local_ranks, limits)
         if tried is not None:
-            notes += offload_search.explain_fit(case, found, every)
-            return ResolvedRun(chosen, tried, account, notes)
-        # The prediction was too low by at least `missing`; search again with a smaller limit.
-        lower = case.device_limit - max(missing, int(LIMIT_REDUCTION * case.device_limit))
-        notes.append(
-            f"a trial step did not fit into {case.device_limit / GIB:.3g} GiB, "
-            f"{missing / GIB:.3g} were missing: chosen again for {lower / GIB:.3g} GiB"
+            return ResolvedMemory(choice.run, tried, choice.tracker, [*notes, *choice.reasons])
+        # The prediction was too low by at least `missing`; choose again with a smaller limit.
+        most = limits.device_bytes
+        lower = most - max(missing, int(LIMIT_REDUCTION * most))
+        said = (
+            f"a trial step did not fit into {most / GIB:.3g} GiB, {missing / GIB:.3g} were missing"
         )
         if tries == MAX_TRIES - 1:
+            notes.append(said)
             break
-        case = replace(case, device_limit=lower)
-    raise account.out_of_memory_error("; ".join(notes))
+        notes.append(f"{said}: chosen again for {lower / GIB:.3g} GiB")
+        limits = replace(limits, device_bytes=lower)
+    raise choice.tracker.out_of_memory_error("; ".join(notes))
 
 
-def open_settings(run: RunConfig) -> frozenset[str]:
-    """Names of the settings a run leaves open, as `planner.offload_search` knows them."""
-    plan = run.plan
+def measure_limits(
+    run: RunConfig,
+    parallel: ParallelModel,
+    device: torch.device,
+    local_ranks: int,
+    optimizer: Optimizer | None = None,
+) -> MemoryLimits:
+    """What the rank with the least memory may use. optimizer: if it exists already.
+
+    Communicates: numbers over all axes.
+    """
     memory = run.memory
-    usual = MemoryConfig()
-    auto = memory.auto
-    found = set[str]()
-    if plan.recompute == "memory_budget" or (auto and plan.recompute == Plan().recompute):
-        found.add("recompute")
-    if plan.micro_batch == -1:
-        found.add("micro_batch")
-    if memory.activation_offload_fraction < 0.0:
-        found.add("activation_offload_fraction")
-    if memory.optimizer_states == "split" and memory.optimizer_states_on_device_gib == 0.0:
-        found.add("optimizer_states_on_device_gib")
-    if memory.optimizer_states != "device" and memory.optimizer_step_on == "auto":
-        found.add("optimizer_step_on")
-    if auto:
-        # A value other than the default is the user's decision.
-        found |= {name for name in RATE_DEPENDENT if getattr(memory, name) == getattr(usual, name)}
-    return frozenset(found)
+    room = available_bytes(memory.device_limit_gib, device, local_ranks)
+    host = host_bytes_per_rank(local_ranks, memory.host_limit_gib)
+    library = other_bytes(parallel, device, optimizer)
+    # All ranks must choose alike, so the rank with the least memory decides: min x = -max(-x).
+    most = max_each([-room, -host, library], parallel.grid, device)
+    return MemoryLimits(-most[0], -most[1], most[2], parallel.grid.backend == "nccl")
 
 
 def choose_update_device(
@@ -210,7 +167,9 @@ def choose_update_device(
         device_rates.measure_rates(device, parallel.bucket_scheduler.buckets[0].data.dtype),
         parallel,
     )
-    sizes = model_state_sizes(parallel, moments=run.optim.state_dtype, tile=run.memory.offload_tile)
+    ranks = choose.rank_memories(run, resolve_model_spec(run))
+    # All ranks choose alike: the stage with most states decides.
+    sizes = max((rank.sizes for rank in ranks), key=lambda one: one.state_bytes)
     moved = StepTraffic(
         0, 0, sizes.state_bytes - sizes.vector_states, sizes.trained_elements, 0, 0, 0
     )
@@ -222,88 +181,24 @@ def choose_update_device(
     return replace(run, memory=replace(run.memory, optimizer_step_on=update))
 
 
-def _choose_tile(run: RunConfig, device: torch.device, local_ranks: int) -> RunConfig:
-    """With `memory.auto`: limit the size of state tiles to a small fraction of the device memory.
-
-    The update is elementwise, so no result depends on the tile size.
-    """
-    memory = run.memory
-    if not memory.auto or memory.offload_tile != MemoryConfig().offload_tile:
-        return run
-    most = (
-        TILE_FRACTION
-        * available_bytes(memory.device_limit_gib, device, local_ranks)
-        / (NUM_SLOTS * STATE_BYTES)
-    )
-    # Round down to a power of two, but never above the configured tile.
-    tile = min(1 << max(int(most).bit_length() - 1, MIN_TILE_BITS), memory.offload_tile)
-    return replace(run, memory=replace(memory, offload_tile=tile))
-
-
-def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
-    """Return the run with the settings of a placement."""
-    memory = replace(
-        run.memory,
-        optimizer_states=choice.optimizer_states,
-        optimizer_states_on_device_gib=choice.optimizer_state_bytes_on_device / GIB
-        if choice.optimizer_states == "split"
-        else 0.0,
-        optimizer_step_on=run.memory.optimizer_step_on
-        if choice.optimizer_states == "device"
-        else choice.optimizer_step_on,
-        parameters=choice.parameters,
-        activation_offload_fraction=choice.activation_offload_fraction,
-    )
-    return replace(run, plan=replace(run.plan, micro_batch=choice.micro_batch), memory=memory)
-
-
 def predict_memory(
     run: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> MemoryTracker:
     """Predict the memory of a run without open settings, and of the changes that would save memory.
 
-    Smaller micro-batches and full recomputation are estimated from the measured configuration.
-    Communicates: see `measure_passes`.
+    Communicates: numbers over all axes.
     """
     parallel = get_parallel_model(model)
-    plan = run.plan
     peers = count_peers(run, parallel)
-    # Neither a stage nor a CUDA graph is like the eager model of two blocks that is measured.
-    if plan.pipe > 1 or plan.cuda_graph:
+    # A recorded step has memory of its own.
+    if run.plan.cuda_graph:
         return MemoryTracker(peers=peers)
-    case = build_fit_problem(run, model, device, local_ranks, frozenset(), optimizer)
-    own = plan.micro_batch
-    share = plan.global_batch // plan.num_replicas
-    if own not in case.needs:
-        return MemoryTracker(peers=peers)
-    need = case.needs[own]
-    passes = need.passes
-    # Bytes of the input of a block, which a block with full recomputation still saves.
-    shape = parallel.table.local_shape(
-        "embed", own, run.data.seq_len, run.model.embed, plan.degrees
+    limits = measure_limits(run, parallel, device, local_ranks, optimizer)
+    case = choose.build_fit_problem(
+        run, resolve_model_spec(run), limits, choose.EQUAL_RATES, frozenset()
     )
-    output = math.prod(shape) * parallel.bucket_scheduler.buckets[0].data.element_size()
-    # Smaller micro-batches mean more of them per step than were measured: accumulated gradients
-    # make the first passes differ.
-    if len(passes) < min(share, MEASURED_PASSES):
-        more = measure_passes(
-            run,
-            model,
-            device,
-            own,
-            passes=min(share, MEASURED_PASSES),
-            kinds=(_recompute_mode(parallel),),
-        )
-        passes = more or passes
-    wider = replace(need, passes=_estimate_passes(need.passes, 1.0, output))
-    needs = {own: wider}
-    chunks = dict(case.logit_bytes)
-    for micro in (n for n in divisors(share) if n < own and own % n == 0):
-        needs[micro] = replace(need, passes=_estimate_passes(passes, micro / own, output))
-        chunks[micro] = chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
-    return MemoryTracker(
-        replace(case, needs=needs, logit_bytes=chunks), case.given_placement, peers=peers
-    )
+    stage = parallel.grid.index["pipe"]
+    return MemoryTracker(case, case.given_placement, stage=stage, peers=peers)
 
 
 def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
@@ -314,185 +209,92 @@ def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
     return sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
 
 
-def _estimate_passes(
-    passes: Sequence[PassMemory], share: float, output: int
-) -> tuple[PassMemory, ...]:
-    return tuple(recompute_budget.estimate_pass(one, passes[0], share, output) for one in passes)
+def resolve_in_flight_limit(
+    run: RunConfig, model: nn.Module, device: torch.device, local_ranks: int
+) -> list[str]:
+    """Choose how many micro-batches a stage may hold, in closed form; notes on the pipeline.
 
-
-# ---- inputs of the search ---------------------------------------------------------------
-
-
-def build_fit_problem(
-    run: RunConfig,
-    model: nn.Module,
-    device: torch.device,
-    local_ranks: int,
-    free: frozenset[str],
-    optimizer: Optimizer | None = None,
-) -> FitProblem:
-    """Collect the inputs of the placement search. optimizer: if it exists already.
-
-    Communicates: see `measure_passes`; numbers over all axes.
+    Communicates: numbers over all axes, and the policy as a text.
     """
     parallel = get_parallel_model(model)
     plan = run.plan
-    memory = run.memory
-    grid = parallel.grid
-    micros = candidate_micro_batches(plan, run.data.seq_len)
-    # All ranks must choose alike, so the rank with the least memory decides: min x = -max(-x).
-    limit = -max_over_ranks(
-        -available_bytes(memory.device_limit_gib, device, local_ranks), grid, device
-    )
-    host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host_limit_gib), grid, device)
-    kind = _recompute_mode(parallel)
-    if "recompute" in free:
-        kinds = tuple(recompute_budget.RECOMPUTE_COST)
+    limited = run.memory.device_limit_gib
+    pipeline = parallel.pipeline
+    stage = pipeline.executor.stage
+    if stage.num_stages == 1:
+        return []
+    lines = stage.describe_stages()
+    if limited > 0.0 and plan.max_in_flight == 0:
+        lines.append(_limit_in_flight(run, parallel, device, local_ranks))
+    # The policy search simulates on rank 0 only; all ranks follow what it found.
+    if parallel.grid.rank == 0:
+        found = pipeline.policy_for_step(plan.num_micro_batches)
     else:
-        kinds = (kind,)
-    chunks = {
-        micro: chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
-        for micro in micros
-    }
-    needs = MemoryProbes(run, model, device, kinds, chunks).memory_needs(micros)
-    sizes = model_state_sizes(parallel, moments=run.optim.state_dtype, tile=memory.offload_tile)
-    needs = {
-        micro: replace(need, weight_gather_bytes=sizes.publish) for micro, need in needs.items()
-    }
-    given = Placement(
-        micros[0],
-        (kind,) * sizes.num_blocks,
-        memory.optimizer_states,
-        int(memory.optimizer_states_on_device_gib * GIB),
-        memory.optimizer_step_on,
-        memory.parameters,
-        max(memory.activation_offload_fraction, 0.0),
+        found = None
+    policy = policy_from_text(
+        broadcast_text(policy_to_text(found), parallel.grid, device),
+        pipeline.step_shape(plan.num_micro_batches),
     )
-    found = EQUAL_RATES
-    if free & RATE_DEPENDENT:
-        found = _slowest_rates(_measure_rates(parallel, device), parallel)
-    return FitProblem(
-        needs,
-        sizes,
-        count_work(run, parallel),
-        found,
-        limit,
-        host,
-        given,
-        free,
-        max_over_ranks(other_bytes(parallel, device, optimizer), grid, device),
-        chunks,
-        worst_stage_bytes(resolve_model_spec(run), plan) if grid.backend == "nccl" else 0,
+    pipeline.policies[plan.num_micro_batches] = policy
+    return [*lines, f"policy {plan.schedule}: {policy}"]
+
+
+def _limit_in_flight(
+    run: RunConfig, parallel: ParallelModel, device: torch.device, local_ranks: int
+) -> str:
+    """Limit the micro-batches that stages hold if the schedule would need too much memory.
+
+    Returns a note on it. Communicates: a number over all axes.
+    """
+    available = available_bytes(run.memory.device_limit_gib, device, local_ranks)
+    case = choose.build_fit_problem(
+        run,
+        resolve_model_spec(run),
+        MemoryLimits(available, 0),
+        choose.EQUAL_RATES,
+        frozenset(),
     )
-
-
-@dataclass
-class MemoryProbes:
-    """Measured passes, cached by micro-batch and number of passes."""
-
-    run: RunConfig
-    model: nn.Module
-    device: torch.device
-    recompute_modes: Sequence[RecomputeMode]
-    logit_bytes: dict[int, int]
-    """Bytes of the logits of a chunk, by micro-batch; they do not grow linearly."""
-    measured_passes: dict[tuple[int, int], tuple[PassMemory, ...] | None] = field(
-        default_factory=dict
+    rank = case.stages[parallel.grid.index["pipe"]]
+    modes = current_modes(parallel)
+    now = offload_search.with_stage_modes(case, case.given_placement, rank, modes)
+    missing = offload_search.stage_device_bytes(case, rank, now) - available
+    first, further = rank.in_flight_bytes(
+        now.micro_batch, modes, offloaded=now.activation_offload_fraction
     )
-
-    def step_passes(self, micro: int, count: int) -> tuple[PassMemory, ...] | None:
-        """The passes of a step of `count` micro-batches; None if they do not fit.
-
-        Only a reduction over data makes the last pass of a step differ from the others.
-        """
-        plan = self.run.plan
-        if plan.micro_batch > 0:
-            share = plan.global_batch // (plan.num_replicas * micro)
-        else:
-            share = MEASURED_PASSES
-        # Without a reduction a longer measurement contains the shorter ones, so measure once.
-        if plan.data > 1:
-            whole = count
-        else:
-            whole = max(min(share, MEASURED_PASSES), count)
-        if (micro, whole) not in self.measured_passes:
-            self.measured_passes[micro, whole] = measure_passes(
-                self.run, self.model, self.device, micro, passes=whole, kinds=self.recompute_modes
-            )
-        found = self.measured_passes[micro, whole]
-        if found is None:
-            return None
-        return found[:count]
-
-    def memory_needs(self, micros: Sequence[int]) -> dict[int, StepMemory]:
-        """Memory of a step by micro-batch, without those that do not fit on their own.
-
-        The largest and the smallest are measured and the others interpolated, as compilation of
-        each size takes time.
-        """
-        blocks = len(block_list(self.model))
-        share = self.run.plan.global_batch // self.run.plan.num_replicas
-        counts = {micro: min(share // micro, MEASURED_PASSES) for micro in micros}
-        high = next((m for m in micros if self.step_passes(m, counts[m]) is not None), None)
-        if high is None:
-            return {}
-        found = {}
-        for micro in (m for m in micros if m <= high):
-            passes = self._interpolate_passes(micros[-1], high, micro, counts[micro])
-            if passes is not None:
-                found[micro] = StepMemory(passes, blocks)
-        return found
-
-    def _interpolate_passes(
-        self, low: int, high: int, micro: int, count: int
-    ) -> tuple[PassMemory, ...] | None:
-        if micro in (low, high):
-            return self.step_passes(micro, count)
-        small = self.step_passes(low, count)
-        large = self.step_passes(high, count)
-        if small is None or large is None:
-            return None
-        share = (micro - low) / (high - low)
-        # Logits are computed in chunks whose size is a step function of the micro-batch: replace
-        # their interpolated size by the exact one.
-        chunk = self.logit_bytes[low] + (self.logit_bytes[high] - self.logit_bytes[low]) * share
-        more = self.logit_bytes[micro] - round(chunk)
-        mixed = (
-            recompute_budget.interpolate_pass(a, b, share)
-            for a, b in zip(small, large, strict=True)
+    fixed = offload_search.resting_bytes(rank, now)
+    if missing <= 0:
+        limit = NO_LIMIT
+    else:
+        limit = max(available - fixed - first + further, 0) // max(further, 1)
+    # The stage with the least room decides for all: the policy assumes one limit.
+    limit = -max_over_ranks(-limit, parallel.grid, device)
+    if limit == NO_LIMIT:
+        return f"a stage may hold all micro-batches of its schedule in {available / GIB:.3g} GiB"
+    if limit < 1:
+        raise PlanError(
+            f"memory.device_limit_gib={run.memory.device_limit_gib} leaves room for no "
+            f"micro-batch: of {available / GIB:.3g} GiB weights and moments take "
+            f"{fixed / GIB:.3g} on rank {parallel.grid.rank}, gradients and a micro-batch "
+            f"{first / GIB:.3g}. A stage holds one at least. Use a larger "
+            "memory.device_limit_gib, a smaller plan.micro_batch, or plan.recompute='full'."
         )
-        return tuple(replace(one, head_peak=max(one.head_peak + more, 0)) for one in mixed)
+    pipeline = parallel.pipeline
+    pipeline.config = replace(pipeline.config, max_in_flight=limit)
+    # Trial steps may have chosen a policy without the limit.
+    pipeline.policies.clear()
+    return f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB"
 
 
-def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
-    """The recomputation mode of all blocks while measuring; the budget starts from none."""
-    word = next(iter(parallel.recompute_modes.values()))
-    if word == "memory_budget":
-        return "none"
-    return word
+def current_modes(parallel: ParallelModel) -> tuple[RecomputeMode, ...]:
+    """The recompute modes of the blocks of this rank."""
+    found = list[RecomputeMode]()
+    for kind in parallel.recompute_modes.values():
+        assert kind != "memory_budget", parallel.recompute_modes
+        found.append(kind)
+    return tuple(found)
 
 
-def activation_shape(run: RunConfig, parallel: ParallelModel, micro: int) -> ActivationShape:
-    """The activation shape of a micro-batch."""
-    size = parallel.bucket_scheduler.buckets[0].data.element_size()
-    return ActivationShape(micro, run.data.seq_len, size, statistics_itemsize=4)
-
-
-def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
-    """FLOPs of this rank per sample, and the samples and tokens of its step."""
-    share = run.plan.global_batch // run.plan.num_replicas
-    flow = activation_shape(run, parallel, share)
-    forward = backward = inside = 0
-    for name, leaf in parallel.layers.items():
-        frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
-        flops = leaf.flops(flow)
-        forward = forward + flops
-        backward = backward + flops * (1 if frozen else 2)
-        # Only the work inside of blocks can be recomputed.
-        if parallel.block_of(name):
-            inside += flops * (2 if frozen else 3)
-    blocks = inside / max(forward + backward, 1)
-    return StepWork(forward // share, backward // share, blocks, share, run.data.seq_len)
+# ---- rates and limits -------------------------------------------------------------------
 
 
 def _measure_rates(parallel: ParallelModel, device: torch.device) -> DeviceRates:
@@ -523,50 +325,33 @@ def other_bytes(parallel: ParallelModel, device: torch.device, optimizer: Optimi
     return max(torch.cuda.memory_allocated(device) - known, 0)
 
 
-def _refusal_text(run: RunConfig, case: FitProblem) -> str:
-    if run.memory.auto:
-        word = "memory.auto=True"
-    else:
-        word = "plan.recompute='memory_budget'"
-    if case.needs:
-        short = offload_search.min_device_bytes(case)
-    else:
-        short = 0
-    if short:
-        least = f"at least {short / GIB:.3g} GiB"
-    else:
-        least = "more than its device has"
-    if run.plan.micro_batch > 1:
-        remedy = "a smaller plan.micro_batch, "
-    else:
-        remedy = ""
-    remedy += "a larger memory.device_limit_gib, " if run.memory.device_limit_gib > 0.0 else ""
-    remedy += "" if run.memory.auto else "memory.auto=True, "
-    return (
-        f"{word}: a rank needs {least}, but may use {case.device_limit / GIB:.3g} GiB (and "
-        f"{case.host_limit / GIB:.3g} of the host). Weights, moments, gradients and what a block "
-        f"computes again must fit. Use {remedy}a smaller data.seq_len or model.size, or more ranks "
-        "on depth, row or col."
-    )
-
-
 # ---- trial ------------------------------------------------------------------------------
 
 
-def _try_placement(
-    run: RunConfig, model: nn.Module, device: torch.device, local_ranks: int
+def _try_choice(
+    choice: MemoryChoice,
+    model: nn.Module,
+    device: torch.device,
+    local_ranks: int,
+    limits: MemoryLimits,
 ) -> tuple[Optimizer | None, int]:
     """Build the optimizer and run trial steps; returns it, or the bytes missing on the worst rank.
 
     Communicates: as two steps; a number over all axes.
     """
+    run = choice.run
     parallel = get_parallel_model(model)
     missing = 0
     optimizer = None
+    # The optimizer and the trial steps see the chosen modes and placement.
+    modes = choice.tracker.rank_memory.own_modes(choice.placement.recompute_modes)
+    parallel.recompute_modes.update(zip(parallel.recompute_modes, modes, strict=True))
     try:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
-        if run.memory.auto:
-            run_trial_steps(run, model, optimizer, device)
+        peak = run_trial_steps(run, model, optimizer, device)
+        # Without a limit of its own a run may use the reserve as well.
+        if run.memory.device_limit_gib > 0.0:
+            missing = max(peak - limits.device_bytes, 0)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -580,19 +365,22 @@ def _try_placement(
         # The callback is the gradient-norm accumulator of the discarded optimizer.
         optimizer = parallel.bucket_scheduler.on_bucket_complete = None
         gc.collect()
-    if missing or run.memory.auto:
-        drop_gradients(parallel, device)
+    drop_gradients(parallel, device)
     return optimizer, missing
 
 
 def run_trial_steps(
     run: RunConfig, model: nn.Module, optimizer: Optimizer, device: torch.device
-) -> None:
-    """Run two steps whose updates are vetoed. Communicates: as steps do.
+) -> int:
+    """Run two steps whose updates are vetoed; returns the peak bytes of the second, 0 on a CPU.
 
-    Two, because an update may overlap with the forward pass that follows it.
+    Two, because an update may overlap with the forward pass that follows it, and because compilers
+    and libraries allocate memory in the first. Communicates: as steps do.
     """
-    count = min(run.plan.num_micro_batches, MEASURED_PASSES)
+    count = run.plan.num_micro_batches
+    # How many micro-batches a stage holds depends on all of them.
+    if run.plan.pipe == 1:
+        count = min(count, TRIAL_PASSES)
     batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]
     scale = optimizer.grad_scaler
     if scale is None:
@@ -602,14 +390,19 @@ def run_trial_steps(
     # Dropout of the trial must not advance the random numbers of the run.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(2):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
             forward_backward(model, batches, scale=None if scale is None else scale.scale)
             veto = torch.ones(1, dtype=torch.bool, device=device)
             optimizer.step(0.0, votes=veto, vetoes=1)
     if scale is not None and before is not None:
         scale.scale.copy_(before[0])
         scale.growth_tracker.copy_(before[1])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def missing_bytes(words: str) -> int:

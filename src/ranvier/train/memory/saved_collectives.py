@@ -1,7 +1,7 @@
 """Chooses which results of collectives recomputed blocks save, so as not to rerun the collectives.
 
 All of them, or (`memory.recompute_collectives = auto` with a memory limit) some: the step is
-measured without them, and the memory left is divided evenly among the blocks that recompute. All
+predicted without them, and the memory left is divided evenly among the blocks that recompute. All
 ranks choose alike: free memory is that of the worst rank, rates are those measured by rank 0.
 """
 
@@ -45,7 +45,7 @@ def choose_saved_collectives(
         or not again
     ):
         return []
-    # The step is measured without any saved results.
+    # The step is predicted without any saved results.
     keeping.chosen_layers = frozenset()
     account = predict_memory(run, model, optimizer, device, local_ranks)
     free = 0
