@@ -210,7 +210,7 @@ def _train_command(words: Sequence[str]) -> int:
     for choice in choices:
         resolve.check_memory(choice, context)
     if arguments.dry_run:
-        return _print_decisions(run)
+        return _print_decisions(run, context)
     # Under a launcher this process is one rank; the first rank of each machine tokenizes.
     if me is not None:
         with launch.report_errors(me):
@@ -286,8 +286,16 @@ def _launch_context(
     )
 
 
-def _print_decisions(run: ResolvedRun) -> int:
+def _print_decisions(run: ResolvedRun, context: ResolveContext) -> int:
     """Print what was decided for a run, and why."""
+    from ranvier.train.memory.resolve import preview_choice, settings_to_choose
+    from ranvier.train.resolve import resolve_run
+
+    assert context.device is not None
+    if settings_to_choose(run, context.device):
+        local = context.process.local_world_size
+        choice = preview_choice(run, context.device, local_ranks=local)
+        run = resolve_run(run, replace(context, memory=choice))
     if not launch.is_follower():
         print(f"{run.model.size} on {run.plan.world_size} rank(s): what was left open, and why")
         for line in decision_lines(run):

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,18 @@ from ranvier.train.health.determinism import check_deterministic, compiles_deter
 from ranvier.train.resume import elastic, run_directory
 
 
+class MemoryDecision(Protocol):
+    """A run without open memory settings, and why they have their values."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResolveContext:
     """What a run is resolved with; what depends on a value that is None stays open."""
@@ -51,6 +64,8 @@ class ResolveContext:
     fallback_grid: str = ""
     """The grid of `launch.fallback_grids` to continue on after ranks were lost."""
     output_dir: Path | None = None
+    memory: MemoryDecision | None = None
+    """What was chosen for the memory of all ranks."""
     reads_adapter: bool = True
     """Whether the adapter that a run starts from is read; the schedule of a pipeline needs none."""
 
@@ -219,6 +234,14 @@ def resolve_output_dir(run: ResolvedRun, context: ResolveContext) -> ResolvedRun
     return run.decide("output directory", {"train.output_dir": str(context.output_dir)}, reason)
 
 
+def resolve_memory_settings(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Take over what was chosen for the memory of all ranks, in closed form, and verified."""
+    if context.memory is None:
+        return run
+    reason = "; ".join(context.memory.reasons) or "the faster of both, as measured"
+    return run.adopt("memory", context.memory.run, {"": reason})
+
+
 RESOLVERS: tuple[Resolver, ...] = (
     resolve_layout,
     resolve_fallback_grid,
@@ -227,6 +250,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     resolve_device_settings,
     resolve_restart,
     resolve_output_dir,
+    resolve_memory_settings,
 )
 """In this order, as each relies on what those before it have decided."""
 

@@ -59,6 +59,7 @@ from ranvier.train.metrics import (
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.prediction import PredictionCheck
 from ranvier.train.report import moe
+from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.resume.checkpointer import Checkpointer
 from ranvier.train.state import TrainState
 from ranvier.train.step import StepResult, evaluate, train_step
@@ -139,7 +140,7 @@ class Trainer:
         # The order matters: what a later step measures depends on the kernels, the placement and
         # the optimizer that the earlier ones have chosen.
         found = resolve_memory(run, model, device, local_ranks=local_ranks)
-        run = run.adopt("memory", found.run, {"": "; ".join(found.notes) or "it fits"})
+        run = resolve_run(run, ResolveContext(world_size=grid.world_size, memory=found))
         optimizer = found.optimizer
         notes += saved_collectives.choose_saved_collectives(
             run, model, optimizer, device, local_ranks
@@ -153,7 +154,7 @@ class Trainer:
         unit = run.model_kind.unit
         tokens = plan.global_batch * run.data.seq_len
         meter = Meter(tokens, flops, peak_flops(device, dtype), unit)
-        notes += found.notes
+        notes += found.reasons
         state = TrainState(model, optimizer, LossGuard(run.guard, device))
         trainer = cls(run, grid, device, data, state, meter, notes=notes)
         trainer.memory_tracker = found.memory_tracker

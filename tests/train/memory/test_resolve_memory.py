@@ -24,6 +24,7 @@ from ranvier.planner.offload_search import Placement
 from ranvier.train.memory import breakdown, choose, resolve
 from ranvier.train.memory.choose import MemoryLimits
 from ranvier.train.memory.probe import GIB
+from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -80,7 +81,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
 def test_trials_leave_no_trace(corpus: str) -> None:
     trainer = made(corpus, micro_batch=8)
     parallel = get_parallel_model(trainer.state.model)
-    before = {name: part.clone() for name, (part, _) in trainer.state_tensors().items()}
+    before = {name: part.clone() for name, (part, _) in state_tensors(trainer.state).items()}
     drawn = torch.random.get_rng_state()
     resolve.run_trial_steps(
         trainer.run, trainer.state.model, trainer.state.optimizer, trainer.device
@@ -90,7 +91,7 @@ def test_trials_leave_no_trace(corpus: str) -> None:
     assert set(parallel.recompute_modes.values()) == {"none"}
     assert all(bucket.grad is None for bucket in parallel.bucket_scheduler.buckets)
     assert all(
-        torch.equal(part, before[name]) for name, (part, _) in trainer.state_tensors().items()
+        torch.equal(part, before[name]) for name, (part, _) in state_tensors(trainer.state).items()
     )
     assert float(trainer.state.optimizer.num_updates) == 0.0
     assert torch.equal(torch.random.get_rng_state(), drawn)

@@ -30,6 +30,7 @@ from ranvier.planner.device_rates import DeviceRates
 from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.time.offload import StepTraffic, offloaded_update_seconds
+from ranvier.train.build_model import DTYPES
 from ranvier.train.memory import choose, placement
 from ranvier.train.memory.breakdown import (
     TYPICAL_RATES,
@@ -53,12 +54,12 @@ LIMIT_REDUCTION = 0.05
 
 @dataclass
 class ResolvedMemory:
-    """A run without open memory settings, its optimizer, and notes on what was chosen."""
+    """A run without open memory settings, its optimizer, and the reasons of what was chosen."""
 
     run: RunConfig
     optimizer: Optimizer
     memory_tracker: MemoryTracker
-    notes: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
 
 def build_optimizer(
@@ -91,15 +92,12 @@ def build_optimizer(
 def resolve_memory(
     run: RunConfig, model: nn.Module, device: torch.device, *, local_ranks: int
 ) -> ResolvedMemory:
-    """Resolve the open memory settings; returns the run, its optimizer, and notes on the choice.
+    """Resolve the open memory settings; returns the run, its optimizer, and the reasons.
 
     Communicates: if something is open, numbers over all axes, and two trial steps.
     """
     parallel = get_parallel_model(model)
-    free = choose.open_settings(run)
-    if device.type == "cpu" and run.memory.device_limit_gib == 0.0:
-        # The host is the device: there is nothing to offload to.
-        free -= choose.RATE_DEPENDENT
+    free = settings_to_choose(run, device)
     # This choice needs only rates, no memory.
     if free == {"optimizer_step_on"}:
         run = choose_update_device(run, parallel, device)
@@ -136,6 +134,34 @@ def resolve_memory(
     raise choice.tracker.out_of_memory_error("; ".join(notes))
 
 
+def settings_to_choose(run: RunConfig, device: torch.device) -> frozenset[str]:
+    """The settings that a run leaves open and that make a difference on a device."""
+    free = choose.open_settings(run)
+    if device.type == "cpu" and run.memory.device_limit_gib == 0.0:
+        # The host is the device: there is nothing to offload to.
+        free -= choose.RATE_DEPENDENT
+    return free
+
+
+def preview_choice(run: RunConfig, device: torch.device, *, local_ranks: int) -> MemoryChoice:
+    """The choice as this process alone would make it, before there are ranks and a model.
+
+    The ranks of a run agree on the least memory among them, and verify their choice by trial steps.
+    """
+    memory = run.memory
+    free = settings_to_choose(run, device)
+    limits = MemoryLimits(
+        available_bytes(memory.device_limit_gib, device, local_ranks),
+        host_bytes_per_rank(local_ranks, memory.host_limit_gib),
+        uses_nccl=run.train.backend == "nccl",
+    )
+    rates = choose.EQUAL_RATES
+    if free & choose.RATE_DEPENDENT:
+        rates = device_rates.measure_rates(device, DTYPES[run.train.dtype])
+    run = choose.choose_tile(run, limits.device_bytes)
+    return choose.choose_memory(run, resolve_model_spec(run), limits, rates, free=free)
+
+
 def measure_limits(
     run: RunConfig,
     parallel: ParallelModel,
@@ -148,6 +174,8 @@ def measure_limits(
     Communicates: numbers over all axes.
     """
     memory = run.memory
+    # Tensors in reference cycles of an earlier model would count as those of libraries.
+    gc.collect()
     room = available_bytes(memory.device_limit_gib, device, local_ranks)
     host = host_bytes_per_rank(local_ranks, memory.host_limit_gib)
     library = other_bytes(parallel, device, optimizer)
