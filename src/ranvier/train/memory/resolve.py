@@ -176,12 +176,25 @@ def measure_limits(
     memory = run.memory
     # Tensors in reference cycles of an earlier model would count as those of libraries.
     gc.collect()
+    _allocate_workspaces(device, parallel.bucket_scheduler.buckets[0].data.dtype)
     room = available_bytes(memory.device_limit_gib, device, local_ranks)
     host = host_bytes_per_rank(local_ranks, memory.host_limit_gib)
     library = other_bytes(parallel, device, optimizer)
     # All ranks must choose alike, so the rank with the least memory decides: min x = -max(-x).
     most = max_each([-room, -host, library], parallel.grid, device)
     return MemoryLimits(-most[0], -most[1], most[2], parallel.grid.backend == "nccl")
+
+
+def _allocate_workspaces(device: torch.device, dtype: torch.dtype) -> None:
+    """Let cuBLAS and cuBLASLt allocate their workspaces, which a run keeps from its first product.
+
+    Before that `other_bytes` would not see them: 64 MiB on a Hopper GPU.
+    """
+    if device.type == "cuda":
+        x = torch.zeros(64, 64, device=device, dtype=dtype)
+        torch.mm(x, x)
+        torch.addmm(x[0], x, x)
+        torch.cuda.synchronize(device)
 
 
 def choose_update_device(
