@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ranvier.config.sections import (
     IMPORTED_SIZE,
@@ -25,21 +25,18 @@ from ranvier.models.config import MODEL_SIZES, AdapterConfig, DecoderConfig
 if TYPE_CHECKING:
     from torch import nn
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
-class Reference(Generic[T]):
+class Reference:
     """An object that is imported when it is used."""
 
     path: str
     """`module:attribute`."""
 
-    def load(self) -> T:
+    def load(self) -> Any:
         """Import the module and return the object."""
         module, _, name = self.path.partition(":")
-        found: T = getattr(importlib.import_module(module), name)
-        return found
+        return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,15 @@ class ModelKind:
     """Its named sizes, dataclasses with fields of `config`; the first is the default."""
     unit: str
     """What `data.seq_len` and throughput count, in the plural."""
-    builder: Reference[Any]
+    builder: Reference
     """Function (config, adapters) -> the model in plain PyTorch."""
-    batch: Reference[Any]
+    batch: Reference
     """Its `data.batch.SampleBatch`."""
-    data_source: Reference[Any]
+    data_source: Reference
     """Its `data.run_data.DataSource`: how samples are prepared and opened."""
-    shrink: Reference[Any]
+    shrink: Reference
     """Function (run, `tools.shrink.ShrunkSizes`) -> the config that `ranvier verify` compares."""
-    finish: Reference[Any] | None = None
+    finish: Reference | None = None
     """Its `train.finish.RunFinish`: what a finished run shows; None: nothing of its own."""
 
     def config_of_size(self, size: str) -> ModelConfig:
