@@ -214,12 +214,20 @@ def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
             f"a mask of the whole sequence ({', '.join(ATTENTION_IMPLEMENTATIONS)}). Build the "
             "model with 'sdpa'."
         )
-    if getattr(model, "is_gradient_checkpointing", False):
+    if _recomputes_layers(model):
         problems.append(
             f"{name} recomputes its layers itself. Recomputation is a setting of the plan. "
             "Call gradient_checkpointing_disable() and use Plan(recompute=...)."
         )
     return problems + list(_find_attention_dropout(model))
+
+
+def _recomputes_layers(model: Any) -> bool:
+    """Whether activation checkpointing of transformers is enabled."""
+    # Transformers 5.23 renamed the property; reading the old name warns since then.
+    if hasattr(model, "is_activation_checkpointing"):
+        return bool(model.is_activation_checkpointing)
+    return bool(getattr(model, "is_gradient_checkpointing", False))
 
 
 def _find_attention_dropout(model: Any) -> Iterator[str]:
