@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ranvier.config.kinds import ModelKind
 from ranvier.config.run import RunConfig
 from ranvier.data.run_data import RunData
 
@@ -29,10 +30,9 @@ class RunFinish(Protocol):
         """Commands to try next with the trained model."""
 
 
-def run_finish(run: RunConfig) -> RunFinish | None:
-    """What finished runs of this kind of model show; None: nothing of their own."""
-    reference = run.model_kind.finish
-    if reference is None:
+def run_finish(kind: ModelKind) -> RunFinish | None:
+    """What finished runs of a kind of model show; None: nothing of their own."""
+    if kind.finish is None:
         return None
-    finish: RunFinish = reference.load()()
+    finish: RunFinish = kind.finish.load()()
     return finish

@@ -406,7 +406,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         status = "finished"
     # Recorded before the sample, as generating one may even end the process.
     lines = _record_end(trainer, folder, status)
-    finish = run_finish(run)
+    finish = run_finish(run.model_kind)
     if saved and finish is not None and not trainer.stop_signal:
         count = count_parameters(trainer.state.parallel)
         show = partial(finish.show_sample, run, folder, trainer.device, count)
