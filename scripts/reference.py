@@ -1,4 +1,4 @@
-"""The page docs/configuration.md, made from the config classes and the docstrings of their fields.
+"""The page docs/reference/configuration.md, made from the config classes and the docstrings of their fields.
 
 Usage: python scripts/reference.py [--check]
 Writes the page; --check writes nothing and returns 1 if the page is not what would be written.
@@ -26,7 +26,7 @@ from ranvier.setting import setting_info
 from ranvier.train.metrics import Meter
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
 
 SECTIONS = dataclasses.fields(RunConfig)
 HEAD = f"""\
@@ -71,7 +71,7 @@ ranvier train run.toml --plan.row 4 --train.steps 2000
 * **Paths** are relative to the directory in which the command is started.
 
 `--nproc N`, the number of local ranks to start, belongs to the command and not to the run: see
-[Launching](launching.md).
+[Several nodes](../guides/several-nodes.md).
 """
 
 METRICS = {

@@ -15,7 +15,7 @@ from ranvier.config import run
 from ranvier.config.run import RunConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in [*PAGES, ROOT / "README.md"]}
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 OPTION = re.compile(r"--(\w+)\.([\w-]+)")
@@ -109,11 +109,11 @@ def test_options_exist_and_links_lead_somewhere(path: Path) -> None:
 
 def test_every_page_is_in_the_nav() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert outside_nav(nav, [path.name for path in PAGES]) == []
+    assert outside_nav(nav, [path.relative_to(ROOT / "docs").as_posix() for path in PAGES]) == []
 
 
 def test_translated_configurations_make_the_grid_beside_them() -> None:
-    text = TEXTS[ROOT / "docs" / "vocabulary.md"]
+    text = TEXTS[ROOT / "docs" / "guides" / "coming-from.md"]
     rows = re.findall(r"\| `(--plan\.[^`]*)` \| ([^|]+) \|", text)
     assert len(rows) >= 6
     for options, shape in rows:
@@ -129,7 +129,9 @@ def test_translated_configurations_make_the_grid_beside_them() -> None:
 def test_variables_of_launchers_are_read() -> None:
     folder = Path(launch.__file__).parent
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    rows = re.findall(r"^\|.*\|$", TEXTS[ROOT / "docs" / "launching.md"], re.MULTILINE)
+    rows = re.findall(
+        r"^\|.*\|$", TEXTS[ROOT / "docs" / "guides" / "several-nodes.md"], re.MULTILINE
+    )
     names = {name for row in rows for name in re.findall(r"`([A-Z][A-Z_]{3,})`", row)}
     assert len(names) >= 20
     assert [name for name in sorted(names) if f'"{name}"' not in source] == []

@@ -255,7 +255,7 @@ def test_sizes_of_kinds_have_distinct_names() -> None:
 
 def test_the_page_shows_this_file() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "contributing" / "extending.md").read_text(encoding="utf-8")
     section = page.partition("## A kind of model")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     source = (root / "tests" / "kinds" / "vectors.py").read_text(encoding="utf-8")

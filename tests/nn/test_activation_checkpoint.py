@@ -201,7 +201,7 @@ def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], 
         assert counts["full rerun"] > counts["none rerun"]
         kept = [count for way, count in counts.items() if way.endswith("save")]
         assert kept == [counts["none rerun"]] * 2
-        if (degrees, case) == GRIDS[0]:  # as docs/memory.md says
+        if (degrees, case) == GRIDS[0]:  # as docs/guides/memory.md says
             assert (counts["none rerun"], counts["full rerun"]) == (48, 68)
 
 

@@ -30,7 +30,7 @@ def row(start: str, **facts: str) -> Row:
 def test_shipped_constants_predict_published_runs() -> None:
     errors = defaultdict(list)
     for one in published.given():
-        if one.facts["framework"] != "DeepSpeed ZeRO-3":  # a known miss (docs/planner.md)
+        if one.facts["framework"] != "DeepSpeed ZeRO-3":  # a known miss (docs/concepts/planner.md)
             errors[one.source, one.narrow].append(published.guess(one).error)
     for narrow, limit in ((False, 10), (True, 15)):
         means = [published.mape(some) for (_, kind), some in errors.items() if kind is narrow]

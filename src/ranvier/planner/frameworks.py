@@ -132,6 +132,6 @@ RANVIER = FrameworkProfile(
     allocator_reserve=0.03,
     released_reserve=0.0,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
-    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
+    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks/index.md): cuDNN's "
     "attention, 0.9 of the bandwidth, three passes over logits",
 )

@@ -35,7 +35,7 @@ ODD_RATE = 0.22
 ODD_RESULT_RATE = 0.15
 """Rate of a 16-bit matmul over that of the same shape with dims that are multiples of 8: with a
 dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
-Means of 138 matmuls on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
+Means of 138 matmuls on an H200 (vocabularies of 32,000 to 151,648, docs/concepts/planner.md)."""
 BATCHED_RATE = 0.6
 """Rate of the small batched matmuls of attention with materialized scores over large ones."""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
