@@ -47,7 +47,7 @@ def measure_size(
             *("--plan.global-batch", str(batch), "--plan.data", "1", "--nproc", "1"),
             *("--train.steps", str(steps), "--train.device", device, "--train.dtype", "bf16"),
             *("--train.eval-interval", "0", "--train.sample-prompt", ""),
-            *("--checkpoint.interval", "0", "--memory.auto", "true"),
+            *("--checkpoint.interval", "-1", "--memory.auto", "true"),
             *("--train.output-dir", folder + "/run", *extra),
         ]
         result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
