@@ -70,7 +70,7 @@ def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(reference, "PAGE", page)
     assert reference.main(["--check"]) == 1
     assert reference.main([]) == 0 == reference.main(["--check"])
-    page.write_text(page.read_text().replace("Optimizer steps.", "Steps."))
+    page.write_text(page.read_text().replace("Number of optimizer steps.", "Steps."))
     assert reference.main(["--check"]) == 1
 
 

@@ -11,15 +11,27 @@ from ranvier.config.refusals import REFUSALS, Refusal
 from ranvier.config.run import RunConfig, run_from_tables
 
 CASES: list[tuple[str, str]] = [
-    ("optim.lr=0.0", "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."),
+    (
+        "optim.lr=0.0",
+        "optim.lr=0.0 trains nothing. The learning rate must be greater than 0. Use 3e-4.",
+    ),
     ("data.seq_len=4096 model.max_seq=64", "data.seq_len=4096 is longer than model.max_seq=64."),
-    ("lora.alpha=3.0", "lora.alpha=3.0, but lora.rank=0: all weights would be trained."),
-    ("lora.rank=2 lora.target_modules=['x']", "lora.target_modules=['x'] names no layer"),
-    ("lora.rank=2 lora.layers=[99]", "lora.layers=[99]. Blocks are numbered from 0 to"),
+    ("lora.alpha=3.0", "lora.alpha=3.0 with lora.rank=0, which trains all weights."),
+    (
+        "lora.rank=2 lora.target_modules=['x']",
+        "lora.target_modules=['x']: ['x'] does not match a layer",
+    ),
+    (
+        "lora.rank=2 lora.layers=[99]",
+        "lora.layers=[99] names a block that does not exist. Blocks are numbered from 0 to",
+    ),
     ("lora.rank=2 lora.layers=[1,1]", "lora.layers=[1, 1] names a block twice."),
-    ("data.sources=[]", "data.sources=[] names no corpus."),
-    ("data.mixture_weights=[0.5,0.5]", "data.mixture_weights has 2 numbers for 1 corpora."),
-    ("data.mixture_weights=[-1.0]", "data.mixture_weights=[-1.0] are no shares."),
+    ("data.sources=[]", "data.sources=[] does not name a corpus."),
+    (
+        "data.mixture_weights=[0.5,0.5]",
+        "data.mixture_weights has 2 weights, but data.sources has 1 corpora.",
+    ),
+    ("data.mixture_weights=[-1.0]", "data.mixture_weights=[-1.0] has an invalid weight."),
     ("data.mixture_weights=[0.0]", "data.mixture_weights are all 0."),
     ("plan.cuda_graph=True", "plan.cuda_graph=True with data.document_mask=True."),
     ("memory.optimizer_states='disk'", "memory.optimizer_states='disk' without memory.offload"),
@@ -27,9 +39,9 @@ CASES: list[tuple[str, str]] = [
     ("memory.optimizer_states_on_device_gib=1.0", "memory.optimizer_states_on_device_gib=1.0 with"),
     (
         "memory.optimizer_states='host' plan.cuda_graph=True",
-        "memory.optimizer_states='host' with plan.cuda_graph=True. A recorded step copies nothing",
+        "memory.optimizer_states='host' with plan.cuda_graph=True. A CUDA graph cannot copy",
     ),
-    ("memory.activation_offload_fraction=-0.5", "memory.activation_offload_fraction=-0.5 is no"),
+    ("memory.activation_offload_fraction=-0.5", "memory.activation_offload_fraction=-0.5 is not"),
     (
         "memory.recompute_collectives='auto' memory.device_limit_gib=2.0 plan.pipe=2",
         "memory.recompute_collectives='auto' with memory.device_limit_gib=2.0 and a pipeline.",
@@ -39,21 +51,25 @@ CASES: list[tuple[str, str]] = [
         "memory.parameters='host' with guard.replay_interval=3.",
     ),
     ("memory.auto=True plan.cuda_graph=True", "memory.auto=True with plan.cuda_graph=True."),
-    ("prune.n_m_pattern='4:2'", "prune.n_m_pattern='4:2' is no pattern."),
+    ("prune.n_m_pattern='4:2'", "prune.n_m_pattern='4:2' is not a valid pattern."),
     (
         "prune.n_m_pattern='2:4' prune.sparsity=0.7",
-        "prune.sparsity=0.7 with prune.n_m_pattern='2:4'. The pattern says it: 0.5. Leave",
+        "prune.sparsity=0.7 with prune.n_m_pattern='2:4'. "
+        "The pattern already implies the sparsity 0.5. Remove",
     ),
     ("prune.mask_file='x' prune.sparsity=0.5", "prune.mask_file='x' with a sparsity or a pattern."),
-    ("prune.sparsity=0.5 lora.rank=2", "prune with lora."),
-    ("prune.sparsity=0.5 prune.final_step=9", "prune.update_interval=0, prune.final_step=9. Masks"),
+    ("prune.sparsity=0.5 lora.rank=2", "Both prune and lora are enabled."),
+    (
+        "prune.sparsity=0.5 prune.final_step=9",
+        "prune.update_interval=0, prune.final_step=9. A pruning",
+    ),
     (
         "prune.sparsity=0.5 prune.update_interval=9 prune.final_step=3",
         "prune.update_interval=9, prune.final_step=3, train.steps=250.",
     ),
     (
         "prune.update_interval=1 prune.final_step=3",
-        "prune.update_interval=1, prune.final_step=3 without prune.sparsity alone.",
+        "prune.update_interval=1, prune.final_step=3 without prune.sparsity, or with a",
     ),
     (
         "prune.sparsity=0.5 prune.update_interval=1 prune.final_step=3 plan.cuda_graph=True",

@@ -33,14 +33,14 @@ def test_a_saved_run_is_the_run() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[plan]\nrow = 'two'", "plan.row='two' is not valid. It must be a whole number"),
-        ("[plan]\nrow = true", "plan.row=True is not valid"),
+        ("[plan]\nrow = 'two'", "plan.row='two' is invalid. It must be an integer"),
+        ("[plan]\nrow = true", "plan.row=True is invalid"),
         ("[plan]\ncol_splits = 'both'", "one of 'samples', 'features'"),
-        ("[plan]\noverlap = 'dx'", "is no list"),
+        ("[plan]\noverlap = 'dx'", "is not a list"),
         ("[optim]\nlr = 'high'", "must be a number"),
         ("[modle]\nsize = 'tiny'", "modle is not a setting. Did you mean 'model'?"),
-        ("plan = 3", "plan=3 is no table"),
-        ("[plan\nrow=2", "is no TOML"),
+        ("plan = 3", "plan=3 is not a table"),
+        ("[plan\nrow=2", "is not valid TOML"),
     ],
 )
 def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> None:
@@ -89,7 +89,7 @@ def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
             {"cuda_graph": True},
             r"plan.cuda_graph=True with data.document_mask=True.*data.document_mask=False",
         ),
-        ({"compile": "yes"}, r"compile='yes' is not known"),
+        ({"compile": "yes"}, r"compile='yes' is unknown"),
     ],
     ids=str,
 )
@@ -131,11 +131,11 @@ def test_bounds_of_a_setting_stand_at_its_field() -> None:
     assert infos["room"].describe_bounds() == "0.5 to 2, GiB"
     assert infos["share"].describe_bounds() == "in [0, 1)" and infos["plain"] == SettingInfo()
     for name, value, words in (
-        ("room", 0.1, "room=0.1 is too small. It is at least 0.5."),
-        ("room", 3.0, "room=3.0 is too large. It is at most 2.0."),
-        ("room", math.nan, "room=nan is no finite number. It must be one. Use 0.5."),
-        ("share", 1.0, "share=1.0 is no share. It lies in [0, 1). Use 0.2."),
-        ("plain", 2**50, "plain=1125899906842624 is too large. It is at most 1099511627776."),
+        ("room", 0.1, "room=0.1 is too small. It must be at least 0.5."),
+        ("room", 3.0, "room=3.0 is too large. It must be at most 2.0."),
+        ("room", math.nan, "room=nan is not finite. It must be a finite number. Use 0.5."),
+        ("share", 1.0, "share=1.0 is not a fraction. It must be in [0, 1). Use 0.2."),
+        ("plain", 2**50, "plain=1125899906842624 is too large. It must be at most 1099511627776."),
     ):
         problem = infos[name].find_problem(name, value)
         assert problem is not None and problem.startswith(words), problem

@@ -219,18 +219,18 @@ def test_the_command_trains_and_continues_it(
 def test_help_shows_the_settings_of_the_kind(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("train", "--model.kind", "vectors", "--help", "model") == 0
     said = capsys.readouterr().out
-    assert "--model.classes 10   (whole number, 2 to 1,048,576)" in said
+    assert "--model.classes 10   (integer, 2 to 1,048,576)" in said
     assert "--model.heads" not in said
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"kind": "vector"}, "model.kind='vector' is not known. Did you mean 'vectors'?"),
-        ({"size": "vectors-tin"}, "model.size='vectors-tin' is not known. Did you mean"),
+        ({"kind": "vector"}, "model.kind='vector' is unknown. Did you mean 'vectors'?"),
+        ({"size": "vectors-tin"}, "model.size='vectors-tin' is unknown. Did you mean"),
         (
             {"kind": "decoder", "size": "vectors-tiny"},
-            "model.kind='decoder' has no model.size='vectors-tiny', which is of the kind",
+            "model.kind='decoder' has no model.size='vectors-tiny', which belongs to kind",
         ),
         ({"kind": "vectors", "heads": 4}, "model.heads is not a setting."),
     ],

@@ -80,7 +80,7 @@ def test_a_fit_keeps_its_own_choices() -> None:
 
 
 def test_what_is_wrong_is_left_to_the_check() -> None:
-    with pytest.raises(PlanError, match="global_batch=0 cannot be shared"):
+    with pytest.raises(PlanError, match="global_batch=0 cannot be split"):
         planned(on_cpu(global_batch=0), 4, lambda: pytest.fail("nothing is planned"))
 
 

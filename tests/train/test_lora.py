@@ -163,13 +163,13 @@ def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora__target_modules": ("keys",)}, "names no layer of this model with \\['keys'\\]"),
-        ({"lora__target_modules": ()}, "names no layer"),
+        ({"lora__target_modules": ("keys",)}, "\\['keys'\\] does not match a layer of this model"),
+        ({"lora__target_modules": ()}, "an empty list does not match a layer"),
         ({"lora__target_modules": ("gate",), "model__activation": "gelu"}, "\\['gate'\\]"),
         ({"lora__layers": (2,)}, "numbered from 0 to 1"),
         ({"lora__layers": (1, 1)}, "names a block twice"),
         ({"lora__rank": -1}, "lora.rank=-1 is too small"),
-        ({"lora__dropout": 1.0}, "lora.dropout=1.0 is no share"),
+        ({"lora__dropout": 1.0}, "lora.dropout=1.0 is not a fraction"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -199,18 +199,21 @@ def test_odd_masks_are_refused(corpus: str, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[Changes, str]] = [
-    ({"prune__sparsity": 1.0}, "prune.sparsity=1.0 is no share"),
-    ({"prune__n_m_pattern": "4:2"}, "prune.n_m_pattern='4:2' is no pattern"),
-    ({"prune__n_m_pattern": "2:4", "prune__sparsity": 0.7}, "The pattern says it: 0.5"),
-    ({"prune__mask_file": "x", "prune__sparsity": 0.7}, "The file says which numbers stay"),
-    ({"prune__sparsity": 0.5, "lora__rank": 4}, "prune with lora"),
-    ({"prune__sparsity": 0.5, "prune__update_interval": 2}, "Give both, or none"),
+    ({"prune__sparsity": 1.0}, "prune.sparsity=1.0 is not a fraction"),
+    ({"prune__n_m_pattern": "4:2"}, "prune.n_m_pattern='4:2' is not a valid pattern"),
+    (
+        {"prune__n_m_pattern": "2:4", "prune__sparsity": 0.7},
+        "The pattern already implies the sparsity 0.5",
+    ),
+    ({"prune__mask_file": "x", "prune__sparsity": 0.7}, "The mask file alone determines"),
+    ({"prune__sparsity": 0.5, "lora__rank": 4}, "Both prune and lora are enabled"),
+    ({"prune__sparsity": 0.5, "prune__update_interval": 2}, "Set both, or none"),
     (
         {"prune__sparsity": 0.5, "prune__update_interval": 5, "prune__final_step": 4},
-        "update_interval <= final_step <= steps",
+        "update_interval <= final_step <= train.steps",
     ),
-    ({"prune__update_interval": 2, "prune__final_step": 4}, "without prune.sparsity alone"),
-    ({**GROWING, "plan__cuda_graph": True}, "the same masks for ever"),
+    ({"prune__update_interval": 2, "prune__final_step": 4}, "without prune.sparsity, or with"),
+    ({**GROWING, "plan__cuda_graph": True}, "A CUDA graph cannot change its masks"),
 ]
 
 

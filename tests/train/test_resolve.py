@@ -96,7 +96,9 @@ def test_what_the_user_gave_is_not_decided() -> None:
         "train": {"device": "cpu", "backend": "gloo", "dtype": "fp64"},
     }
     run = resolve_run(run_from_tables(tables), here())
-    assert run.decisions == () and decision_lines(run) == ["nothing was left open"]
+    assert run.decisions == () and decision_lines(run) == [
+        "nothing to resolve: all settings are given"
+    ]
 
 
 def test_what_the_context_does_not_know_stays_open() -> None:

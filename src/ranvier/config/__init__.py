@@ -1,4 +1,4 @@
-"""Config: the settings of a run, what of them fits together, and how they are read and written.
+"""Config: the settings of a run, how they are checked, and how they are read and written.
 
-Imports errors and the configs of models; no torch, so that a plan starts at once.
+Imports errors and the configs of models, but not torch, so that `ranvier plan` starts quickly.
 """

@@ -1,8 +1,9 @@
-"""Kinds of models: one row for each, with its settings and where the rest of it is.
+"""Kinds of models: for each kind, its settings and references to the code that implements it.
 
-A run asks the row of its model how the model is built, where its samples come from and what a batch
-of them is; nothing else knows which kinds there are. What needs torch is a reference, imported when
-it is used, so that settings are checked without it. A new kind is one row here and its own files.
+A run looks up here how its model is built, where its samples come from and how a batch is formed;
+no other module knows the list of kinds. Objects that need torch are references that are imported on
+use, so that settings can be checked without torch. To add a kind, add an entry here and its own
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """An object that is imported when it is used."""
+    """An object that is imported on use."""
 
     path: str
     """`module:attribute`."""
@@ -45,13 +46,13 @@ class ModelKind:
 
     name: str
     config: type[ModelConfig]
-    """Its settings, the section `model` of a run."""
+    """Class of its settings, the section `model` of a run."""
     sizes: Mapping[str, Any]
     """Its named sizes, dataclasses with fields of `config`; the first is the default."""
     unit: str
-    """What `data.seq_len` and throughput count, in the plural."""
+    """Unit of `data.seq_len` and of the throughput, in the plural."""
     builder: Reference
-    """Function (config, adapters) -> the model in plain PyTorch."""
+    """Function (config, adapters) -> model in plain PyTorch."""
     batch: Reference
     """Its `data.batch.SampleBatch`."""
     data_source: Reference
@@ -59,15 +60,16 @@ class ModelKind:
     shrink: Reference
     """Function (run, `tools.shrink.ShrunkSizes`) -> the config that `ranvier verify` compares."""
     finish: Reference | None = None
-    """Its `train.finish.RunFinish`: what a finished run shows; None: nothing of its own."""
+    """Its `train.finish.RunFinish`: what to show when a run has finished; None shows nothing
+    more."""
 
     def config_of_size(self, size: str) -> ModelConfig:
-        """The config of a named size."""
+        """Returns the config of a named size."""
         settings: dict[str, Any] = {**dataclasses.asdict(self.sizes[size])}
         return self.config(**{**settings, "kind": self.name, "size": size})
 
     def build_model(self, config: ModelConfig, adapters: AdapterConfig) -> nn.Module:
-        """The model in plain PyTorch, with adapters if their rank is not 0."""
+        """Returns the model in plain PyTorch, with adapters if their rank is not 0."""
         model: nn.Module = self.builder.load()(config, adapters)
         return model
 
@@ -89,30 +91,30 @@ MODEL_KINDS: dict[str, ModelKind] = {
 
 
 def find_kind(name: str) -> ModelKind:
-    """The kind of a name."""
+    """Returns the kind with this name."""
     if name not in MODEL_KINDS:
         raise PlanError(
-            f"model.kind={name!r} is not known.{suggest_nearest(name, MODEL_KINDS)} "
-            f"Kinds are {', '.join(MODEL_KINDS)}."
+            f"model.kind={name!r} is unknown.{suggest_nearest(name, MODEL_KINDS)} "
+            f"Known kinds are {', '.join(MODEL_KINDS)}."
         )
     return MODEL_KINDS[name]
 
 
 def kind_of_size(size: str) -> ModelKind:
-    """The kind that has a named size."""
+    """Returns the kind that has a named size."""
     owners = {name: kind for kind in MODEL_KINDS.values() for name in kind.sizes}
     if size not in owners:
         raise PlanError(
-            f"model.size={size!r} is not known.{suggest_nearest(size, owners)} "
-            f"Sizes are {', '.join(owners)}."
+            f"model.size={size!r} is unknown.{suggest_nearest(size, owners)} "
+            f"Known sizes are {', '.join(owners)}."
         )
     return owners[size]
 
 
 def named_model(size: str | None = None, kind: str | None = None) -> ModelConfig:
-    """The config of a named size, of a kind's default size, or of the default kind's.
+    """Returns the config of a named size, of a kind's default size, or of the default kind.
 
-    The kind follows from the size where both are given.
+    If both are given, the size must belong to the kind.
     """
     if size is None:
         row = find_kind(kind or next(iter(MODEL_KINDS)))
@@ -120,7 +122,7 @@ def named_model(size: str | None = None, kind: str | None = None) -> ModelConfig
     row = kind_of_size(size)
     if kind is not None and find_kind(kind) is not row:
         raise PlanError(
-            f"model.kind={kind!r} has no model.size={size!r}, which is of the kind {row.name!r}. "
-            f"Leave model.kind out, or use one of {', '.join(find_kind(kind).sizes)}."
+            f"model.kind={kind!r} has no model.size={size!r}, which belongs to kind {row.name!r}. "
+            f"Remove model.kind, or use one of {', '.join(find_kind(kind).sizes)}."
         )
     return row.config_of_size(size)

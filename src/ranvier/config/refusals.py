@@ -1,9 +1,8 @@
-"""Refusals: combinations of settings that cannot run, one row each.
+"""Refusals: combinations of settings that cannot run.
 
-A row says when it applies, what is wrong, which rule that breaks and what to do. Texts name
-settings in braces, as `{plan.pipe}`, which are replaced by their values. The reference page prints
-the rows.
-Rules about ranks and sizes are in `config.plan`, those of a model in `models.config`.
+Each entry has a condition, what is wrong, the rule and the remedy. Settings in braces, such as
+`{plan.pipe}`, are replaced by their values. The reference page lists all entries. Rules about ranks
+and sizes are in `config.plan`, rules about a model in `models.config`.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ class Refusal:
     rule: str
     remedy: str
     values: Callable[[RunConfig], Mapping[str, Any]] = _no_values
-    """Values in the texts that are no settings."""
+    """Values in the texts that are not settings."""
 
     def message(self, run: RunConfig) -> str:
-        """The message about a run to which it applies."""
+        """Returns the message for a run to which it applies."""
         sections = vars(run.settings)
         text = f"{self.says}. {self.rule}. {self.remedy}."
         return text.format(**sections, **self.values(run))
 
 
 def find_refusals(run: RunConfig) -> Iterator[str]:
-    """The messages of all refusals that apply to a run."""
+    """Yields the messages of all refusals that apply to a run."""
     return (refusal.message(run) for refusal in REFUSALS if refusal.when(run))
 
 
@@ -57,7 +56,7 @@ def _has_whole_schedule(run: RunConfig) -> bool:
 
 
 def _pattern_sparsity(run: RunConfig) -> float | None:
-    """The sparsity that a pattern implies; None without a valid one."""
+    """Returns the sparsity that a valid pattern implies; None without one."""
     groups = run.prune.pattern_n_m
     if groups is None:
         return None
@@ -77,7 +76,7 @@ def _changed_lora_settings(run: RunConfig) -> list[str]:
 
 
 def _first_offloaded(run: RunConfig) -> str:
-    """The first setting that offloads something; empty without one."""
+    """Returns the first setting that offloads something; empty without one."""
     memory = run.memory
     if memory.optimizer_states != "device":
         return f"memory.optimizer_states={memory.optimizer_states!r}"
@@ -106,13 +105,13 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda run: run.optim.lr == 0.0,
         "optim.lr=0.0 trains nothing",
-        "A learning rate is above 0",
+        "The learning rate must be greater than 0",
         "Use 3e-4",
     ),
     Refusal(
         lambda run: run.data.seq_len > run.model.sequence_limit,
         "data.seq_len={data.seq_len} is longer than model.max_seq={model.max_seq}",
-        "A model reads as many tokens as it has positions",
+        "A sequence cannot be longer than the number of positions of the model",
         "Use data.seq_len={model.max_seq} or less, or {longer}",
         lambda run: {
             name: text.format(run.data.seq_len) for name, text in _longer_positions(run).items()
@@ -122,59 +121,59 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda run: bool(
             _changed_lora_settings(run) and run.lora.rank == 0 and not run.lora.init_from
         ),
-        "{given}, but lora.rank=0: all weights would be trained",
-        "Adapters have a rank",
-        "Add lora.rank=16, or leave these out",
+        "{given} with lora.rank=0, which trains all weights",
+        "Adapters require a rank",
+        "Set lora.rank=16, or remove these settings",
         lambda run: {"given": ", ".join(_changed_lora_settings(run))},
     ),
     Refusal(
         lambda run: not run.model.adapter_targets and bool(run.lora.rank or run.lora.init_from),
         "lora.rank={lora.rank}, lora.init_from={lora.init_from!r} with model.kind={model.kind!r}",
-        "This kind of model has no adapters",
-        "Use lora.rank=0 and no lora.init_from: all weights are trained",
+        "This kind of model does not support adapters",
+        "Use lora.rank=0 without lora.init_from to train all weights",
     ),
     Refusal(
         lambda run: (
             bool(run.model.adapter_targets)
             and (bool(_unknown_targets(run)) or not run.lora.target_modules)
         ),
-        "lora.target_modules={targets} names no layer of this model with {unknown}",
-        "Layers are named by dims or by their own names",
-        "Words are {words}",
+        "lora.target_modules={targets}: {unknown} does not match a layer of this model",
+        "Layers are selected by their dims or by their names",
+        "Use one or more of {words}",
         lambda run: {
             "targets": list(run.lora.target_modules),
-            "unknown": _unknown_targets(run) or "nothing",
+            "unknown": _unknown_targets(run) or "an empty list",
             "words": ", ".join(run.model.adapter_targets),
         },
     ),
     Refusal(
         lambda run: any(not 0 <= block < run.model.layers for block in run.lora.layers),
-        "lora.layers={blocks}",
+        "lora.layers={blocks} names a block that does not exist",
         "Blocks are numbered from 0 to {last}",
-        "Use these numbers, or none for all",
+        "Use these numbers, or an empty list for all blocks",
         lambda run: {"blocks": list(run.lora.layers), "last": run.model.layers - 1},
     ),
     Refusal(
         lambda run: len(set(run.lora.layers)) < len(run.lora.layers),
         "lora.layers={blocks} names a block twice",
-        "A block has one adapter",
-        "Name each once",
+        "Each block has one adapter",
+        "Name each block once",
         lambda run: {"blocks": list(run.lora.layers)},
     ),
     Refusal(
         lambda run: not run.data.sources or not all(run.data.sources),
-        "data.sources={sources} names no corpus",
-        "A run needs one at least",
-        "Use data.sources=['stdlib'] or paths",
+        "data.sources={sources} does not name a corpus",
+        "A run needs at least one corpus, and a path cannot be empty",
+        "Use data.sources=['stdlib'] or paths of corpora",
         lambda run: {"sources": list(run.data.sources)},
     ),
     Refusal(
         lambda run: bool(
             run.data.mixture_weights and len(run.data.mixture_weights) != len(run.data.sources)
         ),
-        "data.mixture_weights has {weights} numbers for {sources} corpora",
-        "Each corpus has its weight",
-        "Give as many, or none",
+        "data.mixture_weights has {weights} weights, but data.sources has {sources} corpora",
+        "Each corpus needs one weight",
+        "Give {sources} weights, or none",
         lambda run: {
             "weights": len(run.data.mixture_weights),
             "sources": len(run.data.sources),
@@ -182,9 +181,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         lambda run: not _are_finite_weights(run),
-        "data.mixture_weights={weights} are no shares",
-        "A weight is a finite number from 0",
-        "Use for example 0.7 0.3",
+        "data.mixture_weights={weights} has an invalid weight",
+        "Weights must be finite and at least 0",
+        "Use weights such as 0.7 0.3",
         lambda run: {"weights": list(run.data.mixture_weights)},
     ),
     Refusal(
@@ -194,27 +193,28 @@ REFUSALS: tuple[Refusal, ...] = (
             and not any(run.data.mixture_weights)
         ),
         "data.mixture_weights are all 0",
-        "One source must be read",
-        "Use a weight above 0",
+        "At least one source must have a positive weight",
+        "Use a weight greater than 0",
     ),
     Refusal(
         lambda run: run.plan.cuda_graph and run.data.document_mask,
         "plan.cuda_graph=True with data.document_mask=True",
-        "A recorded step is always the same work, but documents differ",
+        "A CUDA graph repeats the same work in each step, but documents differ",
         "Use data.document_mask=False or plan.cuda_graph=False",
     ),
     Refusal(
         lambda run: run.memory.optimizer_states == "disk" and not run.memory.offload_dir,
         "memory.optimizer_states='disk' without memory.offload_dir",
-        "States on disk need a directory",
-        "Give one on a fast disk, or use memory.optimizer_states='host'",
+        "Optimizer states on disk need a directory",
+        "Set memory.offload_dir to a directory on a fast disk, or use "
+        "memory.optimizer_states='host'",
     ),
     Refusal(
         lambda run: bool(run.memory.offload_dir) and run.memory.optimizer_states != "disk",
         "memory.offload_dir={memory.offload_dir!r} with "
         "memory.optimizer_states={memory.optimizer_states!r}",
-        "Only states in a file have a directory",
-        "Use memory.optimizer_states='disk', or leave memory.offload_dir out",
+        "Only optimizer states on disk use a directory",
+        "Use memory.optimizer_states='disk', or remove memory.offload_dir",
     ),
     Refusal(
         lambda run: bool(
@@ -222,21 +222,21 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "memory.optimizer_states_on_device_gib={memory.optimizer_states_on_device_gib} with "
         "memory.optimizer_states={memory.optimizer_states!r}",
-        "Only states that are split stay in part",
-        "Use memory.optimizer_states='split', or leave it out",
+        "It applies only to optimizer states that are split between device and host",
+        "Use memory.optimizer_states='split', or remove it",
     ),
     Refusal(
         lambda run: run.plan.cuda_graph and bool(_first_offloaded(run)),
         "{offloaded} with plan.cuda_graph=True",
-        "A recorded step copies nothing from the host",
+        "A CUDA graph cannot copy offloaded tensors from the host",
         "Use plan.cuda_graph=False",
         lambda run: {"offloaded": _first_offloaded(run)},
     ),
     Refusal(
         lambda run: -1.0 < run.memory.activation_offload_fraction < 0.0,
-        "memory.activation_offload_fraction={memory.activation_offload_fraction} is no share",
-        "It lies in [0, 1], or is -1 for as little as fits",
-        "Use for example 0.5",
+        "memory.activation_offload_fraction={memory.activation_offload_fraction} is not a fraction",
+        "It must be in [0, 1], or -1 for the smallest fraction that fits",
+        "Use a value such as 0.5",
     ),
     Refusal(
         lambda run: (
@@ -246,55 +246,56 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "memory.recompute_collectives='auto' with "
         "memory.device_limit_gib={memory.device_limit_gib} and a pipeline",
-        "What is worth saving is measured by all ranks together, but stages recompute other blocks",
+        "All ranks measure together which results to save, but each stage recomputes its own "
+        "blocks",
         "Use 'save' or 'rerun', or memory.device_limit_gib=0",
     ),
     Refusal(
         lambda run: run.memory.parameters == "host" and run.guard.replay_interval > 0,
         "memory.parameters='host' with guard.replay_interval={guard.replay_interval}",
-        "Gradients on the host are not compared",
+        "A replay check cannot compare gradients on the host",
         "Use guard.replay_interval=0",
     ),
     Refusal(
         lambda run: run.memory.auto and run.plan.cuda_graph,
         "memory.auto=True with plan.cuda_graph=True",
-        "A recorded step has memory of its own, and states that come and go are not recorded",
-        "Use memory.auto=False",
+        "A CUDA graph has its own memory pool and cannot stream offloaded states",
+        "Use memory.auto=False or plan.cuda_graph=False",
     ),
     Refusal(
         lambda run: bool(run.prune.n_m_pattern) and run.prune.pattern_n_m is None,
-        "prune.n_m_pattern={prune.n_m_pattern!r} is no pattern",
-        "Of each M numbers N stay, and 0 < N < M",
+        "prune.n_m_pattern={prune.n_m_pattern!r} is not a valid pattern",
+        "A pattern N:M keeps N of each M values, with 0 < N < M",
         "Use 2:4",
     ),
     Refusal(
-        # A sparsity that repeats what the pattern implies is harmless.
+        # A sparsity equal to the one that the pattern implies is harmless.
         lambda run: (
             _pattern_sparsity(run) is not None
             and run.prune.sparsity not in (0.0, _pattern_sparsity(run))
         ),
         "prune.sparsity={prune.sparsity} with prune.n_m_pattern={prune.n_m_pattern!r}",
-        "The pattern says it: {sparsity:g}",
-        "Leave prune.sparsity out",
+        "The pattern already implies the sparsity {sparsity:g}",
+        "Remove prune.sparsity",
         lambda run: {"sparsity": _pattern_sparsity(run)},
     ),
     Refusal(
         lambda run: bool(run.prune.mask_file and (run.prune.sparsity or run.prune.n_m_pattern)),
         "prune.mask_file={prune.mask_file!r} with a sparsity or a pattern",
-        "The file says which numbers stay",
-        "Leave the others out",
+        "The mask file alone determines which weights are pruned",
+        "Remove prune.sparsity and prune.n_m_pattern",
     ),
     Refusal(
         lambda run: run.prune.is_enabled and bool(run.lora.rank or run.lora.init_from),
-        "prune with lora",
-        "Beside adapters all matrices are frozen: nothing is pruned",
-        "Prune in a run of its own, or leave one of them out",
+        "Both prune and lora are enabled",
+        "A run with adapters freezes all matrices, so they cannot be pruned",
+        "Prune in a separate run, or disable one of them",
     ),
     Refusal(
         lambda run: _has_pruning_schedule(run) and not _has_whole_schedule(run),
         PRUNING_SCHEDULE,
-        "Masks are renewed each so many steps up to a step",
-        "Give both, or none",
+        "A pruning schedule needs both an interval and a final step",
+        "Set both, or none",
     ),
     Refusal(
         lambda run: (
@@ -302,34 +303,34 @@ REFUSALS: tuple[Refusal, ...] = (
             and not run.prune.update_interval <= run.prune.final_step <= run.train.steps
         ),
         PRUNING_SCHEDULE + ", train.steps={train.steps}",
-        "Sparsity grows in steps, and reaches its end before the run does",
-        "Use update_interval <= final_step <= steps",
+        "Sparsity must reach its final value before the run ends",
+        "Use update_interval <= final_step <= train.steps",
     ),
     Refusal(
         lambda run: (
             _has_pruning_schedule(run)
             and bool(run.prune.n_m_pattern or run.prune.mask_file or not run.prune.sparsity)
         ),
-        PRUNING_SCHEDULE + " without prune.sparsity alone",
-        "Only sparsity grows; patterns and masks of a file are fixed",
-        "Use prune.sparsity, or leave these out",
+        PRUNING_SCHEDULE + " without prune.sparsity, or with a pattern or a mask file",
+        "Only an unstructured sparsity can grow; patterns and mask files are fixed",
+        "Use prune.sparsity alone, or remove these settings",
     ),
     Refusal(
         lambda run: _has_pruning_schedule(run) and run.plan.cuda_graph,
         PRUNING_SCHEDULE + " with plan.cuda_graph=True",
-        "A recorded step has the same masks for ever",
+        "A CUDA graph cannot change its masks",
         "Use plan.cuda_graph=False or fixed masks",
     ),
     Refusal(
         lambda run: run.guard.replay_interval > 0 and run.plan.cuda_graph,
         "guard.replay_interval={guard.replay_interval} with plan.cuda_graph=True",
-        "A recorded step is taken as a whole",
+        "A replay check runs before the update, but a CUDA graph contains the update",
         "Use guard.replay_interval=0 or plan.cuda_graph=False",
     ),
     Refusal(
         lambda run: run.optim.warmup_steps > run.train.steps,
         "optim.warmup_steps={optim.warmup_steps} is longer than train.steps={train.steps}",
-        "The learning rate must get where it rises to",
+        "Warm-up must end before the run does",
         "Use at most {train.steps}",
     ),
 )

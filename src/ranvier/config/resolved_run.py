@@ -1,7 +1,7 @@
 """ResolvedRun: the settings with which a run trains, and why each has its value.
 
-A user leaves most settings open. `ranvier.train.resolve` fills them in with an ordered list of
-resolvers, and every value that one of them chooses is recorded here as a `Decision`.
+Users leave most settings unset. `ranvier.train.resolve` fills them in with an ordered list of
+resolvers, and every value that a resolver chooses is recorded here as a `Decision`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepPrediction:
     memory: int
     """Peak bytes of tensors on a device."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Seconds per step by what they are spent on."""
+    """Seconds per step by activity."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,23 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun(RunConfig):
-    """A run config whose open settings have been resolved; the trainer and the tools require it."""
+    """A run config with all settings resolved, as the trainer and the tools require."""
 
     decisions: tuple[Decision, ...] = field(default=(), compare=False)
-    """What was decided, in order."""
+    """All decisions, in order."""
     prediction: StepPrediction | None = field(default=None, compare=False)
     """The prediction for the layout that the planner chose, if it chose one."""
 
     @classmethod
     def from_config(cls, run: RunConfig) -> ResolvedRun:
-        """The same settings, without decisions; a run that is resolved already is kept."""
+        """Returns the same settings without decisions; a run that is already resolved is returned
+        unchanged."""
         if isinstance(run, ResolvedRun):
             return run
         return cls(**{one.name: getattr(run, one.name) for one in fields(RunConfig)})
 
     def decide(self, resolver: str, values: Mapping[str, Any], reason: str) -> ResolvedRun:
-        """The run with these values of settings; those that change are recorded with the reason.
+        """Returns the run with these settings; changes are recorded with the reason.
 
         values: by the dotted names of the settings.
         """
@@ -75,9 +76,9 @@ class ResolvedRun(RunConfig):
         return replace(run, decisions=(*self.decisions, *made))
 
     def adopt(self, resolver: str, run: RunConfig, reasons: Mapping[str, str]) -> ResolvedRun:
-        """The run with all settings of another one; every difference is recorded.
+        """Returns the run with all settings of another run; every difference is recorded.
 
-        reasons: by the dotted name of a setting; the one under "" is for all others.
+        reasons: by the dotted name of a setting; the reason under "" is for all others.
         """
         found = self
         for setting, value in _setting_differences(self, run):
@@ -85,7 +86,7 @@ class ResolvedRun(RunConfig):
         return found
 
     def reopen(self, setting: str) -> ResolvedRun:
-        """The run with a setting as it was before it was decided, so that it is decided anew."""
+        """Returns the run with a setting reset to its value before it was decided."""
         made = [one for one in self.decisions if one.setting == setting]
         if not made:
             return self
@@ -95,12 +96,12 @@ class ResolvedRun(RunConfig):
         return replace(self, **{section: config}, decisions=others)
 
     def decisions_by(self, resolver: str) -> tuple[Decision, ...]:
-        """The decisions of one resolver."""
+        """Returns the decisions of one resolver."""
         return tuple(one for one in self.decisions if one.resolver == resolver)
 
 
 def _setting_differences(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Dotted name and new value of every setting in which two runs differ."""
+    """Yields the dotted name and the new value of every setting in which two runs differ."""
     for section in fields(RunConfig):
         before, after = getattr(old, section.name), getattr(new, section.name)
         for one in fields(before):
@@ -110,7 +111,7 @@ def _setting_differences(old: RunConfig, new: RunConfig) -> Iterator[tuple[str, 
 
 
 def decision_lines(run: ResolvedRun) -> list[str]:
-    """The decisions as lines of text, under the resolvers that made them."""
+    """Returns the decisions as lines of text, grouped by resolver."""
     lines = []
     for resolver, made in groupby(run.decisions, lambda one: one.resolver):
         lines.append(resolver)
@@ -123,11 +124,11 @@ def decision_lines(run: ResolvedRun) -> list[str]:
                 lines.append(f"  {changes[0]}: {reason}")
             else:
                 lines += [f"  {reason}", *(f"    {change}" for change in changes)]
-    return lines or ["nothing was left open"]
+    return lines or ["nothing to resolve: all settings are given"]
 
 
 def decisions_to_json(run: ResolvedRun) -> list[dict[str, Any]]:
-    """The decisions as JSON types, for run.json."""
+    """Returns the decisions as JSON types, for run.json."""
     return [asdict(one) for one in run.decisions]
 
 

@@ -1,7 +1,7 @@
-"""Run config: everything that defines a training run, as one tree of frozen dataclasses.
+"""Run config: everything that defines a training run, as a tree of frozen dataclasses.
 
 It is read from TOML, overridden by dotted options, validated as a whole before any work, and saved
-with the results. Each value has one owner; no other module keeps a copy.
+with the results. Each value is stored in one place only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ranvier.system import safe_files
 
 ConfigT = TypeVar("ConfigT")
 FINETUNING_LR = 2e-5
-"""Learning rate of models that were trained before."""
+"""Learning rate of pretrained models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +63,18 @@ class RunConfig:
 
     @property
     def settings(self) -> RunConfig:
-        """The settings alone: subclasses add options of a command, or what was decided."""
+        """The settings alone, without command options or decisions that subclasses add."""
         names = [section.name for section in dataclasses.fields(RunConfig)]
         return RunConfig(**{name: getattr(self, name) for name in names})
 
     def check_and_resolve(self, world: int) -> RunConfig:
-        """The config with all values resolved for `world` ranks; raises all problems at once."""
+        """Returns the config with all values resolved for `world` ranks; raises all problems at
+        once."""
         problems = list(self.find_problems())
         sizes = (*self.model.dim_units.values(), self.data.seq_len, *self.plan.degrees.values())
         sizes += (self.plan.global_batch, self.plan.micro_batch)
-        # The checks of the plan divide by these sizes and enumerate divisors: stop here if they are
-        # zero or absurdly large.
+        # The checks of the plan divide by these sizes and enumerate divisors, so stop here if they
+        # are zero or extremely large.
         if problems and (min(self.model.dim_units.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
@@ -89,7 +90,7 @@ class RunConfig:
             raise PlanError(problems)
         warmup = self.optim.warmup_steps
         steps = self.train.steps
-        # A tenth of all steps, but at least 10.
+        # 10% of all steps, at least 10.
         if warmup == -1:
             warmup = min(max(steps // 10, 10), steps)
         optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup_steps=warmup)
@@ -97,26 +98,27 @@ class RunConfig:
 
     @property
     def model_kind(self) -> ModelKind:
-        """The row of the model's kind."""
+        """The kind of the model."""
         return find_kind(self.model.kind)
 
     @property
     def decoder(self) -> DecoderModelConfig:
-        """The model's settings, for what only decoders can do; raises for other kinds."""
+        """The settings of the model, if it is a decoder; raises for other kinds."""
         if not isinstance(self.model, DecoderModelConfig):
             raise PlanError(
-                f"model.kind={self.model.kind!r} is not a decoder. Text, adapters, evaluation and "
-                "published models need one. Use a run of a decoder."
+                f"model.kind={self.model.kind!r} is not a decoder. Text generation, adapters, "
+                "evaluation, import and export require a decoder. Use a run with a decoder."
             )
         return self.model
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate after warmup: as given, or derived from the width of the model."""
+        """Learning rate after warm-up: the configured one, or one derived from the width of the
+        model."""
         if self.optim.lr is not None:
             return self.optim.lr
         if self.starts_from_trained_weights:
-            # Adapters take a tenfold rate.
+            # Adapters use 10 times the learning rate.
             return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.init_from else 1.0)
         embed = self.model.embed
         tokens = max(self.plan.global_batch * self.data.seq_len, 1)
@@ -125,7 +127,7 @@ class RunConfig:
 
     @property
     def starts_from_trained_weights(self) -> bool:
-        """Whether the run fine-tunes a model that was trained before."""
+        """Whether the run fine-tunes a pretrained model."""
         return bool(self.train.init_from) or self.model.size == IMPORTED_SIZE
 
     @property
@@ -141,7 +143,7 @@ class RunConfig:
         return self.lora.rank * sum(sizes.values())
 
     def find_problems(self) -> Iterator[str]:
-        """All problems of the settings that do not depend on ranks and degrees."""
+        """Yields all problems of the settings that do not depend on ranks and degrees."""
         yield from self._number_problems()
         yield from self._text_problems()
         yield from self.model.find_problems()
@@ -159,13 +161,19 @@ class RunConfig:
         for name, info, value in self._setting_values():
             for text in value if isinstance(value, tuple) else (value,):
                 if isinstance(text, str) and not text.isprintable() and not info.is_free_text:
-                    yield f"{name}={text!r} has characters that no path or name has. Remove them."
+                    yield (
+                        f"{name}={text!r} contains unprintable characters. Paths and names must be "
+                        "printable. Remove them."
+                    )
                 # Unpaired surrogates cannot be encoded as UTF-8.
                 elif isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
-                    yield f"{name}={text!r} is no text. It has half a character. Remove it."
+                    yield (
+                        f"{name}={text!r} contains an unpaired surrogate and is not valid UTF-8. "
+                        "Remove it."
+                    )
 
     def _setting_values(self) -> Iterator[tuple[str, SettingInfo, Any]]:
-        """Dotted name of every setting, what it may be, and its value."""
+        """Yields the dotted name, the bounds and the value of every setting."""
         for section in dataclasses.fields(RunConfig):
             config = getattr(self, section.name)
             for one in dataclasses.fields(config):
@@ -175,45 +183,46 @@ class RunConfig:
 SETTINGS_FORMAT = 2
 """Format of the settings in config.toml and in checkpoints, and of run.json and metrics.jsonl.
 
-It changes with their names. Format 1 has no number.
+It increases when names change. Format 1 is stored without a number.
 """
 
 
 def check_settings_format(table: Mapping[str, Any], where: Path | str) -> None:
-    """Raise if the settings that a run has stored have the names of another version."""
+    """Raises if stored settings were written in another format."""
     found = table.get("format", 1)
     if found != SETTINGS_FORMAT:
         raise PlanError(
             f"{where} was written by another version of Ranvier: its settings have format "
-            f"{found!r:.20} and this version reads format {SETTINGS_FORMAT}, in which settings and "
-            "metrics have other names. Continue or export the run with that version, or train anew."
+            f"{found!r:.20}, and this version reads format {SETTINGS_FORMAT} only. Resume or "
+            "export the run with that version, or start a new run."
         )
 
 
 def check_is_run(folder: Path) -> None:
-    """Raise an error that names the runs nearby if a directory is not the directory of a run."""
+    """Raises an error that lists nearby runs if `folder` is not a run directory."""
     if (folder / "config.toml").exists():
         return
     near = sorted(folder.parent.glob("*/config.toml"))
     others = ", ".join(str(path.parent) for path in near) or "none here"
     raise PlanError(
-        f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
-        f"made. Runs nearby: {others}."
+        f"{folder} is not a run: it has no config.toml. A run is a directory created by "
+        f"`ranvier train`. Runs nearby: {others}."
     )
 
 
 def load_run_config(
     path: Path, *, model: Mapping[str, str] | None = None, in_run: bool = False
 ) -> RunConfig:
-    """The run config of a TOML file; the rest keeps its defaults.
+    """Returns the run config of a TOML file; settings that are missing keep their defaults.
 
-    model: another size or kind of the model, which decide about its defaults.
+    model: a size or kind that overrides the one in the file, and determines the model's defaults.
 
-    in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
+    in_run: whether the file is the config.toml of a run, which may be untrusted, instead of a file
+    of the user.
     """
     try:
         if in_run:
-            # A run directory may come from elsewhere, so its files are read with the checks of
+            # A run directory may come from another user, so its files are read with the checks of
             # safe_files.
             read = safe_files.read_text
         else:
@@ -221,11 +230,11 @@ def load_run_config(
         table = tomllib.loads(read(path))
     except OSError as error:
         raise PlanError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a TOML file."
+            f"{path} cannot be read: {error.strerror}. Pass the path of a TOML file."
         ) from None
     # ValueError also covers invalid UTF-8 and integers with too many digits.
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
+        raise PlanError(f"{path} is not valid TOML: {str(error)[:200]}. Fix that line.") from None
     if in_run:
         check_settings_format(table, path.parent)
     if model and isinstance(table.get("model", {}), dict):
@@ -234,9 +243,10 @@ def load_run_config(
 
 
 def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
-    """A run config from nested tables; `plan = "auto"` leaves the layout to the planner."""
+    """Returns a run config from nested tables; `plan = "auto"` lets the planner choose the
+    layout."""
     if "format" in tables:
-        check_settings_format(tables, "The table of settings")
+        check_settings_format(tables, "The settings table")
         tables = {name: section for name, section in tables.items() if name != "format"}
     if tables.get("plan") == "auto":
         tables = {**tables, "plan": {"auto": True}}
@@ -247,20 +257,21 @@ def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
 
 
 def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -> ConfigT:
-    """`config` with the values of `table`; unknown keys and wrong types are errors."""
+    """Returns `config` with the values of `table`; raises for unknown keys and wrong types."""
     types_of = typing.get_type_hints(type(config))
     changes = {}
     for key, value in table.items():
         if key not in types_of:
             raise PlanError(
                 f"{path}{key} is not a setting.{suggest_nearest(key, types_of)} "
-                f"Settings here are {', '.join(types_of)}."
+                f"Valid settings are {', '.join(types_of)}."
             )
         old = getattr(config, key)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, Mapping):
                 raise PlanError(
-                    f"{path}{key}={value!r} is no table. Write [{path}{key}] and settings below it."
+                    f"{path}{key}={value!r} is not a table. Write [{path}{key}] with its settings "
+                    "below it."
                 )
             changes[key] = apply_overrides(old, value, f"{path}{key}.")
         else:
@@ -269,8 +280,8 @@ def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -
 
 
 def _check_type(value: Any, kind: Any, path: str) -> Any:
-    """`value` if it is of the type `kind`."""
-    # `X | None`: a value that is derived where it is not given.
+    """Returns `value` if it has the type `kind`; raises otherwise."""
+    # `X | None` is a value that is derived if it is not given.
     if isinstance(kind, types.UnionType):
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     origin = typing.get_origin(kind)
@@ -281,11 +292,11 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
             raise PlanError(
-                f"{path}={value!r} is no list. Write {path} = [{_format_toml_value(value)}]."
+                f"{path}={value!r} is not a list. Write {path} = [{_format_toml_value(value)}]."
             )
         return tuple(_check_type(one, inner, path) for one in value)
     elif kind is float:
-        # TOML distinguishes 1 from 1.0; users do not.
+        # TOML distinguishes 1 from 1.0; both are accepted here.
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         rule = "a number"
         # A larger integer overflows float(); inf is then reported as not finite.
@@ -296,14 +307,14 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
     else:
         # Not isinstance: true is not a valid integer.
         good = type(value) is kind
-        rule = {int: "a whole number", str: "a text", bool: "true or false"}[kind]
+        rule = {int: "an integer", str: "a string", bool: "true or false"}[kind]
     if not good:
-        raise PlanError(f"{path}={value!r} is not valid. It must be {rule}. Change it.")
+        raise PlanError(f"{path}={value!r} is invalid. It must be {rule}. Change it.")
     return value
 
 
 def to_toml(run: RunConfig) -> str:
-    """The config as TOML, with all values written out."""
+    """Returns the config as TOML, with all values written out."""
     lines = [f"format = {SETTINGS_FORMAT}", ""]
     for section in dataclasses.fields(RunConfig):
         lines.append(f"[{section.name}]")
@@ -316,7 +327,7 @@ def to_toml(run: RunConfig) -> str:
 
 
 def _format_toml_value(value: Any) -> str:
-    """A value in TOML syntax."""
+    """Returns a value in TOML syntax."""
     if isinstance(value, tuple):
         value = list(value)
     # JSON literals are valid TOML, except that TOML forbids an unescaped DEL character.

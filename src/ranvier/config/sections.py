@@ -1,4 +1,4 @@
-"""Config sections: the sections of a run config."""
+"""Sections of a run config, one dataclass each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ranvier.models.config import GATED_ACTIVATIONS, AdapterConfig, DecoderConfi
 from ranvier.setting import setting
 
 IMPORTED_SIZE = "imported"
-"""The size of a model that was published by others: all its fields are given."""
+"""Size of a model that was imported. All its fields are set explicitly."""
 LORA_TARGETS = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
-"""Words of `lora.target_modules` for decoders."""
+"""Accepted values of `lora.target_modules` for decoders."""
 MEMORY_TRAITS = (
     "activation",
     "position_embedding",
@@ -27,20 +27,20 @@ MEMORY_TRAITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: what the section has for every kind of model."""
+    """Settings that every kind of model has."""
 
     kind: str
-    """Name of its row in `config.kinds`."""
+    """Name of the kind in `config.kinds`."""
     size: str
-    """One of its named sizes."""
+    """One of the named sizes of this kind."""
     layers: int
-    """Blocks."""
+    """Number of blocks."""
     embed: int
     """Width of the residual stream."""
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all matrices and embeddings; vectors are too few to matter."""
+        """Number of parameters in matrices and embeddings. Vectors are too small to matter."""
         raise NotImplementedError
 
     @property
@@ -50,7 +50,7 @@ class ModelConfig:
 
     @property
     def dim_units(self) -> dict[str, int]:
-        """Units of each named dim."""
+        """Number of units of each named dim."""
         raise NotImplementedError
 
     @property
@@ -60,12 +60,13 @@ class ModelConfig:
 
     @property
     def adapter_targets(self) -> tuple[str, ...]:
-        """Words of `lora.target_modules`; empty: it has no adapters."""
+        """Accepted values of `lora.target_modules`; empty if the model does not support
+        adapters."""
         return ()
 
     @property
     def attention_heads(self) -> tuple[int, int, int] | None:
-        """Query heads, kv heads and elements of a head; None without attention."""
+        """Query heads, key/value heads and head size; None without attention."""
         return None
 
     @property
@@ -75,42 +76,44 @@ class ModelConfig:
 
     @property
     def changeable_settings(self) -> tuple[str, ...]:
-        """Settings that may change while a run is continued: no weight depends on them."""
+        """Settings that may change when a run is resumed because no weight depends on them."""
         return ()
 
     def find_problems(self) -> list[str]:
-        """Inconsistent settings, each with value, rule and remedy."""
+        """Returns inconsistent settings, each with value, rule and remedy."""
         return []
 
     def describe_shape(self) -> str:
-        """Its sizes as text."""
+        """Returns the sizes of the model as text."""
         sizes = ", ".join(f"{name} {size}" for name, size in self.dim_units.items())
         return f"{self.layers} layers, {sizes}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderModelConfig(DecoderConfig, ModelConfig):
-    """The model: a named size, any field of which can be changed."""
+    """Architecture of the model: a named size, any field of which can be overridden."""
 
     kind: str = "decoder"
-    """Kind of the model, which decides about the settings of this section; it follows from size."""
+    """Kind of model, which determines the other settings of this section. Derived from size."""
     size: str = "tiny"
-    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b; of
-    experts moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b or ted-6.7b-16e;
-    imported: what `ranvier import` has found."""
+    """Named model size, such as tiny, gpt2, llama3-1b or mixtral-8x7b. Dense models are tiny, gpt2,
+    llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b and qwen3-8b. Mixtures of experts are
+    moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b and ted-6.7b-16e. `imported` is set by
+    `ranvier import`."""
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all matrices and embeddings; vectors are too few to matter."""
+        """Number of parameters in matrices and embeddings. Vectors are too small to matter."""
         return self._count_parameters(self.experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that are active per token: only the experts it is routed to."""
+        """Number of parameters that are active per token: only the experts it is routed to
+        count."""
         return self._count_parameters(self.experts_per_token)
 
     def _count_parameters(self, experts: int) -> int:
-        """Parameters with `experts` experts in each MoE layer."""
+        """Returns the number of parameters with `experts` experts in each MoE layer."""
         # Query and output projections have `heads`, key and value projections `kv_heads`.
         attention = 2 * self.embed * (self.heads + self.kv_heads) * self.head_dim
         hidden = (3 if self.activation in GATED_ACTIVATIONS else 2) * self.embed
@@ -133,13 +136,13 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
 
     @property
     def adapter_targets(self) -> tuple[str, ...]:
-        """Words of `lora.target_modules`."""
+        """Accepted values of `lora.target_modules`."""
         gated = self.activation in GATED_ACTIVATIONS
         return tuple(word for word in LORA_TARGETS if gated or word != "gate")
 
     @property
     def attention_heads(self) -> tuple[int, int, int]:
-        """Query heads, kv heads and elements of a head."""
+        """Query heads, key/value heads and head size."""
         return self.heads, self.kv_heads, self.head_dim
 
     @property
@@ -148,164 +151,168 @@ class DecoderModelConfig(DecoderConfig, ModelConfig):
         return {name: getattr(self, name) for name in MEMORY_TRAITS}
 
     def describe_shape(self) -> str:
-        """Its sizes as text."""
+        """Returns the sizes of the model as text."""
         return f"{super().describe_shape()}, tied {self.tie_embeddings}"
 
     @property
     def changeable_settings(self) -> tuple[str, ...]:
-        """Rotary positions have no weights, so with them max_seq may change."""
+        """`max_seq` may change with rotary positions, which have no weights."""
         return ("max_seq",) if self.position_embedding == "rope" else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(AdapterConfig):
-    """Adapters: small trained layers beside frozen ones (LoRA, DoRA)."""
+    """Adapters (LoRA, DoRA): small trainable layers next to frozen ones."""
 
     init_from: str = ""
-    """Directory of an adapter in PEFT's format to begin with: all settings but this are its own.
-    Empty: A is drawn, B zero."""
+    """Directory of an adapter in PEFT format to start from. All other settings of this section are
+    then read from the adapter. If empty, A is initialized at random and B with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What the model reads."""
+    """Training data, tokenizer and samples."""
 
     sources: tuple[str, ...] = ("stdlib",)
-    """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet, .arrow),
-    Megatron pairs (.bin/.idx), directories of these, what `ranvier data prepare` or
-    `Dataset.save_to_disk` made; stdlib: the texts of the running Python's own library."""
+    """Training corpora: files, directories of files, or stdlib. File formats are .txt, .md, .py,
+    .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet, .arrow and Megatron pairs
+    (.bin/.idx). The output of `ranvier data prepare` and `Dataset.save_to_disk` can be used, too.
+    stdlib is the text of Python's standard library."""
     mixture_weights: tuple[float, ...] = ()
-    """Fraction of the samples that comes from each source; empty: by their number of tokens."""
+    """Fraction of the samples from each source. If empty, it is proportional to their number of
+    tokens."""
     tokenizer: str = "standard"
-    """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
-    that are tokenized already keep theirs."""
+    """Tokenizer: standard (byte-pair encoding trained on Python's standard library), bytes, or the
+    path of a tokenizer.json. Corpora that are already tokenized keep their own."""
     text_field: str = setting("text", free_text=True)
     """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
-    """What records are: texts, or conversations (messages, conversations, or a prompt and a
-    completion). auto: as the first record looks."""
+    """Format of the records: text, or chat (messages, conversations, or a prompt and a completion).
+    auto detects it from the first record."""
     chat_template: str = ""
-    """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
-    one. Corpora that are tokenized already keep theirs."""
+    """File with the chat template, in Jinja. If empty, the template next to tokenizer.json is used,
+    or a simple one. Corpora that are already tokenized keep their own."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of conversations that count in the loss: the assistant's messages and the end of its
-    turns, or all."""
+    """Tokens of conversations that count in the loss: the assistant's messages with their
+    end-of-turn tokens, or all tokens."""
     truncate: Literal["right", "left", "drop", "split"] = "right"
-    """What is done with a conversation longer than seq_len: its end (right) or its beginning (left)
-    is cut off, it is left out, or it is split into several samples."""
+    """How to handle a conversation longer than seq_len: cut off its end (right) or its beginning
+    (left), drop it, or split it into several samples."""
     seq_len: int = setting(96, minimum=1, maximum=2**31, unit="tokens")
     """Tokens per sample, at most model.max_seq."""
     document_mask: bool = True
-    """Attention and positions stay inside a document where a sample holds several."""
+    """Restrict attention and positions to one document in samples that contain several."""
     validation_fraction: float = setting(0.02, fraction=True, usual=0.02)
-    """Share of the documents, chosen by their hash, that is kept from training for evaluation."""
+    """Fraction of the documents, selected by hash, that is held out of training for evaluation."""
     max_bytes: int = setting(4_000_000, minimum=1, unit="bytes")
-    """How much of the corpus stdlib is read."""
+    """Maximum number of bytes to read from stdlib."""
     verify_checksums: bool = True
-    """Read tokenized corpora once at the start and compare digests (about 1 s a gigabyte)."""
+    """Verify the checksums of tokenized corpora at the start (about 1 s per GB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
     lr: float | None = setting(None, minimum=0.0, usual=3e-4)
-    """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
-    llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed); 2e-5 for a model that
-    was trained before, 2e-4 for adapters beside one."""
+    """Peak learning rate, reached after warm-up. The default is 2e-5 for a pretrained model and
+    2e-4 for its adapters. Otherwise it is 0.576 / embed · min(1, 6 · sqrt(tokens per step) /
+    embed), where 0.576 / embed is 3e-3 for tiny and 2.8e-4 for llama3-1b."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
+    """Schedule after warm-up: cosine decay, or wsd (constant, then linear decay)."""
     warmup_steps: int = setting(-1, minimum=-1, unit="steps")
-    """Steps in which the learning rate rises to lr. -1: a tenth of all, but 10 at least."""
+    """Steps in which the learning rate rises to lr. -1 means 10% of all steps, at least 10."""
     decay_ratio: float = setting(0.2, fraction=True, usual=0.2)
-    """Fraction of the steps after warm-up in which wsd decays."""
+    """Fraction of the steps after warm-up in which wsd decays the learning rate."""
     min_lr_ratio: float = setting(0.1, fraction=True, usual=0.1)
-    """Learning rate at the end, as a fraction of lr."""
+    """Final learning rate as a fraction of lr."""
     beta1: float = setting(0.9, fraction=True, usual=0.9)
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = setting(0.95, fraction=True, usual=0.95)
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = setting(1e-8, minimum=1e-30)
-    """Added to the root of the second moment."""
+    """Term added to the square root of the second moment."""
     state_dtype: Literal["master", "bf16", "int8"] = "master"
-    """Type of both moments of matrices. master: that of the master weights (fp32, or fp64 in runs
-    in fp64); bf16 (half of fp32) or int8 (a quarter; a scale for each 256 numbers), both rounded up
-    or down at random so that small changes count."""
+    """Data type of both Adam moments of matrices. master: the type of the master weights (fp32, or
+    fp64 in fp64 runs). bf16 takes half the memory of fp32. int8 takes a quarter, with one scale per
+    256 values. Both are rounded stochastically so that small changes are not lost."""
     weight_decay: float = setting(0.1, minimum=0.0)
     """Weight decay of matrices: parameters with at least two named dims, excluding embeddings."""
     max_grad_norm: float = setting(1.0, minimum=0.0)
-    """Gradients are clipped to this norm; 0: no clipping."""
+    """Maximum gradient norm; larger gradients are clipped. 0 disables clipping."""
     matrix_lr_scale: float = setting(1.0, minimum=0.0)
-    """Factor of the learning rate of matrices."""
+    """Multiplier of the learning rate of matrices."""
     embedding_lr_scale: float = setting(1.0, minimum=0.0)
-    """Factor of the learning rate of embeddings (and of a head tied to one)."""
+    """Multiplier of the learning rate of embeddings, including a tied output head."""
     vector_lr_scale: float = setting(1.0, minimum=0.0)
-    """Factor of the learning rate of norms and biases."""
+    """Multiplier of the learning rate of norms and biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What lies where: on the device, on the host or in a file; and how much of it may be used."""
+    """Memory limits, and offloading from the device to the host or to disk."""
 
     auto: bool = False
-    """Choose plan.recompute, plan.micro_batch, and which optimizer states, parameters and
-    activations are offloaded to the host, so that a step fits into the device (or into
-    device_limit_gib) at the best predicted speed."""
+    """Choose plan.recompute, plan.micro_batch and what is offloaded to the host (optimizer states,
+    parameters, activations), so that a step fits into device memory (or into device_limit_gib) at
+    the best predicted speed."""
     device_limit_gib: float = setting(0.0, minimum=0.0, usual=0.0, unit="GiB")
-    """Device memory that a rank may use, in GiB. 0: what is free, less a reserve; on a CPU its
-    share of the machine's memory."""
+    """Device memory that a rank may use, in GiB. 0 means the free memory minus a reserve; on a CPU,
+    an equal share of the machine's memory."""
     host_limit_gib: float = setting(0.0, minimum=0.0, unit="GiB")
-    """Host memory that a rank may use for offloaded tensors, in GiB. 0: its share of what is free,
-    less a reserve."""
+    """Host memory that a rank may use for offloaded tensors, in GiB. 0 means an equal share of the
+    free memory minus a reserve."""
     optimizer_states: Literal["device", "host", "disk", "split"] = "device"
-    """Where master weights and moments are kept: device; host: (pinned) host memory; disk: a
-    memory-mapped file in offload_dir; split: as many as fit (or optimizer_states_on_device_gib) on
-    the device, the rest on the host. All but the first are streamed through a few buffers during
-    the backward pass and the next forward pass."""
+    """Where to store master weights and Adam moments. device: in device memory. host: in (pinned)
+    host memory. disk: in a memory-mapped file in offload_dir. split: as much as fits (or
+    optimizer_states_on_device_gib) on the device, the rest on the host. Offloaded states are
+    streamed through a few buffers during the backward pass and the next forward pass."""
     optimizer_states_on_device_gib: float = setting(0.0, minimum=0.0, unit="GiB")
-    """Optimizer states that stay on the device with optimizer_states = split, in GiB. 0: as many as
-    fit."""
+    """Optimizer states that stay on the device with optimizer_states = split, in GiB. 0 means as
+    much as fits."""
     offload_dir: str = ""
-    """Directory for optimizer_states = disk, on a fast disk."""
+    """Directory for optimizer_states = disk. Use a fast disk."""
     optimizer_step_on: Literal["auto", "device", "cpu"] = "auto"
-    """Device that runs the optimizer step of offloaded states. auto: the faster one, as
-    measured."""
+    """Device that runs the optimizer step of offloaded states. auto measures which one is
+    faster."""
     offload_tile: int = setting(2**24, minimum=4096, maximum=2**30, unit="elements")
-    """Elements of optimizer states that are streamed and updated at once."""
+    """Number of optimizer state elements that are streamed and updated at a time."""
     parameters: Literal["device", "host"] = "device"
-    """host: the parameters and gradients of blocks are offloaded, too, and fetched when a block
-    runs."""
+    """Where to store the parameters and gradients of blocks. With host, they are fetched when a
+    block runs."""
     activation_offload_fraction: float = setting(0.0, minimum=-1.0, maximum=1.0)
-    """Fraction of the bytes saved for the backward pass that is offloaded to the host, copied while
-    other blocks compute; the last block's stay. -1: the smallest that fits into
-    device_limit_gib."""
+    """Fraction of the activation bytes that is offloaded to the host. The copies overlap with the
+    compute of other blocks; activations of the last block stay on the device. -1 means the smallest
+    fraction that fits into device_limit_gib."""
     recompute_collectives: Literal["rerun", "save", "auto"] = "rerun"
-    """Collectives inside of recomputed blocks (plan.recompute): rerun them; save their results; or
-    auto: with a device_limit_gib save those that take longest for their bytes as far as they fit,
-    else all."""
+    """Collectives inside recomputed blocks (see plan.recompute). rerun: run them again. save: save
+    their results. auto: save all of them, or with device_limit_gib as many as fit, those with the
+    most time per byte first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig:
-    """Pruned training: matrices with fixed zeros, whose states hold the other numbers only.
+    """Sparse training, in which pruned weights are zero and have no optimizer states.
 
-    Each expert of a mixture has matrices of its own. Embeddings, heads and vectors are not pruned.
-    A run that begins with given weights has masks of these. Exported weights are zero where they
-    are pruned.
+    Each expert is pruned separately. Embeddings, output heads and vectors are not pruned. In a run
+    that starts from pretrained weights, the masks are computed from those weights. Exported weights
+    are zero where they are pruned.
     """
 
     sparsity: float = setting(0.0, fraction=True, usual=0.8)
-    """Share of each matrix that is zero. 0 with no pattern and no masks: nothing is pruned."""
+    """Fraction of each matrix that is zero. 0 without a pattern and a mask file disables
+    pruning."""
     n_m_pattern: str = ""
-    """N:M, such as 2:4: of each M numbers in a row N stay. Empty: any."""
+    """N:M sparsity pattern such as 2:4, which keeps N of each M consecutive values in a row. If
+    empty, the sparsity is unstructured."""
     mask_file: str = ""
-    """File of safetensors with a mask (nonzero: stays) by the name of each weight that is pruned.
-    Empty: the smallest magnitudes go."""
+    """Safetensors file with a mask for each pruned weight, under its name (nonzero means keep). If
+    empty, the weights with the smallest magnitudes are pruned."""
     update_interval: int = setting(0, minimum=0, unit="steps")
-    """Steps between updates of the masks until final_step; 0: the masks are fixed."""
+    """Steps between updates of the masks until final_step. 0 keeps the masks fixed."""
     final_step: int = setting(0, minimum=0, unit="steps")
-    """Step at which sparsity s is reached, growing as s (1 - (1 - t / final_step)³); pruned weights
-    stay pruned. 0: all is pruned at the start."""
+    """Step at which sparsity s is reached. It grows as s (1 - (1 - t / final_step)³), and pruned
+    weights stay pruned. 0 prunes everything at the start."""
 
     @property
     def is_enabled(self) -> bool:
@@ -314,7 +321,7 @@ class PruneConfig:
 
     @property
     def initial_density(self) -> float:
-        """Lower bound on the fraction of a matrix that has states when a run begins."""
+        """Lower bound on the fraction of a matrix that has states when a run starts."""
         # The density of a mask file is unknown before it is read; a growing sparsity starts dense.
         if self.mask_file:
             return 0.0
@@ -326,7 +333,7 @@ class PruneConfig:
 
     @property
     def pattern_n_m(self) -> tuple[int, int] | None:
-        """N and M of the pattern; None: there is none, or it is not valid."""
+        """N and M of the pattern; None without a valid pattern."""
         words = self.n_m_pattern.split(":")
         # isascii: isdigit also accepts digits of other scripts.
         if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
@@ -339,132 +346,140 @@ class PruneConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, where and with which numbers."""
+    """Length, output, device and precision of the run."""
 
     steps: int = setting(250, minimum=1, unit="steps")
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     seed: int = setting(0, minimum=0, maximum=2**63 - 1)
-    """Of initial weights, data order and dropout."""
+    """Random seed of the initial weights, the data order and dropout."""
     output_dir: str = ""
-    """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
+    """Directory of the run. If it already contains a run, that run is resumed. If empty, a new
+    directory is created under runs/."""
     init_from: str = ""
-    """What a new run takes its weights from, and the settings of its model: another run, one of
-    its checkpoints, or a published model (a directory of safetensors)."""
+    """Run, checkpoint or directory of a pretrained model (safetensors) that provides the initial
+    weights and the model settings."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda (also AMD's ROCm) if there is one."""
+    """Device to train on. auto uses cuda (also AMD ROCm) if available, else cpu."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
-    """Of weights and activations. auto: fp32 on cpu, on cuda bf16 or, on devices without it, fp16
-    with a dynamic loss scale."""
+    """Data type of weights and activations. auto: fp32 on cpu; on cuda bf16, or fp16 with a dynamic
+    loss scale on devices without bf16."""
     float8: Literal["off", "tensorwise", "rowwise"] = "off"
-    """Multiply in 8 bits (e4m3; tensorwise gradients e5m2), scaled by the largest number of each
-    tensor, or of each of its rows, as it is now; weights stay as they are. Needs bf16 and a device
-    that has it (H100 and later)."""
+    """Run matrix products in 8 bits (e4m3; with tensorwise the gradients are e5m2), scaled by the
+    current maximum of each tensor (tensorwise) or of each row (rowwise). Weights keep their type.
+    Requires bf16 and an H100 or later."""
     float8_layers: tuple[str, ...] = ("qkv", "o", "enter", "up", "down")
-    """Linear layers that do so: those with one of these words in their name (also: head)."""
+    """Linear layers that use float8: all layers whose name contains one of these words. `head` can
+    be added."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl on cuda with a device for each rank, else gloo."""
+    """Communication backend. auto: nccl on cuda with one device per rank, else gloo."""
     eval_interval: int = setting(50, minimum=0, unit="steps")
-    """Steps between evaluations of the held-out loss (also at both ends); 0: none."""
+    """Steps between evaluations of the held-out loss, in addition to those at the start and at the
+    end. 0 disables evaluation."""
     eval_samples: int = setting(64, minimum=1, unit="samples")
-    """Held-out samples of an evaluation."""
+    """Number of held-out samples per evaluation."""
     loggers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl; needs the extra `log`."""
+    """Loggers of metrics in addition to metrics.jsonl. They require the extra `log`."""
     sample_prompt: str = setting("def ", free_text=True)
-    """What the sample of text at the end begins with; empty: no sample."""
+    """Prompt of the sample text that is generated at the end. If empty, no text is generated."""
     trace_comm: bool = False
     """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
     check_collectives: bool = False
-    """Compare every collective and every input of the model between ranks before it runs (slow)."""
+    """Check before each collective that all ranks call it with matching arguments, and that model
+    inputs agree (slow)."""
     comm_timeout_seconds: float = setting(600.0, minimum=1.0, maximum=10000000.0, unit="seconds")
-    """Seconds after which a collective that waits for a lost rank is an error."""
+    """Seconds after which a collective that waits for a lost rank fails."""
     deterministic: bool = False
-    """On cuda: only algorithms that give the same bits each time, so that a resumed run repeats an
-    uninterrupted one exactly (slower). On a CPU that is so anyway."""
+    """Use only deterministic algorithms on cuda, so that a resumed run is bit-identical to an
+    uninterrupted one (slower). Runs on a CPU are always deterministic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is kept to go on from."""
+    """When checkpoints are saved, which are kept, and how a run resumes."""
 
     interval: int = setting(0, minimum=-1, unit="steps")
-    """Steps between checkpoints; 0: only at the end and when stopped; -1: never."""
+    """Steps between checkpoints. 0 saves only at the end and when the run is stopped; -1 never
+    saves."""
     keep_latest: int = setting(2, minimum=0, unit="checkpoints")
-    """Newest checkpoints that are kept; 0: all."""
+    """Number of latest checkpoints to keep. 0 keeps all."""
     keep_interval: int = setting(0, minimum=0, unit="steps")
-    """Checkpoints of steps that are multiples of this stay for good; 0: none do."""
+    """Permanently keep each checkpoint whose step is a multiple of this. 0 disables it."""
     keep_best: bool = False
-    """The checkpoint with the lowest held-out loss stays, too."""
+    """Also keep the checkpoint with the lowest held-out loss."""
     resume: str = "auto"
-    """auto: go on from the newest good checkpoint in the directory of the run; never: begin anew
-    in a directory without one; or the path of a checkpoint or of a run to go on from."""
+    """What to resume from. auto: the latest valid checkpoint in the directory of the run. never:
+    start a new run, in a directory without one. Otherwise the path of a checkpoint or of a run."""
     async_save: bool = True
-    """Copy while the next step computes and write behind the run; False: the run waits."""
+    """Copy tensors while the next step computes, and write them in the background. False blocks
+    training until the checkpoint is written."""
     allow_data_mismatch: bool = False
-    """Go on from a checkpoint although the data has another fingerprint."""
+    """Resume even if the data has a different fingerprint."""
     allow_config_mismatch: bool = False
-    """Go on from a checkpoint although settings that it depends on differ."""
+    """Resume even if settings that the checkpoint depends on differ."""
     strict: bool = True
-    """Every tensor of a checkpoint must fit the model by name and shape. False: load those that do;
-    the others keep their initial values."""
+    """Require every tensor of a checkpoint to match the model by name and shape. False loads the
+    tensors that match; the others keep their initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """What is done when ranks end or hang."""
+    """Nodes, restarts and the watchdog."""
 
     max_restarts: int = setting(3, minimum=0)
-    """Times in a row that killed ranks are started again without reaching a new step before the
-    run goes on with a smaller grid or gives up (exit code 93); 0: they are not started again."""
+    """Maximum number of consecutive restarts without a new step, after ranks were killed. Then
+    the run continues on a smaller grid (fallback_grids) or fails (exit code 93). 0 disables
+    restarts."""
     restart_on_error: bool = False
-    """Start again also after a rank's own fault (an internal error, SIGSEGV, SIGABRT, ...)."""
+    """Also restart after errors of a rank itself (an internal error, SIGSEGV, SIGABRT, ...)."""
     fallback_grids: tuple[str, ...] = ()
-    """Grids to go on with where ranks are lost for good, such as data=2,row=2: the largest that
-    fits is taken; the batch of a step stays what it is."""
+    """Grids to continue on when ranks are lost permanently, such as data=2,row=2. The largest grid
+    that fits is used; the global batch does not change."""
     watchdog_seconds: float = setting(0.0, minimum=-1.0, unit="seconds")
-    """Seconds a rank may take without a sign of life before all are ended with their stacks shown
-    (exit code 72); at the start 600 at least. 0: twice the slowest of the last 100 steps and 30 s
-    more, 420 s for a checkpoint, 600 s for an evaluation and at the start; -1: for ever."""
+    """Seconds that a rank may take without progress; at least 600 during start-up. After that the
+    stacks of all ranks are printed and the run is stopped (exit code 72). 0 derives the limit:
+    twice the slowest of the last 100 steps plus 30 s, 420 s for a checkpoint, 600 s for an
+    evaluation and for start-up. -1 disables the watchdog."""
     share_gpu: bool = False
-    """Let several ranks share a GPU over NCCL, as a test bed for grids of more ranks than there are
-    GPUs: all that is computed is right, and nothing is fast. Without it such ranks talk over
-    Gloo."""
+    """Let several ranks share a GPU with NCCL, to test grids with more ranks than GPUs. Results are
+    correct but slow. Otherwise such ranks use Gloo."""
     nnodes: int = setting(1, minimum=1, maximum=10**5, unit="nodes")
-    """Nodes of the run. On each, one ranvier train starts `nproc` ranks, and all restart together;
-    under srun with one task a node and --nproc it is known."""
+    """Number of nodes. On each node one `ranvier train` starts `nproc` ranks; all nodes restart
+    together. Derived under srun with one task per node and --nproc."""
     node_rank: int = setting(0, minimum=0)
-    """The number of this node, from 0; under srun it is known."""
+    """Rank of this node, from 0. Derived under srun."""
     rdzv_endpoint: str = ""
-    """host:port where node 0 listens for the others; under srun it is known."""
+    """host:port on which node 0 listens for the other nodes. Derived under srun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What is done about numbers that are wrong."""
+    """Checks of loss and gradients, and what to do when they fail."""
 
     max_skipped_steps: int = setting(10, minimum=0, unit="steps")
     """Maximum number of steps with a non-finite loss or gradient to skip before the run fails (exit
     code 74). A skipped step changes neither weights nor optimizer states. With on_spike = skip also
     the maximum number of consecutive spikes to skip."""
     on_spike: Literal["off", "warn", "skip", "rewind"] = "warn"
-    """What to do about a loss spike: off; warn; skip: leave its update out; rewind: reload the
-    latest checkpoint and continue after the offending samples."""
+    """What to do about a loss spike: off; warn; skip its update; or rewind (reload the latest
+    checkpoint and continue after the offending samples)."""
     spike_threshold: float = setting(10.0, minimum=1.0, unit="deviations")
-    """How far a spike lies above the median of the window, in robust deviations (1.4826 times the
-    median distance from it)."""
+    """Minimum height of a spike above the median of the window, in robust deviations (1.4826 times
+    the median absolute deviation)."""
     spike_window: int = setting(128, minimum=8, unit="steps")
-    """Losses that a spike is compared with."""
+    """Number of previous losses that a loss is compared with."""
     max_rewinds: int = setting(3, minimum=0)
-    """Times that a run may go back before it stops (exit code 74)."""
+    """Maximum number of rewinds before the run fails (exit code 74)."""
     replay_interval: int = setting(0, minimum=0, unit="steps")
-    """Steps between steps that are computed twice before their update, loss and gradients compared
-    bit by bit (exit code 74 if they differ); on cuda with train.deterministic. 0: none."""
+    """Steps between replay checks, which compute a step twice and compare loss and gradients bit by
+    bit before the update (exit code 74 if they differ). Requires train.deterministic on cuda. 0
+    disables them."""
     replica_check_interval: int = setting(100, minimum=0, unit="steps")
-    """Steps between comparisons of all weights that several ranks hold; also before a checkpoint.
-    0: none."""
+    """Steps between comparisons of all weights that several ranks hold; they also run before each
+    checkpoint. 0 disables them."""
 
 
 def suggest_nearest(key: str, known: Iterable[str]) -> str:
-    """A suggestion of the key that was meant, as a sentence; empty if none is close."""
+    """Returns the nearest known key as the sentence "Did you mean ...?"; empty if none is close."""
     close = difflib.get_close_matches(key, list(known), 1)
     if close:
         return f" Did you mean {close[0]!r}?"

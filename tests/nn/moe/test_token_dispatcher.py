@@ -161,7 +161,7 @@ def test_a_narrow_dispatch_is_near_and_counted(
 
 def test_a_word_that_is_none_is_told() -> None:
     wrong = Plan(data=1, moe_dispatch_dtype="fp16")  # type: ignore[arg-type]
-    assert any("moe_dispatch_dtype='fp16' is not known" in line for line in wrong.find_problems({}))
+    assert any("moe_dispatch_dtype='fp16' is unknown" in line for line in wrong.find_problems({}))
 
 
 # ---- compiled blocks --------------------------------------------------------------------

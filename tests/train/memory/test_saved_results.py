@@ -134,7 +134,7 @@ def test_a_run_with_activations_on_the_host_is_the_same(
         (
             {},
             {"activation_offload_fraction": -0.5},
-            r"activation_offload_fraction=-0\.5 is no share\. It lies in \[0, 1\]",
+            r"activation_offload_fraction=-0\.5 is not a fraction\. It must be in \[0, 1\]",
         ),
         (
             {},
