@@ -65,10 +65,10 @@ sys.exit(doctor.print_findings(doctor.examine_machine()))
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert end.returncode == 1, end.stderr
-    assert "Essential and missing: torch, tokenizers, tyro." in end.stdout
+    assert "Missing and required: torch, tokenizers, tyro." in end.stdout
     missing = [line for line in end.stdout.splitlines() if line.startswith("  missing")]
     assert any("transformers [hf]" in line for line in missing)
-    assert "[hf]'" in end.stdout and "could not be examined" not in end.stdout
+    assert "[hf]'" in end.stdout and "check failed" not in end.stdout
 
 
 def test_a_missing_thing_has_a_remedy() -> None:
@@ -284,10 +284,10 @@ def test_communicators_of_a_plan_are_listed(
     assert ("pipe", "collectives: 2 of 4 ranks over nccl") in rows, "the embedding is tied"
     assert ("pipe", "up: 4 ranks over nccl, 1 of them point to point") in rows
     assert ("row", "host: 2 ranks over gloo") in rows
-    assert rows[-1][1].startswith("all") and "7 over nccl, 2 over gloo, 490 MiB" in rows[-1][1]
-    assert " s to make them" not in text
-    assert "it makes none" in listed(capsys, "--model.size", "gpt2")
-    assert "take nothing of a device" in listed(capsys, *PLAN, "--train.device", "cpu")
+    assert rows[-1][0] == "total" and "7 over nccl, 2 over gloo, 490 MiB" in rows[-1][1]
+    assert " s to create them" not in text
+    assert "no communicators" in listed(capsys, "--model.size", "gpt2")
+    assert "over gloo: no device memory" in listed(capsys, *PLAN, "--train.device", "cpu")
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -296,8 +296,8 @@ def test_the_time_to_make_them_is_predicted(
 ) -> None:
     (tmp_path / "run.toml").write_text("[plan]\ndata = 2\nrow = 2\n")
     text = listed(capsys, str(tmp_path / "run.toml"))
-    assert "3 over nccl, 0 over gloo, 390 MiB of the device, on each rank\n" in text
-    assert "1.3 s to make them, at the rate measured here" in text
+    assert "3 over nccl, 0 over gloo, 390 MiB of device memory, on each rank\n" in text
+    assert "1.3 s to create them, as measured here" in text
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     head = out.splitlines()
     assert head[0].startswith("llama3-8b (8.03B parameters) on 1 x 8 H100")
-    assert "Nobody gave --data.seq-len 4096: assumed" in out
+    assert "Assumed --data.seq-len 4096 (" in out
     assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
     assert "binds" in out and "best of" in out and "FSDP" in out
     told = next(line for line in head if line.startswith("ranvier train"))
@@ -132,12 +132,16 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     aim = ("--cluster", "dgx-h100", "--goal", "llama3-8b, 20B tokens, 1 day", "--plan.pipe", "1")
     assert call("plan", *aim, "--plan.col", "1") == 0
     out = capsys.readouterr().out
-    assert "nodes" in out and "device hours" in out and "are the fewest that read 20B tokens" in out
-    assert re.search(r"(\d+) nodes .* \(asked: 1; (\d+) take 1\.\d+\)", out)
+    assert (
+        "nodes" in out
+        and "device hours" in out
+        and "the fewest possible, process 20B tokens" in out
+    )
+    assert re.search(r"(\d+) nodes .* \(limit 1; (\d+) would take 1\.\d+\)", out)
     assert call("plan", *aim[:3], "llama3-8b, 9T tokens, 1 hour", "--nodes", "2") == 0
-    assert "out of reach" in capsys.readouterr().out
+    assert "cannot be reached" in capsys.readouterr().out
     assert call("plan", *aim[:3], "llama3-8b, 1B tokens, 1 day", "--devices", "4") == 0
-    assert "1 node (4 devices) are the fewest" in capsys.readouterr().out
+    assert "1 node (4 devices), the fewest possible" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,13 +149,16 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     [
         (("--cluster", "dgx-h1"), "cluster 'dgx-h1' is not known"),
         (("--cluster", "no.toml"), "is not there"),
-        ((*EIGHT, "--top", "0"), "top=0. These are counts. Use 1 or more."),
-        ((*EIGHT[:2], "--nodes", "0"), "nodes=0. These are counts"),
+        (
+            (*EIGHT, "--top", "0"),
+            "top=0 is out of range. Counts must be at least 1. Use 1 or more.",
+        ),
+        ((*EIGHT[:2], "--nodes", "0"), "nodes=0 is out of range. Counts must"),
         ((*EIGHT[:2], "--devices", "12"), "Use 8 or 16"),
         ((*EIGHT, "--data.seq-len", "0"), "data.seq_len=0 is too small"),
         (("--cluster", "dgx-h100", "--model.size", "llama3-9b"), "Did you mean 'llama3-8b'?"),
         ((*EIGHT, "--plan.rowe", "2"), "--plan.row"),
-        ((*EIGHT, "--plan.stage-starts", "3", "4"), "Only a pipeline has stages. Use devices=6"),
+        ((*EIGHT, "--plan.stage-starts", "3", "4"), "Stages require a pipeline. Use devices=6"),
         ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
         (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
         ((*EIGHT, "--goal", "soon"), "'soon' is no size"),
@@ -177,13 +184,13 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
         ("--nodes 4096", "32768 devices cannot share"),
         ("--nodes 1 --plan.row 3", "row=3 on 8 devices. Degrees multiply"),
         ("--nodes 1 --plan.row 0", "row=0 is not a number of ranks"),
-        ("--nodes 1 --plan.data 3", "global_batch=8 cannot be shared by data·expert·depth=3"),
+        ("--nodes 1 --plan.data 3", "global_batch=8 cannot be split over data·expert·depth=3"),
         ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),
         ("--nodes 1 --plan.row 2 --plan.data 2 --plan.depth 1 " + ONE, "data=2 · row=2 on 8"),
-        ("--nodes 1 --plan.pipe 100", "pipe=100 with virtual_stages=1 makes 100 virtual stages"),
-        ("--nodes 1 --plan.context 2", "the context axis has no runtime yet"),
+        ("--nodes 1 --plan.pipe 100", "pipe=100 with virtual_stages=1 gives 100 virtual stages"),
+        ("--nodes 1 --plan.context 2", "the context axis is not implemented yet"),
         ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
-        ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be shared"),
+        ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be split"),
         ("--nodes 4 --plan.global-batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
         (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "fits 1 x H100"),
         ("--model.size llama3-70b --devices 1", "fits 1 x H100-SXM5-80GB in no layout"),
@@ -318,9 +325,7 @@ def test_the_batch_and_its_reason_are_told(capsys: pytest.CaptureFixture[str]) -
     assert call("plan", *words) == 0
     out = capsys.readouterr().out
     assert "8192 sequences of 4096 tokens" in out
-    assert (
-        "--plan.global-batch 8192: assumed (at least one sequence for each of 8,192 devices)" in out
-    )
+    assert "--plan.global-batch 8192 (at least one sequence for each of 8,192 devices)" in out
     assert call("plan", *words, "--plan.global-batch", "16384", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["job"]["batch"] == 16384
 

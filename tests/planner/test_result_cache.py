@@ -157,4 +157,4 @@ def test_the_second_time_nothing_is_searched(
     for one in answers:
         one.pop("seconds")
     assert answers[0] == answers[1] == answers[2]
-    assert call("plan", *WORDS) == 0 and "searched earlier" in capsys.readouterr().out
+    assert call("plan", *WORDS) == 0 and "(cached; --cache false" in capsys.readouterr().out

@@ -390,9 +390,9 @@ def test_kernels_of_a_gpu_know_their_operators(folder: Path) -> None:
 
 MISTAKES: list[tuple[list[str], str]] = [
     ([], "was given 0 paths"),
-    (["."], "is no run"),
+    (["."], "is not a run"),
     (["nowhere"], "cannot be read"),
-    (["two.toml", "two.toml"], "One file or run is read"),
+    (["two.toml", "two.toml"], "Only one file or run is read"),
     (["two.toml"], "--plan.data 1 --plan.row 1 --plan.global-batch 4"),
     (["one.toml", "--steps", "0"], "steps=0"),
     (["one.toml", "--output", "one.toml"], "Choose another with --out"),

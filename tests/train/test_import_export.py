@@ -91,7 +91,7 @@ def test_a_whole_prompt_is_read(
             want = there(ids).logits[0, size - 1 :]
         torch.testing.assert_close(torch.stack(seen), want, rtol=1e-4, atol=1e-4)
     assert call(*ask, "3", "--prompt", text[:600]) == 0
-    assert capsys.readouterr().err.count("From here on it reads the last 600 tokens") == 1
+    assert capsys.readouterr().err.count("From here on it reads only the last 600 tokens") == 1
     assert call(*ask, "1", "--prompt", text) == 65
     words = "The prompt has 601 tokens, but the model has 600 positions (model.max_seq)"
     assert words in capsys.readouterr().err
@@ -228,7 +228,7 @@ def test_a_run_with_adapters_is_no_start_without_them(
     assert call(*start, run, *same, "--train.output-dir", str(tmp_path / "beside")) == 0
     for words in (["import", alone], [*start, alone]):
         assert call(*words) == 64
-        assert "and this as lora.init_from" in capsys.readouterr().err
+        assert "and the adapter as lora.init_from" in capsys.readouterr().err
 
 
 def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> None:
@@ -290,7 +290,7 @@ def test_what_is_wrong_is_said(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("")
     assert "exists" in said("import", str(model), "--output", str(tmp_path / "full"))
-    assert "is no run" in said("export", str(model), "--output", str(tmp_path / "x"))
+    assert "is not a run" in said("export", str(model), "--output", str(tmp_path / "x"))
     odd = save(theirs("gpt2", GPT2), tmp_path / "odd")
     assert call("import", str(odd), "--output", str(tmp_path / "run")) == 0
     assert "attn_pdrop=0.1" in capsys.readouterr().out

@@ -22,15 +22,15 @@ MAX_SHOWN_TENSORS = 20
 
 
 def resolve_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of a run or a directory of them, or the single one at a path."""
-    # A directory with the name of a checkpoint but without manifest is a damaged one, not a run.
+    """Returns the checkpoints of a run or a directory, or the single checkpoint at a path."""
+    # A directory named like a checkpoint but without a manifest is a damaged checkpoint, not a run.
     if (path / MANIFEST_NAME).exists() or _has_checkpoint_name(path):
         return [path]
     inside = path / "checkpoints"
     found = folders.find_checkpoints(inside if inside.is_dir() else path)
     if not found:
         raise CheckpointError(
-            f"{path} has no checkpoint. Give a run, its directory checkpoints, or a checkpoint "
+            f"{path} has no checkpoint. Pass a run, its directory checkpoints, or a checkpoint "
             "(step-00000100)."
         )
     return found
@@ -41,7 +41,7 @@ def _has_checkpoint_name(path: Path) -> bool:
 
 
 def list_checkpoints(path: Path) -> int:
-    """Print a line for each checkpoint, without reading its tensors; returns the exit code."""
+    """Prints a line per checkpoint without reading its tensors; returns the exit code."""
     paths = resolve_checkpoints(path)
     pointed, _ = folders.read_latest_pointer(paths[0].parent)
     rows: list[tuple[str, ...]] = [
@@ -53,7 +53,7 @@ def list_checkpoints(path: Path) -> int:
             manifest = manifests.read_manifest(one)
             state = _find_size_problem(one, manifest)
         except RanvierError as error:
-            # A damaged checkpoint is listed with its error; the others are still shown.
+            # List a damaged checkpoint with its error, and continue with the others.
             rows.append((one.name, *[""] * 5, str(error)))
             bad += 1
             continue
@@ -82,7 +82,7 @@ def list_checkpoints(path: Path) -> int:
 
 
 def _find_size_problem(checkpoint: Path, manifest: CheckpointManifest) -> str:
-    """The first file that is missing or has the wrong size; empty if none is."""
+    """Returns the first file that is missing or has the wrong size as text; empty if none is."""
     for name, sums in manifest.files.items():
         path = checkpoint / name
         if path.is_file():
@@ -101,7 +101,7 @@ def _format_grid(degrees: Mapping[str, int]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as text for people."""
+    """Formats a number of bytes with a binary unit."""
     value = float(count)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
@@ -113,7 +113,7 @@ def format_bytes(count: int) -> str:
 
 
 def verify_checkpoints(path: Path) -> int:
-    """Read every byte of checkpoints and compare checksums; returns the exit code."""
+    """Reads every byte of checkpoints and compares checksums; returns the exit code."""
     worst = 0
     for one in resolve_checkpoints(path):
         problems = []
@@ -130,7 +130,7 @@ def verify_checkpoints(path: Path) -> int:
             print(f"{one}: damaged, {len(problems)} problem(s)")
         else:
             print(
-                f"{one}: good, {len(manifest.tensors)} tensors, "
+                f"{one}: valid, {len(manifest.tensors)} tensors, "
                 f"{format_bytes(manifest.total_bytes)}"
             )
     return worst
@@ -139,7 +139,10 @@ def verify_checkpoints(path: Path) -> int:
 def _check_name(checkpoint: Path, manifest: CheckpointManifest) -> None:
     match = folders.CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
-        raise CheckpointError(f"{checkpoint} holds step {manifest.step}. It bears another name.")
+        raise CheckpointError(
+            f"{checkpoint} contains step {manifest.step}, which does not match its name. The "
+            f"manifest or the name was changed. Restore the name, or use another checkpoint."
+        )
 
 
 def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[str]:
@@ -160,8 +163,8 @@ def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[s
 
 
 def diff_checkpoints(one: Path, other: Path) -> int:
-    """Print how two checkpoints differ; returns 0 if they do not, else 1."""
-    # Of a run its latest checkpoint is compared.
+    """Prints how two checkpoints differ; returns 0 if they are equal, else 1."""
+    # For a run, its latest checkpoint is compared.
     paths = [resolve_checkpoints(path)[-1] for path in (one, other)]
     first, second = map(manifests.read_manifest, paths)
     print(f"{paths[0]} (step {first.step}) and {paths[1]} (step {second.step})")
@@ -184,7 +187,7 @@ def diff_checkpoints(one: Path, other: Path) -> int:
         lines.append(f"... and {len(differ) - MAX_SHOWN_TENSORS} more tensors")
     for line in lines:
         print(f"  {line}")
-    print(f"  {same} tensors are equal bit for bit, {len(differ) + len(odd)} are not")
+    print(f"  {same} tensors are bit-identical, {len(differ) + len(odd)} differ")
     if lines:
         return 1
     return 0
@@ -195,7 +198,7 @@ def _manifest_facts(manifest: CheckpointManifest) -> dict[str, Any]:
 
 
 def _diff_facts(path: str, one: Any, other: Any) -> Iterator[str]:
-    """Yield a line for each fact that differs."""
+    """Yields a line for each fact that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             yield from _diff_facts(f"{path}.{key}".lstrip("."), one.get(key), other.get(key))
@@ -206,21 +209,22 @@ def _diff_facts(path: str, one: Any, other: Any) -> Iterator[str]:
 def _describe_tensor(manifest: CheckpointManifest, name: str) -> str:
     entry: TensorEntry | None = manifest.tensors.get(name)
     if entry is None:
-        return "not there"
+        return "missing"
     return f"{list(entry.shape)} {entry.dtype}"
 
 
 def _diff_tensors(
     paths: list[Path], both: tuple[CheckpointManifest, CheckpointManifest], name: str
 ) -> str:
-    """How two tensors of the same shape and dtype differ; empty if they are bit-identical."""
+    """Returns how two tensors of the same shape and dtype differ; empty if they are
+    bit-identical."""
     values = []
     for path, manifest in zip(paths, both, strict=True):
-        # One tensor at a time, so that two large checkpoints can be compared in little memory.
+        # One tensor at a time, so that large checkpoints can be compared with little memory.
         state = {name: load.empty_shard(manifest.tensors[name])}
         load.fill_tensors(path, manifest, state)
         values.append(state[name][0])
-    # Compare bits first: NaNs are equal to themselves, and -0.0 differs from 0.0.
+    # Compare bits first: equal NaNs count as equal, and -0.0 differs from 0.0.
     bits = [x.contiguous().view(-1).view(torch.uint8) for x in values]
     if torch.equal(*bits):
         return ""

@@ -1,4 +1,4 @@
-"""Shell completion: a script with the verbs of this version and the options of each."""
+"""Shell completion: a script with the commands of this version and their options."""
 
 from __future__ import annotations
 
@@ -47,10 +47,12 @@ complete -o filenames -F _ranvier ranvier
 def completion_script(
     shell: str, verbs: Iterable[str], subcommands: Mapping[str, Iterable[str]]
 ) -> str:
-    """The script of a shell: `eval "$(ranvier completion bash)"` in its start file."""
+    """Returns the script of a shell, for `eval "$(ranvier completion bash)"` in its start-up
+    file."""
     if shell not in SHELLS:
         raise PlanError(
-            f"{shell!r} is not a shell with completion. They are bash and zsh. Use one of them."
+            f"{shell!r} is not a supported shell. Completion supports bash and zsh. Use one of "
+            "them."
         )
     from ranvier.cli.plan import PlanOptions
 
@@ -61,6 +63,6 @@ def completion_script(
         if kind is not None:
             words += ["--" + name.replace("_", "-") for name in option_names(kind())]
         cases.append(f'            {verb}) words="{" ".join([*words, "--help"])}" ;;')
-    # zsh runs completions written for bash after this call.
+    # bashcompinit lets zsh run completions written for bash.
     setup = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     return SCRIPT.format(shell=shell, setup=setup, verbs=" ".join(verbs), cases="\n".join(cases))

@@ -1,8 +1,9 @@
-"""Doctor: what this machine and this Python have for a run, what they lack, and how to get it.
+"""Doctor: checks what this machine and this Python have for a run, what is missing and how to get
+it.
 
-Each section is a function that returns findings; one that fails becomes a note and does not stop
-the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Only the
-creation of communicators is timed, and other nodes are not examined.
+Each section is a function that returns findings; a section that fails becomes a note and does not
+stop the others. Works without torch, optional packages, GPUs or vendor tools. Only the creation of
+communicators is timed; other nodes are not checked.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from ranvier.tools.benchmark_communicators import CommunicatorCost
 
 SYSFS_ROOT = Path("/sys")
-"""Where the kernel describes devices."""
+"""Directory in which the kernel describes devices."""
 TOOL_SECONDS = 5.0
-"""Time limit of a vendor's tool."""
+"""Time limit of a vendor tool."""
 LOW_SPACE_BYTES = 2**30
-"""Free space below this is worth a note."""
+"""Less free space than this is reported as a note."""
 SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -74,14 +75,15 @@ class Finding:
     remedy: str = ""
     """What to do about it."""
     is_essential: bool = False
-    """Whether nothing runs without it."""
+    """Whether nothing can run without it."""
 
     def __post_init__(self) -> None:
         assert self.mark != "missing" or self.remedy, f"{self.section} {self.name}: no remedy"
 
 
 def examine_machine(run: RunConfig | None = None) -> list[Finding]:
-    """All findings, section by section; run: a resolved one, whose communicators are listed."""
+    """Returns all findings by section. If `run` (resolved) is given, its communicators are
+    listed."""
     sections: dict[str, Callable[[], list[Finding]]] = {
         "python": examine_python,
         "torch": examine_torch,
@@ -99,15 +101,15 @@ def examine_machine(run: RunConfig | None = None) -> list[Finding]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found += section()
-        # The doctor is run on broken machines: no failure of a section may stop the others.
+        # The doctor is run on broken machines: a failing section must not stop the others.
         except Exception as error:
-            what = f"could not be examined: {type(error).__name__}: {error}"
+            what = f"check failed: {type(error).__name__}: {error}"
             found.append(Finding(name, "examination", what, "note"))
     return found
 
 
 def print_findings(findings: Sequence[Finding]) -> int:
-    """Print findings as a table; returns 0 if nothing essential is missing, else 1."""
+    """Prints findings as a table; returns 0 if nothing essential is missing, else 1."""
     width = max((len(finding.name) for finding in findings), default=0)
     section = ""
     for finding in findings:
@@ -119,23 +121,23 @@ def print_findings(findings: Sequence[Finding]) -> int:
         for line in [*rest, *[f"-> {line}" for line in finding.remedy.splitlines()]]:
             print(f"  {'':7}  {'':{width}}  {line}")
     lacking = dict.fromkeys(f.name for f in findings if f.mark == "missing" and f.is_essential)
-    print(f"\nEssential and missing: {', '.join(lacking)}." if lacking else "\nReady to run.")
+    print(f"\nMissing and required: {', '.join(lacking)}." if lacking else "\nReady to run.")
     if lacking:
         return 1
     return 0
 
 
 def examine_python() -> list[Finding]:
-    """The interpreter and its environment."""
+    """Checks the interpreter and its environment."""
     version = platform.python_version()
     wanted = ">=3.11"
-    # Without an installed package the default above stands.
+    # The default above is used if the package is not installed.
     with suppress(metadata.PackageNotFoundError):
         wanted = str(metadata.metadata("ranvier").json.get("requires_python", wanted))
     if meets_version(version, wanted):
         first = Finding("python", "version", f"{version} ({wanted})")
     else:
-        remedy = f"Install Python {wanted} and make a new virtual environment with it."
+        remedy = f"Install Python {wanted} and create a new virtual environment with it."
         first = Finding("python", "version", version, "missing", remedy, is_essential=True)
     found = [first, Finding("python", "executable", sys.executable)]
     if sys.prefix != sys.base_prefix:
@@ -144,12 +146,12 @@ def examine_python() -> list[Finding]:
         found.append(Finding("python", "environment", f"conda {sys.prefix}"))
     else:
         remedy = "python3 -m venv .venv && source .venv/bin/activate"
-        found.append(Finding("python", "environment", "none of its own", "note", remedy))
+        found.append(Finding("python", "environment", "no virtual environment", "note", remedy))
     return found
 
 
 def examine_torch() -> list[Finding]:
-    """The installed torch, its build and its backends."""
+    """Checks the installed torch, its build and its backends."""
     wanted = next((spec for name, spec, _ in list_requirements() if name == "torch"), "")
     remedy = f"pip install 'torch{wanted}'"
     try:
@@ -175,21 +177,21 @@ def examine_torch() -> list[Finding]:
     # The loaded driver shows that there is a GPU, even if torch cannot see it.
     driver = (SYSFS_ROOT / "module" / "nvidia").exists()
     if driver and not module.cuda.is_available():
-        what = f"{build}, but the NVIDIA driver is loaded and torch sees no device"
-        remedy = "Install a torch built for the driver's CUDA version: https://pytorch.org"
+        what = f"{build}: the NVIDIA driver is loaded, but torch does not see a device"
+        remedy = "Install a torch build for the driver's CUDA version: https://pytorch.org"
         if launch.read_environment("CUDA_VISIBLE_DEVICES"):
-            remedy = "Unset CUDA_VISIBLE_DEVICES, or name devices that exist."
+            remedy = "Unset CUDA_VISIBLE_DEVICES, or set it to devices that exist."
         found.append(Finding("torch", "build", what, "note", remedy))
     else:
         found.append(Finding("torch", "build", build))
     backends = launch.available_backends()
     for name in ("gloo", *(["nccl"] if cuda or hip else [])):
-        # Gloo is always needed, NCCL on builds for GPUs only.
+        # Gloo is always required, NCCL only on GPU builds.
         if name in backends:
             if name == "nccl":
                 number = ".".join(map(str, module.cuda.nccl.version()))
             else:
-                number = "there"
+                number = "available"
             found.append(Finding("torch", name, number))
         else:
             remedy = "Install torch from https://pytorch.org; this build lacks the backend."
@@ -199,7 +201,7 @@ def examine_torch() -> list[Finding]:
 
 
 def examine_devices() -> list[Finding]:
-    """CPU cores, memory and GPUs."""
+    """Checks CPU cores, memory and GPUs."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # In a container the cgroup limit counts, not the memory of the host.
     limit = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/memory.max")
@@ -222,7 +224,7 @@ def examine_devices() -> list[Finding]:
 
 
 def examine_links() -> list[Finding]:
-    """Links between the devices of this node, and from this node to others."""
+    """Checks links between the devices of this node, and from this node to others."""
     found = []
     if count_gpus() > 1:
         pairs = list(combinations(range(count_gpus()), 2))
@@ -237,7 +239,7 @@ def examine_links() -> list[Finding]:
             slow = any(not kind.startswith("NV") for kind in kinds)
             found.append(Finding("links", "topology", text, "note" if slow else "ok"))
         elif count_gpus() > 1:
-            what = "nvidia-smi topo -m gave no answer that can be read"
+            what = "the output of nvidia-smi topo -m could not be parsed"
             found.append(Finding("links", "topology", what, "note"))
     for port in sorted((SYSFS_ROOT / "class/infiniband").glob("*/ports/*")):
         state = _read_kernel_file(port / "state").partition(": ")[2] or "unknown"
@@ -254,11 +256,11 @@ def examine_links() -> list[Finding]:
             else:
                 rate = "speed unknown"
             found.append(Finding("links", card.name, rate))
-    return found or [Finding("links", "network", "no device but this node's own", "note")]
+    return found or [Finding("links", "network", "only the loopback interface", "note")]
 
 
 def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
-    """The cost of NCCL communicators on this machine, and those of a run."""
+    """Measures the cost of NCCL communicators on this machine, and lists those of a run."""
     found, cost = measure_communicators()
     if run is None:
         return found
@@ -266,7 +268,7 @@ def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
 
 
 def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
-    """Measurements of two ranks; the cost is None without a GPU or if they fail."""
+    """Measures communicators of two ranks; the cost is None without a GPU or if they fail."""
     section = "communicators"
     if not count_gpus() or "nccl" not in launch.available_backends():
         if count_gpus():
@@ -274,16 +276,16 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
         else:
             why = "no GPU that torch can use"
         return [Finding(section, "cost", f"not measured: {why}", "note")], None
-    # Every rank of a launcher would start two more.
+    # Under a launcher every rank would start two more.
     if launch.read_process_info() is not None:
-        remedy = "Start ranvier doctor by itself."
+        remedy = "Run ranvier doctor without a launcher."
         return [Finding(section, "cost", "not measured under a launcher", "note", remedy)], None
     from ranvier.tools.benchmark_communicators import measure_communicator_cost
 
     try:
         cost = measure_communicator_cost(count_gpus())
     except CommunicationError as error:
-        # Our errors begin with what is wrong; the sentences after it are the remedy.
+        # Errors start with what is wrong; the following sentences are rule and remedy.
         what, _, rest = str(error).partition(". ")
         return [Finding(section, "cost", what, "note", rest)], None
     if count_gpus() == 1:
@@ -299,17 +301,19 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
         Finding(section, "measured", f"by two ranks on {where}"),
         Finding(section, "first", f"{first} included"),
         Finding(section, "each further", further),
-        Finding(section, "over gloo", f"{cost.host_seconds:.2f} s, nothing of the device"),
+        Finding(section, "over gloo", f"{cost.host_seconds:.2f} s, no device memory"),
     ], cost
 
 
 def resolve_ranks(run: RunConfig) -> RunConfig:
-    """The run on as many ranks as its plan needs, without torch; raises all problems at once."""
+    """Returns the run on as many ranks as its plan needs, without torch; raises all problems at
+    once."""
     return run.check_and_resolve(math.prod(max(size, 1) for size in run.plan.degrees.values()))
 
 
 def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:
-    """The communicators that a rank of a run creates on GPUs, with memory and, if known, time."""
+    """Lists the communicators that a rank of a run creates on GPUs, with memory and, if known,
+    time."""
     from ranvier.planner.communicators import list_communicators as planned
     from ranvier.planner.communicators import total_bytes, worst_stage
     from ranvier.planner.model_spec import resolve_model_spec
@@ -318,14 +322,14 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
     plan = run.plan
     grid = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
     if plan.world_size == 1:
-        return [Finding(section, "plan", "one rank: it makes none")]
+        return [Finding(section, "plan", "one rank: no communicators")]
     found = [Finding(section, "plan", f"{grid}: {plan.world_size} ranks, {run.model.size}")]
     if run.train.backend == "gloo" or run.train.device == "cpu":
-        remedy = "Add --train.device cuda --train.backend nccl for those of GPUs."
-        what = "over gloo: they take nothing of a device"
-        return [*found, Finding(section, "in all", what, "note", remedy)]
+        remedy = "Add --train.device cuda --train.backend nccl to list those on GPUs."
+        what = "over gloo: no device memory"
+        return [*found, Finding(section, "total", what, "note", remedy)]
     model = resolve_model_spec(run)
-    # Stages create different communicators; the one whose take the most memory is shown.
+    # Stages create different communicators; the stage with the largest memory is shown.
     stage = worst_stage(model, plan)
     made = planned(model, plan, stage=stage)
     for one in made:
@@ -345,40 +349,39 @@ def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Fi
     count = sum(one.backend == "nccl" for one in made)
     on_host = len(made) - count
     what = (
-        f"{count} over nccl, {on_host} over gloo, {_format_bytes(total_bytes(made))} of the device"
+        f"{count} over nccl, {on_host} over gloo, {_format_bytes(total_bytes(made))} of device "
+        "memory"
     )
     what += f", on each rank of stage {stage}" if plan.pipe > 1 else ", on each rank"
     if cost is not None:
-        what += (
-            f"\n{cost.total_seconds(count, on_host):.1f} s to make them, at the rate measured here"
-        )
-    return [*found, Finding(section, "in all", what)]
+        what += f"\n{cost.total_seconds(count, on_host):.1f} s to create them, as measured here"
+    return [*found, Finding(section, "total", what)]
 
 
 def examine_launcher() -> list[Finding]:
-    """The launcher that started this process."""
+    """Checks the launcher that started this process."""
     try:
         me = launch.read_process_info()
     except PlanError as error:
-        what = "the variables of a launcher contradict each other"
+        what = "the environment variables of a launcher contradict each other"
         return [Finding("launcher", "ranks", what, "missing", str(error), is_essential=True)]
     if me is None:
-        return [Finding("launcher", "ranks", "none: --nproc starts ranks on this machine")]
+        return [Finding("launcher", "ranks", "no launcher: --nproc starts ranks on this machine")]
     text = (
         f"{me.launcher}: rank {me.rank} of {me.world_size}, {me.local_rank} of "
         f"{me.local_world_size} here"
     )
-    return [Finding("launcher", "ranks", f"{text}, meeting at {me.address}:{me.port}")]
+    return [Finding("launcher", "ranks", f"{text}, rendezvous at {me.address}:{me.port}")]
 
 
 def examine_storage() -> list[Finding]:
-    """The directories of runs and caches."""
+    """Checks the directories of runs and caches."""
     shared = Path("/dev/shm")
     found = [
         _examine_dir(
-            "cache", launch.cache_dir(), "Set RANVIER_CACHE to a folder on a larger disk."
+            "cache", launch.cache_dir(), "Set RANVIER_CACHE to a directory on a larger disk."
         ),
-        _examine_dir("directory", Path.cwd(), "Change to a folder on a disk with space."),
+        _examine_dir("directory", Path.cwd(), "Change to a directory on a disk with free space."),
     ]
     if shared.is_dir():
         found.append(
@@ -390,10 +393,10 @@ def examine_storage() -> list[Finding]:
 
 
 def examine_packages() -> list[Finding]:
-    """The packages that this one requires, and those of its extras."""
+    """Checks the packages that this one requires, and the packages of its extras."""
     wanted = list_requirements()
     if not wanted:
-        remedy = "pip install -e . in the folder of the source"
+        remedy = "pip install -e . in the source directory"
         return [Finding("packages", "ranvier", "not installed", "note", remedy)]
     found = [Finding("packages", "ranvier", metadata.version("ranvier"))]
     for name, spec, extra in wanted:
@@ -420,21 +423,22 @@ def examine_packages() -> list[Finding]:
 
 
 def give_advice() -> list[Finding]:
-    """What the findings mean for a run."""
+    """Summarizes what the findings mean for a run."""
     num = count_gpus()
     count = count_cores()
     if not num:
         lines = [
-            "no GPU: runs are fp32 on the CPU, over gloo",
-            f"{count} core(s): `ranvier train` starts {min(count, 2)} rank(s), --nproc others",
+            "no GPU: runs use fp32 on the CPU, with gloo",
+            f"{count} core(s): `ranvier train` starts one rank that uses all cores; --nproc starts "
+            "more",
         ]
     else:
-        lines = [f"{num} GPU(s): `ranvier train` gives each a rank"]
+        lines = [f"{num} GPU(s): `ranvier train` starts one rank per GPU"]
     return [Finding("advice", "train" if i else "device", line) for i, line in enumerate(lines)]
 
 
 def list_requirements() -> list[tuple[str, str, str]]:
-    """Name, version specifiers and extra of each package in the metadata of this one."""
+    """Returns name, version specifiers and extra of each package in the metadata of this one."""
     found = []
     try:
         lines = metadata.requires("ranvier") or []
@@ -451,7 +455,7 @@ def list_requirements() -> list[tuple[str, str, str]]:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs this package with an extra, in the way it was installed."""
+    """Returns the command that installs this package with an extra, in the way it was installed."""
     target = f"[{extra}]" if extra else ""
     origin = {}
     with suppress(metadata.PackageNotFoundError, ValueError):
@@ -468,11 +472,12 @@ def install_command(extra: str) -> str:
 
 
 def meets_version(version: str, specifiers: str) -> bool:
-    """Whether a version satisfies specifiers such as `>=2.11,<2.14`; unparsable ones pass."""
+    """Returns whether a version satisfies specifiers such as `>=2.11,<2.14`; unparsable ones
+    pass."""
     own = _version_numbers(version)
     for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
         bound = _version_numbers(text)
-        # Prefix match: the last number is free.
+        # Prefix match: only the first numbers are compared.
         if operator == "~=" or text.endswith(".*"):
             if operator == "~=":
                 head = bound[:-1]
@@ -491,21 +496,21 @@ def meets_version(version: str, specifiers: str) -> bool:
 
 
 def count_link_kinds(text: str) -> dict[str, int]:
-    """Number of GPU pairs by kind of link, from the output of `nvidia-smi topo -m`."""
+    """Returns the number of GPU pairs by kind of link, from the output of `nvidia-smi topo -m`."""
     kinds: Counter[str] = Counter()
     for line in text.splitlines():
-        # Strip the colours of a terminal.
+        # Strip terminal colors.
         first, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split() or [""]
         match = re.fullmatch(r"GPU(\d{1,3})", first)
         own = int(match[1]) if match else len(cells)
-        # Only the cells left of the diagonal: each pair once.
+        # Only the cells left of the diagonal, so that each pair counts once.
         if own < len(cells) and cells[own] == "X":
             kinds.update(c for c in cells[:own] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", c))
     return dict(kinds)
 
 
 def count_cores() -> int:
-    """Number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     num = len(os.sched_getaffinity(0))
     # A container may have a CPU quota below its number of cores.
     quota, _, period = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/cpu.max").partition(" ")
@@ -515,7 +520,7 @@ def count_cores() -> int:
 
 
 def count_gpus() -> int:
-    """Number of GPUs that torch can use."""
+    """Returns the number of GPUs that torch can use."""
     with suppress(Exception):
         cuda = _import_torch().cuda
         if cuda.is_available():
@@ -529,7 +534,7 @@ def _import_torch() -> Any:
 
 
 def _describe_gpu(module: Any, index: int) -> str:
-    """Name, memory, compute capability, bf16 support and peak of one GPU."""
+    """Describes a GPU: name, memory, compute capability, bf16 support and peak."""
     from ranvier.train.metrics import PEAK_TFLOPS
 
     card = module.cuda.get_device_properties(index)
@@ -548,9 +553,9 @@ def _describe_gpu(module: Any, index: int) -> str:
 
 
 def _examine_dir(name: str, folder: Path, remedy: str) -> Finding:
-    """Whether a directory is writable and has space."""
+    """Checks whether a directory is writable and has space."""
     if not launch.is_writable(folder):
-        return Finding("storage", name, f"{folder} cannot be written", "missing", remedy)
+        return Finding("storage", name, f"{folder} is not writable", "missing", remedy)
     free = shutil.disk_usage(folder).free
     text = f"{folder}, {_format_bytes(free)} free"
     small = free < LOW_SPACE_BYTES
@@ -564,7 +569,7 @@ def _format_bytes(number: float) -> str:
 
 
 def _version_numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version."""
+    """Returns the leading numbers of a version."""
     match = re.match(r"\d+(\.\d+)*", version)
     if match:
         return tuple(map(int, match[0].split(".")))
@@ -572,16 +577,16 @@ def _version_numbers(version: str) -> tuple[int, ...]:
 
 
 def _read_kernel_file(path: Path) -> str:
-    """The text of a kernel file; empty if it cannot be read."""
+    """Returns the text of a kernel file; empty if it cannot be read."""
     with suppress(OSError, ValueError):
         return path.read_text().strip()
     return ""
 
 
 def _tool_output(command: Sequence[str]) -> str:
-    """Output of a tool; empty if it fails or exceeds its time, and then it is killed."""
-    # A file rather than a pipe: a tool stuck in the driver cannot block us while it holds the pipe
-    # open.
+    """Returns the output of a tool; empty if it fails or exceeds its time limit and is killed."""
+    # A file instead of a pipe, because a tool stuck in the driver could block us while it holds
+    # the pipe open.
     with tempfile.TemporaryFile() as file, suppress(OSError, subprocess.SubprocessError):
         process = subprocess.Popen(
             command,
@@ -594,7 +599,7 @@ def _tool_output(command: Sequence[str]) -> str:
             process.wait(TOOL_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            # Even a killed process stays while the driver holds it: then it is left behind.
+            # Even a killed process remains while the driver holds it; then it is abandoned.
             process.wait(1.0)
             return ""
         file.seek(0)

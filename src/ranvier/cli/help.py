@@ -1,8 +1,8 @@
 """Help of commands with many settings: a short page first, then sections, then everything.
 
-`--help` shows the settings that people change first and the names of the sections, `--help SECTION`
-shows one section, and `--help-all` shows all of them. Parsing stays with tyro: this module only
-chooses what to show, and answers options of other frameworks with those that mean the same here.
+`--help` shows the common settings and the names of the sections, `--help SECTION` shows one
+section, and `--help-all` shows all of them. tyro parses the options; this module only formats help,
+and suggests the Ranvier name for options of other frameworks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COMMON_SETTINGS = (
     "plan.pipe",
     "checkpoint.interval",
 )
-"""What people change first, in the order of a page."""
+"""Settings that users change most often, in the order of the help page."""
 
 SYNONYMS = {
     "tp": ("plan.row", "Tensor parallelism"),
@@ -59,35 +59,35 @@ SYNONYMS = {
     "context_parallel_size": ("plan.context", "Context parallelism"),
     "learning_rate": ("optim.lr", "The learning rate"),
     "wd": ("optim.weight_decay", "The weight decay"),
-    "grad_clip": ("optim.max_grad_norm", "The norm that gradients are clipped to"),
-    "clip_grad": ("optim.max_grad_norm", "The norm that gradients are clipped to"),
+    "grad_clip": ("optim.max_grad_norm", "The maximum gradient norm"),
+    "clip_grad": ("optim.max_grad_norm", "The maximum gradient norm"),
     "max_steps": ("train.steps", "The number of steps"),
     "train_iters": ("train.steps", "The number of steps"),
     "iters": ("train.steps", "The number of steps"),
-    "batch_size": ("plan.global_batch", "The batch of all ranks together"),
-    "global_batch_size": ("plan.global_batch", "The batch of all ranks together"),
-    "micro_batch_size": ("plan.micro_batch", "The micro-batch of a rank"),
-    "per_device_train_batch_size": ("plan.micro_batch", "The micro-batch of a rank"),
+    "batch_size": ("plan.global_batch", "The global batch"),
+    "global_batch_size": ("plan.global_batch", "The global batch"),
+    "micro_batch_size": ("plan.micro_batch", "The micro-batch"),
+    "per_device_train_batch_size": ("plan.micro_batch", "The micro-batch"),
     "seq_length": ("data.seq_len", "The sequence length"),
     "max_seq_len": ("data.seq_len", "The sequence length"),
     "block_size": ("data.seq_len", "The sequence length"),
     "dataset": ("data.sources", "The training data"),
     "save": ("train.output_dir", "The directory of the run"),
-    "save_interval": ("checkpoint.interval", "The steps between checkpoints"),
-    "save_steps": ("checkpoint.interval", "The steps between checkpoints"),
-    "eval_steps": ("train.eval_interval", "The steps between evaluations"),
-    "gradient_checkpointing": ("plan.recompute", "Activation recomputation"),
-    "activation_checkpoint": ("plan.recompute", "Activation recomputation"),
-    "precision": ("train.dtype", "The type of the matrix products"),
-    "bf16": ("train.dtype", "The type of the matrix products"),
-    "fp16": ("train.dtype", "The type of the matrix products"),
+    "save_interval": ("checkpoint.interval", "The checkpoint interval"),
+    "save_steps": ("checkpoint.interval", "The checkpoint interval"),
+    "eval_steps": ("train.eval_interval", "The evaluation interval"),
+    "gradient_checkpointing": ("plan.recompute", "Activation checkpointing"),
+    "activation_checkpoint": ("plan.recompute", "Activation checkpointing"),
+    "precision": ("train.dtype", "The data type"),
+    "bf16": ("train.dtype", "The data type"),
+    "fp16": ("train.dtype", "The data type"),
     "nproc_per_node": ("nproc", "The number of local ranks"),
 }
-"""An option of other frameworks, without its section -> our setting, and what it is."""
+"""Option of another framework, without its section -> our setting, and its description."""
 
 
 def option_names(default: Any, path: str = "") -> dict[str, Any]:
-    """Dotted names of all options of a command, with their default values."""
+    """Returns the dotted names of all options of a command, with their default values."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(default):
         value = getattr(default, field.name)
@@ -99,9 +99,9 @@ def option_names(default: Any, path: str = "") -> dict[str, Any]:
 
 
 def check_option_names(words: Sequence[str], default: Any) -> None:
-    """Answer an option that means something here with the name that it has here.
+    """Raises for an option that has a different name here, with its name here.
 
-    Other unknown options are left to the parser, which compares spellings.
+    Other unknown options are left to the parser, which suggests similar spellings.
     """
     known = option_names(default)
     sections = {name.partition(".")[0] for name in known}
@@ -112,7 +112,7 @@ def check_option_names(words: Sequence[str], default: Any) -> None:
         section, _, last = name.rpartition(".")
         ours, meaning = SYNONYMS.get(last, ("", ""))
         if not ours:
-            # The right setting in another section, or without one: `--train.lr`, `--steps`. Where
+            # A setting without its section, or in the wrong one: `--train.lr`, `--steps`. If
             # several sections have it, the parser lists them.
             same = [one for one in known if one.rpartition(".")[2] == last]
             if len(same) == 1 and (section in sections or not section):
@@ -125,7 +125,7 @@ def check_option_names(words: Sequence[str], default: Any) -> None:
 
 
 def print_short_help(usage: str, default: Any) -> None:
-    """Print the common settings, the command's own options, and the names of all sections."""
+    """Prints the options of the command, the common settings, and the names of all sections."""
     known = option_names(default)
     common = [name for name in COMMON_SETTINGS if name in known]
     own = [name for name in known if "." not in name]
@@ -133,7 +133,7 @@ def print_short_help(usage: str, default: Any) -> None:
     summary = inspect.getdoc(type(default))
     if summary:
         print(summary + "\n")
-    for title, names in (("Options", own), ("Settings that are changed first", common)):
+    for title, names in (("Options", own), ("Common settings", common)):
         if names:
             print(f"{title}:")
             for name in names:
@@ -141,17 +141,17 @@ def print_short_help(usage: str, default: Any) -> None:
             print()
     sections = dict.fromkeys(name.partition(".")[0] for name in known if "." in name)
     print(f"Sections: {', '.join(sections)}.")
-    print("  --help SECTION   all settings of a section")
-    print("  --help-all       all settings")
-    print("The same names are the keys of a TOML file: --plan.row 2 is row = 2 under [plan].")
+    print("  --help SECTION   show all settings of a section")
+    print("  --help-all       show all settings")
+    print("The same names are keys in a TOML file: --plan.row 2 is row = 2 under [plan].")
 
 
 def _format_option(name: str, value: Any, text: str) -> str:
-    """An option, its default value and the first sentence of its description, in 100 columns."""
+    """Formats an option, its default and the first sentence of its description, in 100 columns."""
     option = "--" + name.replace("_", "-")
     shown = _format_value(value)
     first = text.split(". ")[0].rstrip(".")
-    # Two lines for each keep the page short; sections have the whole text.
+    # Two lines per option keep the page short; `--help SECTION` has the whole text.
     lines = textwrap.wrap(first, 100 - 34, max_lines=2, placeholder=" ...")
     return f"  {option:<20} {shown[:10]:<10} " + f"\n{'':<34}".join(lines)
 
@@ -165,7 +165,7 @@ def _format_value(value: Any) -> str:
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass and of those that it inherits from."""
+    """Returns the docstring under each field of a dataclass and of its base classes."""
     texts: dict[str, str] = {}
     for cls in reversed(kind.__mro__[:-1]):
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
@@ -178,7 +178,7 @@ def field_texts(kind: type) -> dict[str, str]:
 
 
 def _setting_text(default: Any, name: str) -> str:
-    """The text of a setting by its dotted name."""
+    """Returns the description of a setting by its dotted name."""
     *sections, last = name.split(".")
     for section in sections:
         default = getattr(default, section)
@@ -186,7 +186,7 @@ def _setting_text(default: Any, name: str) -> str:
 
 
 def section_names(default: Any) -> list[str]:
-    """The sections of a command's settings."""
+    """Returns the sections of a command's settings."""
     return [
         field.name
         for field in dataclasses.fields(default)
@@ -195,11 +195,11 @@ def section_names(default: Any) -> list[str]:
 
 
 def print_section_help(default: Any, section: str) -> None:
-    """Print all settings of a section: default, values, bounds, unit and description."""
+    """Prints all settings of a section: default, values, bounds, unit and description."""
     if section not in section_names(default):
         raise PlanError(
             f"{section!r} is not a section. Sections are {', '.join(section_names(default))}. Use "
-            "one of these, or --help-all."
+            "one of them, or --help-all."
         )
     config = getattr(default, section)
     texts = field_texts(type(config))
@@ -217,8 +217,8 @@ def print_section_help(default: Any, section: str) -> None:
 
 
 def describe_type(hint: Any, quote: str = "") -> str:
-    """The type of a setting in words: its choices, or what kind of value it has."""
-    # `X | None`: a value that is derived where it is not given.
+    """Returns the type of a setting as text: its choices, or its type."""
+    # `X | None` is a value that is derived if it is not given.
     if isinstance(hint, types.UnionType):
         return describe_type(typing.get_args(hint)[0], quote)
     arguments = typing.get_args(hint)
@@ -229,4 +229,4 @@ def describe_type(hint: Any, quote: str = "") -> str:
         return f"list of {one}" if typing.get_args(arguments[0]) else f"list of {one}s"
     if hint is bool:
         return f"{quote}true{quote}, {quote}false{quote}"
-    return {int: "whole number", float: "number", str: "text"}[hint]
+    return {int: "integer", float: "number", str: "string"}[hint]

@@ -1,7 +1,7 @@
 """The command line: one function for each command.
 
-Modules that import torch are imported inside the commands, after their options are parsed where
-possible, so that help and usage errors come quickly.
+Modules that import torch are imported inside the commands, if possible after their options are
+parsed, so that help and usage errors appear quickly.
 """
 
 from __future__ import annotations
@@ -42,34 +42,38 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: ranvier COMMAND ...
 
-  train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
-                             standard library; a RUN (its directory) is continued
-  import SRC --output RUN    make a run of a published model (safetensors and config.json)
-  export RUN --output DIR    write its weights as transformers and other engines read them
-  upcycle SRC --experts 8    make a run of a mixture of experts from a dense run or model
-  generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat: an answer
+  train [run.toml | RUN]     train a model, or resume a RUN (the directory of a run); without
+                             arguments, a small model on the text of Python's standard library
+  import SRC --output RUN    create a run from a pretrained model (safetensors and config.json)
+  export RUN --output DIR    write the weights of a run in Hugging Face format
+  upcycle SRC --experts 8    create a mixture of experts from a dense run or model
+  generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat answers a
+                             question
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
   report RUN                 write report.html of a run again
-  profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
+  profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
   simulate pipeline [run.toml | RUN]
-                             simulate a step of its pipeline: time, bubble, waits; with a drawing
-  plan [run.toml]            the fastest layouts on a cluster, predicted, and why
-  dry-run [run.toml | RUN]   one rank of --world many, without devices: its shards, messages, memory
+                             simulate a step of the pipeline: time, bubble, waits, timeline
+  plan [run.toml]            predict the fastest layouts on a cluster, and explain the choice
+  dry-run [run.toml | RUN]   show shards, messages and memory of one of --world ranks, without
+                             devices
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
-  data show DIR              what a prepared corpus holds
-  checkpoint ls RUN          its checkpoints: step, size, grid, state
+  data show DIR              show the contents of a prepared corpus
+  checkpoint ls RUN          list checkpoints with step, size, grid and state
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
-  checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
-  checkpoint convert A OUT   write a checkpoint again, or its weights as plain safetensors
-  verify [run.toml]          compare the configured grid with one process, shrunk, in float64: steps
-                             and a run that is saved, reloaded and continued
-  measure [--output FILE]    how fast this machine computes and communicates, for the planner
-  doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
-                             communicators
-  completion bash | zsh      the script that completes commands and options in a shell
+  checkpoint diff A B        compare settings, facts and tensors of two checkpoints
+  checkpoint convert A OUT   rewrite a checkpoint, or write its weights as plain safetensors
+  verify [run.toml]          compare the configured grid with one process, with a small model in
+                             float64: training steps, and a run that is saved and resumed
+  measure [--output FILE]    benchmark compute and communication of this machine for the planner
+  doctor [run.toml | RUN]    check what this machine has, what is missing and how to install it;
+                             list the communicators of a plan
+  completion bash | zsh      print the shell completion script
 
-`ranvier COMMAND --help` explains a command, --help SECTION and --help-all its settings. `ranvier
---version` prints the version. Examples:
+Use `ranvier COMMAND --help` for the options of a command, `--help SECTION` for one section of its
+settings, `--help-all` for all settings, and `ranvier --version` for the version.
+
+Examples:
   ranvier train
   ranvier train --data.sources my.jsonl --train.steps 500
   ranvier train --plan.row 2 --plan.col 2 --plan.depth 2 --train.steps 5
@@ -82,7 +86,7 @@ Command = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; exits with its code."""
+    """Runs a command and exits with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -92,12 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     trains = words[0] == "train"
     with launch.report_errors(ProcessInfo(), quiet=launch.is_follower(), trains=trains):
-        # Inside of report_errors, so that a wrong command ends with the usual message and exit
+        # Inside report_errors, so that an unknown command ends with the usual message and exit
         # code.
         if words[0] not in COMMANDS:
             near = suggest_nearest(words[0], COMMANDS)
             raise PlanError(
-                f"{words[0]!r} is not a command.{near} Commands are {', '.join(COMMANDS)}."
+                f"{words[0]!r} is not a command.{near} Use one of {', '.join(COMMANDS)}."
             )
         _check_run_exists(words)
         code = COMMANDS[words[0]](words[1:])
@@ -108,62 +112,63 @@ def main(arguments: Sequence[str] | None = None) -> None:
 RUN_COMMANDS = {"generate", "eval", "export", "report"}
 """Commands whose first path is the directory of a run."""
 PATH_COMMANDS = {"data show", "checkpoint ls", "checkpoint verify", "checkpoint diff"}
-"""Subcommands whose paths have to exist."""
+"""Subcommands whose paths must exist."""
 
 
 def _check_run_exists(words: Sequence[str]) -> None:
-    """Report a missing path before torch is imported, which takes seconds."""
+    """Reports a missing path before torch is imported, which takes seconds."""
     files, _ = split_words(words[1:])
     if words[0] in RUN_COMMANDS and files:
         runs.check_is_run(Path(files[0]))
     if " ".join(words[:2]) in PATH_COMMANDS:
-        # The codes with which the commands refuse what they cannot read.
+        # The error classes, and exit codes, that the commands use for unreadable input.
         error = DataError if words[0] == "data" else CheckpointError
         for file in files[1:]:
             if not os.path.lexists(file):
                 raise error(
-                    f"{file} does not exist. `ranvier {words[0]} {words[1]}` reads it. Give the "
-                    "path of what is there."
+                    f"{file} does not exist. `ranvier {words[0]} {words[1]}` reads an existing "
+                    "path. Check the path."
                 )
 
 
 def parse_train_options(words: Sequence[str]) -> TrainOptions:
-    """Settings from defaults, then the file or the run, then options."""
+    """Returns settings from defaults, then the file or the run, then options."""
     # Imported here: the options of all commands take 20 ms to import.
     from ranvier.config.arguments import TrainOptions
 
-    return load_run_with_options(TrainOptions, "train [run.toml]", words)
+    return load_run_with_options(TrainOptions, "train [run.toml | RUN]", words)
 
 
 def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | None, int]:
-    """The process as a launcher describes it (None without one), and the number of ranks."""
+    """Returns the process as described by a launcher (None without one), and the number of
+    ranks."""
     me = launch.read_process_info()
     if not 0 <= arguments.nproc <= MAX_LOCAL_RANKS or (
         me is not None and arguments.nproc not in (0, me.world_size)
     ):
         if me is None:
-            started = "none are started yet"
+            started = "it is out of range"
         else:
-            started = f"a launcher has started {me.world_size}"
+            started = f"a launcher has started {me.world_size} ranks"
         raise PlanError(
             f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
-            f"from 1 to {MAX_LOCAL_RANKS}. Leave it out under a launcher."
+            f"from 1 to {MAX_LOCAL_RANKS}. Remove --nproc under a launcher."
         )
     if me:
         world = me.world_size
     else:
         world = arguments.nproc or default
-    # Guards against a typo in a degree starting thousands of processes.
+    # Prevents a typo in a degree from starting thousands of processes.
     if me is None and world > MAX_LOCAL_RANKS:
         raise PlanError(
-            f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} are started on one "
+            f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} can be started on one "
             "machine. Use smaller degrees, or a launcher such as srun or torchrun."
         )
     return me, world
 
 
 def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.NodeInfo | None:
-    """The nodes on each of which one command starts local ranks; None if it is not so."""
+    """Returns the node if one command per node starts the local ranks, else None."""
     wish = arguments.launch
     nproc = arguments.nproc
     # srun with one task per node and --nproc: each task starts the ranks of its node.
@@ -177,14 +182,14 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
         else:
             started = f" under {me.launcher}, which has started {me.world_size} ranks"
         raise PlanError(
-            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. One command a node starts "
-            f"its ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
+            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. One command per node starts "
+            f"its ranks. Pass --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once per node."
         )
     return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 
 
 def _train_command(words: Sequence[str]) -> int:
-    """Resolve the settings, tokenize, then train here or start local ranks that do."""
+    """Resolves the settings, tokenizes, then trains here or starts local ranks."""
     arguments = parse_train_options(words)
     # Before torch is imported, which takes seconds.
     from ranvier.data.sources import check_sources_exist
@@ -215,7 +220,7 @@ def _train_command(words: Sequence[str]) -> int:
     if me is not None:
         with launch.report_errors(me):
             return _train_rank([run], None, me)
-    # Of several nodes the first one owns the run directory.
+    # With several nodes, the first one owns the run directory.
     first = nodes is None or nodes.node_rank == 0
     if first:
         run_directory.check_unlocked(run)
@@ -225,7 +230,7 @@ def _train_command(words: Sequence[str]) -> int:
     source.open(run, stored)
     if world == 1:
         return _train_rank([run], stored, ProcessInfo())
-    # Named here rather than by the ranks, so that a restart finds the same directory.
+    # Created here and not by the ranks, so that a restart finds the same directory.
     if first and not run.train.output_dir:
         claimed = replace(context, output_dir=run_directory.make_run_dir(run.model.size))
         choices = [resolve.resolve_output_dir(one, claimed) for one in choices]
@@ -256,7 +261,7 @@ def _launch_context(
     me: ProcessInfo | None,
     nodes: launch.NodeInfo | None,
 ) -> ResolveContext:
-    """What a run is resolved with before its ranks are started."""
+    """Returns the context in which a run is resolved before its ranks are started."""
     from ranvier.tools.local_cluster import find_local_cluster
     from ranvier.train import resolve
 
@@ -273,7 +278,7 @@ def _launch_context(
     try:
         device = resolve.resolve_device(settings, process)
     except PlanError:
-        # Problems of other settings come first, all at once.
+        # Report the problems of all other settings first, together.
         settings.check_and_resolve(world)
         raise
     return resolve.ResolveContext(
@@ -287,7 +292,7 @@ def _launch_context(
 
 
 def _print_decisions(run: ResolvedRun, context: ResolveContext) -> int:
-    """Print what was decided for a run, and why."""
+    """Prints what was resolved for a run, and why."""
     from ranvier.train.memory.resolve import preview_choice, settings_to_choose
     from ranvier.train.resolve import resolve_run
 
@@ -297,14 +302,14 @@ def _print_decisions(run: ResolvedRun, context: ResolveContext) -> int:
         choice = preview_choice(run, context.device, local_ranks=local)
         run = resolve_run(run, replace(context, memory=choice))
     if not launch.is_follower():
-        print(f"{run.model.size} on {run.plan.world_size} rank(s): what was left open, and why")
+        print(f"{run.model.size} on {run.plan.world_size} rank(s): resolved settings and reasons")
         for line in decision_lines(run):
             print(f"  {line}")
     return 0
 
 
 def _train_rank(choices: Sequence[ResolvedRun], stored: list[str] | None, me: ProcessInfo) -> int:
-    """Train as one rank of the grid that the launcher has chosen."""
+    """Trains as one rank of the grid that the launcher chose."""
     from ranvier.train import layout, resolve, train
     from ranvier.train.health import determinism
 
@@ -325,7 +330,7 @@ def _train_rank(choices: Sequence[ResolvedRun], stored: list[str] | None, me: Pr
 
 
 def _verify_command(words: Sequence[str]) -> int:
-    """Shrink the model, then compare on as many local ranks as the plan needs."""
+    """Shrinks the model, then compares on as many local ranks as the plan needs."""
     from ranvier.config.arguments import RunOptions
 
     arguments = load_run_with_options(RunOptions, "verify [run.toml]", words)
@@ -337,7 +342,7 @@ def _verify_command(words: Sequence[str]) -> int:
     if me is None and world > verify.MAX_RANKS:
         raise PlanError(
             f"The plan needs {world} ranks. verify starts at most {verify.MAX_RANKS} on one "
-            "machine. Use smaller degrees; an axis behaves alike at 2 and at 200."
+            "machine. Use smaller degrees: an axis behaves the same at 2 and at 200."
         )
     task = functools.partial(_verify_rank, run)
     if me is not None or world == 1:
@@ -350,8 +355,8 @@ def _verify_command(words: Sequence[str]) -> int:
     code = launch.launch_ranks(world, task, preload=[verify.__name__], policy=policy)
     if code not in verify.EXPECTED_EXIT_CODES:
         print(
-            f"FAILED: a rank crashed, hung or was lost (exit code {code}) in what the last line "
-            "above names. The messages say which rank, and where."
+            f"FAILED: a rank crashed, hung or was lost (exit code {code}) in the check on the last "
+            "line above. The messages name the rank and the position."
         )
         return 1
     return code
@@ -372,7 +377,7 @@ def _verify_rank(run: ResolvedRun, me: ProcessInfo) -> int:
 
 
 def _run_subcommand(name: str, words: Sequence[str]) -> int:
-    """Run a subcommand of a command."""
+    """Runs a subcommand of a command."""
     verbs = SUBCOMMANDS[name]
     if not words or words[0] not in verbs:
         if words[:1] in (["--help"], ["-h"]):
@@ -383,7 +388,7 @@ def _run_subcommand(name: str, words: Sequence[str]) -> int:
             what = f"{name} {words[0]!r} is not a command.{near}"
         else:
             what = f"{name} needs a subcommand."
-        raise PlanError(f"{what} Subcommands are {', '.join(verbs)}. See ranvier --help.")
+        raise PlanError(f"{what} Use one of {', '.join(verbs)}. See ranvier --help.")
     return verbs[words[0]](words[1:])
 
 
@@ -454,7 +459,7 @@ def _import_command(words: Sequence[str]) -> int:
 
     names, options = split_words(words)
     settings = parse_options(ImportOptions, ImportOptions(), "import SRC --output RUN", options)
-    source = one_path("import", "a published model", names)
+    source = one_path("import", "a pretrained model", names)
     out = Path(settings.output or Path("runs") / Path(source).absolute().name)
     find_model(source)
     from ranvier.train import import_export
@@ -468,7 +473,7 @@ def _upcycle_command(words: Sequence[str]) -> int:
 
     names, options = split_words(words)
     settings = parse_options(UpcycleOptions, UpcycleOptions(), "upcycle SRC --experts 8", options)
-    source = one_path("upcycle", "a dense run or a published model", names)
+    source = one_path("upcycle", "a dense run or a pretrained model", names)
     out = Path(settings.output or Path("runs") / f"{Path(source).absolute().name}-moe")
     find_model(source)
     from ranvier.tools import upcycle
@@ -543,7 +548,7 @@ def _profile_command(words: Sequence[str]) -> int:
 
 
 def _plan_command(words: Sequence[str]) -> int:
-    """Search layouts; torch is imported only for models without a built-in name."""
+    """Searches layouts; imports torch only for models without a built-in name."""
     from ranvier.cli import plan
     from ranvier.planner import request
 
@@ -552,8 +557,8 @@ def _plan_command(words: Sequence[str]) -> int:
         from ranvier.tools.calibrate import calibrate_cluster
 
         return calibrate_cluster(Path(settings.calibrate), settings.cluster)
-    # The printed train command repeats the user's words, without options of `plan` itself and
-    # without settings that the planner chooses.
+    # The printed train command repeats the user's options, without the options of `plan` itself
+    # and without settings that the planner chooses.
     own = {field.name for field in dataclasses.fields(settings)}
     chosen = {*request.COMMAND_SETTINGS, "memory.optimizer_states"}
     carried = [quote_word(word) for word in drop_options(words, own | chosen)]
@@ -621,7 +626,7 @@ def _doctor_command(words: Sequence[str]) -> int:
 
 
 def _completion_command(words: Sequence[str]) -> int:
-    """Print a script that completes commands and options."""
+    """Prints a script that completes commands and options."""
     from ranvier.cli import completion
 
     shell = one_path("completion", "the name of a shell: bash or zsh", words)

@@ -1,4 +1,4 @@
-"""Parse the settings of a command line, on top of defaults, a file or a run."""
+"""Parses the settings of a command line, on top of defaults, a file or a run."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class NoOptions:
 def parse_options(
     kind: type[ConfigT], default: ConfigT, verb: str, words: Sequence[str]
 ) -> ConfigT:
-    """The settings, with defaults changed by the options in `words`.
+    """Returns `default` overridden by the options in `words`.
 
-    A boolean may be given as an option alone, or followed by true or false, in all commands.
+    A boolean option can be used alone, or followed by true or false, in all commands.
     """
     if not words:
         return default
     help.check_option_names(words, default)
-    # A run has more settings than fit on a screen. Other commands have a page of options.
+    # A run has more settings than fit on a screen; other commands have one page of options.
     if isinstance(default, RunConfig):
         asked = next((i for i, word in enumerate(words) if word in ("--help", "-h")), None)
         if "--help-all" in words:
@@ -60,8 +60,8 @@ def parse_options(
     import tyro
 
     words = with_boolean_values(words, default)
-    # tyro quotes words in its messages and adds its own colours, which escaping would destroy. So
-    # output is only escaped if a word has control characters.
+    # tyro repeats words in its messages and adds colors, which escaping would destroy. So its
+    # output is only escaped if a word contains control characters.
     odd = any(escape_controls(word) != word for word in words)
     try:
         with _escaped_output() if odd else contextlib.nullcontext():
@@ -80,7 +80,7 @@ def parse_options(
 
 @contextlib.contextmanager
 def _escaped_output() -> Iterator[None]:
-    """Buffer what is printed inside, then print it with control characters made visible."""
+    """Buffers everything printed inside, then prints it with control characters escaped."""
     texts = {"stdout": io.StringIO(), "stderr": io.StringIO()}
     try:
         with (
@@ -94,7 +94,7 @@ def _escaped_output() -> Iterator[None]:
 
 
 def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
-    """The words with each boolean option and its value, as Python writes it, in one word.
+    """Returns the words with each boolean option and its value joined into one word.
 
     An option alone means True: `--adapter`, `--adapter true` and `--adapter=True` are the same. Any
     other value is left to the parser, which reports it.
@@ -119,7 +119,7 @@ def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
 
 
 def _boolean_options(default: object, path: str = "--") -> Iterator[str]:
-    """The options of boolean settings, with underscores and with hyphens."""
+    """Yields the options of boolean settings, with underscores and with hyphens."""
     for name, value in vars(default).items():
         if dataclasses.is_dataclass(value):
             yield from _boolean_options(value, f"{path}{name}.")
@@ -128,7 +128,7 @@ def _boolean_options(default: object, path: str = "--") -> Iterator[str]:
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before the first option, and the rest."""
+    """Returns the words before the first option, and the rest."""
     first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     return list(words[:first]), list(words[first:])
 
@@ -139,29 +139,30 @@ def load_run_with_options(
     words: Sequence[str],
     change: Callable[[RunConfig], RunConfig] = lambda run: run,
 ) -> RunT:
-    """Settings from defaults, then the file or the run, then options, for a subclass of RunConfig.
+    """Returns settings from defaults, then the file or the run, then options.
 
     change: applied to the run before the options.
     """
     files, options = split_words(_expand_plan_auto(words))
     if len(files) > 1:
         raise PlanError(
-            f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
+            f"Two paths are given: {files[0]!r} and {files[1]!r}. Only one file or run is read. "
+            "Remove one of them."
         )
-    # Kind and size set the defaults of the whole model section, so they are needed before the file
-    # is read.
+    # Kind and size determine the defaults of the whole model section, so they are needed before
+    # the file is read.
     named = {key: option_value(options, f"--model.{key}") for key in ("size", "kind")}
     model = {key: value for key, value in named.items() if value is not None}
     if files and os.path.isdir(files[0]):
         if not (Path(files[0]) / "config.toml").exists():
             raise PlanError(
-                f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
-                "directory of a run to continue it."
+                f"{files[0]} is a directory without config.toml. Pass a TOML file, or the "
+                "directory of a run to resume it."
             )
         run = runs.load_run_config(Path(files[0]) / "config.toml", model=model, in_run=True)
-        # The resumed run may be on other nodes than before.
+        # The run may be resumed on other nodes than before.
         here = replace(run.launch, nnodes=1, node_rank=0, rdzv_endpoint="")
-        # How to start was meant for the first launch: from now on the run resumes from its own
+        # These settings were meant for the first launch; a resumed run starts from its own
         # checkpoints.
         own = replace(
             run.checkpoint,
@@ -174,18 +175,18 @@ def load_run_with_options(
             run, train=replace(run.train, output_dir=files[0]), launch=here, checkpoint=own
         )
         own_words = Path(files[0]) / "tokenizer.json"
-        # The directory of an imported run may have moved, and its tokenizer with it.
+        # The directory of an imported run may have been moved together with its tokenizer.
         if own_words.exists() and (Path(files[0]) / "published").is_dir():
             run = replace(run, data=replace(run.data, tokenizer=str(own_words.absolute())))
         if any(option_value(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
-            # Another grid was asked for: infer data, unless it is given as well.
+            # Another grid is requested: infer data, unless it is given as well.
             run = replace(run, plan=replace(run.plan, data=-1))
     elif files:
         run = runs.load_run_config(Path(files[0]), model=model)
     else:
         run = RunConfig(model=named_model(**model))
-    # A new run that starts from a published model takes over its architecture; a resumed one has
-    # it.
+    # A new run that starts from a pretrained model takes over its architecture; a resumed run
+    # already has it.
     start = option_value(options, "--train.init-from") or run.train.init_from
     if start and not (files and os.path.isdir(files[0])):
         from ranvier.system.model_hub import find_model
@@ -201,7 +202,7 @@ def load_run_with_options(
 
 
 def _expand_plan_auto(words: Sequence[str]) -> list[str]:
-    """The words with `--plan auto` replaced by the setting it stands for."""
+    """Returns the words with `--plan auto` replaced by `--plan.auto=True`."""
     # NUL cannot occur in an argument, so it separates words safely.
     text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
     found = text.split("\0") if text else []
@@ -209,9 +210,9 @@ def _expand_plan_auto(words: Sequence[str]) -> list[str]:
 
 
 def given_settings(words: Sequence[str]) -> set[str]:
-    """Dotted names of the settings that a file or options give.
+    """Returns the dotted names of the settings that a file or options set.
 
-    The file of a run has all settings, so of a run only batch and sequence length count.
+    The file of a run contains all settings, so only its batch and sequence length count.
     """
     files, options = split_words(words)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in options if word[:2] == "--"}
@@ -224,7 +225,7 @@ def given_settings(words: Sequence[str]) -> set[str]:
 
 
 def drop_options(words: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The words without these options and their values."""
+    """Returns the words without these options and their values."""
     found = []
     skip = False
     for word in words:
@@ -236,7 +237,7 @@ def drop_options(words: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def option_value(words: Sequence[str], name: str) -> str | None:
-    """The last value given to an option; None if it is not given."""
+    """Returns the last value given to an option; None if it is not given."""
     found = None
     for i, word in enumerate(words):
         if word.startswith(f"{name}="):
@@ -247,23 +248,25 @@ def option_value(words: Sequence[str], name: str) -> str | None:
 
 
 def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
-    """The two paths that a command takes."""
+    """Returns the two paths of a command."""
     names, options = split_words(words)
     if options:
         # Prints the help, or reports the unknown option.
         parse_options(NoOptions, NoOptions(), usage, options)
     if len(names) != 2:
-        raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
+        raise PlanError(
+            f"{len(names)} path(s) given. The command needs two paths. Use: ranvier {usage}."
+        )
     return Path(names[0]), Path(names[1])
 
 
 def one_path(verb: str, what: str, words: Sequence[str]) -> str:
-    """The only path that a command takes."""
+    """Returns the only path of a command."""
     names, options = split_words(words)
     if options:
         parse_options(NoOptions, NoOptions(), f"{verb} PATH", options)
     if len(names) != 1:
         raise PlanError(
-            f"{verb} was given {len(names)} paths. It reads {what}. Write: ranvier {verb} PATH."
+            f"{verb} was given {len(names)} paths. It needs {what}. Use: ranvier {verb} PATH."
         )
     return names[0]

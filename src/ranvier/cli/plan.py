@@ -1,6 +1,7 @@
-"""`ranvier plan`: search the fastest layouts; without torch where the model has a built-in name.
+"""`ranvier plan`: searches the fastest layouts; needs torch only for models without a built-in
+name.
 
-What only presents a result is imported when there is one, so that a search begins sooner.
+Modules that only present a result are imported when there is one, so that a search starts sooner.
 """
 
 from __future__ import annotations
@@ -22,53 +23,53 @@ MAX_WORKERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(RunConfig):
-    """The fastest layouts of a run on a cluster, predicted, and why.
+    """Predict the fastest layouts of a run on a cluster, and explain the choice.
 
-    Settings of the plan that are given (in the file or as options) stay; the others are searched.
+    Settings of the plan that are given (in the file or as options) are fixed; the others are
+    searched.
     """
 
     cluster: str = ""
-    """A built-in name (such as dgx-h100; an unknown one lists all) or a TOML file as `ranvier
-    measure` writes it; empty: this machine, as it was measured."""
+    """Name of a built-in cluster (such as dgx-h100), or a TOML file from `ranvier measure`. If
+    empty, this machine as measured. An unknown name prints all built-in names."""
     nodes: int | None = None
-    """Nodes of the cluster; not given: as its description says."""
+    """Number of nodes. The default is the number in the description of the cluster."""
     devices: int | None = None
-    """Devices in its place, where a node is not used whole."""
+    """Number of devices, instead of nodes, to use a part of a node."""
     top: int = 10
-    """Layouts in the table."""
+    """Number of layouts in the table."""
     precision: Precision = ""
-    """What matrix products are computed in; empty: as train.dtype and train.float8 say."""
+    """Data type of the matrix products. If empty, derived from train.dtype and train.float8."""
     goal: str = ""
-    """Tokens within a time, such as "70B, 2T tokens, 30 days" or "100B tokens, 2 weeks": the fewest
-    nodes that reach it (up to --nodes, if given)."""
+    """Number of tokens and a time limit, such as "70B, 2T tokens, 30 days" or "100B tokens, 2
+    weeks". The planner searches the fewest nodes that reach it (at most --nodes, if given)."""
     json: str = ""
-    """File to write the result to as JSON; -: print it instead of the table."""
+    """JSON file to write the result to. - prints it instead of the table."""
     html: str = ""
-    """File of a page with charts of all layouts, which needs nothing else; -: print it."""
+    """HTML file to write a self-contained page with charts of all layouts to. - prints it."""
     cache: bool = True
-    """Whether the answer to a question that was asked before is taken from the user's cache; false:
-    search again."""
+    """Use the cached result of an earlier identical search. false searches again."""
     calibrate: str = ""
-    """In place of a plan: fold what a RUN has measured into the file of the cluster."""
+    """Instead of planning, update the cluster file with the measurements of this RUN."""
 
 
 def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
-    """Search, and print the result.
+    """Searches layouts and prints the result.
 
-    given: dotted names of settings that the user gave; carried: words of the command line that the
-    printed train command repeats.
+    given: dotted names of settings that the user gave; carried: options that the printed train
+    command repeats.
     """
     counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
     # All problems are collected, so that one error lists them together.
     odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
     if odd:
-        wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."]
+        wrong = [f"{', '.join(odd)} is out of range. Counts must be at least 1. Use 1 or more."]
     else:
         wrong = []
     wrong += wanted.find_problems()
     if wrong:
         raise PlanError(wrong)
-    # A search can take long: fail before it if its result cannot be written.
+    # A search can take long, so check first that its result can be written.
     output_files.check_outputs(wanted.json, wanted.html)
     if wanted.goal or "goal" in given:
         from ranvier.cli import plan_goal
@@ -85,18 +86,18 @@ def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str
 
 
 def request_from_options(wanted: PlanOptions, given: Set[str]) -> tuple[SearchRequest, list[str]]:
-    """The search request, and options for settings that the user did not give."""
+    """Returns the search request, and options for settings that the user did not give."""
     machine = resolve_cluster(wanted)
     run, assumed = request.assume_batch_and_seq(wanted, machine, given)
     return request.build_request(run, machine, given, precision=wanted.precision), assumed
 
 
 def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResult:
-    """All layouts, from the cache of an earlier search or searched on several processes.
+    """Returns all layouts, from the cache of an earlier search or searched on several processes.
 
-    The best layout so far is shown meanwhile.
+    Shows the best layout so far during the search.
     """
-    # Imported here: a process that searches nothing starts sooner.
+    # Imported here, so that a process that does not search starts sooner.
     from ranvier.planner import result_cache
     from ranvier.planner.search_progress import SearchProgressPrinter
 
@@ -114,15 +115,15 @@ def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResul
 
 
 def resolve_cluster(wanted: PlanOptions) -> Cluster:
-    """The cluster that is meant: by name, from a file, or this machine as it was measured."""
+    """Returns the requested cluster: by name, from a file, or this machine as measured."""
     if not wanted.cluster:
         from ranvier.planner import cluster
 
         found = cluster.load_measured_cluster()
         if found is None:
             raise PlanError(
-                "No cluster is given and this machine was never measured. A plan needs to know "
-                "devices and links. Use --cluster with one of "
+                "No cluster is given, and this machine has not been measured. The planner needs "
+                "the speed of devices and links. Use --cluster with one of "
                 f"{', '.join(clusters.cluster_names())} or a TOML file, or run `ranvier measure` "
                 "first."
             )

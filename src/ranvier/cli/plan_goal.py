@@ -1,4 +1,4 @@
-"""`ranvier plan --goal`: search the fewest nodes that reach a goal."""
+"""`ranvier plan --goal`: searches the fewest nodes that reach a goal."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ranvier.planner.suggestions import is_divisible
 from ranvier.system.terminal import print
 
 CARRIED_NODE_COUNTS = 2
-"""Numbers of nodes whose best layouts are carried over to another."""
+"""Number of node counts whose best layouts are carried over to another node count."""
 
 
 class ClusterNodeSearch:
-    """Searches of a run on different numbers of nodes of a cluster."""
+    """Searches a run on different numbers of nodes of a cluster."""
 
     def __init__(self, wanted: PlanOptions, given: Set[str]) -> None:
         self.options = wanted
@@ -32,18 +32,18 @@ class ClusterNodeSearch:
             replace(wanted, nodes=1, devices=None)
         ).per_node
         self.full_results: dict[int, SearchResult] = {}
-        """Results of full searches, where some layout fits."""
+        """Results of full searches in which some layout fits."""
         self.quick_results: dict[int, SearchResult] = {}
 
     def options_for_nodes(self, nodes: int) -> PlanOptions:
-        """The options for `nodes` nodes, or for the part of a node that was given."""
+        """Returns the options for `nodes` nodes, or for the given part of a node."""
         part = self.options.devices is not None and self.options.devices < self.devices_per_node
         if part:
             return self.options
         return replace(self.options, nodes=nodes, devices=None)
 
     def request_for_nodes(self, nodes: int) -> SearchRequest:
-        """The search request for `nodes` nodes."""
+        """Returns the search request for `nodes` nodes."""
         return plan.request_from_options(self.options_for_nodes(nodes), self.given_settings)[0]
 
     def can_share_evenly(self, nodes: int) -> bool:
@@ -51,10 +51,11 @@ class ClusterNodeSearch:
         return is_divisible(self.request_for_nodes(nodes))
 
     def quick_search(self, nodes: int) -> SearchResult | None:
-        """Carry over the best layouts of searched node counts; a full search if there is none."""
+        """Carries over the best layouts of searched node counts; searches fully if there is
+        none."""
         if nodes in self.full_results or not self.full_results:
             return self.full_search(nodes)
-        # Nearest by ratio: layouts scale with the number of nodes.
+        # Nearest by ratio, because layouts scale with the number of nodes.
         near = sorted(self.full_results, key=lambda n: (abs(math.log(n / nodes)), n))[
             :CARRIED_NODE_COUNTS
         ]
@@ -66,7 +67,7 @@ class ClusterNodeSearch:
         return None
 
     def full_search(self, nodes: int) -> SearchResult | None:
-        """All layouts, merged with those of a quick search: a carried-over one may be best."""
+        """Returns all layouts, including those of a quick search."""
         if nodes not in self.full_results:
             result = plan.search_with_cache(self.request_for_nodes(nodes), cache=self.options.cache)
             # A layout that was carried over may not be among those of the full search.
@@ -83,19 +84,19 @@ class ClusterNodeSearch:
 
 
 def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
-    """Search the fewest nodes for the goal, and print the result."""
+    """Searches the fewest nodes for the goal, and prints the result."""
     began = time.perf_counter()
     aim = goal.parse_goal(wanted.goal)
     run, words = _apply_goal_model(wanted, aim)
     machine = plan.resolve_cluster(wanted)
     searches = ClusterNodeSearch(run, given)
-    # A size of the cluster that is given is an upper bound.
+    # A given size of the cluster is an upper bound.
     if wanted.nodes or wanted.devices:
         most = machine.nodes
     else:
         most = goal.MAX_NODES
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
-    # A guess from the FLOPs of the goal starts the search near the answer.
+    # An estimate from the FLOPs of the goal starts the search near the answer.
     first = goal.guess_nodes(aim, run.model.num_parameters, peak * machine.per_node)
     reached = goal.find_fewest_nodes(aim, searches, first=first, most=most, told=_print_progress)
     if reached is None:
@@ -115,14 +116,14 @@ def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) 
 
 
 def _print_progress(reached: GoalResult) -> None:
-    """Print each attempt, on a terminal only."""
+    """Prints each attempt, only on a terminal."""
     if sys.stderr.isatty():
         days = reached.seconds / goal.SECONDS_PER_DAY
         print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
 
 
 def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[str]]:
-    """The run with the model of a goal, and the options that set it."""
+    """Returns the run with the model of a goal, and the options that set it."""
     if aim.size:
         return replace(run, model=named_model(aim.size)), [f"--model.size {aim.size}"]
     if aim.parameters:
@@ -136,7 +137,10 @@ def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[st
 
 
 def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str]:
-    """What a goal takes, or how far it is. limited: the user limited the number of nodes."""
+    """Describes what a goal takes, or by how much it is missed.
+
+    limited: whether the user limited the number of nodes.
+    """
     days = reached.seconds / goal.SECONDS_PER_DAY
     wanted = aim.seconds / goal.SECONDS_PER_DAY
     devices = reached.result.request.world_size
@@ -148,15 +152,17 @@ def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str
         less = ""
         if reached.next_fewer:
             less = (
-                f"; {reached.next_fewer[0]} take {reached.next_fewer[1] / goal.SECONDS_PER_DAY:.4g}"
+                f"; {reached.next_fewer[0]} would take "
+                f"{reached.next_fewer[1] / goal.SECONDS_PER_DAY:.4g}"
             )
         return [
-            f"Goal: {nodes} are the fewest that read {what} (asked: {wanted:.3g}{less}): {cost}."
+            f"Goal: {nodes}, the fewest possible, process {what} (limit {wanted:.3g}{less}), "
+            f"{cost}."
         ]
-    rest = "A larger --plan.global-batch lets more devices share it."
+    rest = "A larger --plan.global-batch lets more devices take part."
     if limited:
-        rest = "Leave --nodes and --devices out to see how many it takes."
+        rest = "Remove --nodes and --devices to see how many nodes it takes."
     return [
-        f"The goal of {wanted:.3g} days is out of reach with these settings: {nodes} "
-        f"are fastest, {what}: {cost}. {rest}"
+        f"The goal of {wanted:.3g} days cannot be reached with these settings. The fastest is "
+        f"{nodes} with {what}, {cost}. {rest}"
     ]

@@ -1,4 +1,4 @@
-"""What `ranvier plan` prints and writes about a search."""
+"""Output of `ranvier plan`: tables, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ranvier.system.terminal import print
 
 
 def search_title(wish: SearchRequest) -> str:
-    """The title of a search: model, cluster and batch."""
+    """Returns the title of a search: model, cluster and batch."""
     job = wish.workload
     machine = wish.cluster
     name = job.model.name or "model"
     return (
         f"{name} ({format_number(job.model.num_parameters)} parameters) on {machine.nodes} x "
         f"{machine.per_node} {machine.device.name} ({machine.name}), {job.batch} sequences of "
-        f"{job.seq} tokens a step, {'fp8' if wish.fp8 else job.dtype}"
+        f"{job.seq} tokens per step, {'fp8' if wish.fp8 else job.dtype}"
     )
 
 
 def report_result(
     result: SearchResult, wanted: PlanOptions, carried: Sequence[str], assumed: Sequence[str]
 ) -> None:
-    """Print and write all results. assumed: options for settings that the user did not give."""
+    """Prints and writes all results. assumed: options for settings that the user did not give."""
     told = explain.train_command(
         result.best, result.request, _drop_batch_option([*carried, *assumed])
     )
@@ -48,14 +48,14 @@ def report_result(
             wanted.json, json.dumps(result_to_dict(result, wanted.top, told), indent=2) + "\n"
         )
     if wanted.html:
-        # Imported here: it takes 10 ms, which other outputs do not need.
+        # Imported here: it takes 10 ms, which other outputs can avoid.
         from ranvier.planner.html_report import render_report
 
         _write_output(
             wanted.html,
             render_report(result, title=title, top=wanted.top, command=told, notes=notes),
         )
-    # stdout then holds the document alone.
+    # stdout contains only the document.
     if wanted.json == "-" or wanted.html == "-":
         return
     print(title)
@@ -63,9 +63,9 @@ def report_result(
     print(
         f"{result.num_candidates:,} layouts of {result.num_grids:,} grids in "
         f"{result.search_seconds:.1f} s"
-        f"{' (searched earlier; --cache false searches again)' if result.from_cache else ''}; "
-        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids do not "
-        "divide\n"
+        f"{' (cached; --cache false searches again)' if result.from_cache else ''}; "
+        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids are not "
+        "divisible\n"
     )
     print(
         *explain.candidate_table(result, wanted.top),
@@ -80,20 +80,21 @@ def report_result(
 
 
 def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
-    """What the user did not give, and why it is assumed."""
+    """Describes settings that the user did not give, and why they are assumed."""
     job = wish.workload
-    reason = "as runs of this size use"
+    reason = "typical for runs of this size"
     if any(word.startswith("--plan.global-batch") for word in words):
         _, reason = default_batch(job.model.num_parameters, job.seq, wish.world_size)
-    return f"Nobody gave {' '.join(words)}: assumed ({reason})."
+    return f"Assumed {' '.join(words)} ({reason})."
 
 
 def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str]) -> NoReturn:
-    """Raise why nothing fits, and what would."""
+    """Raises an error with the reason why no layout fits, and with remedies."""
     # Needed on this path only.
     from ranvier.planner import suggestions
 
-    # The same request with one setting changed. A name without section is the size of the cluster.
+    # Builds the same request with one setting changed. A name without a section is a size of the
+    # cluster.
     def again(name: str, value: int) -> SearchRequest:
         section, _, key = name.rpartition(".")
         if section:
@@ -110,7 +111,7 @@ def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str])
 
 
 def _drop_batch_option(words: Sequence[str]) -> list[str]:
-    """The words without the batch, which is among the settings of every layout."""
+    """Returns the words without the batch, which is part of the settings of every layout."""
     return [word for word in words if not word.startswith("--plan.global-batch")]
 
 
@@ -122,12 +123,12 @@ def _write_output(name: str, text: str) -> None:
         Path(name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise WriteError(
-            f"{name} cannot be written: {error.strerror}. Give another path."
+            f"{name} cannot be written: {error.strerror}. Pass another path."
         ) from None
 
 
 def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:
-    """A search as JSON types."""
+    """Returns a search as JSON types."""
     wish = result.request
     others = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     job = {"model": wish.workload.model.name, "parameters": wish.workload.model.num_parameters}

@@ -1,4 +1,4 @@
-"""Command-line options of the subcommands; those of `plan` are in its own module."""
+"""Options of the commands; the options of `plan` are in its own module."""
 
 from __future__ import annotations
 
@@ -10,132 +10,142 @@ from ranvier.config.run import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RunConfig):
-    """What train and verify are given: a run, and how many local ranks to start."""
+    """Verify a parallel layout: compare the configured grid with one process, in float64.
+
+    The model is shrunk first. Both training steps and a run that is saved, reloaded and resumed are
+    compared.
+    """
 
     nproc: int = 0
-    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or one on a CPU
-    with all its cores (train); one (verify)."""
+    """Number of local ranks to start. 0 means as many as the plan needs; if a degree is inferred,
+    train starts one per GPU, or one on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """What train is given."""
+    """Train a model. Without arguments, a small model on the text of Python's standard library.
+
+    Pass a TOML file with settings, or the directory of a run to resume it.
+    """
 
     dry_run: bool = False
-    """Print every setting that was left open, with the value it gets on this machine and the
-    reason, then stop. `ranvier dry-run` shows what a rank of that run holds and communicates."""
+    """Print every setting that was resolved, with its value on this machine and the reason, and
+    exit. `ranvier dry-run` shows what a rank of that run holds and communicates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(RunConfig):
-    """Where the time of a run's steps goes, kernel by kernel, on one rank.
+    """Profile the steps of a run on one rank, kernel by kernel.
 
-    The run is put together anew and takes a few steps on its own data; its metrics and checkpoints
-    are not touched. Settings of the run can be changed for it.
+    The model is built again and trained for a few steps on the data of the run. Its metrics and
+    checkpoints are not changed. Settings of the run can be overridden.
     """
 
     steps: int = 2
-    """Steps that are profiled."""
+    """Number of steps to profile."""
     warmup_steps: int = 3
-    """Steps taken before; the pace of the last is what the report tells."""
+    """Number of steps before profiling starts. The report shows the step time of the last one."""
     top: int = 15
-    """Kernels in the table."""
+    """Number of kernels in the table."""
     output: str = ""
-    """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
-    or NAME-profile/ next to NAME.toml."""
+    """Directory of profile.txt, profile.json and trace.json.gz. If empty, profile/ in the directory
+    of the run, or NAME-profile/ next to NAME.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(RunConfig):
-    """A step of a run's pipeline, played without processes, with each policy.
+    """Simulate a step of a run's pipeline with each schedule, without starting processes.
 
     Writes timeline.svg, timeline.html and timeline-trace.json (for Perfetto).
     """
 
     times: str = ""
-    """TOML table (forward, backward, weight: seconds of each virtual stage; link; jitter;
-    [stragglers]) or RUN whose measured times are taken; empty: those of the given RUN, or times
-    in proportion to the work of the layers."""
+    """Source of the job times: a RUN with measured times, or a TOML file with forward, backward and
+    weight (seconds of each virtual stage), link, jitter and [stragglers]. If empty, the times of
+    the given RUN, or times proportional to the FLOPs of the layers."""
     jitter: float | None = None
-    """How much times vary: the deviation of their logarithm."""
+    """Variation of the times: standard deviation of their logarithm."""
     link: float | None = None
-    """Time from the end of a job until the next stage has its message."""
+    """Seconds from the end of a job until the next stage receives its message."""
     straggler: tuple[str, ...] = ()
-    """STAGE=FACTOR: stages that take longer."""
+    """Stages that are slower, as STAGE=FACTOR."""
     seed: int = 0
-    """Of the jitter."""
+    """Random seed of the jitter."""
     policies: tuple[str, ...] = ()
-    """Policies to compare with that of the plan; empty: all."""
+    """Schedules to compare with the schedule of the plan. If empty, all of them."""
     output: str = ""
-    """Directory of the drawings; empty: the run's, or this one."""
+    """Directory of the timelines. If empty, the directory of the run, or the current directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions(RunConfig):
-    """The real code of one rank of many, without data, devices or other ranks.
+    """Run the real code of one rank of many, without data, devices or other ranks.
 
-    Its shards, what it says over each axis in a step (counted at torch's fake process group), and
-    the most bytes that its tensors take at once.
+    Shows its shards, what it communicates over each axis in a step (counted by torch's fake process
+    group), and the peak memory of its tensors.
     """
 
     world: int = 0
-    """Ranks of the run; 0: as many as the plan needs."""
+    """Number of ranks of the run. 0 means as many as the plan needs."""
     rank: int = 0
-    """The one that is played, from 0."""
+    """Rank to run, from 0."""
     expert_imbalance: float = 1.0
-    """Rows that the experts of this rank get, in means of all ranks of the expert axis (max / mean:
-    the rank that is played is the busiest). 1: experts are balanced."""
+    """Tokens that the experts of this rank receive, relative to the mean over the ranks of the
+    expert axis (max / mean, so this rank is the busiest). 1 means balanced experts."""
     output: str = ""
-    """File for all of it as JSON; empty: none."""
+    """JSON file for the results. If empty, none is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(RunOptions):
     """Evaluate a model: lm-eval tasks, perplexity on a corpus, or code generation.
 
-    One rank, if no degrees are given. Only the model, plan, data.seq_len and train.device, dtype,
-    backend and comm_timeout_seconds of the settings of a run matter here.
+    Runs on one rank unless degrees are given. Of the settings of a run, only the model, plan,
+    data.seq_len and train.device, dtype, backend and comm_timeout_seconds are used.
     """
 
     tasks: str = ""
-    """Tasks of lm-evaluation-harness, with commas between them; needs the extra `eval`."""
+    """Comma-separated tasks of lm-evaluation-harness. Requires the extra `eval`."""
     include: str = ""
-    """Directory with tasks of one's own (YAML)."""
+    """Directory with custom tasks (YAML)."""
     limit: int = 0
-    """Examples of each task; 0: all."""
+    """Maximum number of examples per task. 0 means all."""
     fewshot: int = -1
-    """Solved examples before each; -1: as the task says."""
+    """Number of few-shot examples. -1 uses the default of the task."""
     corpus: tuple[str, ...] = ()
-    """Corpora whose perplexity is wanted, as in data.sources; windows have data.seq_len tokens."""
+    """Corpora to compute the perplexity of, as in data.sources. Windows have data.seq_len
+    tokens."""
     stride: int = 0
-    """Tokens by which windows move; 0: data.seq_len. Smaller: more context, more work."""
+    """Tokens between the starts of windows. 0 means data.seq_len. A smaller stride gives more
+    context and takes longer."""
     held_out: bool = False
-    """Only the documents that data.validation_fraction keeps from training."""
+    """Use only the documents that data.validation_fraction holds out of training."""
     code: str = ""
-    """JSONL of programs to write (task, language, prompt, tests, baseline), which are then run."""
+    """JSONL file of programming tasks (task, language, prompt, tests, baseline). The generated
+    programs are run."""
     samples_per_task: int = 1
-    """Programs of each task."""
+    """Number of programs per task."""
     max_new_tokens: int = 256
-    """Most tokens of a program."""
+    """Maximum number of tokens per program."""
     temperature: float = 0.8
-    """Of programs; 0: always the likeliest token."""
+    """Sampling temperature for programs. 0 always takes the most likely token."""
     top_p: float = 0.95
-    """Draw from the fewest tokens that together have this probability."""
+    """Sample from the smallest set of tokens with this total probability."""
     seed: int = 0
-    """Of the draw, and of the examples before a task."""
+    """Random seed of the sampling and of the few-shot examples."""
     samples_file: str = ""
-    """JSONL of programs that were run elsewhere (task, built, passed, seconds, baseline,
-    processes, sample): only count."""
+    """JSONL file of programs that were run elsewhere (task, built, passed, seconds, baseline,
+    processes, sample). Only the metrics are computed."""
     pass_at_k: str = ""
-    """Numbers of programs of which the best counts, with commas between them; empty: 1."""
+    """Comma-separated values of k for pass@k. If empty, 1."""
     batch: int = 8
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     max_length: int = 0
-    """Most tokens the model looks at in tasks and programs; 0: model.max_seq."""
+    """Maximum context length for tasks and programs. 0 means model.max_seq."""
     step: int = -1
-    """Checkpoint after this step; -1: the newest."""
+    """Step of the checkpoint. -1 means the latest."""
     output: str = ""
-    """File of the results; empty: eval-STEP.json inside the run's directory."""
+    """JSON file of the results. If empty, eval-STEP.json in the directory of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,134 +153,136 @@ class PrepareOptions:
     """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
 
     output: str = ""
-    """Directory to make; empty: data/ and the name of the first file."""
+    """Directory to create. If empty, data/ followed by the name of the first file."""
     tokenizer: str = "standard"
-    """standard: byte pairs learnt from Python's standard library; bytes; train: learn one from
-    these files; or a tokenizer.json."""
+    """Tokenizer: standard (byte-pair encoding trained on Python's standard library), bytes, train
+    (train one on these files), or the path of a tokenizer.json."""
     vocab: int = 4096
-    """Tokens of a tokenizer that is trained."""
+    """Vocabulary size of a tokenizer that is trained."""
     text_field: str = "text"
     """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
-    """What records are: texts, or conversations. auto: as the first record looks."""
+    """Format of the records: text or chat. auto detects it from the first record."""
     chat_template: str = ""
-    """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
-    one."""
+    """File with the chat template, in Jinja. If empty, the template next to tokenizer.json is used,
+    or a simple one."""
     loss_on: Literal["assistant", "all"] = "assistant"
-    """Tokens of conversations that are marked for the loss: the assistant's, or all."""
+    """Tokens of conversations that count in the loss: the assistant's, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Text from a checkpoint of a run."""
+    """Generate text from a checkpoint of a run."""
 
     prompt: str = ""
-    """What the text begins with."""
+    """Text to continue."""
     chat: str = ""
-    """In its place: a question, which the run answers by its chat template."""
+    """Question to answer with the chat template of the run, instead of a prompt."""
     max_new_tokens: int = 100
     """Maximum number of tokens to generate."""
     temperature: float = 0.8
-    """0: always the likeliest token; higher: more surprising."""
+    """Sampling temperature. 0 always takes the most likely token; higher values give more varied
+    text."""
     top_k: int = 50
-    """Draw from this many likeliest tokens; 0: from all."""
+    """Sample from this many most likely tokens. 0 means all."""
     seed: int = 0
-    """Of the draw."""
+    """Random seed of the sampling."""
     step: int = -1
-    """Checkpoint after this step; -1: the newest."""
+    """Step of the checkpoint. -1 means the latest."""
     device: str = "cpu"
-    """cpu or cuda."""
+    """Device: cpu or cuda."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions:
-    """Make a run of a published model.
+    """Create a run from a pretrained model.
 
-    SRC: a directory (or one file) of safetensors with config.json, or a name on the hub where there
-    is a network. Pickled weights are refused; code that comes along is never run.
+    SRC is a directory (or one file) of safetensors with config.json, or the name of a model on the
+    Hugging Face Hub (requires network access). Pickled weights are rejected, and code in the
+    repository of a model is never executed.
     """
 
     output: str = ""
-    """Directory of the run; empty: runs/ and the name of the model."""
+    """Directory of the run. If empty, runs/ followed by the name of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write the weights of a run as other engines read them: safetensors, config, tokenizer.
+    """Write the weights of a run in Hugging Face format: safetensors, config, tokenizer.
 
-    RUN: the directory of a run, trained or imported.
+    RUN is the directory of a trained or imported run.
     """
 
     output: str = ""
-    """Directory to make; empty: the run's name with -export."""
+    """Directory to create. If empty, the name of the run followed by -export."""
     step: int = -1
-    """Checkpoint after this step; -1: the newest."""
+    """Step of the checkpoint. -1 means the latest."""
     dtype: str = ""
-    """Of the weights: fp64, fp32, bf16 or fp16; empty: that of the model when it was imported, or
-    of the checkpoint."""
+    """Data type of the weights: fp64, fp32, bf16 or fp16. If empty, the type of the imported model,
+    or of the checkpoint."""
     family: str = ""
-    """llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3, mixtral, qwen3_moe, olmoe or gpt2; empty:
-    that of the model when it was imported, or the first that has such models."""
+    """Model family: llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3, mixtral, qwen3_moe, olmoe or
+    gpt2. If empty, the family of the imported model, or the first that supports the model."""
     max_shard_bytes: int = 5_000_000_000
     """Maximum size of a file, in bytes."""
     adapter: bool = False
-    """Write only the adapters of a run, in PEFT's format; else they are merged into its weights."""
+    """Write only the adapters of a run, in PEFT format. False merges them into the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpcycleOptions:
-    """Make a run of a mixture of experts from a dense model, which gives the same logits at first.
+    """Create a mixture of experts from a dense model. It initially computes the same logits.
 
-    SRC: the directory of a run, or a published model as for `import`. Every expert is a copy of the
-    MLP of its layer, the router is new.
+    SRC is the directory of a run, or a pretrained model as for `import`. Each expert is a copy of
+    the MLP of its layer; the routers are new.
     """
 
     experts: int = 0
-    """Experts of a layer."""
+    """Number of experts per layer."""
     output: str = ""
-    """Directory of the run; empty: runs/ and the name of the model with -moe."""
+    """Directory of the run. If empty, runs/ followed by the name of the model and -moe."""
     experts_per_token: int = 2
-    """Experts that a token goes to."""
+    """Number of experts per token."""
     shared_expert_mlp: int = 0
-    """Hidden units of the MLP that become a shared expert; the others become the experts."""
+    """Hidden units of the MLP that become a shared expert. The other units become the experts."""
     moe_layer_interval: int = 1
-    """Of so many layers the last becomes a mixture: 1: all."""
+    """Every n-th layer becomes a MoE layer. 1 means all layers."""
     seed: int = 0
-    """Of the routers."""
+    """Random seed of the routers."""
     step: int = -1
-    """Checkpoint of a run after this step; -1: the newest."""
+    """Step of the checkpoint of a run. -1 means the latest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Write a checkpoint anew, a few tensors at a time."""
+    """Rewrite a checkpoint, a few tensors at a time."""
 
     form: str = "checkpoint"
-    """checkpoint: as one process would have saved it; weights: only
-    the weights, whole, as safetensors with an index."""
+    """Output format. checkpoint: as saved by one process. weights: only the full weights, as
+    safetensors with an index."""
     dtype: str = ""
-    """Type of weights: fp64, fp32, bf16 or fp16; empty: that of the checkpoint."""
+    """Data type of the weights: fp64, fp32, bf16 or fp16. If empty, the type in the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(RunConfig):
-    """What this machine has, what is missing and how to get it.
+    """Check what this machine has, what is missing and how to install it.
 
-    With a run, or settings of one such as --plan.row 8: also the communicators that its ranks make
-    on GPUs, and what these take of a device.
+    With a run, or settings such as --plan.row 8, it also lists the communicators that the ranks
+    create on GPUs, and their device memory.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """Fill in the cluster file of this machine, in under a minute.
+    """Benchmark this machine and write its cluster file, in less than a minute.
 
-    Matrix products, memory, attention, updates, and collectives in groups of each size. Do nothing
-    else on the machine meanwhile.
+    Measures matrix products, memory, attention, optimizer updates, and collectives in groups of
+    each size. Do not run anything else on the machine at the same time.
     """
 
     output: str = ""
-    """TOML file to write; empty: one of this host and device in the user's cache, where plan and
-    train look for it."""
+    """TOML file to write. If empty, a file for this host and device in the user's cache, where plan
+    and train find it."""
     nproc: int = 0
-    """Local ranks that measure; 0: one for each GPU, or 8 on a CPU."""
+    """Number of local ranks to measure with. 0 means one per GPU, or 8 on a CPU."""
