@@ -133,11 +133,12 @@ def print_short_help(usage: str, default: Any) -> None:
     summary = inspect.getdoc(type(default))
     if summary:
         print(summary + "\n")
-    for title, names in (("Options", own), ("Common settings", common)):
+    # Two lines per setting keep the page short; `--help SECTION` has the whole text.
+    for title, names, limit in (("Options", own, None), ("Common settings", common, 2)):
         if names:
             print(f"{title}:")
             for name in names:
-                print(_format_option(name, known[name], _setting_text(default, name)))
+                print(_format_option(name, known[name], _setting_text(default, name), limit))
             print()
     sections = dict.fromkeys(name.partition(".")[0] for name in known if "." in name)
     print(f"Sections: {', '.join(sections)}.")
@@ -146,14 +147,19 @@ def print_short_help(usage: str, default: Any) -> None:
     print("The same names are keys in a TOML file: --plan.row 2 is row = 2 under [plan].")
 
 
-def _format_option(name: str, value: Any, text: str) -> str:
-    """Formats an option, its default and the first sentence of its description, in 100 columns."""
+def _format_option(name: str, value: Any, text: str, max_lines: int | None) -> str:
+    """Formats an option, its default and the sentences of its description that fit."""
     option = "--" + name.replace("_", "-")
     shown = _format_value(value)
-    first = text.split(". ")[0].rstrip(".")
-    # Two lines per option keep the page short; `--help SECTION` has the whole text.
-    lines = textwrap.wrap(first, 100 - 34, max_lines=2, placeholder=" ...")
-    return f"  {option:<20} {shown[:10]:<10} " + f"\n{'':<34}".join(lines)
+    first, *rest = text.rstrip(".").split(". ")
+    lines = textwrap.wrap(first, 100 - 36, max_lines=max_lines, placeholder=" ...")
+    for sentence in rest:
+        first += f". {sentence}"
+        longer = textwrap.wrap(first, 100 - 36)
+        if max_lines is not None and len(longer) > max_lines:
+            break
+        lines = longer
+    return f"  {option:<22} {shown[:10]:<10} " + f"\n{'':<36}".join(lines)
 
 
 def _format_value(value: Any) -> str:
