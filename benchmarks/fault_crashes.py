@@ -39,7 +39,7 @@ def at_step(name: str, step: int = 5, who: int = 1) -> dict[str, str]:
 def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2) -> str:
     """A run that goes on by itself after a kill, to the bit, from the last save or better."""
     ended = stage.run(*RUN, *SAVED, *words, faults=faults, ranks=ranks)
-    ended.expect(0, "SIGKILL", "Starting all ranks again from the newest checkpoint")
+    ended.expect(0, "SIGKILL", "Restarting all ranks from the latest checkpoint")
     run, whole = stage.folder / "run", stage.whole(*words, ranks=ranks)
     (launch,) = json.loads((run / "run.json").read_text())["launches"]
     check(len(launch["failures"]) == 1, f"{len(launch['failures'])} restarts, not 1")
@@ -278,7 +278,7 @@ def _thread_error(stage: Stage) -> str:
 
 @case("A11 end", "the writing thread of rank 1 ends (SystemExit)", "an error, not a hang")
 def _thread_end(stage: Stage) -> str:
-    return _writer(stage, "raise SystemExit(0)", 71, "before the run was over")
+    return _writer(stage, "raise SystemExit(0)", 71, "before the run was complete")
 
 
 @case("A11 lost", "the writing thread of rank 1 vanishes without a word", "73, not a hang")
@@ -327,7 +327,7 @@ def _half(copy, *_):
 before(_load.ElementCopy, "copy_from", _half)
 """
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(0)
-    check(ended.errors.count("Starting all ranks again") == 2, ended.errors)
+    check(ended.errors.count("Restarting all ranks") == 2, ended.errors)
     return f"two restarts, {same(stage.folder / 'run', stage.whole())}"
 
 
@@ -338,7 +338,7 @@ before(_load.ElementCopy, "copy_from", _half)
 def _quiet(stage: Stage) -> str:
     code = "before(Trainer, 'issue_step', at(5, 1, lambda: os._exit(0)))"
     ended = stage.run(*RUN, faults={TRAINER: code})
-    ended.expect(71, "Rank 1 ended with exit code 0 at step 4, before the run was over")
+    ended.expect(71, "Rank 1 exited with code 0 at step 4, before the run was complete")
     return "71"
 
 

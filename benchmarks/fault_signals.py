@@ -210,7 +210,7 @@ def _stopped(stage: Stage) -> str:
     pid = process.when()
     time.sleep(6.0)
     os.kill(pid, signal.SIGCONT)
-    process.end().expect(0, "Rank 1 lags: no sign of life")
+    process.end().expect(0, "Rank 1 is slow: no progress")
     return f"'Rank 1 lags', {same(stage.folder / 'run', stage.whole())}"
 
 
@@ -221,7 +221,7 @@ def hung(stage: Stage, action: str) -> str:
     process.when()
     began = time.monotonic()
     ended = process.end().expect(
-        72, "HangError: Rank 1 has given no sign", "collective ", "rank 0:"
+        72, "HangError: Rank 1 has made no progress", "collective ", "rank 0:"
     )
     seconds = soon(began, 13.5)
     check(", line " in ended.errors, ended.errors[:300])
@@ -239,8 +239,8 @@ case("A24", "rank 1 holds its interpreter (C sleep), watchdog 8 s", "72 by the l
 @case("A25", "rank 1 dies at the same step each time", "93 after 3 restarts")
 def _loop(stage: Stage) -> str:
     code = "before(Trainer, 'issue_step', at(5, 1, kill, ''))"
-    ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(93, "3 restarts in a row")
-    check(ended.errors.count("Starting all ranks again") == 3, ended.errors)
+    ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(93, "3 consecutive restarts")
+    check(ended.errors.count("Restarting all ranks") == 3, ended.errors)
     return "93 after 3 restarts"
 
 
@@ -360,7 +360,7 @@ before(Trainer, "issue_step", _dies)
         "--checkpoint.interval=2",
     ]
     ended = stage.run(*RUN, *words, faults={TRAINER: code})
-    ended.expect(0, "Going on with the grid data=1")
+    ended.expect(0, "Continuing on the grid data=1")
     run, whole = stage.folder / "run", stage.whole()
     check(len(losses(run)) == len(losses(whole)), "other steps")
-    return f"'Going on with the grid data=1', {close(run, whole)}"
+    return f"'Continuing on the grid data=1', {close(run, whole)}"

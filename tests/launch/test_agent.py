@@ -70,11 +70,11 @@ def run(action: Callable[[], object], **policy: object) -> int:
 def test_a_killed_rank_is_started_again_with_all_others(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(kill(signal.SIGKILL), max_restarts=3) == 0
     assert capfd.readouterr().err == (
-        "Rank 1 was killed by signal 9 (SIGKILL) at step 4. Memory may have run out. Starting all "
-        "ranks again from the newest checkpoint (1 of 3 without a new step).\n"
+        "Rank 1 was killed by signal 9 (SIGKILL) at step 4. The host may be out of memory. "
+        "Restarting all ranks from the latest checkpoint (1 of 3 without a new step).\n"
     )
     assert run(kill(signal.SIGKILL)) == 71
-    assert "Memory may have run out. All ranks were ended." in capfd.readouterr().err
+    assert "The host may be out of memory. All ranks were stopped." in capfd.readouterr().err
 
 
 def test_a_fault_of_a_rank_ends_the_run_unless_asked_otherwise(
@@ -95,7 +95,7 @@ def test_mistakes_and_silent_ends_are_not_tried_again(capfd: pytest.CaptureFixtu
     assert run(partial(_raise, DataError), max_restarts=3, restart_on_error=True) == 65
     assert "rank 1: DataError: words of rank 1" in capfd.readouterr().err
     assert run(partial(os._exit, 0), max_restarts=3) == 71
-    assert "Rank 1 ended with exit code 0 at step 4, before the run" in capfd.readouterr().err
+    assert "Rank 1 exited with code 0 at step 4, before the run" in capfd.readouterr().err
 
 
 def _late_end(me: ProcessInfo) -> int:
@@ -112,10 +112,10 @@ def test_a_crash_loop_ends_or_goes_on_smaller(capfd: pytest.CaptureFixture[str])
     policy = RestartPolicy(max_restarts=2, grids=PAIR)
     assert launch.launch_ranks(2, _always, preload=FAST, policy=policy) == 93
     text = capfd.readouterr().err
-    assert text.count("Starting all ranks again") == 2 and "no further than step 4" in text
+    assert text.count("Restarting all ranks") == 2 and "no progress beyond step 4" in text
     policy = RestartPolicy(max_restarts=1, grids=(*PAIR, ("data=1", 1)))
     assert launch.launch_ranks(2, _always, preload=FAST, policy=policy) == 0
-    assert "Going on with the grid data=1 on 1 rank(s)" in capfd.readouterr().err
+    assert "Continuing on the grid data=1 with 1 rank(s)" in capfd.readouterr().err
 
 
 def _waiting(folder: Path, me: ProcessInfo) -> int:
@@ -203,7 +203,7 @@ def test_a_signal_before_the_first_step_ends_all_at_once(
 ) -> None:
     code, seconds = told(tmp_path, partial(_waiting, tmp_path), signal.SIGTERM)
     assert code == 75 and seconds < 2.0
-    assert capfd.readouterr().err == "Stopped before a step was taken. There was nothing to save.\n"
+    assert capfd.readouterr().err == "Stopped before the first step. There was nothing to save.\n"
 
 
 def _silent(action: Callable[[], object], seconds: float, me: ProcessInfo) -> int:
@@ -243,7 +243,7 @@ def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[
     assert launch.launch_ranks(2, task, preload=FAST, policy=policy) == 72
     assert time.monotonic() - start < 1.5 + 5.0
     text = capfd.readouterr().err
-    assert "HangError: Rank 1 has given no sign of life" in text and "(SIGSTOP)" in text
+    assert "HangError: Rank 1 has made no progress" in text and "stopped by SIGSTOP" in text
     assert "rank 0: section step, step 2, operation 3: all_gather over data" in text
     assert "in _silent" in text, "the stack of the rank that can answer"
     assert "rank 1: section step, step 2, operation 2: barrier" in text and "(state T)" in text
@@ -263,7 +263,7 @@ def test_a_rank_that_lags_is_named_once(capfd: pytest.CaptureFixture[str]) -> No
     task = partial(_silent, partial(_pause, 2.8), 0.0)
     assert launch.launch_ranks(2, partial(_late, task), preload=FAST, policy=policy) == 0
     text = capfd.readouterr().err
-    assert text.count("lags") == 1 and "Rank 1 lags: no sign of life for" in text
+    assert text.count("is slow") == 1 and "Rank 1 is slow: no progress for" in text
 
 
 def _late(task: Callable[[ProcessInfo], int], me: ProcessInfo) -> int:
@@ -338,4 +338,4 @@ def test_a_signal_to_a_command_that_has_just_begun() -> None:
     early = "import os, sys; sys.argv = ['', 'train']; import ranvier.__main__ as m; "
     early += "m.launch.read_process_info = lambda: os.kill(os.getpid(), 15); m.main()"
     end = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True)
-    assert end.returncode == 75 and end.stderr.startswith("Stopped before a step was taken.")
+    assert end.returncode == 75 and end.stderr.startswith("Stopped before the first step.")

@@ -109,16 +109,16 @@ def test_torchrun_wins_and_one_task_is_none() -> None:
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set, but RANK is"),
-        ({**TORCH, "RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set, but RANK is set"),
+        ({**TORCH, "RANK": "4"}, "RANK=4 is not less than WORLD_SIZE=4"),
         ({**TORCH, "RANK": "x"}, "RANK='x' is not a number"),
         ({**TORCH, "MASTER_PORT": "²"}, "MASTER_PORT='²' is not a number"),
-        ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_NTASKS=8"),
+        ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not less than SLURM_NTASKS=8"),
         ({**SLURM, "SLURM_LOCALID": "-1"}, "SLURM_LOCALID='-1' is not a number"),
         ({**SLURM, "SLURM_NODEID": "a"}, "SLURM_NODEID='a' is not a number"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_STEP_TASKS_PER_NODE='4(y2)' is"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-"}, "'a[1-' is not a list of hosts"),
-        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-x]"}, "'a[1-x]' is not a list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-"}, "'a[1-' is not a valid host list"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-x]"}, "'a[1-x]' is not a valid host list"),
     ],
 )
 def test_mistakes_of_launchers_are_told(environment: dict[str, str], says: str) -> None:
@@ -224,7 +224,7 @@ def test_a_first_signal_is_noted(first: int, capfd: pytest.CaptureFixture[str]) 
         assert end.value.args == (first,)
         send(signal.SIGUSR1, signal.SIGUSR2)
     assert handlers() == before and stop.signal == first
-    assert capfd.readouterr().err.count("Stopping: finishing the step") == 1
+    assert capfd.readouterr().err.count("Stopping after this step") == 1
 
 
 def test_other_ranks_are_quiet_and_other_threads_untouched(

@@ -65,7 +65,7 @@ LOST = report(71, secondary=True, time=9.9)
             False,
             "fault",
             71,
-            "ended with exit code 0",
+            "exited with code 0",
         ),
         (
             [outcome(0, 70, report=report(70)), outcome(1, 71, report=LOST)],
@@ -84,7 +84,7 @@ LOST = report(71, secondary=True, time=9.9)
         ([outcome(0, 70, report=report(70)), outcome(1, -9)], False, "lost", 71, "Rank 1 was kill"),
         ([outcome(0, 71, report=LOST), outcome(1, 71, report=LOST)], False, "error", 71, "lost a"),
         ([outcome(0, 75), outcome(1, -9)], False, "error", 71, "Rank 1 was killed by signal 9"),
-        ([outcome(0, 3), outcome(1, 0, DONE)], False, "error", 3, "Rank 0 ended with exit code 3"),
+        ([outcome(0, 3), outcome(1, 0, DONE)], False, "error", 3, "Rank 0 exited with code 3"),
         ([outcome(0, 1, DONE), outcome(1, 1, DONE)], False, "error", 1, ""),
         ([outcome(0, 0, DONE), outcome(1, 0, DONE)], True, "done", 0, ""),
         ([outcome(0, 0, DONE), outcome(1, -9, DONE)], False, "done", 0, ""),
@@ -112,7 +112,7 @@ def test_tries_without_a_new_step_are_counted() -> None:
     assert (then.restart, then.exit_code) == (
         False,
         93,
-    ) and "no further than step 6" in then.message
+    ) and "no progress beyond step 6" in then.message
     assert [failure.step for failure in history.failures] == [5, 5, 6, 4, 6]
     assert {failure.grid for failure in history.failures} == {"data=4"}
 
@@ -142,7 +142,7 @@ def test_the_largest_smaller_grid_is_taken_without_the_rank_that_failed() -> Non
     history = RestartHistory(RestartPolicy(max_restarts=1, grids=GRIDS))
     assert history.decide_after(lost(5, rank=2)).restart
     then = history.decide_after(lost(5, rank=2))
-    assert then.restart and "Going on with the grid row=3 on 3 rank(s)" in then.message
+    assert then.restart and "Continuing on the grid row=3 with 3 rank(s)" in then.message
     assert (history.grid_index, history.excluded_rank, history.idle_restarts) == (2, 2, 0)
     assert history.decide_after(lost(5, rank=0)).restart
     assert "the grid data=2" in history.decide_after(lost(5, rank=1)).message

@@ -166,11 +166,11 @@ def test_a_listener_is_where_it_was_asked_for_and_keeps_its_port() -> None:
         assert listening() == [(address, port)]
         with pytest.raises(CommunicationError) as error:
             store.open_listener("127.0.0.1", port)
-        assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in str(error.value)
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in str(error.value)
         host = store.open_tcp_store("", 0, 5.0, listener=listener)
         assert host.port == port
     for address in ("203.0.113.7", "no.such.host.invalid"):
-        with pytest.raises(CommunicationError, match=f"cannot listen at {address}"):
+        with pytest.raises(CommunicationError, match=f"cannot listen on {address}"):
             store.open_listener(address, port)
 
 
@@ -209,7 +209,7 @@ def test_a_key_of_the_user_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UnsafeInputError, match="chmod 600"):
         store.user_key()
     monkeypatch.setenv("RANVIER_KEY_FILE", str(tmp_path))
-    with pytest.raises(UnsafeInputError, match="no regular file"):
+    with pytest.raises(UnsafeInputError, match="not a regular file"):
         store.user_key()
     monkeypatch.setenv("RANVIER_KEY_FILE", str(tmp_path / "none"))
     with pytest.raises(PlanError, match="cannot be read"):

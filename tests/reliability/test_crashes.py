@@ -92,7 +92,7 @@ def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Pa
     assert code == 0, errors
     killed = [name for name in (*PHASES, "load") if (tmp_path / name).exists()]
     assert killed == [*PHASES, "load"], errors
-    assert errors.count("Starting all ranks again") == len(killed), errors
+    assert errors.count("Restarting all ranks") == len(killed), errors
     assert losses(tmp_path / "run") == losses(whole)
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(STEPS))
     ours, theirs = (
@@ -145,7 +145,7 @@ def test_a_run_goes_on_with_a_smaller_grid(tmp_path: Path, whole: Path) -> None:
     """A25, elastic: one of two ranks is lost for good."""
     words = [*PAIR, *EVERY, "--launch.fallback-grids", "data=1", "--launch.max-restarts", "1"]
     code, _, errors = ended(started(tmp_path, *words, patch=("ranvier.train.trainer", ALWAYS)))
-    assert code == 0 and "Going on with the grid data=1 on 1 rank(s)" in errors, errors
+    assert code == 0 and "Continuing on the grid data=1 with 1 rank(s)" in errors, errors
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-6)
     (launch,) = folders.read_launches(tmp_path / "run")
     assert [failure["grid"] for failure in launch["failures"]] == ["data=2", "data=2"]

@@ -405,7 +405,7 @@ def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     code, out, errors = ended(process)
     assert code == 75 and "Traceback" not in errors, errors
-    assert "ranvier train run" in out and "Stopping: finishing the step" in errors
+    assert "ranvier train run" in out and "Stopping after this step" in errors
     done = len(metrics(folder / "run"))
     more = ["train", "run", "--nproc", "2", "--train.steps", str(done + 3)]
     code, out, errors = ended(started(folder, *more))

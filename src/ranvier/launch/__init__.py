@@ -1,6 +1,6 @@
 """Launch: ranks, process groups, agents and signals; the only package that reads the environment.
 
-What only runs need is imported lazily, so that `ranvier plan` starts sooner.
+Names that only runs need are imported lazily, so that `ranvier plan` starts sooner.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily what only runs need."""
+    """Imports names that only runs need lazily."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"ranvier.launch.{home}"), name)

@@ -1,6 +1,6 @@
-"""Agent: starts local ranks, monitors them, and restarts them where that may help.
+"""Agent: starts local ranks, monitors them, and restarts them if that may help.
 
-A rank that fails ends all ranks of its attempt; its own message is shown, not the broken
+A rank that fails ends all ranks of its attempt. Its own message is shown, not the broken
 connections of the others. Each attempt has its own store, with a prefix that only its ranks know.
 """
 
@@ -50,15 +50,15 @@ from ranvier.system import file_handles
 from ranvier.system.terminal import print, write_raw
 
 GRACE_SECONDS = 4.0
-"""How long the other ranks may take to end by themselves after one has failed."""
+"""Time that the other ranks have to exit after one has failed."""
 START_SECONDS = 2.0
-"""The same for ranks that are still starting: they can only report why."""
+"""The same for ranks that are still starting, which can only report an error."""
 STOP_SECONDS = 600.0
-"""How long the other ranks may still save after one has stopped because of a signal."""
+"""Time that the other ranks have to save after one has stopped because of a signal."""
 DONE_SECONDS = 30.0
-"""How long a rank may take to exit when its work is done."""
+"""Time that a rank has to exit after its work is done."""
 HEARTBEAT_POLL_SECONDS = 0.5
-"""How often the heartbeats are read."""
+"""Interval at which the heartbeats are read."""
 HANDLES_PER_RANK = 8
 """File handles that a launcher needs per rank."""
 RankTask = Callable[[ProcessInfo], int]
@@ -70,13 +70,13 @@ class SignalRelay(GracefulStop):
     def __init__(self) -> None:
         super().__init__(patient=True)
         self.exit_code = 0
-        """Exit code, once all ranks are to end at once; 0 before."""
+        """Exit code if all ranks are to end at once; 0 before."""
 
     def on_first_signal(self, number: int) -> None:
         """Do nothing: `WorkerGroup.wait_for_end` forwards it to the ranks."""
 
     def on_repeated_signal(self, number: int) -> None:
-        """Have all ranks ended at once."""
+        """Ends all ranks at once."""
         self.exit_code = 128 + number
 
 
@@ -91,9 +91,9 @@ class WorkerGroup:
         self.notice_times: dict[int, float] = {}
         self.killed_ranks: set[int] = set()
         self.deadline = math.inf
-        """When the remaining ranks are killed."""
+        """Time at which the remaining ranks are killed."""
         self.hang_message = ""
-        """Message of a hang; empty if there was none."""
+        """Message of a hang; empty without one."""
         self.has_warned = self.has_forwarded = self.has_failed = False
         context = multiprocessing.get_context("forkserver")
         for me in members:
@@ -102,13 +102,13 @@ class WorkerGroup:
             self.children.append(context.Process(target=run_rank, args=(me, task), daemon=True))
             self.children[-1].start()
             if me.listener is not None:
-                # The rank has its own duplicate of the socket.
+                # The rank has its own copy of the socket.
                 me.listener.close()
 
     def wait_for_end(
         self, watchdog: float, over: Callable[[bool], bool] = lambda _: False
     ) -> AttemptResult:
-        """Wait until all ranks have ended.
+        """Waits until all ranks have ended.
 
         over: called with whether a rank has failed here; returns whether one has failed elsewhere.
         """
@@ -165,8 +165,8 @@ class WorkerGroup:
             if child.exitcode is None or i in self.notice_times:
                 continue
             self.notice_times[i] = time.time()
-            # A rank that is done, or has stopped cleanly, leaves the others time to save. After a
-            # failure they only get the time to report it.
+            # A rank that is done, or has stopped cleanly, gives the others time to save. After a
+            # failure they only have time to report it.
             silent = not os.stat(self.members[i].error_file).st_size
             if silent and self.heartbeats[i].read_state().section == DONE:
                 self._set_deadline(STOP_SECONDS)
@@ -185,7 +185,8 @@ class WorkerGroup:
         return any(self.heartbeats[i].read_state().section == START for i in self.alive_ranks())
 
     def _forward_signal(self) -> None:
-        """Forward the signal to all ranks; while they start they may ignore it, and are killed."""
+        """Forwards the signal to all ranks. Ranks that are starting may ignore it, so they are
+        killed."""
         self.has_forwarded = True
         if self._is_starting():
             self.kill_ranks()
@@ -194,12 +195,12 @@ class WorkerGroup:
                 os.kill(self.children[i].pid or 0, self.signal_relay.signal)
 
     def _check_heartbeats(self, eye: watch.Watchdog) -> None:
-        """Warn of a rank that lags, and kill all ranks if one hangs."""
+        """Warns about a slow rank, and kills all ranks if one hangs."""
         alive = self.alive_ranks()
         beats = self.read_heartbeats()
         for i, age in zip(alive, eye.silence_seconds([beats[i] for i in alive]), strict=True):
             if beats[i].section == DONE and age > DONE_SECONDS:
-                # Its work is done, whatever keeps it from exiting.
+                # Its work is done, so it does not matter what keeps it from exiting.
                 self.children[i].kill()
         mine = [beats[i] for i in alive]
         pids = [self.children[i].pid for i in alive]
@@ -207,9 +208,9 @@ class WorkerGroup:
             self.has_warned = True
             worst = watch.find_slowest_rank(mine, [watch.process_state(pid) for pid in pids])
             print(
-                f"Rank {self.members[alive[worst]].rank} lags: no sign of life for "
+                f"Rank {self.members[alive[worst]].rank} is slow: no progress for "
                 f"{max(eye.silence_seconds(mine)):.0f} s in section {mine[worst].section} "
-                f"after step {mine[worst].step}. The others wait for it.",
+                f"after step {mine[worst].step}. The other ranks wait for it.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -247,16 +248,16 @@ def launch_ranks(
     timeout_seconds: float = 600.0,
     ended: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
-    """Run `task` as `nproc` local ranks, on one node or several, and return the exit code.
+    """Runs `task` as `nproc` local ranks, on one node or several, and returns the exit code.
 
     preload: see `start_forkserver`; timeout_seconds: how long nodes wait for each other at the
     start; ended: called with exit code and message, on the first node, when all ranks have ended.
     """
-    # First of all, so that the imports overlap with what follows.
+    # First, so that the imports overlap with the following code.
     start_forkserver(preload)
-    file_handles.require_handles(HANDLES_PER_RANK * nproc, f"A launcher of {nproc} ranks")
+    file_handles.require_handles(HANDLES_PER_RANK * nproc, f"Launching {nproc} ranks")
     policy = policy or RestartPolicy(grids=(("", nproc),))
-    # On one node a fresh key is passed to the ranks; several nodes must share the user's key.
+    # On one node a new key is passed to the ranks; several nodes must share the user's key.
     if nodes is None:
         key = new_key()
     else:
@@ -308,10 +309,10 @@ class LocalAgent:
         store: SharedFile | None = None,
         listener: socket.socket | None = None,
     ) -> AttemptResult:
-        """Start this node's ranks of an attempt and wait for their end.
+        """Starts this node's ranks of an attempt and waits for their end.
 
-        store: file of the store, if all ranks are on this node; listener: else the socket of rank
-        0, if it is on this node.
+        store: file of the store if all ranks are on this node; listener: otherwise the socket of
+        rank 0 if it is on this node.
         """
         places = order.local_ranks[str(node)]
         first = order.first_ranks[str(node)]
@@ -350,7 +351,7 @@ class LocalAgent:
             for file in shared:
                 file.close()
         if end.exit_code and sys.stdout.isatty():
-            # A progress display that was killed has hidden the cursor: show it.
+            # A progress display that was killed has hidden the cursor, so show it.
             write_raw("\x1b[?25h\n")
         return end
 

@@ -1,9 +1,9 @@
 """Environment: rank and world size of this process, and the variables that libraries read.
 
-Ranks come from the variables of torchrun, mpirun or srun. Heterogeneous jobs of Slurm are not
-handled.
+Ranks come from the variables of torchrun, mpirun or srun. Heterogeneous Slurm jobs are not
+supported.
 
-Cache directories, and whether Triton kernels can be built.
+Also finds cache directories, and whether Triton kernels can be built.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Failure:
 
     attempt: int
     step: int
-    """The step that was reached; -1: none."""
+    """Last step that was reached; -1 if none."""
     why: str
     grid: str
     """The grid of the attempt."""
@@ -56,27 +56,28 @@ class ProcessInfo:
     address: str = "127.0.0.1"
     port: int = 0
     error_file: str | SharedFile = ""
-    """Where to write the error for the agent that started this rank; empty: print it."""
+    """File for the error report that the agent reads; if empty, errors are printed."""
     launcher: str = ""
-    """The program that started the ranks; empty: this package."""
+    """Program that started the ranks; empty for this package."""
     heartbeat_file: str | SharedFile = ""
-    """Where to write heartbeats; empty: this rank is not watched from outside."""
+    """File of the heartbeats; empty if the rank is not monitored from outside."""
     stack_file: str | SharedFile = ""
-    """Where to write the stacks of this rank on request or after a crash."""
+    """File for the stacks of this rank, on request or after a crash."""
     store_file: SharedFile | None = field(default=None, repr=False)
-    """File of the store, if all ranks are on one node; None: rank 0 hosts it at the address."""
+    """File of the store if all ranks are on one node; otherwise rank 0 hosts it at the address."""
     listener: socket.socket | None = field(default=None, repr=False)
-    """The socket at which rank 0 listens, opened by its launcher; None: it opens its own."""
+    """Listening socket of rank 0, opened by its launcher; None if rank 0 opens its own."""
     store_prefix: str = field(default="", repr=False)
-    """Prefix of all store keys, secret to the ranks of one attempt; empty: from the user's key."""
+    """Secret prefix of all store keys of an attempt; if empty, it is derived from the user's
+    key."""
     attempt: int = 0
     """Number of earlier attempts of this run."""
     grid_index: int = 0
-    """Index of the grid that the launcher has chosen; 0 is the requested one."""
+    """Index of the grid that the launcher chose; 0 is the requested one."""
     failures: tuple[Failure, ...] = ()
     """Why earlier attempts failed."""
     start_time: float = 0.0
-    """When the launcher started (Unix time); 0: with this process."""
+    """Start of the launcher (Unix time); 0 means the start of this process."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,17 @@ class Launcher:
     name: str
     rank_variable: str
     world_size_variables: tuple[str, ...]
-    """The first one that is set is used."""
+    """The first variable that is set is used."""
     local_rank_variable: str
     local_world_size_variables: tuple[str, ...]
-    """The first one that is set is used: a number, or one per node as in `4(x2),3`."""
+    """The first variable that is set is used: a number, or one per node as in `4(x2),3`."""
     node_variable: str = ""
-    """The index of this node."""
+    """Index of this node."""
     host_list_variables: tuple[str, ...] = ()
-    """The first one that is set is used: the hosts of all ranks, as in `node[01-04,07],gpu3`."""
+    """The first variable that is set is used: the hosts of all ranks, as in
+    `node[01-04,07],gpu3`."""
     job_variables: tuple[str, ...] = ()
-    """Identify the job; the port is derived from them."""
+    """Variables that identify the job; the port is derived from them."""
 
     def find_world_size_variable(self, env: Mapping[str, str]) -> str:
         """Return the variable that holds the number of ranks, empty if none is set."""
@@ -104,7 +106,7 @@ class Launcher:
 
 TORCHRUN = Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
 LAUNCHERS = (
-    # Before srun, with which mpirun may start its own processes.
+    # Before srun, because mpirun may start its processes with srun.
     Launcher(
         name="mpirun",
         rank_variable="OMPI_COMM_WORLD_RANK",
@@ -138,7 +140,7 @@ def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessIn
     others = [
         it for it in LAUNCHERS if it.rank_variable in env and it.find_world_size_variable(env)
     ]
-    # Variables of torchrun come first if they are complete: it may itself be started by srun.
+    # Complete torchrun variables take precedence, because torchrun may be started by srun.
     if others and missing:
         if env[others[0].find_world_size_variable(env)] != "1":
             return _parse_process_info(others[0], env)
@@ -147,8 +149,8 @@ def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessIn
         return None
     if missing:
         raise PlanError(
-            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A "
-            "launcher sets all four. Start with --nproc or torchrun, or set the others."
+            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is set. "
+            "A launcher sets all four. Use --nproc or torchrun, or set the missing variables."
         )
     return _parse_process_info(TORCHRUN, env)
 
@@ -160,8 +162,8 @@ def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessIn
     world = _parse_count(count, env[count])
     if rank >= world:
         raise PlanError(
-            f"{launcher.rank_variable}={rank} is not below {count}={world}. Ranks count from "
-            "0. Mend one."
+            f"{launcher.rank_variable}={rank} is not less than {count}={world}. Ranks are numbered "
+            "from 0. Fix one of these variables."
         )
     local_world = world
     known = [name for name in launcher.local_world_size_variables if name in env]
@@ -170,7 +172,7 @@ def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessIn
         local_world = _parse_count(known[0], _count_on_node(env[known[0]], node))
     alone = bool(known) and local_world == world
     job = ".".join(env[name] for name in launcher.job_variables if name in env)
-    # All ranks derive the same port, and jobs that share a node most likely get different ones.
+    # All ranks derive the same port, and jobs that share a node very likely get different ports.
     if job:
         port = 20000 + zlib.crc32(job.encode()) % 20000
     else:
@@ -192,13 +194,14 @@ def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessIn
 def _parse_count(name: str, text: str) -> int:
     if not text.isdecimal():
         raise PlanError(
-            f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or mend it."
+            f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or fix it."
         )
     return int(text)
 
 
 def _count_on_node(text: str, node: int) -> str:
-    """Return the count of one node in a list such as `4(x2),3`; the text itself if it is none."""
+    """Returns the count of one node in a list such as `4(x2),3`, or the text if it is not a
+    list."""
     counts: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -211,7 +214,7 @@ def _count_on_node(text: str, node: int) -> str:
 
 
 def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
-    """Return the address of rank 0: this node if it is the only one, else the first of the job."""
+    """Returns the address of rank 0: this node if it is the only one, else the first of the job."""
     names = [name for name in launcher.host_list_variables if env.get(name)]
     if names and not alone:
         every = parse_host_list(env[names[0]])
@@ -223,7 +226,7 @@ def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) 
         return every[0]
     raise PlanError(
         f"{launcher.name} has started {env[launcher.find_world_size_variable(env)]} ranks on "
-        "several nodes, but MASTER_ADDR is not set. All ranks meet at the host of rank 0. Set "
+        "several nodes, but MASTER_ADDR is not set. All ranks connect to the host of rank 0. Set "
         "MASTER_ADDR to its name."
     )
 
@@ -233,7 +236,7 @@ def parse_host_list(text: str) -> list[str]:
     names: list[str] = []
     if not re.fullmatch(r"[^\[\]]*(\[\d+(-\d+)?(,\d+(-\d+)?)*\][^\[\]]*)*", text):
         raise PlanError(
-            f"{text!r} is not a list of hosts. Slurm writes them as node[01-04,07],gpu3. Set "
+            f"{text!r} is not a valid host list. Slurm uses the form node[01-04,07],gpu3. Set "
             "MASTER_ADDR to the host of rank 0."
         )
     for term in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
@@ -262,29 +265,29 @@ def is_follower() -> bool:
 
 
 def read_environment(*names: str) -> dict[str, str]:
-    """Return those of the variables that are set."""
+    """Returns the given variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def use_expandable_segments() -> None:
-    """Enable expandable segments in torch's CUDA allocator, against fragmentation.
+    """Enables expandable segments in torch's CUDA allocator, which reduces fragmentation.
 
-    Must be called before CUDA is first used.
+    Must be called before the first use of CUDA.
     """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def keep_freed_memory() -> None:
-    """Have the CPU allocator keep memory that a step frees for the next step, in huge pages.
+    """Makes the CPU allocator keep memory that a step frees for the next step, in huge pages.
 
-    By default glibc returns large blocks to the system at once, and each step pays for new pages.
-    Settings in the user's environment take precedence.
+    By default glibc returns large blocks to the system immediately, and each step has to map new
+    pages. Settings in the user's environment take precedence.
     """
     # torch reads it at its first allocation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    # Fails with other C libraries than glibc.
+    # Fails with C libraries other than glibc.
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         # 32 MiB is the maximum that glibc accepts.
@@ -293,7 +296,7 @@ def keep_freed_memory() -> None:
 
 
 def prepare_sockets(me: ProcessInfo) -> None:
-    """Have Gloo, and on one node NCCL, use only the interface by which rank 0 is reached."""
+    """Restricts Gloo, and on one node NCCL, to the network interface that reaches rank 0."""
     if me.store_file is not None:
         name = "lo"
     else:
@@ -320,7 +323,7 @@ def interface_towards(address: str) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """Return the interface that has an IPv4 address; empty if none has."""
+    """Returns the interface with an IPv4 address; empty if there is none."""
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -333,18 +336,18 @@ def _interface_of(address: str) -> str:
 
 
 def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
-    """Set the variables that NCCL and torch read when the first communicator is created.
+    """Sets the variables that NCCL and torch read when the first communicator is created.
 
-    share_gpu: several ranks may use the same GPU. NCCL refuses that for ranks of one host, so each
-    gets its own host ID; they then communicate through sockets.
+    share_gpu: whether several ranks may use the same GPU. NCCL rejects that for ranks of one host,
+    so each rank gets its own host ID; they then communicate through sockets.
     """
     wanted = {
         # Connect when a communicator is created, not at its first use.
         "NCCL_RUNTIME_CONNECT": "0",
-        # Our own watchdog notices hangs; torch's complains when the store of rank 0 ends first.
+        # Our own watchdog detects hangs; torch's complains if the store of rank 0 ends first.
         "TORCH_NCCL_ENABLE_MONITORING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-        # Point-to-point transfers have groups of their own.
+        # Point-to-point transfers have their own groups.
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
     }
     if share_gpu:
@@ -361,13 +364,13 @@ def use_deterministic_cublas() -> None:
     good = (":4096:8", ":16:8")
     if os.environ.setdefault(name, good[0]) not in good:
         raise PlanError(
-            f"{name}={os.environ[name]!r} with train.deterministic=True. Products repeat their "
-            f"bits only with {' or '.join(good)}. Unset it or use one of these."
+            f"{name}={os.environ[name]!r} with train.deterministic=True. Matrix products are "
+            f"deterministic only with {' or '.join(good)}. Unset it or use one of these values."
         )
 
 
 def minimal_environment() -> dict[str, str]:
-    """Return the variables that a separate Python needs to start, and the time zone."""
+    """Returns the variables that a separate Python needs to start, and the time zone."""
     names = ("LD_LIBRARY_PATH", "TZ")
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -387,7 +390,7 @@ def cache_dir() -> Path:
     """Return a writable cache directory: the user's, else one in the temporary directory."""
     env = os.environ
     folder = Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "ranvier"
-    # RuntimeError: there is no home directory.
+    # Without a home directory, expanduser raises a RuntimeError.
     with contextlib.suppress(OSError, RuntimeError):
         folder = Path(env.get("RANVIER_CACHE") or folder).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -396,7 +399,7 @@ def cache_dir() -> Path:
     folder = Path(tempfile.gettempdir()) / f"ranvier-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        # Compiled kernels are executed, so nobody else may own the directory or redirect it.
+        # Compiled kernels are executed, so the directory must belong to this user.
         if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
             folder.chmod(0o700)
             return folder
@@ -415,7 +418,7 @@ def is_writable(folder: Path) -> bool:
 
 
 def cache_compiled_kernels() -> None:
-    """Have Inductor and Triton use our cache directory, for the benefit of later runs."""
+    """Makes Inductor and Triton use our cache directory, so that later runs reuse their kernels."""
     folder = cache_dir() / "compiled"
     for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(name, str(folder / part))

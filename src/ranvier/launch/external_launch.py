@@ -1,7 +1,7 @@
-"""The grid of a program that uses the package as a library, under any launcher or alone.
+"""Grid of a program that uses the package as a library, with any launcher or without one.
 
-The program only gives the number of ranks on each axis: rank and addresses come from its launcher,
-the device from the local rank. An existing process group is used as it is.
+The program only gives the number of ranks on each axis. Rank and addresses come from its launcher,
+the device from the local rank. An existing process group is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ranvier.launch.environment import ProcessInfo, read_process_info
 from ranvier.launch.process_group import init_process_group
 
 AxisSizes = Plan | Mapping[str, int]
-"""A plan, or the ranks on each axis; data is inferred if it is left out."""
+"""A plan, or the number of ranks on each axis; `data` is inferred if it is missing."""
 
 
 def build_grid(
@@ -31,10 +31,10 @@ def build_grid(
     inner: InnerSplit | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Grid, torch.device]:
-    """Return the grid of all ranks that were started, and the device of this one.
+    """Returns the grid of all ranks, and the device of this one.
 
-    axes: None: all on data. sizes: units of each dim of the model, which the axes must divide.
-    Communicates: with all ranks, unless there is a process group already.
+    axes: None uses all ranks for data. sizes: units of each dim of the model, which the axes must
+    divide. Communicates: with all ranks, unless a process group already exists.
     """
     me = read_process_info() or ProcessInfo()
     if device is not None:
@@ -42,7 +42,7 @@ def build_grid(
     else:
         here = _local_device(me)
     world = _world_size(me)
-    # Resolve first: an invalid plan fails on every rank before any waits for the others.
+    # Resolved first, so that an invalid plan fails on every rank before any rank waits.
     plan = resolve_axes(axes, world, sizes or {}, inner=inner)
     connected = _join_process_group(me, here)
     return Grid.from_plan(
@@ -53,9 +53,9 @@ def build_grid(
 def resolve_axes(
     axes: AxisSizes | None, world: int, sizes: Mapping[str, int], *, inner: InnerSplit | None = None
 ) -> Plan:
-    """Return the plan of a grid of `world` ranks, or raise a PlanError with every problem.
+    """Returns the plan of a grid of `world` ranks; raises a PlanError with every problem.
 
-    Its batch size is arbitrary: the caller decides how samples are split.
+    Its batch size is arbitrary, because the caller decides how samples are split.
     """
     if isinstance(axes, Plan):
         odd = []
@@ -63,13 +63,13 @@ def resolve_axes(
         odd = sorted({*(axes or {})} - {*AXES})
     if odd:
         raise PlanError(
-            f"{', '.join(odd)}: no axis. The axes are {', '.join(AXES)}. Use one of these."
+            f"{', '.join(odd)} is not an axis. The axes are {', '.join(AXES)}. Use one of them."
         )
     if isinstance(axes, Plan):
         plan = axes
     else:
         plan = Plan(**dict[str, Any](axes or {}))
-    # A batch that every grid divides, so that only the axes are checked.
+    # Use a batch that every grid divides, so that only the axes are checked.
     known = {axis: max(size, 1) for axis, size in plan.degrees.items()}
     plan = replace(
         plan,
@@ -108,7 +108,7 @@ def _join_process_group(me: ProcessInfo, device: torch.device) -> bool:
         from torch import distributed
 
         cuda = device.type == "cuda"
-        # The current device decides where NCCL creates its communicators.
+        # NCCL creates its communicators on the current device.
         if cuda:
             torch.cuda.set_device(device)
         init_process_group(me, backend="nccl" if cuda else "gloo")

@@ -1,6 +1,6 @@
 """Counts every call of a process group, at the point where torch issues it.
 
-That is below `comm`: the counts depend neither on its trace nor on any prediction.
+This is below `comm`, so the counts do not depend on its trace or on any prediction.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ PROCESS_GROUP_METHODS: dict[str, tuple[str, int]] = {
     "send": ("send", 0),
     "recv": ("receive", 0),
 }
-"""Methods of torch's process groups (torch 2.13 renamed three of them): the operation, and which
-argument holds the full tensor."""
+"""Methods of torch's process groups (torch 2.13 renamed three of them): the operation, and the
+index of the argument that holds the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CommCall:
 
 @contextmanager
 def count_comm_calls() -> Iterator[list[CommCall]]:
-    """Yield a list that collects all calls inside, of all threads."""
+    """Yields a list that collects all calls inside the context, of all threads."""
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
     calls = list[CommCall]()
@@ -54,7 +54,7 @@ def count_comm_calls() -> Iterator[list[CommCall]]:
 
         return noted
 
-    # Save the descriptors of the class: what getattr returns would not bind to a group any more.
+    # Save the descriptors of the class, because the result of getattr would not bind to a group.
     before = {
         name: call for name, call in vars(ProcessGroup).items() if name in PROCESS_GROUP_METHODS
     }

@@ -20,7 +20,7 @@ from ranvier.launch.shared_file import SharedFile
 RECORD_LAYOUT = struct.Struct("@ddqq32s192s")
 """Time, slowest step, step, collectives, section, last collective.
 
-Native alignment: a number is then written at once, and never read half-written.
+With native alignment a number is written at once, so readers never see half of it.
 """
 # Parts of the record that are written separately, and their offsets in bytes.
 CLOCK = struct.Struct("@d")
@@ -45,9 +45,9 @@ class HeartbeatState:
     begin_time: float = 0.0
     """When the section or step began, by the monotonic clock that all processes share."""
     slowest_step_seconds: float = 0.0
-    """Seconds of the slowest recent step; 0: none is done."""
+    """Seconds of the slowest recent step; 0 before the first."""
     step: int = -1
-    """Steps taken; -1: not known yet."""
+    """Number of completed steps; -1 if unknown."""
     num_collectives: int = 0
     """Number of collectives issued."""
     section: str = START
@@ -57,7 +57,7 @@ class HeartbeatState:
 
 
 class Heartbeat:
-    """Heartbeat of a rank: in a file that others map, or without a path in private memory."""
+    """Heartbeat of a rank, in a file that others map, or without a path in private memory."""
 
     def __init__(self, path: str | SharedFile = "") -> None:
         self._data: bytearray | mmap.mmap = bytearray(RECORD_LAYOUT.size)
@@ -80,7 +80,7 @@ class Heartbeat:
     def begin_section(self, section: str, step: int | None = None) -> None:
         """Begin a section, or a step if `step` (the number of steps done) is given."""
         now = time.monotonic()
-        # Only the time from one step to the next counts: other sections in between reset it.
+        # Only the time from one step to the next counts, so other sections reset it.
         if step is None:
             self._step_begin = None
         else:
@@ -94,7 +94,7 @@ class Heartbeat:
 
     @contextmanager
     def inside_section(self, section: str) -> Iterator[None]:
-        """Run inside a section, after which the previous one resumes."""
+        """Context of a section; the previous section resumes after it."""
         before = self.read_state().section
         self.begin_section(section)
         yield

@@ -1,7 +1,7 @@
-"""Imported first by the forkserver of local ranks: it ignores signals to its process group.
+"""Imported first by the forkserver of local ranks, to ignore signals to its process group.
 
-Ctrl-C and `timeout` signal every process of a group; ranks get the signal through their parent. The
-server ends with its launcher, and ranks with the server.
+Ctrl-C and `timeout` signal every process of a group; ranks receive the signal through their parent.
+The server ends with its launcher, and the ranks end with the server.
 """
 
 import os

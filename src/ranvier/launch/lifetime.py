@@ -1,7 +1,7 @@
-"""Lifetime: no process outlives the one that it works for, and no directory its process.
+"""Lifetime: no process outlives its launcher, and no temporary directory outlives its process.
 
-The kernel kills the forkserver of local ranks with the launcher, and the ranks with the forkserver:
-at once, whatever they do, even in the middle of an import, a collective or other C code.
+The kernel kills the forkserver of local ranks with the launcher, and the ranks with the forkserver.
+It does so immediately, even during an import, a collective or other C code.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import os
 import signal
 
 CLEANUP_SCRIPT = 'trap "" HUP INT QUIT TERM USR1 USR2; cd /; read -r _; rm -rf -- "$1"'
-"""Shell script: wait for the end of standard input, then remove a directory."""
+"""Shell script that waits for the end of standard input, then removes a directory."""
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, or kill it if it has ended."""
+    """Makes the kernel kill this process when its parent ends; kills it now if the parent has
+    ended."""
     # PR_SET_PDEATHSIG
     die = 1
     with contextlib.suppress(OSError, AttributeError):
@@ -28,23 +29,23 @@ def end_with_parent(parent: int) -> None:
 
 
 def end_children_with_me() -> None:
-    """The same for all processes that are forked from this one, from their start."""
-    # Emptied by the child: grandchildren are not affected.
+    """Does the same for all processes that are forked from this one, from their start."""
+    # The child empties the list, so that grandchildren are not affected.
     parents = [os.getpid()]
     os.register_at_fork(after_in_child=lambda: end_with_parent(parents.pop()) if parents else None)
 
 
 @functools.cache
 def remove_after_end(folder: str, pid: int) -> None:
-    """Remove a directory when this process (pid) has ended, however it ended.
+    """Removes a directory when this process (pid) has ended for any reason.
 
     A shell in its own session waits for the end of a pipe that only this process can write to.
     """
-    # The writer is never closed here: the kernel closes it when the process ends.
+    # The writer is never closed here; the kernel closes it when the process ends.
     reader, _writer = os.pipe()
     quiet = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
-    # Without a shell, or where a spawned process cannot have its own session (macOS), the directory
-    # stays until the system clears its temporary files: that is not a reason to fail.
+    # Without a shell, or if a spawned process cannot have its own session (macOS), the directory
+    # remains until the system clears its temporary files. That is not a reason to fail.
     with contextlib.suppress(OSError, NotImplementedError):
         os.posix_spawn(
             "/bin/sh",

@@ -1,7 +1,8 @@
 """Output that cannot fail: a training run does not stop because its output is no longer read.
 
-`ranvier train | head -1` closes the pipe, a terminal may be gone, the disk behind a redirection
-full. A run then continues silently to its end. Programs that only print end with SIGPIPE as usual.
+`ranvier train | head -1` closes the pipe, a terminal may be closed, or the disk of a redirection
+may be full. The run then continues silently to its end. Programs that only print end with SIGPIPE
+as usual.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 CLOSED_ERRNOS = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors after which the output will never be read again."""
+"""Errors after which the output is never read again."""
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor whose writes never fail: what cannot be written is dropped."""
+    """A file descriptor whose writes never fail; data that cannot be written is dropped."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write and return the number of bytes written; all of them if writing fails."""
+        """Writes and returns the number of bytes written; all of them if writing fails."""
         try:
             return super().write(data)
         except OSError as error:
@@ -55,7 +56,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _make_lasting(stream: TextIO | None, original: TextIO | None) -> TextIO:
-    """Return a stream that never fails; one that a program has installed is left as it is."""
+    """Returns a stream that never fails; a stream installed by a program is returned unchanged."""
     # Closed before the start, for example by `>&-`.
     if stream is None:
         return open(os.devnull, "w", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Joining the process group, and the lifecycle of a local rank, which never outlives its parent."""
+"""Joins the process group, and runs a local rank, which never outlives its parent."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def available_backends() -> list[str]:
 def init_process_group(
     me: ProcessInfo, *, backend: str, timeout_seconds: float = 600.0, share_gpu: bool = False
 ) -> None:
-    """Join the process group of all ranks. Communicates: with all ranks.
+    """Joins the process group of all ranks. Communicates: with all ranks.
 
-    No collective runs over that group itself: the axes of a grid have their own groups, which are
-    connected when they are created. share_gpu: see `prepare_nccl`.
+    No collective runs over this group itself: each axis of a grid has its own group, which is
+    connected when it is created. share_gpu: see `prepare_nccl`.
     """
     from torch import distributed
 
     file_handles.raise_limit()
     # Gloo connects each rank to all others.
     file_handles.require_handles(
-        me.world_size + 8 if backend == "gloo" else 8, f"A run of {me.world_size} ranks"
+        me.world_size + 8 if backend == "gloo" else 8, f"Running on {me.world_size} ranks"
     )
     prepare_sockets(me)
     if backend == "nccl":
@@ -66,16 +66,16 @@ def init_process_group(
     except (RuntimeError, ValueError) as error:
         if file_handles.is_shortage(error):
             raise PlanError(file_handles.describe_shortage()) from error
-        slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
+        slurm = "; in an sbatch script, start the ranks with srun" * (me.launcher == "srun")
         if me.store_file is not None:
             where = ""
         else:
             where = f" at {me.address}:{me.port}"
         first = str(error).partition("\n")[0].rstrip(".")
         raise CommunicationError(
-            f"Rank {me.rank} of {me.world_size} could not join the others{where}: {first}. All "
-            f"ranks must start within {timeout_seconds:.0f} s and reach that address. Check it and "
-            f"the other ranks{slurm}."
+            f"Rank {me.rank} of {me.world_size} could not join the process group{where}: {first}. "
+            f"All ranks must start within {timeout_seconds:.0f} s and reach that address. Check "
+            f"the address and the other ranks{slurm}."
         ) from error
 
 
@@ -83,7 +83,7 @@ def init_process_group(
 def join_process_group(
     me: ProcessInfo, backend: str, timeout_seconds: float, *, share_gpu: bool = False
 ) -> Iterator[None]:
-    """Join the process group of all ranks inside; a single rank needs none."""
+    """Context in which the process group of all ranks exists; a single rank does not need one."""
     if me.world_size == 1:
         yield
         return
@@ -91,15 +91,16 @@ def join_process_group(
 
     init_process_group(me, backend=backend, timeout_seconds=timeout_seconds, share_gpu=share_gpu)
     with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
-        # After an error the process exits (see `report_errors`): a regular shutdown could hang, so
-        # there is no try/finally.
+        # After an error the process exits (see `report_errors`). It does not use try/finally,
+        # because a regular shutdown could hang.
         yield
     distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
-    """Pretend to be one of `world` ranks: collectives return at once with meaningless values."""
+    """Context that simulates one of `world` ranks: collectives return at once with meaningless
+    values."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -111,7 +112,7 @@ def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def local_process_infos(world: int) -> list[ProcessInfo]:
-    """Return the ranks of one node, which share a file store: each is for a separate process.
+    """Returns the ranks of one node, each for a separate process. They share a file store.
 
     They are passed as arguments of processes that `multiprocessing` starts.
     """
@@ -139,19 +140,19 @@ def find_free_port() -> int:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Makes the kernel kill this process when its parent ends."""
     end_with_parent(os.getppid())
 
 
 def start_forkserver(preload: Sequence[str]) -> None:
-    """Start a forkserver: a clean process that imports modules once, from which ranks are forked.
+    """Starts a forkserver: a clean process that imports modules once, and forks the ranks.
 
     It runs in parallel with this process.
     """
     file_handles.raise_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranvier.launch.ignore_signals", *preload])
-    # Otherwise the server would import modules of the working directory before Python's own.
+    # Otherwise the server would import modules of the working directory first.
     os.environ["PYTHONSAFEPATH"] = "1"
     # The server ends with this process; see `ignore_signals`.
     os.environ["RANVIER_LAUNCHER"] = str(os.getpid())
@@ -161,12 +162,12 @@ def start_forkserver(preload: Sequence[str]) -> None:
 
 
 def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
-    """Run a local rank to its end: only rank 0 prints, and the ranks divide the cores."""
+    """Runs a local rank to its end. Only rank 0 prints, and the ranks share the cores."""
     with report_errors(me):
         pulse = Heartbeat(me.heartbeat_file)
         pulse.begin_section(START)
         register_stack_dump(me.stack_file)
-        # In its own session a terminal's Ctrl-C arrives once, through the parent.
+        # In its own session, Ctrl-C in a terminal arrives once, through the parent.
         os.setsid()
         _end_with_launcher()
         import torch
@@ -174,7 +175,7 @@ def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
         # By default each rank would use all cores.
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max((os.cpu_count() or 1) // me.local_world_size, 1))
-        # The descriptor itself is redirected, as C++ code prints to it, too.
+        # The descriptor itself is redirected, because C++ code prints to it as well.
         if me.rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = task(me)
@@ -183,7 +184,7 @@ def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
 
 
 def _end_with_launcher() -> None:
-    """End with the process that requested this rank; the forkserver between may live longer."""
+    """Ends with the process that requested this rank; the forkserver in between may live longer."""
     die_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None

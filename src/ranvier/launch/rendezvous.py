@@ -1,9 +1,9 @@
-"""Rendezvous of nodes: one launcher per node, which start the ranks of a run together.
+"""Rendezvous of nodes: one launcher per node; all launchers start the ranks of a run together.
 
-Node 0 hosts a TCPStore, in which each launcher writes heartbeats and how its part of an attempt
-ended. Node 0 alone decides what follows and writes it to the store as the next order. A node that
-stops sending heartbeats is excluded; if node 0 does, the others exit. Not handled: nodes that join
-later; an excluded node does not come back.
+Node 0 hosts a TCPStore, in which each launcher writes heartbeats and the results of its part of an
+attempt. Only node 0 decides what follows, and writes it to the store as the next order. A node that
+stops sending heartbeats is excluded; if node 0 stops, the others exit. Nodes cannot join later, and
+an excluded node does not come back.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ranvier.system.terminal import print
 
 HEARTBEAT_SECONDS = 1.0
 NODE_TIMEOUT_SECONDS = 10.0
-"""A node without a heartbeat for this long is lost."""
+"""A node without a heartbeat for this time is lost."""
 STORE_POLL_SECONDS = 0.3
-"""How often the store is read during an attempt."""
+"""Interval at which the store is read during an attempt."""
 LOST_EXIT_CODE = CommunicationError.exit_code
 SIGNATURE_LENGTH = 64
 """Characters of the signature before each text in the store."""
@@ -47,24 +47,25 @@ SIGNATURE_LENGTH = 64
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Number and endpoint of this node among all nodes of a run."""
+    """Rank and endpoint of this node among all nodes of a run."""
 
     num_nodes: int
     node_rank: int
     endpoint: str
-    """host:port where node 0 listens."""
+    """host:port on which node 0 listens."""
 
     def __post_init__(self) -> None:
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise PlanError(
-                f"launch.rdzv_endpoint={self.endpoint!r} is no address. All nodes meet where node "
-                "0 listens. Write host:port, for example node01:29400."
+                f"launch.rdzv_endpoint={self.endpoint!r} is not a valid address. All nodes connect "
+                "to node 0 at this address. Use host:port, such as node01:29400."
             )
         if not 0 <= self.node_rank < self.num_nodes:
             raise PlanError(
-                f"launch.node_rank={self.node_rank} is not below launch.nnodes={self.num_nodes}. "
-                "Nodes count from 0, and each has a number of its own. Mend one."
+                f"launch.node_rank={self.node_rank} is not less than "
+                f"launch.nnodes={self.num_nodes}. Nodes are numbered from 0, each with a different "
+                "rank. Fix one of these settings."
             )
 
     @property
@@ -84,7 +85,7 @@ class LaunchOrder:
 
     attempt: int = 0
     exit_code: int | None = None
-    """Exit code if the nodes are to exit; None: run an attempt."""
+    """Exit code if the nodes are to exit; None to run an attempt."""
     grid_index: int = 0
     world_size: int = 0
     address: str = ""
@@ -96,7 +97,7 @@ class LaunchOrder:
     """Local ranks (devices) used on each node."""
     failures: tuple[Failure, ...] = ()
     generation: str = ""
-    """Random text; with the key of the run it gives the store prefix of the attempt."""
+    """Random text that, with the key of the run, gives the store prefix of the attempt."""
 
     def to_json(self) -> str:
         """Serialize to JSON."""
@@ -130,15 +131,15 @@ def root_cause(ends: Sequence[AttemptResult]) -> AttemptResult:
 
 
 class RendezvousStore:
-    """Key-value store of all launchers; it is an error if node 0 does not respond.
+    """Key-value store of all launchers; raises if node 0 does not respond.
 
-    Each text is signed with the key of the run: texts from others are ignored.
+    Each text is signed with the key of the run; texts with other signatures are ignored.
     """
 
     def __init__(self, nodes: NodeInfo, key: str, timeout_seconds: float) -> None:
         self.nodes = nodes
         self._key = key
-        # Node 0 opens the socket itself, so that it listens at one address only.
+        # Node 0 opens the socket itself, so that it listens on one address only.
         first = nodes.node_rank == 0
         if first:
             listener = open_listener(nodes.host, nodes.port)
@@ -146,9 +147,9 @@ class RendezvousStore:
             listener = None
         if listener is not None and is_hidden_loopback(nodes.host, listener.getsockname()[0]):
             print_message(
-                f"{nodes.host} is {listener.getsockname()[0]} on this node, which no other machine "
-                "reaches. Node 0 listens at launch.rdzv_endpoint only. Give the address of an "
-                "interface."
+                f"{nodes.host} is {listener.getsockname()[0]} on this node, which other machines "
+                "cannot reach. Node 0 listens only at launch.rdzv_endpoint. Use the address of a "
+                "network interface."
             )
         try:
             store = open_tcp_store(nodes.host, nodes.port, timeout_seconds, listener=listener)
@@ -157,10 +158,10 @@ class RendezvousStore:
         except RuntimeError as error:
             raise CommunicationError(
                 f"Node {nodes.node_rank} could not reach node 0 at {nodes.endpoint}: "
-                f"{str(error).splitlines()[0]}. All nodes must start within "
-                f"{timeout_seconds:.0f} s. Check launch.rdzv_endpoint."
+                f"{str(error).splitlines()[0]}. All nodes must start within {timeout_seconds:.0f} "
+                "s. Check launch.rdzv_endpoint."
             ) from None
-        # The long timeout is for the start only; from here on node 0 must answer quickly.
+        # The long timeout is only for the start; from here on node 0 must respond quickly.
         check_same_key(self._store, first, nodes.endpoint)
         self._store.set_timeout(datetime.timedelta(seconds=NODE_TIMEOUT_SECONDS))
 
@@ -170,7 +171,7 @@ class RendezvousStore:
             self._store.set(name, derive_prefix(self._key, "signed", name, text) + text)
 
     def read_text(self, name: str) -> str | None:
-        """Return the text under a name; None if there is none, or its signature is wrong."""
+        """Returns the text under a name; None if there is none, or if its signature is wrong."""
         with self._report_lost_node_0():
             # `get` would block until the key exists.
             if not self._store.check([name]):
@@ -178,7 +179,7 @@ class RendezvousStore:
             signed = self._store.get(name).decode(errors="replace")
         signature = signed[:SIGNATURE_LENGTH]
         text = signed[SIGNATURE_LENGTH:]
-        # The name is part of the signature: a text cannot be replayed under another name.
+        # The name is part of the signature, so a text cannot be replayed under another name.
         good = derive_prefix(self._key, "signed", name, text)
         return text if hmac.compare_digest(good.encode(), signature.encode()) else None
 
@@ -188,8 +189,8 @@ class RendezvousStore:
             yield
         except RuntimeError:
             raise CommunicationError(
-                f"Node 0 at {self.nodes.endpoint} is gone. It keeps the others together. Start all "
-                "nodes again; the run goes on from its newest checkpoint."
+                f"Node 0 at {self.nodes.endpoint} does not respond. It coordinates all nodes. "
+                "Start all nodes again; the run resumes from its latest checkpoint."
             ) from None
 
     def send_heartbeats(self, ended: threading.Event) -> None:
@@ -201,18 +202,18 @@ class RendezvousStore:
 
 
 class NodeHeartbeats:
-    """When node 0 last saw a new heartbeat of each node, by its own clock (clocks differ)."""
+    """Time at which node 0 last saw a new heartbeat of each node, by its own clock."""
 
     def __init__(self, board: RendezvousStore) -> None:
         self.store = board
         self.last_seen: dict[int, tuple[str | None, float]] = {}
 
     def lost_nodes(self, nodes: Sequence[int]) -> list[int]:
-        """Return the nodes without a heartbeat for too long; node 0 is never lost to itself."""
+        """Returns the nodes without a heartbeat for too long, except node 0."""
         now = time.monotonic()
         for node in nodes:
             text = self.store.read_text(f"beat/{node}")
-            # Any change counts as a heartbeat: the clocks of nodes are not compared.
+            # Any change counts as a heartbeat, because the clocks of nodes differ.
             if node not in self.last_seen or self.last_seen[node][0] != text:
                 self.last_seen[node] = (text, now)
         return [
@@ -231,7 +232,7 @@ class Coordinator:
         self.assignments: dict[int, tuple[int, list[int]]] = {}
 
     def wait_for_nodes(self, seconds: float, told: GracefulStop) -> bool:
-        """Wait until all nodes have registered; False if a signal to stop comes first."""
+        """Waits until all nodes have registered; returns False if a stop signal arrives first."""
         limit = time.monotonic() + seconds
         count = self.store.nodes.num_nodes
         while len(self.local_ranks) < count:
@@ -246,21 +247,21 @@ class Coordinator:
             if time.monotonic() > limit:
                 missing = [str(node) for node in range(count) if node not in self.local_ranks]
                 raise CommunicationError(
-                    f"Node(s) {', '.join(missing)} did not come within {seconds:.0f} s. All "
-                    f"launch.nnodes={count} must start. Start them, or use fewer."
+                    f"Node(s) {', '.join(missing)} did not start within {seconds:.0f} s. All "
+                    f"launch.nnodes={count} nodes must start. Start them, or use fewer nodes."
                 )
             time.sleep(0.1)
         world = self.history.policy.grids[0][1]
         there = sum(map(len, self.local_ranks.values()))
         if there != world:
             raise PlanError(
-                f"The nodes have {there} ranks, the plan {world}. All must start the same number. "
-                "Give each the same nproc."
+                f"The nodes have {there} ranks, but the plan needs {world}. All nodes must start "
+                "the same number of ranks. Use the same --nproc on each node."
             )
         return True
 
     def check_lost_nodes(self, attempt: int) -> bool:
-        """Whether a participating node is lost; ends the attempt on all nodes if so."""
+        """Returns whether a participating node is lost; if so, ends the attempt on all nodes."""
         if not self.heartbeats.lost_nodes(list(self.assignments)):
             return False
         self.store.write_text(f"over/{attempt}", "1")
@@ -302,7 +303,7 @@ class Coordinator:
         if lost:
             for node in lost:
                 del self.local_ranks[node]
-            words = f"Node(s) {', '.join(map(str, lost))} gave no sign of life for "
+            words = f"Node(s) {', '.join(map(str, lost))} did not respond for "
             end = dataclasses.replace(
                 end,
                 kind="lost",
@@ -327,7 +328,7 @@ class Coordinator:
                 self.local_ranks[node].remove(mine[rank - first])
 
     def dismiss_nodes(self, attempt: int, code: int) -> None:
-        """Order all nodes to exit, and wait until they have read it, at most five seconds."""
+        """Orders all nodes to exit, and waits until they have read it, at most five seconds."""
         # The store ends with this process, so the others must have read the order before.
         self.store.write_text(f"order/{attempt}", LaunchOrder(attempt, code).to_json())
         limit = time.monotonic() + 5.0
@@ -338,12 +339,13 @@ class Coordinator:
 
 
 def is_hidden_loopback(name: str, address: str) -> bool:
-    """Whether a host name resolves to loopback without looking like it."""
+    """Whether a host name resolves to a loopback address without being one itself."""
     return is_loopback(address) and not is_loopback(name)
 
 
 def reachable_host(nodes: NodeInfo) -> str:
-    """Return the address by which others reach this node: its own in a connection to node 0."""
+    """Returns the address by which others reach this node: its own address in a connection to node
+    0."""
     if nodes.node_rank == 0:
         return nodes.host
     with contextlib.suppress(OSError), socket.create_connection((nodes.host, nodes.port), 10) as s:
@@ -352,6 +354,6 @@ def reachable_host(nodes: NodeInfo) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print to stderr and flush; nothing if the text is empty."""
+    """Prints to stderr and flushes; prints nothing if the text is empty."""
     if text:
         print(text, file=sys.stderr, flush=True)

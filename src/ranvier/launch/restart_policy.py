@@ -1,7 +1,7 @@
 """Restart policy: how an attempt ended, and what follows. Pure functions, without processes.
 
-External causes (a rank was killed) justify a restart; a rank's own error would repeat itself.
-Restarts without progress are counted: then a smaller grid is used, or the run gives up.
+External causes, such as a killed rank, lead to a restart; an error of a rank itself would occur
+again. After too many restarts without progress, a smaller grid is used or the run fails.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FAULT_SIGNALS = (
     *(signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL),
     *(signal.SIGTRAP, signal.SIGSYS),
 )
-"""Signals that a process causes by itself (crashes)."""
+"""Signals that a process causes itself (crashes)."""
 LOST_EXIT_CODE = CommunicationError.exit_code
 NOTICE_DELAY_SECONDS = 0.5
-"""Upper bound of the delay with which the agent notices the end of a rank."""
+"""Upper bound of the delay until the agent notices the end of a rank."""
 ResultKind = Literal["done", "stopped", "lost", "fault", "error", "hang"]
 
 
@@ -41,7 +41,8 @@ class RestartPolicy:
     restart_on_error: bool = False
     """Whether an internal error or crash of a rank also leads to a restart."""
     watchdog_seconds: float = -1.0
-    """Seconds a rank may be silent; 0: derived from its steps; -1: no limit."""
+    """Maximum seconds of a rank without progress. 0 derives the limit from its steps; -1 disables
+    it."""
     grids: tuple[tuple[str, int], ...] = ()
     """Name and number of ranks of each grid that may be used; the first is the requested one."""
 
@@ -68,7 +69,7 @@ class RankOutcome:
 
     rank: int
     exit_code: int
-    """Exit code; negative: the signal that killed it."""
+    """Exit code; negative for the signal that killed it."""
     heartbeat: HeartbeatState
     report: dict[str, Any] | None = None
     """Its error report, if any: message, code, secondary, time."""
@@ -85,7 +86,7 @@ class RankOutcome:
         return self.heartbeat.section == DONE and self.exit_code <= 0 and self.report is None
 
     def possible_causes(self, *, told: bool) -> Iterator[tuple[bool, float, AttemptResult]]:
-        """Yield (is secondary, time, result) of the failure that this rank may have caused."""
+        """Yields (is secondary, time, result) of a failure that this rank may have caused."""
         if self.heartbeat.step >= 0:
             at = f" at step {self.heartbeat.step}"
         else:
@@ -105,10 +106,10 @@ class RankOutcome:
                 f"Rank {self.rank} was killed by signal {-self.exit_code} "
                 f"({_signal_name(-self.exit_code)}){at}."
             )
-            text += " Memory may have run out." if self.exit_code == -signal.SIGKILL else ""
+            text += " The host may be out of memory." if self.exit_code == -signal.SIGKILL else ""
             text += f"\n{self.stack}" if own and self.stack else ""
-            # The agent notices a killed rank later than its peers report the broken connection;
-            # without the correction their error would count as the cause.
+            # The agent notices a killed rank later than its peers report the broken connection.
+            # Without the correction, their error would count as the cause.
             when = self.notice_time - (0.0 if own else NOTICE_DELAY_SECONDS)
             yield (
                 False,
@@ -117,16 +118,14 @@ class RankOutcome:
             )
         # For example sys.exit() inside user code.
         elif self.exit_code == 0 and self.heartbeat.section != DONE:
-            text = f"Rank {self.rank} ended with exit code 0{at}, before the run was over."
+            text = f"Rank {self.rank} exited with code 0{at}, before the run was complete."
             yield (
                 False,
                 self.notice_time - NOTICE_DELAY_SECONDS,
                 self._attempt_result("fault", LOST_EXIT_CODE, text),
             )
         elif self.exit_code not in (0, STOPPED_EXIT_CODE):
-            text = (
-                f"Rank {self.rank} ended with exit code {self.exit_code}{at} and left no message."
-            )
+            text = f"Rank {self.rank} exited with code {self.exit_code}{at} without a message."
             over = self.heartbeat.section == DONE
             yield (
                 False,
@@ -146,20 +145,20 @@ def _signal_name(number: int) -> str:
 
 
 def judge_attempt(outcomes: Sequence[RankOutcome], *, told: bool) -> AttemptResult:
-    """Return how an attempt ended, from the outcomes of its ranks; told: a stop was requested.
+    """Returns how an attempt ended, from its ranks' outcomes and whether a stop was requested.
 
-    The rank that failed first, and not as a consequence, counts: the others only lost it.
+    The first rank with a primary failure counts; the others only lost the connection to it.
     """
     step = max(outcome.heartbeat.step for outcome in outcomes)
     if all(outcome.is_done for outcome in outcomes):
-        # Whatever happened after their work was done does not count.
+        # Anything that happened after their work was done does not count.
         return AttemptResult("done", 0, step=step)
     causes = [cause for outcome in outcomes for cause in outcome.possible_causes(told=told)]
     stopping = told or any(o.exit_code == STOPPED_EXIT_CODE and o.report is None for o in outcomes)
     if causes:
         # Primary causes first, then the earliest.
         secondary, _, end = min(causes, key=lambda cause: cause[:2])
-        # While ranks stop, broken connections to those that have exited are expected.
+        # While ranks stop, broken connections to ranks that have exited are expected.
         if not (stopping and secondary):
             kind = "error" if stopping and end.kind == "lost" else end.kind
             return AttemptResult(kind, end.exit_code, end.message, end.rank, step, secondary)
@@ -169,7 +168,7 @@ def judge_attempt(outcomes: Sequence[RankOutcome], *, told: bool) -> AttemptResu
         )
     if any(outcome.was_killed for outcome in outcomes):
         return AttemptResult(
-            "lost", LOST_EXIT_CODE, "Ranks elsewhere were lost.", step=step, is_secondary=True
+            "lost", LOST_EXIT_CODE, "Ranks on other nodes were lost.", step=step, is_secondary=True
         )
     return AttemptResult("done", 0, step=step)
 
@@ -181,7 +180,7 @@ class Decision:
     restart: bool
     message: str
     exit_code: int = 0
-    """Exit code of the run if there is no restart."""
+    """Exit code of the run if it is not restarted."""
 
 
 @dataclass
@@ -198,7 +197,7 @@ class RestartHistory:
     blamed_ranks: list[int] = field(default_factory=list)
     """The ranks that failed in the attempts since the last progress."""
     excluded_rank: int | None = None
-    """The rank of the previous grid that always failed: its device is excluded."""
+    """Rank of the previous grid that failed each time; its device is excluded."""
     failures: tuple[Failure, ...] = ()
 
     def decide_after(self, end: AttemptResult) -> Decision:
@@ -206,7 +205,7 @@ class RestartHistory:
         again = end.kind == "lost" or (end.kind == "fault" and self.policy.restart_on_error)
         if not again or not self.policy.max_restarts:
             if end.kind == "lost":
-                more = " All ranks were ended."
+                more = " All ranks were stopped."
             else:
                 more = ""
             return Decision(False, end.message + more, end.exit_code)
@@ -216,12 +215,13 @@ class RestartHistory:
         self.idle_restarts += 1
         return Decision(
             True,
-            f"{end.message} Starting all ranks again from the newest checkpoint "
+            f"{end.message} Restarting all ranks from the latest checkpoint "
             f"({self.idle_restarts} of {self.policy.max_restarts} without a new step).",
         )
 
     def decide_without_nodes(self, end: AttemptResult, left: int) -> Decision:
-        """Decide what follows when nodes are lost for good; left: ranks on the remaining nodes."""
+        """Decides what follows when nodes are lost permanently; left: ranks on the remaining
+        nodes."""
         self._record_failure(end)
         grids = self.policy.grids
         fits = grids[self.grid_index][1] <= left
@@ -231,14 +231,14 @@ class RestartHistory:
         if grid is None or not self.policy.max_restarts:
             rule = (
                 f"{left} rank(s) are left. No grid of launch.fallback_grids fits, or "
-                "launch.max_restarts=0."
+                "launch.max_restarts=0. Add a smaller grid."
             )
-            return Decision(False, f"{end.message} {rule} Name a smaller grid.", LOST_EXIT_CODE)
+            return Decision(False, f"{end.message} {rule}", LOST_EXIT_CODE)
         self.grid_index = grid
         self.idle_restarts = 0
         self.blamed_ranks = []
         name, world = grids[grid]
-        return Decision(True, f"{end.message} Going on with the grid {name} on {world} rank(s).")
+        return Decision(True, f"{end.message} Continuing on the grid {name} with {world} rank(s).")
 
     def _record_failure(self, end: AttemptResult) -> None:
         """Record a failure; progress since the last one resets the counters."""
@@ -252,20 +252,23 @@ class RestartHistory:
         self.failures = (*self.failures, failure)
 
     def _shrink_grid(self, end: AttemptResult) -> Decision:
-        """Continue with a smaller grid, or give up."""
+        """Continues on a smaller grid, or gives up."""
         grids = self.policy.grids
         grid = largest_fitting_grid([world for _, world in grids], grids[self.grid_index][1] - 1)
         if self.best_step >= 0:
             where = f"step {self.best_step}"
         else:
             where = "the start"
-        stuck = f"{end.message} {self.idle_restarts} restarts in a row got no further than {where}."
+        stuck = (
+            f"{end.message} {self.idle_restarts} consecutive restarts made no progress beyond "
+            f"{where}."
+        )
         if grid is None:
-            remedy = "Mend the cause, or name a smaller grid in launch.fallback_grids."
+            remedy = "Fix the cause, or add a smaller grid to launch.fallback_grids."
             return Decision(
-                False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS_EXIT_CODE
+                False, f"{stuck} The run is not restarted again. {remedy}", NO_PROGRESS_EXIT_CODE
             )
-        # Always the same rank: its device is probably broken.
+        # If it is always the same rank, its device is probably broken.
         if len({*self.blamed_ranks}) == 1:
             self.excluded_rank = self.blamed_ranks[0]
         else:
@@ -274,7 +277,7 @@ class RestartHistory:
         self.idle_restarts = 0
         self.blamed_ranks = []
         name, world = grids[grid]
-        return Decision(True, f"{stuck} Going on with the grid {name} on {world} rank(s).")
+        return Decision(True, f"{stuck} Continuing on the grid {name} with {world} rank(s).")
 
 
 def largest_fitting_grid(worlds: Sequence[int], left: int) -> int | None:

@@ -33,26 +33,26 @@ WRITE_ERRNOS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
 )
-"""Errors of a file that cannot be written: a full disk, no permission, a wrong path."""
+"""Errors of a file that cannot be written: full disk, missing permission, invalid path."""
 OUT_OF_MEMORY_TEXTS = ("out of memory", "DefaultCPUAllocator", "Unable to allocate")
 """Texts by which out-of-memory errors of torch and numpy are recognized."""
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask a run to stop."""
+"""Signals that request a run to stop."""
 ECHO_SECONDS = 0.1
-"""A signal repeated within this time is the same one, sent to a process and to its group."""
+"""A signal repeated within this time counts as one, sent to a process and to its group."""
 SECOND_SIGNAL_SECONDS = 1.0
-"""How long the interpreter may take to react to a second signal before the process is ended."""
+"""Time that the interpreter has to react to a second signal before the process is ended."""
 FIRST_SIGNAL_SECONDS = 3.0
-"""The same for a first signal, when there is nothing to save."""
+"""The same for a first signal, if there is nothing to save."""
 ABORT_SECONDS = 5.0
-"""How long aborting the communicators of a failed rank may take."""
+"""Time limit for aborting the communicators of a failed rank."""
 GRACE_SECONDS = 3.0
-"""How long a rank may take to end by itself after another one has failed."""
+"""Time that a rank has to exit after another one has failed."""
 FAILED_KEY = "ranvier/failed"
 """Store key under which a rank announces that it has failed."""
-NOTHING_SAVED_MESSAGE = "Stopped before a step was taken. There was nothing to save."
+NOTHING_SAVED_MESSAGE = "Stopped before the first step. There was nothing to save."
 
 
 class StopRequested(KeyboardInterrupt):
@@ -60,21 +60,21 @@ class StopRequested(KeyboardInterrupt):
 
 
 class GracefulStop:
-    """Context in which the first stop signal is only noted: the step can finish and be saved.
+    """Context that only records the first stop signal, so that the step can finish and be saved.
 
-    A second SIGINT ends the process at once, and so does a second SIGTERM; a SIGTERM after a
-    SIGINT, as torchrun sends it, does nothing. Only the main thread may handle signals.
+    A second SIGINT ends the process immediately, and so does a second SIGTERM; a SIGTERM after a
+    SIGINT, as torchrun sends it, is ignored. Only the main thread can handle signals.
 
-    patient: further signals do nothing, as the parent of this rank handles them.
+    patient: ignore further signals, because the parent of this rank handles them.
     """
 
     def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
         self.quiet = quiet
         self.patient = patient
         self.signal = 0
-        """The first signal, 0 if none has arrived."""
+        """The first signal; 0 if none has arrived."""
         self.signal_time = 0.0
-        """When it arrived."""
+        """Time at which it arrived."""
         self._previous_handlers: dict[int, Any] = {}
         self._listener = contextlib.ExitStack()
         self._is_over = threading.Event()
@@ -119,7 +119,10 @@ class GracefulStop:
     def on_first_signal(self, number: int) -> None:
         """React to the first signal."""
         if not self.quiet:
-            _write_stderr("Stopping: finishing the step, then saving; Ctrl-C again stops at once.")
+            _write_stderr(
+                "Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop "
+                "immediately."
+            )
 
     def on_repeated_signal(self, number: int) -> None:
         """React to a further signal."""
@@ -128,14 +131,14 @@ class GracefulStop:
 
 
 def _is_immediate_end(number: int, first: int, when: float) -> bool:
-    """Whether a signal after the first one requests an immediate end."""
+    """Whether a signal after the first one requests to end immediately."""
     again = number == signal.SIGINT or number == first == signal.SIGTERM
     return again and time.monotonic() - when > ECHO_SECONDS
 
 
 @contextlib.contextmanager
 def listen_for_signals(heard: Callable[[int], None]) -> Iterator[None]:
-    """Context in which a thread receives each stop signal at once, even while Python runs C++.
+    """Context in which a thread receives each stop signal immediately, even while Python runs C++.
 
     Python's own handlers run only after C++ has returned, and merge two equal signals into one.
     """
@@ -160,7 +163,8 @@ def listen_for_signals(heard: Callable[[int], None]) -> Iterator[None]:
 
 
 def exit_on_stop_signals() -> None:
-    """Let stop signals end this process until other handlers are installed: nothing is lost."""
+    """Lets stop signals end this process until other handlers are installed; there is nothing to
+    save."""
 
     def end(_: int, __: FrameType | None) -> None:
         _write_stderr(NOTHING_SAVED_MESSAGE)
@@ -180,17 +184,17 @@ def restore_handlers(before: dict[int, Any]) -> None:
     """Restore the previous handlers."""
     while before:
         number, handler = before.popitem()
-        # None: a handler that was not installed from Python.
+        # None is a handler that was not installed from Python.
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
 def report_errors(me: ProcessInfo, *, quiet: bool = False, trains: bool = True) -> Iterator[None]:
-    """Turn an error inside into a message (without traceback if a user can fix it) and exit code.
+    """Turns an error inside into a message and an exit code.
 
-    quiet: print nothing, as another rank reports the same; trains: stop signals are obeyed even
-    while the interpreter waits for C++, until a `GracefulStop` handles them, and printing to a
-    closed pipe is no error. Other programs end with SIGPIPE then.
+    quiet: print nothing, because another rank reports the same error. trains: obey stop signals
+    even while the interpreter waits for C++, until a `GracefulStop` handles them, and ignore a
+    closed pipe; other programs end with SIGPIPE.
     """
     with (
         lasting_output() if trains else contextlib.nullcontext(),
@@ -205,7 +209,7 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
     left = threading.Event()
 
     def heard(_: int) -> None:
-        # The interpreter has not reacted: it is in C++. There is nothing to save, so exit.
+        # The interpreter has not reacted because it runs C++. There is nothing to save, so exit.
         if trains and not left.wait(FIRST_SIGNAL_SECONDS):
             _write_stderr(NOTHING_SAVED_MESSAGE)
             os._exit(STOPPED_EXIT_CODE)
@@ -237,10 +241,10 @@ def _exit_with_message(me: ProcessInfo, *, quiet: bool, trains: bool) -> Iterato
 
 
 def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXIT_CODE) -> None:
-    """Announce to the other ranks that this one has failed, and abort NCCL's communicators.
+    """Announces to the other ranks that this one has failed, and aborts NCCL's communicators.
 
     A kernel that waits for another rank never ends by itself, and over shared memory the loss of
-    the other one is not noticed. If aborting takes longer than `seconds`, the process exits with
+    the other rank is not noticed. If aborting takes longer than `seconds`, the process exits with
     `code`; SIGALRM ends it if even that fails.
     """
     if "torch" not in sys.modules:
@@ -259,7 +263,7 @@ def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXI
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 2.0 * seconds)
-    # In a thread, as the abort itself may hang.
+    # In a thread, because the abort itself may hang.
     thread = threading.Thread(target=c10d._abort_process_group, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -273,7 +277,7 @@ def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL_EXI
 def end_with_others(me: ProcessInfo) -> Iterator[None]:
     """Context in which this process ends soon after another rank has announced its failure.
 
-    The host may wait for a kernel that waits for that rank; no exception would reach it.
+    The host may wait for a kernel that waits for that rank, and no exception would reach it.
     """
     from torch import distributed
 
@@ -282,7 +286,7 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
     left = threading.Event()
 
     def look() -> None:
-        # An error means that the store is gone: the run is over.
+        # An error means that the store has closed and the run is over.
         with contextlib.suppress(RuntimeError):
             while not left.wait(1.0):
                 if store.check([FAILED_KEY]):
@@ -292,7 +296,7 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
             rank = store.get(FAILED_KEY).decode()
             # Otherwise this rank has noticed the failure by itself.
             if not left.wait(GRACE_SECONDS):
-                words = f"rank {me.rank}: rank {rank} has failed. Its own message says why."
+                words = f"rank {me.rank}: rank {rank} has failed. See the message of that rank."
                 _leave_report(me, words, CommunicationError.exit_code, secondary=True)
                 os._exit(CommunicationError.exit_code)
 
@@ -306,7 +310,7 @@ def end_with_others(me: ProcessInfo) -> Iterator[None]:
 
 
 def _write_stderr(words: str) -> None:
-    """Write to stderr without `print`, which a signal handler may have interrupted."""
+    """Writes to stderr without `print`, which a signal handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"{words}\n".encode())
 
@@ -338,19 +342,21 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
             number = signal.SIGINT
         return "Interrupted.", 128 + int(number)
     if isinstance(error, OSError) and error.errno in WRITE_ERRNOS:
-        rule = "A run must be able to write there. Free space or choose another train.output_dir."
+        rule = "A run must be able to write there. Free space or use another train.output_dir."
         return f"{error.filename or 'A file'}: {error.strerror}. {rule}", WriteError.exit_code
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY_TEXTS):
-        rule = "Weights, gradients, moments and activations of a rank must fit on its device."
+        rule = (
+            "Weights, gradients, optimizer states and activations of a rank must fit on its device."
+        )
         remedy = (
-            "Use memory.auto=True (if it is on, a memory.device_limit_gib below what the device "
-            "has), a smaller plan.micro_batch, or more ranks."
+            "Use memory.auto=True (if it is already set, also set memory.device_limit_gib below "
+            "the memory of the device), a smaller plan.micro_batch, or more ranks."
         )
         return (
             f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}",
             INTERNAL_EXIT_CODE,
         )
-    # Imported here, as most runs do not need it.
+    # Imported here, because most runs do not need it.
     import traceback
 
     return "".join(traceback.format_exception(error)).rstrip(), INTERNAL_EXIT_CODE
@@ -363,6 +369,6 @@ def _leave_report(me: ProcessInfo, message: str, code: int, *, secondary: bool) 
     report = {"message": message, "code": code, "secondary": secondary, "time": time.time()}
     try:
         Path(me.error_file).write_text(json.dumps(report))
-    # The disk may be full, which may be the very error to report.
+    # The disk may be full, which may be the error to report.
     except OSError:
         print(message, file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
-"""Stores: the key-value stores by which ranks, or launchers, find each other.
+"""Stores: the key-value stores through which ranks, or launchers, find each other.
 
-Ranks that a launcher has started on its own node use a shared file: no port is opened. Others use a
-TCP address. Its listening socket is opened here, bound to the requested address and to no other
-interface, and handed to torch's store.
+Ranks that a launcher starts on its own node use a shared file, so no port is opened. Other ranks
+use a TCP address. Its listening socket is opened here, bound only to the requested address, and
+passed to torch's store.
 
-torch's store has no authentication. All keys are under a 256-bit prefix derived from a secret that
-only the ranks know: others cannot guess it. But anyone who reaches the port can flood it, and torch
-lists all keys on request, so on an untrusted network it must be a private interface.
+torch's store has no authentication. All keys have a 256-bit prefix derived from a secret that only
+the ranks know, so others cannot guess it. But anyone who can reach the port can flood it, and torch
+lists all keys on request, so on an untrusted network use a private interface.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SHORTEST_KEY = 32
 LONGEST_KEY = 4096
 BACKLOG = 4096
 HELLO_KEY = "hello"
-"""Rank 0 writes this key as soon as it listens."""
+"""Rank 0 sets this key as soon as it listens."""
 HELLO_SECONDS = 30.0
-"""How long after a connection HELLO_KEY may take to appear."""
+"""Time after a connection within which HELLO_KEY must appear."""
 KEY_RULE = (
     "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
 )
@@ -78,11 +78,11 @@ def _config_dir() -> Path:
         folder = read_environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
         return Path(folder).expanduser() / "ranvier"
     except RuntimeError:
-        raise PlanError(f"There is no home directory for a key. {KEY_RULE}.") from None
+        raise PlanError(f"This user has no home directory for the key. {KEY_RULE}.") from None
 
 
 def _create_key_file(path: Path) -> None:
-    """Write a new key file atomically; FileExistsError: another rank was first."""
+    """Writes a new key file atomically; raises FileExistsError if another rank was first."""
     if path.exists():
         raise FileExistsError(path)
     draft = path.with_name(f".key-{secrets.token_hex(8)}")
@@ -102,10 +102,10 @@ def _create_key_file(path: Path) -> None:
 
 
 def _read_key_file(path: Path) -> str:
-    """Return the text of a key file, which only its owner may be able to read."""
+    """Returns the text of a key file, which only its owner may read."""
     try:
-        # O_NONBLOCK: opening a FIFO must not hang. All checks are on the open descriptor, so that
-        # the file cannot be replaced in between.
+        # O_NONBLOCK, because opening a FIFO must not hang. All checks use the open descriptor, so
+        # that the file cannot be replaced in between.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise PlanError(f"{path} cannot be read ({error.strerror}). {KEY_RULE}.") from None
@@ -113,12 +113,14 @@ def _read_key_file(path: Path) -> str:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise UnsafeInputError(
-                f"{path} is no regular file. A key is read from one. Name a file."
+                f"{path} is not a regular file. The key must be in a regular file. Use another "
+                "path."
             )
         if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o077:
             raise UnsafeInputError(
                 f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}. A key "
-                f"is a secret: nobody else may read or replace it. Use chmod 600 {path}."
+                "is a secret, so only its owner may have access to the file. Use chmod 600 "
+                f"{path}."
             )
         return os.read(fd, LONGEST_KEY + 1).decode(errors="replace")
     finally:
@@ -126,23 +128,23 @@ def _read_key_file(path: Path) -> str:
 
 
 def _check_key(text: str, source: str) -> str:
-    """Return a key without surrounding whitespace; raise if its length is not valid."""
+    """Returns a key without surrounding whitespace; raises if its length is invalid."""
     key = text.strip()
     if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
         raise PlanError(
-            f"{source} has {len(key)} characters. A key has {SHORTEST_KEY} to {LONGEST_KEY} that "
-            "nobody can guess. Make one with openssl rand -hex 32."
+            f"{source} has {len(key)} characters. A key must have {SHORTEST_KEY} to {LONGEST_KEY} "
+            "random characters. Create one with openssl rand -hex 32."
         )
     return key
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at one address of this node; port 0: any free one.
+    """Returns a socket that listens on one address of this node; port 0 means any free port.
 
-    RANVIER_LISTEN overrides the address for nodes that are reached by one they do not have (NAT).
+    RANVIER_LISTEN overrides the address, for nodes that are reached through another address (NAT).
     """
     host = read_environment("RANVIER_LISTEN").get("RANVIER_LISTEN") or address
-    problem = "it is not known"
+    problem = "the host is unknown"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -162,9 +164,9 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
         else:
             return listener
     raise CommunicationError(
-        f"This node cannot listen at {host}:{port}: {problem}. The first rank, or node 0, listens "
-        "at the address by which the others reach it. Use an address of one of its interfaces and "
-        "a free port; where others reach it by another one, set RANVIER_LISTEN to its own."
+        f"This node cannot listen on {host}:{port}: {problem}. Rank 0, or node 0, listens on the "
+        "address by which the others reach it. Use an address of one of its interfaces and a free "
+        "port. Behind NAT, set RANVIER_LISTEN to the node's own address."
     )
 
 
@@ -178,15 +180,16 @@ def is_loopback(address: str) -> bool:
 def open_tcp_store(
     address: str, port: int, timeout_seconds: float, *, listener: socket.socket | None = None
 ) -> Any:
-    """Connect to torch's store at an address; listener: the socket if this process hosts it."""
+    """Connects to torch's store at an address; listener: the socket if this process hosts the
+    store."""
     from torch import distributed as torch_distributed
 
-    # Any, as the type stubs of torch do not export its stores.
+    # Any, because the type stubs of torch do not export its stores.
     distributed: Any = torch_distributed
     limit = datetime.timedelta(seconds=timeout_seconds)
     if listener is None:
         if not port:
-            raise ValueError("no port is known")
+            raise ValueError("the port is unknown")
         return distributed.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=limit
         )
@@ -225,15 +228,15 @@ def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
     """Open the store of all ranks, under their prefix. Communicates: with rank 0."""
     if me.store_file is not None:
         return with_prefix(me.store_prefix, open_file_store(me.store_file, timeout_seconds))
-    # Started by our own launchers on several nodes, which have agreed on the prefix.
+    # Started by our own launchers on several nodes, which have exchanged the prefix.
     if me.store_prefix:
         store = open_tcp_store(me.address, me.port, timeout_seconds, listener=me.listener)
         return with_prefix(me.store_prefix, store)
     torchrun = read_environment("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
     context = (me.address, me.port, torchrun.get("TORCHELASTIC_RUN_ID", ""))
     if torchrun.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun hosts the store. On several nodes it is not known whether they share a key file,
-        # so the user's key is used only if it was given explicitly.
+        # torchrun hosts the store. It is unknown whether several nodes share a key file, so the
+        # user's key is used only if it was set explicitly.
         shared = me.local_world_size == me.world_size or read_environment(
             "RANVIER_KEY", "RANVIER_KEY_FILE"
         )
@@ -252,7 +255,7 @@ def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
 
 
 def check_same_key(store: Any, first: bool, where: str) -> None:
-    """Check early that rank 0 has the same key: otherwise all ranks would wait in vain."""
+    """Checks early that rank 0 has the same key; otherwise all ranks would wait for nothing."""
     if first:
         store.set(HELLO_KEY, "1")
         return
@@ -260,6 +263,6 @@ def check_same_key(store: Any, first: bool, where: str) -> None:
         store.wait([HELLO_KEY], datetime.timedelta(seconds=HELLO_SECONDS))
     except RuntimeError:
         raise CommunicationError(
-            f"Whoever listens at {where} does not have the key of this process. {KEY_RULE}, or "
-            "look who else listens there."
+            f"The process that listens on {where} does not have the key of this process. "
+            f"{KEY_RULE}, and check that no other program listens there."
         ) from None

@@ -1,8 +1,9 @@
-"""Watchdog: how long a rank may be silent, which rank blocks the others, and what all are doing.
+"""Watchdog: how long a rank may take without progress, which rank blocks the others, and their
+stacks.
 
-Limits are derived from the steps of the run. The agent looks from outside and so also notices a
-rank that is stopped or whose interpreter is stuck; ranks of other launchers watch themselves with a
-thread, which notices neither.
+Limits are derived from the steps of the run. The agent monitors from outside, so it also notices a
+rank that is stopped or whose interpreter is stuck. Ranks of other launchers monitor themselves with
+a thread, which notices neither.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def silence_limit(beat: HeartbeatState, seconds: float) -> float:
     """Return how long a rank may stay in its section; seconds: see `RestartPolicy`."""
     if seconds < 0.0 or beat.section == DONE:
         return math.inf
-    # The start (imports, compilation, loading) is not bounded by a limit meant for steps.
+    # The start (imports, compilation, loading) is not limited by a value meant for steps.
     if seconds > 0.0 and beat.section != START:
         return seconds
     if beat.section == STEP and beat.slowest_step_seconds > 0.0:
@@ -58,14 +59,15 @@ def warning_limit(beat: HeartbeatState, seconds: float) -> float:
 
 def process_state(pid: int | None) -> str:
     """Return the kernel's state letter of a process (T: stopped); empty if unknown."""
-    # The name of the process, in parentheses, may contain spaces: split after it.
+    # The name of the process, in parentheses, may contain spaces, so split after it.
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def find_slowest_rank(beats: Sequence[HeartbeatState], states: Sequence[str]) -> int:
-    """Return the rank the others wait for: stopped, else fewest steps, then fewest collectives."""
+    """Returns the rank that the others wait for: stopped, else fewest steps, then fewest
+    collectives."""
     order = [
         (s != "T", b.step, b.num_collectives, b.begin_time)
         for b, s in zip(beats, states, strict=True)
@@ -74,16 +76,16 @@ def find_slowest_rank(beats: Sequence[HeartbeatState], states: Sequence[str]) ->
 
 
 class Watchdog:
-    """Measures the silence of ranks; time in which it could not look itself does not count."""
+    """Measures the time without progress; time in which it was suspended itself does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._counts_since = self._last_look = time.monotonic()
 
     def silence_seconds(self, beats: Sequence[HeartbeatState]) -> list[float]:
-        """Return the seconds that each rank has been in its section, as far as observed."""
+        """Returns the seconds that each rank has been in its section, as far as observed."""
         now = time.monotonic()
-        # This process was suspended, perhaps with all ranks: start to count anew.
+        # This process was suspended, perhaps with all ranks, so start counting again.
         if now - self._last_look > 5.0:
             self._counts_since = now
         self._last_look = now
@@ -100,16 +102,16 @@ class Watchdog:
 
 
 def register_stack_dump(path: str | SharedFile) -> None:
-    """Have this rank write its stacks into a file at DUMP_SIGNAL, or when it crashes."""
+    """Makes this rank write its stacks into a file at DUMP_SIGNAL, or when it crashes."""
     where = Path(path)
-    # faulthandler holds the descriptor, so the file stays open as long as the process lives.
+    # faulthandler uses the descriptor, so the file stays open as long as the process lives.
     file = where.open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
 
 
 def collect_stacks(pids: Sequence[int | None], paths: Sequence[str | SharedFile]) -> list[str]:
-    """Return the stacks of all ranks; empty for one that is stopped or does not respond."""
+    """Returns the stacks of all ranks; empty for a rank that is stopped or does not respond."""
     for pid in pids:
         if pid is not None and process_state(pid) not in ("", "T", "Z"):
             with contextlib.suppress(OSError):
@@ -142,13 +144,13 @@ def describe_hang(
     now = time.monotonic()
     beat = beats[worst]
     if states[worst] == "T":
-        stopped = ", where it was stopped from outside (SIGSTOP)"
+        stopped = ", where it was stopped by SIGSTOP"
     else:
         stopped = ""
     lines = [
-        f"HangError: Rank {ranks[worst]} has given no sign of life for {now - beat.begin_time:.0f} "
-        f"s in section {beat.section} after step {beat.step}{stopped}. A rank may take "
-        f"{silence_limit(beat, seconds):g} s there. Look at its stack, or use a larger "
+        f"HangError: Rank {ranks[worst]} has made no progress for {now - beat.begin_time:.0f} "
+        f"s in section {beat.section} after step {beat.step}{stopped}. The limit is "
+        f"{silence_limit(beat, seconds):g} s. Check its stack below, or use a larger "
         "launch.watchdog_seconds."
     ]
     for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
@@ -158,7 +160,7 @@ def describe_hang(
             did = "no operation yet"
         ago = f"{now - one.begin_time:.1f} s ago"
         lines.append(f"rank {rank}: section {one.section}, step {one.step}, {did}, {ago}")
-        lines.append(text or f"    no stack: it did not answer (state {letter or 'unknown'})")
+        lines.append(text or f"    no stack: it did not respond (state {letter or 'unknown'})")
     return "\n".join(lines)
 
 

@@ -84,7 +84,7 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
     whole, rank = losses(undisturbed / "runs" / "tiny"), KILLS[kill][2]
     assert code == 0, errors
     assert f"Rank {rank} was killed by signal 9 (SIGKILL) at step" in errors
-    assert "Starting all ranks again from the newest checkpoint (1 of 3" in errors
+    assert "Restarting all ranks from the latest checkpoint (1 of 3" in errors
     said = f"Going on after step {begins}" if begins else "no committed checkpoint"
     assert said in out, out
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]
