@@ -1,4 +1,5 @@
-"""Ranvier: train models too large or too slow for one device, on one grid with seven named axes."""
+"""Ranvier: trains models that are too large or too slow for one device, on a grid of seven named
+axes."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names lazily (PEP 562): importing torch takes a second."""
+    """Imports public names lazily (PEP 562), because importing torch takes a second."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ranvier' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ranvier.{_HOMES[name]}"), name)

@@ -1,6 +1,6 @@
 """The command `ranvier`, also as `python -m ranvier`.
 
-Local ranks are forked from a forkserver that imports torch in parallel with this process: it is
+Local ranks are forked from a forkserver that imports torch in parallel with this process. It is
 started here, before anything else is imported.
 """
 
@@ -19,9 +19,9 @@ WORKER_MODULES = {"train": "ranvier.train.train", "verify": "ranvier.tools.verif
 
 
 def main() -> None:
-    """Run the command line; exits with its code."""
+    """Runs the command line; exits with its code."""
     words = sys.argv[1:]
-    # From the very start, so that a signal gives the same exit code whenever it arrives.
+    # From the start, so that a signal gives the same exit code whenever it arrives.
     if words[:1] == ["train"]:
         launch.exit_on_stop_signals()
     # Python sets these to None if the parent process has closed the descriptors.
@@ -29,13 +29,13 @@ def main() -> None:
         sys.stdout = _open_null(1)
     if sys.stderr is None:
         sys.stderr = _open_null(2)
-    # A crude look at the arguments: a full parse would import too much before the forkserver
-    # starts. A single rank runs in this process and needs none.
+    # Only a quick look at the arguments, because a full parse would import too much before the
+    # forkserver starts. A single rank runs in this process and does not need a forkserver.
     one = " --nproc 1 " in f"{' '.join(words)} ".replace("=", " ")
     if words and words[0] in WORKER_MODULES and not one and not {"-h", "--help"} & {*words}:
         # The command line reports these errors later.
         with suppress(PlanError, OSError):
-            # None: not started by an external launcher, so this process starts the ranks.
+            # None means no external launcher, so this process starts the ranks.
             if launch.read_process_info() is None:
                 launch.start_forkserver([WORKER_MODULES[words[0]]])
     from ranvier.cli import main as command_line
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _open_null(number: int) -> TextIO:
-    """Open /dev/null as descriptor `number`, also for the ranks: no other file may get it."""
+    """Opens /dev/null as descriptor `number`, also for the ranks, so that no other file gets it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     os.set_inheritable(number, True)
     return os.fdopen(number, "w")

@@ -1,4 +1,4 @@
-"""Errors for users: what is wrong with its values, the rule, the remedy.
+"""Errors for users, with three parts: what is wrong with its value, the rule, the remedy.
 
 Broken internal invariants are `assert`s with the values in the message instead.
 """
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 INTERNAL_EXIT_CODE = 70
 """Exit code of an internal error."""
 STOPPED_EXIT_CODE = 75
-"""Exit code of a run that was stopped and has saved a checkpoint: a restart resumes it."""
+"""Exit code of a run that was stopped and has saved a checkpoint. Starting it again resumes it."""
 NO_PROGRESS_EXIT_CODE = 93
-"""Exit code of a run that was restarted repeatedly without making progress."""
+"""Exit code of a run that was restarted repeatedly without progress."""
 
 
 class RanvierError(Exception):
@@ -22,7 +22,7 @@ class RanvierError(Exception):
 
 
 class PlanError(RanvierError):
-    """A plan, a configuration or an input that cannot run, with all its problems at once."""
+    """A plan, a configuration or an input that cannot run, with all problems at once."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         if isinstance(problems, str):
@@ -43,7 +43,7 @@ class CommunicationError(RanvierError):
 
 
 class DeviceMemoryError(RanvierError):
-    """A step that did not fit on its device, with what it needs and what would fit."""
+    """A step that did not fit into device memory, with what it needs and what would fit."""
 
     exit_code = INTERNAL_EXIT_CODE
 
@@ -52,7 +52,7 @@ class OtherRankError(CommunicationError):
     """An error that another rank reports; this rank only exits with its code."""
 
     def __init__(self, code: int) -> None:
-        super().__init__("Another rank could not go on. Its own message says why. Look there.")
+        super().__init__("Another rank has failed. See the message of that rank.")
         self.exit_code = code
 
 
@@ -91,7 +91,7 @@ class WriteError(RanvierError):
 
 
 class VersionError(RanvierError):
-    """A file of another version of the format."""
+    """A file in another version of the format."""
 
     exit_code = 76
 

@@ -37,7 +37,10 @@ def test_too_few_handles_for_a_group_are_told(capfd: pytest.CaptureFixture[str])
     policy = RestartPolicy(grids=(("data=2", 2),), max_restarts=3, restart_on_error=True)
     assert launch.launch_ranks(2, _few, preload=["torch"], policy=policy) == 64
     text = capfd.readouterr().err
-    assert "A group of 2 ranks over data needs 8, and 12 are kept" in text and "ulimit -n" in text
+    assert (
+        "Creating a group of 2 ranks over data needs 8 more, and 12 are reserved" in text
+        and "ulimit -n" in text
+    )
     assert "Traceback" not in text and "gloo" not in text
 
 
@@ -47,7 +50,7 @@ def test_too_few_handles_for_a_launcher_are_told_before_ranks_start(
     monkeypatch.setattr(
         file_handles, "_handle_limit", lambda: len(os.listdir("/proc/self/fd")) + 20
     )
-    with pytest.raises(PlanError, match=r"A launcher of 2 ranks needs 16.*ulimit -n 4096"):
+    with pytest.raises(PlanError, match=r"Launching 2 ranks needs 16 more.*ulimit -n 4096"):
         launch.launch_ranks(2, _few, preload=["torch"])
 
 
@@ -64,4 +67,4 @@ def test_any_shortage_of_handles_has_a_remedy(error: Exception) -> None:
     text, code = _describe_error(error)
     assert code == 64 and "frame" not in text and "Traceback" not in text
     limit = resource.getrlimit(HANDLES)[0]
-    assert f"this process may open {limit}" in text and "ulimit -n" in text
+    assert f"the limit of this process is {limit}" in text and "ulimit -n" in text

@@ -1,7 +1,7 @@
-"""Limits on open files and sockets of this process, and an early error where they are too low.
+"""Limits on open files and sockets of this process, with an early error if they are too low.
 
-C++ libraries abort, or raise errors without a cause, when no file descriptor is left. So code that
-opens many checks here first.
+C++ libraries abort, or raise unclear errors, when no file descriptor is left. Code that opens many
+files checks here first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from ranvier.errors import PlanError
 MAX_HANDLES = 1 << 20
 """The limit is not raised beyond this: some programs iterate over all descriptors."""
 RESERVED_HANDLES = 12
-"""Descriptors reserved for files: samples, checkpoints, logs."""
+"""Descriptors reserved for samples, checkpoints and logs."""
 
 
 def raise_limit() -> None:
     """Raise the soft limit of open files to the hard limit."""
     with contextlib.suppress(ImportError, OSError, ValueError):
-        # Not available on Windows, hence the suppressed ImportError.
+        # ImportError is suppressed because Windows does not have this module.
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -34,39 +34,39 @@ def raise_limit() -> None:
 
 
 def require_handles(count: int, purpose: str) -> None:
-    """Refuse what needs more descriptors than are left; purpose: subject of the message."""
+    """Raises if fewer descriptors are left than needed; purpose: subject of the message."""
     limit = _handle_limit()
     opened = _open_count()
     if opened + count + RESERVED_HANDLES > limit:
         raise PlanError(
-            f"This process has {opened} files open and may open {limit}. {purpose} needs {count}, "
-            f"and {RESERVED_HANDLES} are kept for files. "
+            f"This process has {opened} open files, and its limit is {limit}. {purpose} needs "
+            f"{count} more, and {RESERVED_HANDLES} are reserved. "
             f"{_suggest_limit(opened + count + RESERVED_HANDLES)}"
         )
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that no file descriptor is left."""
+    """Whether an error means that no file descriptor is left."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return True
-    # C++ libraries wrap the error of the system into exceptions of their own.
+    # C++ libraries wrap the system error in their own exceptions.
     return os.strerror(errno.EMFILE) in str(error)
 
 
 def describe_shortage() -> str:
-    """The message for such an error: value, rule and remedy."""
+    """Returns the message for such an error: value, rule and remedy."""
     limit = _handle_limit()
     return (
-        f"No more files can be opened: this process may open {limit}. Each rank needs some for "
-        f"its files and for its connections to others. {_suggest_limit(4 * limit)}"
+        f"Too many open files: the limit of this process is {limit}. Each rank needs descriptors "
+        f"for its files and its connections. {_suggest_limit(4 * limit)}"
     )
 
 
 def _suggest_limit(count: int) -> str:
     enough = max(4096, 1 << count.bit_length())
     return (
-        f"Raise the limit before the start (ulimit -n {enough}; in a container docker run --ulimit "
-        f"nofile={enough}; under Slurm ask for it in the job script), or use fewer ranks."
+        f"Raise the limit before the start (ulimit -n {enough}; in a container, docker run "
+        f"--ulimit nofile={enough}; with Slurm, in the job script), or use fewer ranks."
     )
 
 
@@ -82,7 +82,7 @@ def _handle_limit() -> int:
 
 
 def _open_count() -> int:
-    """Number of open files; 0 where the system does not tell."""
+    """Returns the number of open files; 0 if unknown."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return 0

@@ -1,6 +1,6 @@
-"""Where a published model is: a directory or file of this machine, or a Hugging Face Hub name.
+"""Finds a pretrained model: a local directory or file, or a name on the Hugging Face Hub.
 
-Without torch, so that a missing model is reported at once.
+Works without torch, so that a missing model is reported immediately.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ from ranvier.errors import PlanError
 
 
 def find_model(source: str) -> Path:
-    """The path of a model: a directory, a file, or the snapshot of a Hugging Face Hub name."""
+    """Returns the path of a model: a directory, a file, or the snapshot of a Hugging Face Hub
+    name."""
     path = Path(source)
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         raise PlanError(
-            f"{source!r} is an adapter (adapter_config.json), no model. It is trained beside the "
-            "weights of its base. Give the base as SRC or train.init_from, and this as "
-            "lora.init_from."
+            f"{source!r} is an adapter (adapter_config.json), not a model. An adapter needs the "
+            "weights of its base model. Pass the base model as SRC or train.init_from, and the "
+            "adapter as lora.init_from."
         )
     if path.exists():
         return path
-    # A name on the hub is `name` or `owner/name`; anything else is a path that does not exist.
+    # A name on the Hub is `name` or `owner/name`; anything else is a path that does not exist.
     if source.count("/") > 1 or source.startswith((".", "/", "~")) or not source:
         raise PlanError(
-            f"{source!r} is not there. A model is a directory with config.json and *.safetensors, "
-            "or the name of one on the hub. Check the path."
+            f"{source!r} does not exist. A model is a directory with config.json and "
+            "*.safetensors, or a name on the Hugging Face Hub. Check the path."
         )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise PlanError(
-            f"{source!r} is no directory here, and huggingface_hub, which fetches models, is not "
-            "installed. Give a directory, or install the extra: pip install 'ranvier[hf]'."
+            f"{source!r} is not a local directory, and huggingface_hub, which downloads models, is "
+            "not installed. Pass a directory, or install the extra: pip install 'ranvier[hf]'."
         ) from None
     try:
-        # No pickles and no code.
+        # No pickles, and no code.
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE", "NOTICE"]
         return Path(snapshot_download(source, allow_patterns=patterns))
-    # The hub client raises many kinds of errors, also those of the network.
+    # The Hub client raises many kinds of errors, including network errors.
     except Exception as error:
         raise PlanError(
-            f"{source!r} is no directory here and cannot be fetched: "
-            f"{str(error).splitlines()[0]:.200}. Give the path of a directory with config.json "
+            f"{source!r} is not a local directory and cannot be downloaded: "
+            f"{str(error).splitlines()[0]:.200}. Pass the path of a directory with config.json "
             "and *.safetensors."
         ) from None

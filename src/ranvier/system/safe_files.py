@@ -1,13 +1,13 @@
-"""Opens untrusted files such that nothing but the file itself is read.
+"""Opens untrusted files so that nothing but the file itself is read.
 
-A published model, an adapter, a tokenizer or a run directory may come from anywhere. A link in it
+A pretrained model, an adapter, a tokenizer or a run directory may come from anywhere. A link in it
 may point to any file of this machine, whose content would be copied and published; a pipe blocks
-forever; a device never ends; a huge file exhausts memory. `open_untrusted` refuses all of them, and
-everything that reads such a file goes through it. Directories on the way are opened one by one
-without following links, and the file is checked by its handle, not by its name.
+forever; a device never ends; a huge file exhausts memory. `open_untrusted` rejects all of them, and
+all code that reads such a file uses it. Directories on the path are opened one by one without
+following links, and the file is checked by its handle, not by its name.
 
-One link is followed: the hub cache stores a model as `snapshots/REVISION/NAME`, a link to
-`../../blobs/DIGEST`, and the blob must be a plain file in exactly that directory.
+One link is followed: the Hub cache stores a model as `snapshots/REVISION/NAME`, a link to
+`../../blobs/DIGEST`, and the blob must be a regular file in exactly that directory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CL
 
 
 def path_exists(path: Path) -> bool:
-    """Whether a name is taken, even by a dangling link: it is then refused, not ignored.
+    """Whether a name is taken, even by a dangling link, which is then rejected and not ignored.
 
     False for an impossible name.
     """
@@ -64,17 +64,17 @@ def path_exists(path: Path) -> bool:
 
 
 def size_limit(name: str) -> int:
-    """Size limit in bytes of a file of this name."""
+    """Returns the size limit in bytes of a file with this name."""
     return SIZE_LIMITS.get(name, SUFFIX_LIMITS.get(os.path.splitext(name)[1], DEFAULT_LIMIT))
 
 
 def open_untrusted(
     path: Path, *, root: Path | None = None, limit: int | None = None
 ) -> io.BufferedReader:
-    """Open a plain file of at most `limit` bytes; OSError if it does not exist.
+    """Opens a regular file of at most `limit` bytes; raises OSError if it does not exist.
 
-    root: the directory that the user named, below which no part of the path may be a link; None:
-    the directory of the file. limit: None: by its name.
+    root: the directory that the user named, below which no part of the path may be a link (default:
+    the directory of the file). limit: derived from the name by default.
     """
     root = path.parent if root is None else root
     if limit is None:
@@ -88,18 +88,18 @@ def open_untrusted(
             return _open_entry(folder, name, path, limit)
         finally:
             os.close(folder)
-    # Not a valid file name: it contains a NUL or a lone surrogate.
+    # An invalid file name: it contains a NUL or a lone surrogate.
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
 
 
 def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None) -> bytes:
-    """The content of a file that `open_untrusted` accepts."""
+    """Returns the content of a file that `open_untrusted` accepts."""
     if limit is None:
         limit = size_limit(path.name)
     with open_untrusted(path, root=root, limit=limit) as file:
         content = file.read(limit + 1)
-    # It has grown since, or its file system does not report a size.
+    # It has grown since it was opened, or its file system does not report a size.
     if len(content) > limit:
         raise _too_large_error(path, len(content), limit)
     return content
@@ -108,7 +108,7 @@ def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None
 def read_text(
     path: Path, *, root: Path | None = None, limit: int | None = None, errors: str = "strict"
 ) -> str:
-    """The text of a file that `open_untrusted` accepts, in UTF-8, with \\n as line ends."""
+    """Returns the text of a file that `open_untrusted` accepts, in UTF-8, with \\n as line ends."""
     content = read_bytes(path, root=root, limit=limit)
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors).read()
 
@@ -120,14 +120,14 @@ def copy_file(source: Path, target: Path, *, root: Path | None = None) -> None:
 
 
 def handle_path(file: BinaryIO) -> str:
-    """A path to the open file itself, for libraries that open by name."""
+    """Returns a path to the open file itself, for libraries that open by name."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
-    """Open a plain file to write, truncate or append; never follows a link."""
+    """Opens a regular file to overwrite or append; never follows a link."""
     if not append:
-        # Removed, not truncated: a link there is replaced instead of followed.
+        # Removed and not truncated, so that a link is replaced and not followed.
         path.unlink(missing_ok=True)
     how = os.O_APPEND if append else os.O_EXCL
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | how
@@ -139,7 +139,7 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
             raise _unsafe_error(path, "a link or a pipe") from None
         raise
     found = os.fstat(handle)
-    # Checked on the handle: the name may have been replaced in between.
+    # Checked on the handle, because the name may have been replaced in between.
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(handle)
         raise _unsafe_error(path, _describe_kind(found))
@@ -147,28 +147,28 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
 
 
 def _open_subdirectory(folder: int, name: str, path: Path) -> int:
-    """Open a directory within a directory, whose handle is closed."""
+    """Opens a directory within a directory, and closes the handle of the latter."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         raise _unsafe_error(path, f"behind a symbolic link ({name})")
-    # O_NOFOLLOW again, as the entry may have been replaced since the check above.
+    # O_NOFOLLOW again, because the entry may have been replaced since the check above.
     below = os.open(name, DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
     os.close(folder)
     return below
 
 
 def _open_entry(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
-    """Open a plain file in a directory, or in the blobs of the hub cache that it belongs to."""
+    """Opens a regular file in a directory, or in the blobs of its Hub cache."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         target = os.readlink(name, dir_fd=folder)
         blob = _hub_blob_name(target, path)
         if blob is None:
-            raise _unsafe_error(path, f"a symbolic link that leads to {target[:200]!r}")
+            raise _unsafe_error(path, f"a symbolic link to {target[:200]!r}")
         try:
             blobs = os.open("../../blobs", DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
         except NotADirectoryError:
-            raise _unsafe_error(path, "a symbolic link into a folder that is none itself") from None
+            raise _unsafe_error(path, "a symbolic link into a directory that is a link") from None
         try:
             return _open_plain_file(blobs, blob, path, limit)
         finally:
@@ -177,7 +177,7 @@ def _open_entry(folder: int, name: str, path: Path, limit: int) -> io.BufferedRe
 
 
 def _hub_blob_name(target: str, path: Path) -> str | None:
-    """Name of the blob that a link of the hub cache points to; None if it is not such a link."""
+    """Returns the name of the blob that a link of the Hub cache points to; None for other links."""
     *above, name = target.split("/")
     own = path.parent.resolve().parent.name == "snapshots"
     plain = name not in ("", ".", "..")
@@ -187,8 +187,8 @@ def _hub_blob_name(target: str, path: Path) -> str | None:
 
 
 def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
-    """Open a plain file in a directory, checked before and after opening it."""
-    # Checked before as well: opening a device or a pipe can already have an effect.
+    """Opens a regular file in a directory, checked before and after opening it."""
+    # Also checked before, because opening a device or a pipe can already have an effect.
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
         raise _unsafe_error(path, _describe_kind(found))
@@ -204,9 +204,9 @@ def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.Buffe
 
 
 def _describe_kind(found: os.stat_result) -> str:
-    """What a file is that is not a plain one."""
+    """Returns the kind of a file that is not a regular file of its own."""
     kinds = {
-        stat.S_IFREG: "a hard link to a file that has other names, too",
+        stat.S_IFREG: "a hard link to a file with other names",
         stat.S_IFLNK: "a symbolic link",
         stat.S_IFIFO: "a pipe",
         stat.S_IFSOCK: "a socket",
@@ -217,13 +217,13 @@ def _describe_kind(found: os.stat_result) -> str:
 
 def _unsafe_error(path: Path, what: str) -> UnsafeInputError:
     return UnsafeInputError(
-        f"{path} is {what}. A model or a run holds plain files of its own, so that nothing outside "
-        "of it is read, published or overwritten. Put a copy of the file in its place."
+        f"{path} is {what}. A model or a run must contain only regular files, so that no file "
+        "outside of it is read, published or overwritten. Replace it by a copy of the file."
     )
 
 
 def _too_large_error(path: Path, size: int, limit: int) -> UnsafeInputError:
     return UnsafeInputError(
-        f"{path} has {size:,} bytes or more. A file of this name has at most {limit:,}. Use the "
-        "model or the run as it was published."
+        f"{path} has {size:,} bytes or more. A file with this name may have at most {limit:,}. Use "
+        "the original file of the model or the run."
     )

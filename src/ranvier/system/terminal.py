@@ -1,11 +1,11 @@
 """Terminal output without side effects on the terminal, and commands that can be pasted.
 
-Untrusted text (output of a model, corpora, file names, settings, tokenizers, errors that quote any
-of these) may contain control characters, which could set the title and the clipboard of a terminal,
-hide or overwrite other lines, or reorder text. `print` is the only way to standard output and
-standard error: it shows such characters as \\x1b or \\u202e, on a terminal, in a pipe or in a log
-alike, because logs are shown on terminals later. Newlines and tabs are kept. Exact text is
-available from return values and in files.
+Untrusted text (output of a model, corpora, file names, settings, tokenizers, and errors that quote
+them) may contain control characters, which could set the title and the clipboard of a terminal,
+hide or overwrite other lines, or reorder text. All output goes through `print`, which shows such
+characters as \\x1b or \\u202e. It does so on a terminal, in a pipe and in a log, because logs are
+shown on terminals later. Newlines and tabs are kept. Exact text is available from return values and
+in files.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import TextIO
 
 CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # marks and overrides of direction
-    "\u2028\u2029\ufff9-\ufffb\ud800-\udfff"  # other ends of lines; halves of characters
-    "\U000e0000-\U000e007f]"  # tags, which nothing shows
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # direction marks and overrides
+    "\u2028\u2029\ufff9-\ufffb\ud800-\udfff"  # other line separators; surrogates
+    "\U000e0000-\U000e007f]"  # tags, which are invisible
 )
-"""Characters that a terminal interprets rather than shows."""
+"""Characters that a terminal interprets instead of showing them."""
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters as Python escapes, except newlines and tabs."""
+    """Returns the text with control characters as Python escapes, except newlines and tabs."""
     return CONTROL_CHARACTERS.sub(_escape_match, text)
 
 
@@ -47,23 +47,23 @@ def print(
     file: TextIO | None = None,
     flush: bool = False,
 ) -> None:
-    """The built-in `print`, with control characters made visible."""
+    """The built-in `print`, with control characters escaped."""
     text = escape_controls(sep.join(map(str, values)))
     builtins.print(text, end=end, file=file, flush=flush)
 
 
 def write_raw(text: str, file: TextIO | None = None) -> None:
-    """Write our own control sequences; untrusted text must go through `escape_controls`."""
+    """Writes our own control sequences; untrusted text must go through `escape_controls`."""
     builtins.print(text, end="", file=file or sys.stdout, flush=True)
 
 
 def command_line(*words: object) -> str:
-    """A shell command of these words; paths that look like options are prefixed with ./."""
+    """Returns a shell command of these words; paths that look like options get the prefix ./."""
     return " ".join(quote_word(word) for word in words)
 
 
 def quote_word(word: object) -> str:
-    """A word, quoted for a shell if needed; with control characters as $'\\x1b'."""
+    """Returns a word, quoted for a shell if needed, with control characters as $'\\x1b'."""
     text = str(word)
     if isinstance(word, Path) and text.startswith("-"):
         text = f"./{text}"
