@@ -54,7 +54,7 @@ def test_partial_axes_are_consecutive_ranks() -> None:
     assert found == {(0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)}
     both = Grid(degrees, rank=7).axis("col", share={"row": 2})
     assert both.ranks == (4, 5, 6, 7)
-    with pytest.raises(AssertionError, match="do not divide"):
+    with pytest.raises(AssertionError, match="does not divide"):
         Grid(degrees).axis(share={"row": 4})
 
 
@@ -100,9 +100,9 @@ def test_grid_of_a_plan() -> None:
     [
         ({"row": 2}, {"order": [0, 0]}, r"1 different entries.*permutation of the 2 ranks"),
         ({"row": 2}, {"order": [0, 1, 2]}, r"3 different entries.*permutation of the 2 ranks"),
-        ({"row": 2}, {"rank": 2}, r"rank=2 is not on a grid of 2 ranks.*below 2"),
+        ({"row": 2}, {"rank": 2}, r"rank=2 is not on a grid of 2 ranks.*less than 2"),
         ({"row": 2}, {"rank": -2}, r"rank=-2 is not on a grid"),
-        ({"data": -1}, {}, r"data=-1 on a grid.*at least 1.*Resolve"),
+        ({"data": -1}, {}, r"data=-1 is invalid on a grid.*at least 1.*Resolve"),
     ],
 )
 def test_bad_grids(degrees: dict[str, int], options: dict[str, Any], message: str) -> None:

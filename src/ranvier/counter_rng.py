@@ -1,10 +1,10 @@
 """Counter-based RNG: a random number is a function of (seed, name, index), not of a state.
 
-So all grids start bitwise equal, a rank computes only its own shard, and a recomputed dropout mask
-is the same. All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of
-twelve 16-bit uniforms (Irwin-Hall): exact, hence bitwise equal on every device, vector width and
-shape. It has the mean, the variance and nearly the shape of a normal distribution truncated at six
-standard deviations.
+Therefore all grids start bitwise equal, a rank computes only its own shard, and a recomputed
+dropout mask is the same. All arithmetic is on integers (wrapping 64-bit), and a normal number is
+the sum of twelve 16-bit uniforms (Irwin-Hall). This is exact, so it is bitwise equal on every
+device, vector width and shape. It has the mean, the variance and nearly the shape of a normal
+distribution truncated at six standard deviations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPLITMIX_FACTORS = (
     -0x6B2FB644ECCEEE15,
 )
 CHUNK = 1 << 22
-"""Elements initialized at a time, so that the temporaries stay small."""
+"""Number of elements initialized at a time, so that the temporaries stay small."""
 
 
 class _SkipRandomInit(TorchFunctionMode):
@@ -45,9 +45,10 @@ class _SkipRandomInit(TorchFunctionMode):
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Create models without values: on the meta device, without drawing random numbers.
+    """Context in which models are created without values, on the meta device.
 
-    (Drawing on the meta device imports its Python kernels, more than a second on every rank.)
+    No random numbers are drawn, because drawing on the meta device imports its Python kernels,
+    which takes more than a second on every rank.
     """
     with torch.device("meta"), _SkipRandomInit():
         yield
@@ -67,7 +68,7 @@ def scramble_bits(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Shift right logically: `>>` of int64 copies the sign bit."""
+    """Shifts right logically; `>>` of int64 would copy the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -98,7 +99,7 @@ def init_shard(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return the values of a shard: normal, constant if std is 0; padding is zero."""
+    """Returns the values of a shard: normal, or constant if std is 0; padding is zero."""
     assert place.flat_range is None, place
     part = torch.zeros(place.local_shape, dtype=dtype, device=device)
     if std == 0.0:
@@ -121,7 +122,7 @@ def init_shard(
 def dropout_mask(
     shape: Sequence[int], counters: Sequence[Tensor], stream: Tensor, p: float
 ) -> Tensor:
-    """Return the mask of elements that dropout keeps: a function of the counters.
+    """Returns the mask of elements that dropout keeps, as a function of the counters.
 
     counters: for each dim of `shape` the global indices along it, shaped to broadcast to `shape`.
     """

@@ -1,13 +1,13 @@
 """Grid: all ranks as one array with seven named axes, and the process groups along them.
 
-The array is explicit, so that placement (which ranks are neighbours) is independent of the names.
-A grid without processes knows all sizes and coordinates; the planner and tools use that. Groups are
-created by their members only, in the order in which axes are requested; all ranks run the same
+The array is explicit, so that placement (which ranks are neighbors) is independent of the names. A
+grid without processes knows all sizes and coordinates; the planner and tools use that. Only the
+members of a group create it, in the order in which axes are requested; all ranks run the same
 program and so request them in the same order.
 
 Nothing is initialized lazily: an NCCL communicator is connected when its group is created, because
 connecting it at its first use would block the host in the middle of a step. Creating a group after
-`seal_groups` is a bug in the program, and a warning.
+`seal_groups` is a bug in the program, and causes a warning.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 HOST_CHANNEL = "host"
-"""Channel of groups on the host: small values, at any time."""
+"""Channel of groups on the host, for small values at any time."""
 ORDERS_CHANNEL = "orders"
 """Channel on which ranks wait for the next command of rank 0, without a time limit."""
 CONTROL_CHANNEL = "control"
 """Channel on which the hosts of pipeline stages announce the transfers they post."""
 GLOO_CHANNELS = (HOST_CHANNEL, ORDERS_CHANNEL, CONTROL_CHANNEL)
-"""Channels that use Gloo, whatever the backend of the others."""
+"""Channels that always use Gloo, regardless of the backend of the others."""
 LONG_TIMEOUT_CHANNELS = ("forward", "backward", ORDERS_CHANNEL, CONTROL_CHANNEL)
-"""Channels with receives that are posted long before their messages; their waits are timed by the
-caller, not by the group."""
+"""Channels with receives that are posted long before their messages; the caller, not the group,
+limits the time of their waits."""
 WEEK_SECONDS = 7 * 24 * 3600.0
 GLOO_HANDLES = 6
 """File handles of a Gloo group, in addition to one per rank."""
@@ -51,7 +51,7 @@ NCCL_HANDLES = 64
 
 @dataclass(frozen=True)
 class Communicator:
-    """A group that was created, and how long that took."""
+    """A group that was created, and how long its creation took."""
 
     names: tuple[str, ...]
     """Axes of its ranks."""
@@ -72,7 +72,7 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks, in order."""
     order: tuple[int, ...]
-    """Position of each of them in the process group: c10d sorts the ranks of a group."""
+    """Position of each of them in the process group, because c10d sorts the ranks of a group."""
     crosses_nodes: bool
     group: ProcessGroup | None
     group_name: str
@@ -88,23 +88,24 @@ class Grid:
 
     degrees: Mapping[str, int]
     rank: int = -1
-    """Global rank of this process; -1: taken from the process group, or 0 without processes."""
+    """Global rank of this process; -1 takes it from the process group, or 0 without processes."""
     order: Sequence[int] | None = None
-    """Global rank of each grid position, innermost axis fastest; None: 0, 1, 2, ..."""
+    """Global rank of each grid position, innermost axis fastest; None means 0, 1, 2, ..."""
     ranks_per_node: int = 8
     connected: bool = False
-    """Create process groups (needs an initialized default process group)."""
+    """Whether to create process groups (needs an initialized default process group)."""
     timeout_seconds: float = 600.0
     trace: Trace = field(default_factory=Trace)
     groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
     """Groups by ranks and channel; grids of one process may share them."""
     rendezvous: bool | None = None
-    """Whether stages agree on each transfer before posting it (see `comm.p2p`); None: with NCCL,
-    whose transfers are kernels that spin until both sides are posted."""
+    """Whether stages agree on each transfer before posting it (see `comm.p2p`). None means yes with
+    NCCL, whose transfers are kernels that spin until both sides are posted."""
     communicators: list[Communicator] = field(default_factory=list)
     """Groups that this grid has created."""
     debug: bool = False
-    """Compare every collective and every model input between ranks before it runs (slow)."""
+    """Whether to compare every collective and every model input between ranks before it runs
+    (slow)."""
 
     def __post_init__(self) -> None:
         _check_axis_names(self.degrees)
@@ -112,7 +113,8 @@ class Grid:
         bad = [f"{axis}={size}" for axis, size in self.degrees.items() if size < 1]
         if bad:
             raise PlanError(
-                f"{', '.join(bad)} on a grid. A degree is at least 1. Resolve the plan."
+                f"{', '.join(bad)} is invalid on a grid. A degree must be at least 1. Resolve the "
+                "plan first."
             )
         self.degrees = {axis: self.degrees.get(axis, 1) for axis in AXES}
         shape = tuple(self.degrees.values())
@@ -132,12 +134,12 @@ class Grid:
         if self.connected and self.rank != self._process_rank():
             raise PlanError(
                 f"rank={self.rank}, but this process is rank {self._process_rank()}. A "
-                "connected grid is seen from its own rank. Leave rank out."
+                "connected grid uses the rank of its process. Remove rank."
             )
         if not 0 <= self.rank < world:
             raise PlanError(
-                f"rank={self.rank} is not on a grid of {world} ranks. Ranks count from 0. "
-                f"Use a rank below {world} or larger degrees."
+                f"rank={self.rank} is not on a grid of {world} ranks. Ranks are numbered from 0. "
+                f"Use a rank less than {world}, or larger degrees."
             )
         self.ranks = ranks.reshape(shape)
         place = np.argwhere(self.ranks == self.rank)[0]
@@ -148,10 +150,10 @@ class Grid:
             self.rendezvous = self.backend == "nccl"
 
     def _process_rank(self) -> int:
-        """Return the global rank of this process, 0 without processes."""
+        """Returns the global rank of this process, or 0 without processes."""
         if not self.connected:
             return 0
-        # Imported here: the planner uses unconnected grids without torch.
+        # Imported here, because the planner uses unconnected grids without torch.
         from torch import distributed
 
         return distributed.get_rank()
@@ -159,8 +161,8 @@ class Grid:
     @classmethod
     def from_plan(cls, plan: Plan, **options: Any) -> Grid:
         """Return the grid of a resolved plan, with ranks placed in the plan's order."""
-        # Number the ranks with the plan's axes, outermost first, then transpose to the order of
-        # AXES.
+        # Number the ranks in the axis order of the plan, outermost first, then transpose to the
+        # order of AXES.
         if plan.rank_order and "order" not in options:
             shape = [plan.degrees[axis] for axis in plan.axis_order]
             places = [plan.axis_order.index(axis) for axis in AXES]
@@ -174,14 +176,14 @@ class Grid:
         return int(self.ranks.size)
 
     def axis(self, *names: str, share: Mapping[str, int] | None = None, channel: str = "") -> Axis:
-        """Return the axis of these names, fused, outermost first.
+        """Returns the axis of these names, fused, outermost first.
 
-        share: number of consecutive ranks to take of these axes (those that hold the same shard).
-        channel: a distinct name creates a second communicator over the same ranks.
-        Communicates: with its members, at the first request on a connected grid.
+        share: number of consecutive ranks to take of these axes (ranks that hold the same shard).
+        channel: a different name creates a second communicator over the same ranks. Communicates:
+        with its members, at the first request on a connected grid.
         """
         _check_axis_names([*names, *(share or {})])
-        # Axes of size 1 are dropped, so requests that mean the same ranks share one group.
+        # Axes of size 1 are dropped, so that requests for the same ranks share one group.
         counts = {name: self.degrees[name] for name in AXES if name in names} | dict(share or {})
         counts = {name: counts[name] for name in AXES if counts.get(name, 1) > 1}
         key = (tuple(counts.items()), channel)
@@ -190,7 +192,7 @@ class Grid:
         return self._axes[key]
 
     def world_axis(self, *, channel: str = "") -> Axis:
-        """Return the axis of all ranks in the order of their numbers, regardless of placement.
+        """Returns the axis of all ranks in numerical order, regardless of placement.
 
         The index on this axis is the global rank. Communicates: as `axis`.
         """
@@ -207,10 +209,10 @@ class Grid:
         return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), None)
 
     def axis_subset(self, name: str, indices: Sequence[int]) -> Axis:
-        """Return an axis of some of the ranks of an axis; on other ranks, of that rank alone.
+        """Returns an axis of some of the ranks of an axis; on other ranks, of that rank alone.
 
-        All ranks must call this, also those that are not members: each creates a group, so that all
-        have created equally many. Communicates: with its members, at the first request.
+        All ranks must call this, including those that are not members: each creates a group, so
+        that all have created equally many. Communicates: with its members, at the first request.
         """
         if len(indices) == self.degrees[name]:
             return self.axis(name)
@@ -226,13 +228,13 @@ class Grid:
 
     def _make_axis(self, counts: Mapping[str, int], channel: str) -> Axis:
         assert all(self.degrees[name] % n == 0 for name, n in counts.items()), (
-            f"{dict(counts)} do not divide {self.degrees}"
+            f"{dict(counts)} does not divide {self.degrees}"
         )
         return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), channel)
 
     def _axis_of_ranks(self, names: tuple[str, ...], ranks: list[int], channel: str | None) -> Axis:
         """Return an axis of these ranks with their group; without a group if `channel` is None."""
-        # c10d sorts the ranks of a group, so axes of the same ranks in another order share the
+        # c10d sorts the ranks of a group, so axes with the same ranks in another order share the
         # group.
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
@@ -254,7 +256,8 @@ class Grid:
         )
 
     def _member_ranks(self, counts: Mapping[str, int]) -> list[int]:
-        """Return the global ranks that differ from this one only along `counts`, in fused order."""
+        """Returns the global ranks that differ from this one only along `counts`, in fused
+        order."""
         # Along an axis of `counts` take the aligned block of ranks that contains this one.
         window = []
         for axis in AXES:
@@ -275,7 +278,7 @@ class Grid:
         return str(distributed.get_backend())
 
     def seal_groups(self) -> None:
-        """Declare that all groups that the run will use exist; later ones cause a warning."""
+        """Declares that all groups that the run will use exist; later ones cause a warning."""
         self._is_sealed = True
 
     def _make_group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
@@ -284,9 +287,9 @@ class Grid:
 
         if self._is_sealed:
             warnings.warn(
-                f"A group over {'·'.join(names)} ({channel or 'collectives'}) is made in the "
-                "middle of a run. All groups are made at its start, as making one blocks its "
-                "ranks. Ask for that axis before Grid.seal().",
+                f"A group over {'·'.join(names)} ({channel or 'collectives'}) is created in the "
+                "middle of a run. All groups should be created at its start, because creating one "
+                "blocks its ranks. Request that axis before Grid.seal_groups().",
                 stacklevel=4,
             )
         patient = channel in LONG_TIMEOUT_CHANNELS
@@ -300,20 +303,20 @@ class Grid:
             here = device("cuda", cuda.current_device())
         else:
             here = None
-        # Running out of file handles inside c10d gives obscure errors, so check before.
+        # Running out of file handles inside c10d gives unclear errors, so check first.
         if len(ranks) > 1:
             if nccl:
                 count = NCCL_HANDLES
             else:
                 count = len(ranks) + GLOO_HANDLES
             file_handles.require_handles(
-                count, f"A group of {len(ranks)} ranks over {'·'.join(names)}"
+                count, f"Creating a group of {len(ranks)} ranks over {'·'.join(names)}"
             )
         begun = time.perf_counter()
         # Only members take part (O(1) calls per rank at any world size). c10d names such a group by
         # its ranks and the number of groups of the process, so members must have created equally
-        # many groups before. With a device_id NCCL connects at once, and point-to-point transfers
-        # need no communicators of their own.
+        # many groups before. With a device_id NCCL connects immediately, and point-to-point
+        # transfers do not need separate communicators.
         try:
             group = distributed.new_group(
                 ranks,
@@ -326,9 +329,9 @@ class Grid:
             if file_handles.is_shortage(error):
                 raise PlanError(file_handles.describe_shortage()) from error
             raise CommunicationError(
-                f"Rank {self.rank} could not form a group with ranks {ranks}: "
-                f"{str(error).splitlines()[0]}. All of them must be alive. Look at the other "
-                "ranks' messages first."
+                f"Rank {self.rank} could not create a group with ranks {ranks}: "
+                f"{str(error).splitlines()[0]}. All of them must be running. Check the messages of "
+                "the other ranks first."
             ) from error
         assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
         if nccl and not any(one.backend == "nccl" for one in self.communicators):
@@ -350,4 +353,6 @@ def _check_axis_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, n=1, cutoff=0.0)[0]
-            raise PlanError(f"Unknown axis {name!r}. The axes are {', '.join(AXES)}. Use {near!r}.")
+            raise PlanError(
+                f"{name!r} is not an axis. The axes are {', '.join(AXES)}. Use {near!r}."
+            )

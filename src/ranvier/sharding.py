@@ -1,8 +1,8 @@
 """Sharding: which part of which tensor is stored on which rank; all index arithmetic is here.
 
-A model names the dims of its weights; three tables map those names to axes of the grid:
+A model names the dims of its weights; four tables map those names to axes of the grid:
 
-* `WEIGHT_RULE`: where a weight is split. Matrices are also split over `depth` along dim 0 (expert
+* `WEIGHT_RULE`: how a weight is split. Matrices are also split over `depth` along dim 0 (expert
   weights along the dim after the expert dim).
 * `OUTER_RULE`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
 * `INNER_RULES`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or
@@ -12,14 +12,14 @@ A model names the dims of its weights; three tables map those names to axes of t
 
 Everything else is derived from them here: the shard of a weight on a rank (`Sharding`, `Shard`),
 the ranks that hold the same shard and so sum its gradient (`Sharding.replica_counts`), and what a
-linear layer communicates (`ShardingTable.linear_comm`). Two dims need not divide: the vocabulary is
-padded to a multiple of row·col, and dim 0 to a multiple of depth. Padding follows the valid
-elements of a rank, is zero, and never leaves the rank.
+linear layer communicates (`ShardingTable.linear_comm`). Two dims need not be divisible: the
+vocabulary is padded to a multiple of row·col, and dim 0 to a multiple of depth. Padding follows the
+valid elements of a rank, is zero, and never leaves the rank.
 
-Questions about the local part of an activation have one answer each: its shape
-(`ShardingTable.local_shape`), what its samples and tokens are padded to (`batch_multiple`,
-`seq_multiple`, `padded_vocab`), which axes split it inside of a replica (`axes_inside_replica`),
-and which indices of a dim are on a rank (`local_range`).
+`ShardingTable` also describes the local part of an activation: its shape (`local_shape`), what its
+samples and tokens are padded to (`batch_multiple`, `seq_multiple`, `padded_vocab`), and which axes
+split it inside a replica (`axes_inside_replica`). `local_range` returns which indices of a dim are
+on a rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
     "samples": {"batch": INNER_RULES["samples"]["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
     "features": {"batch": OUTER_RULE["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
 }
-"""Tokens are split as in the outer and the inner region alike. If col splits only features, the
+"""Tokens are split as in both the outer and the inner region. If col splits only features, the
 ranks of col hold the same values, and the same gradients of them."""
 TOKEN_DIMS = {"batch": 0, "seq": 1}
 """Position of these dims in an activation; the features are its last dim."""
@@ -94,7 +94,7 @@ class CommStep:
 class LinearComm:
     """Communication of a linear layer: gather the input, matmul, reduce-scatter the output.
 
-    If one of its dims is not split, col may have a step without a dim of an activation: an input
+    If one of its dims is not split, col may have a step that does not split an activation: an input
     that is replicated over `copy_axis` (backward sums over it), or an output that is summed over
     `reduce_axis` and then replicated.
     """
@@ -129,7 +129,7 @@ def local_range(
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """The sharding rules of a run; `col_splits` says what col splits in the inner region."""
+    """The sharding rules of a run; `col_splits` is what col splits in the inner region."""
 
     col_splits: InnerSplit = "samples"
     vocab_over_pipe: bool = False
@@ -158,13 +158,12 @@ class ShardingTable:
         return self.activation_rule(dim).get(dim, ())
 
     def token_axes(self, dim: str, name: str) -> tuple[str, ...]:
-        """Return the axes that split `name` (batch or seq) where `dim` is the feature dim."""
+        """Returns the axes that split `name` (batch or seq), with `dim` as the feature dim."""
         return self.activation_rule(dim)[name]
 
     def num_parts(self, dim: str, name: str, degrees: Mapping[str, int]) -> int:
-        """Return the number of parts of `name` (batch, seq or `dim`) where `dim` is the feature
-        dim.
-        """
+        """Returns the number of parts of `name` (batch, seq or `dim`), with `dim` as the feature
+        dim."""
         return count_parts(self.activation_rule(dim).get(name, ()), degrees)
 
     def axes_inside_replica(self, dim: str, name: str) -> tuple[str, ...]:
@@ -187,17 +186,17 @@ class ShardingTable:
         return b, s, n
 
     def batch_multiple(self, degrees: Mapping[str, int]) -> int:
-        """Return what the samples of a micro-batch of one replica must be a multiple of."""
+        """Returns the number that must divide the samples of a micro-batch of one replica."""
         return math.lcm(
             *(count_parts(self.axes_inside_replica(dim, "batch"), degrees) for dim in REGION_DIMS)
         )
 
     def seq_multiple(self, degrees: Mapping[str, int]) -> int:
-        """Return what the tokens of a sample must be a multiple of."""
+        """Returns the number that must divide the tokens of a sample."""
         return math.lcm(*(self.num_parts(dim, "seq", degrees) for dim in REGION_DIMS))
 
     def padded_vocab(self, size: int, degrees: Mapping[str, int]) -> int:
-        """Return the size of a vocabulary with its padding, which is the same in all splits."""
+        """Returns the size of a vocabulary with its padding, which is the same for all splits."""
         return round_up(size, _vocab_multiple(self.feature_axes("vocab"), degrees))
 
     @classmethod
@@ -206,26 +205,27 @@ class ShardingTable:
         return cls(plan.col_splits, plan.vocab_over_pipe)
 
     def linear_comm(self, out: str, into: str) -> LinearComm:
-        """Return the communication of a linear layer whose weight is `(out, into)`.
+        """Returns the communication of a linear layer whose weight is `(out, into)`.
 
-        The out dim is split over an axis that still splits the input's tokens: gather them. The in
-        dim is split over an axis on which the product is a partial sum: reduce-scatter it along the
-        dim that the output region splits over that axis. A layer from embed to an inner dim enters
-        the inner region, the other way it leaves it; a LoRA rank is between the two.
+        If the out dim is split over an axis that still splits the input's tokens, they are
+        gathered. If the in dim is split over an axis, the product is a partial sum there, which is
+        reduce-scattered along the dim that the output region splits over that axis. A layer from
+        embed to an inner dim enters the inner region, and a layer in the opposite direction leaves
+        it; a LoRA rank is between the two.
         """
         inside = set(WEIGHT_RULE) & set(INNER_RULES[self.col_splits])
         pair = {out, into} - inside
         wrong = len({out, into}) < 2 or not pair or not pair <= {"embed", "rank"}
         if wrong or {out, into} == {"vocab", "rank"}:
             raise ShardingError(
-                f"A linear layer has the dims ({out!r}, {into!r}). It goes from 'embed' to one of "
-                f"{sorted(inside)} or back, or between 'rank' and these. Rename one of its dims."
+                f"A linear layer has the dims ({out!r}, {into!r}). It must map 'embed' to one "
+                f"of {sorted(inside)} or back, or 'rank' to or from these. Rename one of its dims."
             )
-        # `pair` holds the dims that are not inner dims: exactly one of embed, rank, or both.
+        # `pair` holds the dims that are not inner dims: embed, rank, or both.
         if "rank" in pair:
             return self._unsplit_dim_comm(out, into)
         # The static rule, not `weight_rule`: a vocabulary split over pipe adds no communication
-        # here, as the head sums over stages by itself.
+        # here, because the head sums over stages itself.
         (out_axis,), (in_axis,) = WEIGHT_RULE[out], WEIGHT_RULE[into]
         return LinearComm(
             gather=CommStep(out_axis, _activation_dim(self.activation_rule(into), out_axis)),
@@ -233,9 +233,9 @@ class ShardingTable:
         )
 
     def _unsplit_dim_comm(self, out: str, into: str) -> LinearComm:
-        """Return the communication of a layer from or to a dim that no axis splits.
+        """Returns the communication of a layer from or to a dim that no axis splits.
 
-        Each axis of the other dim splits tokens on the side of the rank, or nothing.
+        Each axis of the other dim splits either tokens on the side of the rank, or nothing.
         """
         rank = self.activation_rule("rank")
         other = into if out == "rank" else out
@@ -254,13 +254,14 @@ def _token_dim(region: AxisRule, axis: str) -> int | None:
 
 
 def _activation_dim(region: AxisRule, axis: str) -> int:
-    """Return the dim of an activation that `axis` splits in `region`; -1: the features."""
+    """Returns the dim of an activation that `axis` splits in `region`; -1 for the features."""
     return next((TOKEN_DIMS.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
 
 
 @dataclass(frozen=True)
 class AxisSplit:
-    """One axis splits one dim: `replicas` consecutive ranks hold the same `block_size` elements."""
+    """Split of one dim over one axis: `replicas` consecutive ranks hold the same `block_size`
+    elements."""
 
     axis: str
     ranks: int
@@ -287,7 +288,7 @@ class Box:
 
     @property
     def span(self) -> int:
-        """Elements of the shard from its first to its last one, inclusive."""
+        """Number of elements of the shard from its first to its last one, inclusive."""
         steps = zip(self.size, self.strides, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + 1
 
@@ -306,7 +307,7 @@ class Box:
         """Split the box along its first dims into pieces that span at most `most` elements each."""
         if self.span <= most or not self.size:
             return [self]
-        # A first dim of one row cannot be split further: split along the dims after it.
+        # A first dim of one row cannot be split further, so split along the following dims.
         if self.size[0] == 1:
             inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).split_to_fit(
                 most
@@ -341,7 +342,7 @@ class Shard:
     local_shape: tuple[int, ...]
     """Shape of the box in memory, including padding."""
     flat_range: tuple[int, int] | None = None
-    """Range of the flattened, padded box (ZeRO over data); None: all of it."""
+    """Range of the flattened, padded box (ZeRO over data); None means all of it."""
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
@@ -362,8 +363,8 @@ class Shard:
 
     def write_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Write this shard into a global tensor."""
-        # A flat range is not a box of the global tensor, so read the box, fill the range in, write
-        # it back.
+        # A flat range is not a box of the global tensor, so read the box, fill in the range, and
+        # write it back.
         if self.flat_range is not None:
             box = replace(self, flat_range=None)
             filled = box.slice_from(whole)
@@ -403,9 +404,9 @@ class Shard:
 def _flat_range_boxes(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield corner and extent of the boxes that cover elements `[first, last)` of an array.
+    """Yields corner and extent of the boxes that cover elements `[first, last)` of an array.
 
-    The end of a row, full rows, the start of a row: at most 2 · dims - 1 boxes.
+    These are the end of a row, full rows and the start of a row: at most 2 · dims - 1 boxes.
     """
     if first >= last:
         return
@@ -448,11 +449,11 @@ class Sharding:
         units: Mapping[str, int] | None = None,
         depth: bool = False,
     ) -> Sharding:
-        """Split `shape`, whose dims are named `dims`, by `rule`; with `depth` also over depth.
+        """Splits `shape`, whose dims are named `dims`, by `rule`; with `depth` also over depth.
 
-        `units` counts the indivisible units of a dim (heads); other dims are divisible to the
-        element, as is mlp, whose size differs for experts. Depth splits dim 0, or the dim after it
-        for expert weights: there may be fewer experts than ranks.
+        `units` has the number of indivisible units of a dim (heads). Other dims are divisible to
+        the element, and so is mlp, whose size differs for experts. Depth splits dim 0, or the
+        following dim for expert weights, because there may be fewer experts than ranks.
         """
         units = {name: n for name, n in (units or {}).items() if name != "mlp"}
         shape, names = _unpack_dims(shape, dims)
@@ -460,7 +461,7 @@ class Sharding:
             _split_dim(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
         ]
-        # Depth is the innermost split of its dim and may be uneven: the block is rounded up and
+        # Depth is the innermost split of its dim and may be uneven, so the block is rounded up and
         # padded.
         if depth and degrees["depth"] > 1:
             dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
@@ -498,7 +499,7 @@ class Sharding:
 
     @cached_property
     def split_axes(self) -> frozenset[str]:
-        """Axes whose ranks hold different shards, at least in groups of replicas."""
+        """Axes whose ranks hold different shards, possibly in groups of replicas."""
         return frozenset(cut.axis for of_dim in self.splits for cut in of_dim)
 
     def replica_counts(self, degrees: Mapping[str, int]) -> dict[str, int]:
@@ -520,12 +521,13 @@ class Sharding:
 
 
 def _check_axes_once(axes: Sequence[str], names: Sequence[str]) -> None:
-    """Check that no axis splits two dims: only the blocks on the diagonal would be stored."""
+    """Checks that no axis splits two dims, because only the blocks on the diagonal would be
+    stored."""
     for axis in axes:
         if axes.count(axis) > 1:
             raise ShardingError(
-                f"{axis} splits two of the dims {tuple(filter(None, names))}. An axis splits at "
-                "most one dim of a tensor. Give one of them a name that is not split."
+                f"{axis} splits two of the dims {tuple(filter(None, names))}. An axis can split at "
+                "most one dim of a tensor. Use a name that is not split for one of them."
             )
 
 
@@ -534,7 +536,7 @@ def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], 
     if len(shape) != len(dims):
         raise ShardingError(
             f"The dims {tuple(dims)} name {len(dims)} dims of a tensor of shape {tuple(shape)}. "
-            f"Every dim has a name. Name {len(shape)} dims."
+            f"Every dim needs a name. Name {len(shape)} dims."
         )
     sizes: list[int] = []
     names: list[str] = []
@@ -542,7 +544,7 @@ def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], 
         count, name = (None, dim) if isinstance(dim, str) else dim
         if count is not None and size % count:
             raise ShardingError(
-                f"{dim} packs {count} {name} into {size} elements. All have the same size. "
+                f"{dim} packs {count} {name} into {size} elements. All must have the same size. "
                 f"Use a divisor of {size}."
             )
         sizes += [size] if count is None else [count, size // count]
@@ -562,13 +564,13 @@ def _split_dim(
         size = units = padded_size
     if axes and size % units:
         raise ShardingError(
-            f"{name} has {size} elements for {units} units. All units have the same size. "
+            f"{name} has {size} elements for {units} units. All units must have the same size. "
             f"Use a multiple of {units} elements."
         )
     cuts: list[AxisSplit] = []
     for axis in axes:
         ranks = degrees[axis]
-        # A padded dim keeps splits over one rank: their block size carries the padded size.
+        # A padded dim also has splits over one rank, whose block size is the padded size.
         if ranks == 1 and not padded:
             continue
         # With more ranks than kv heads (GQA), `share` consecutive ranks hold the same head.
@@ -578,8 +580,8 @@ def _split_dim(
             share = ranks // units
         if units % ranks and (name != "kv_heads" or ranks % units):
             raise ShardingError(
-                f"{axis}={ranks} does not divide {name}={units}. A split dimension must be a "
-                f"multiple of its axis. Use a divisor of {units}."
+                f"{axis}={ranks} does not divide {name}={units}. A sharded dimension must be a "
+                f"multiple of its axis size. Use a divisor of {units}."
             )
         units = units * share // ranks
         size = size * share // ranks
@@ -597,7 +599,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) -> tuple[int, int]:
-    """Return start and number of valid elements of one dim, after all its splits in turn."""
+    """Returns start and number of valid elements of one dim, after all its splits."""
     start = 0
     valid = size
     for cut in cuts:

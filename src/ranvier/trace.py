@@ -1,9 +1,9 @@
-"""Trace: every communication as an Event, and summaries of many of them.
+"""Trace: every communication as an Event, and summaries of events.
 
-A layer predicts its communication as Events without times (`events()`); the trace records them
-with times. Both have the same type, so a prediction is tested like code: `diff_events` of predicted
-and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded too, as
-Events with the operation `compute`.
+A layer predicts its communication as Events without times (`events()`), and the trace records
+Events with times. Both have the same type, so a prediction can be tested: `diff_events` of
+predicted and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded
+as well, as Events with the operation `compute`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ COMPUTE = "compute"
 
 @dataclass(eq=False)
 class Event:
-    """One communication of this rank; `bytes`: size of the full (gathered or reduced) tensor."""
+    """One communication of this rank; `bytes` is the size of the full (gathered or reduced)
+    tensor."""
 
     op: str
     axis: tuple[str, ...]
@@ -32,11 +33,11 @@ class Event:
     issue_time: float | None = None
     """Seconds on this rank's clock when it was issued; None in a prediction."""
     wait_time: float | None = None
-    """When this rank first needed the result."""
+    """Time when this rank first needed the result."""
     done_time: float | None = None
-    """When the result was available."""
+    """Time when the result was available."""
     resume_time: float | None = None
-    """When this rank resumed; `resume_time - wait_time` is not hidden behind compute."""
+    """Time when this rank resumed; `resume_time - wait_time` is not hidden behind compute."""
     read_device_times: Callable[[], None] | None = field(default=None, repr=False)
     """Fills in the times once the device has passed them (CUDA events)."""
 
@@ -62,19 +63,19 @@ class Event:
 
 @dataclass
 class Trace:
-    """The events of one rank. Off by default: then nothing is recorded or timed."""
+    """The events of one rank. By default nothing is recorded or timed."""
 
     enabled: bool = False
     check_collectives: bool = False
-    """Debug mode: compare every collective and every model input between ranks first."""
+    """Debug mode, which first compares every collective and every model input between ranks."""
     time_waits: bool = False
     """Time every wait even if `enabled` is False; the caller must clear `waited_events`."""
     waited_events: list[Event] = field(default_factory=list)
-    """Communications that were waited for while `time_waits` was set."""
+    """Communications that this rank waited for while `time_waits` was set."""
     events: list[Event] = field(default_factory=list)
     where: str = ""
     outer_scopes: list[str] = field(default_factory=list)
-    """Enclosing scopes of the one in which a graph is being traced."""
+    """Enclosing scopes of the scope in which a graph is being traced."""
     recent_ops: list[str] = field(default_factory=list)
     """The last few operations issued, recorded even if `enabled` is False, for hang reports."""
     num_issued: int = 0
@@ -93,7 +94,7 @@ class Trace:
             f"{op} over {'·'.join(axis)} of {num_bytes} bytes at {self.where or '?'}",
         ]
         self.num_issued += 1
-        # Before the operation is issued: if it hangs, its description is known outside.
+        # Called before the operation is issued, so that its description is known if it hangs.
         if self.on_issue is not None:
             self.on_issue(self.num_issued, self.recent_ops[-1])
         if self.enabled:
@@ -106,7 +107,7 @@ class Trace:
             self.on_issue(self.num_issued, words)
 
     def record_graph_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
-        """Record what a graph will communicate; the compiler runs this while tracing."""
+        """Records what a graph will communicate; the compiler runs this while tracing."""
         self.record_event(op, axis, num_bytes).issue_time = None
         return 0
 
@@ -128,7 +129,7 @@ class Trace:
 
     @contextmanager
     def graph_named_scope(self, where: str) -> Iterator[None]:
-        """As `named_scope`, while a graph is traced, which must not have side effects."""
+        """Like `named_scope`, while a graph is traced, which must not have side effects."""
         self.enter_graph_scope(where)
         yield
         self.leave_graph_scope()
@@ -145,7 +146,7 @@ class Trace:
 
     @contextmanager
     def outside_block(self) -> Iterator[None]:
-        """Run code that does not count as part of the running block: its results are not saved."""
+        """Context of code that is not part of the running block, so its results are not saved."""
         before = self.saved_results
         self.saved_results = None
         try:
@@ -155,7 +156,7 @@ class Trace:
 
     @contextmanager
     def record_compute(self, where: str) -> Iterator[None]:
-        """Record the time inside as compute (host time; on CUDA the time to enqueue it)."""
+        """Records the time inside as compute (host time; on CUDA the time to enqueue it)."""
         if not self.enabled:
             yield
             return
@@ -211,7 +212,7 @@ def diff_events(
         op, axis, where, num_bytes = event.match_key
         return op, axis, where, 0 if where in ragged else num_bytes
 
-    # Compared as multisets: the order of events is not predicted.
+    # Compared as multisets, because the order of events is not predicted.
     want = Counter(known(event) for event in predicted)
     have = Counter(known(event) for event in communication_events(recorded))
     lines = []

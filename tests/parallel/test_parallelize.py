@@ -199,7 +199,7 @@ def test_a_name_the_model_has_not_is_refused() -> None:
 
 
 def test_linear_layers_that_stay_inside_are_refused() -> None:
-    with pytest.raises(ShardingError, match=r"\('mlp', 'heads'\).*goes from 'embed'"):
+    with pytest.raises(ShardingError, match=r"\('mlp', 'heads'\).*must map 'embed'"):
         parallelize(Unnamed(), Grid({}), dims={"up": ("mlp", "heads")})
 
 
