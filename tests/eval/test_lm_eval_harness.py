@@ -304,7 +304,7 @@ def test_an_error_of_the_first_rank_ends_all(pool: Pool, folder: Path, tasks: Pa
         CHOICE.replace("task: choice", "task: lost").format(data=tasks / "nowhere.jsonl")
     )
     first, second = pool.on_grid({"row": 2}, mistaken, str(folder), str(tasks))
-    assert "wants 6 tokens" in first[0] and "nowhere.jsonl" in first[1]
+    assert "generates 6 tokens" in first[0] and "nowhere.jsonl" in first[1]
     assert [one.split()[0] for one in second] == ["OtherRankError"] * 2
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: lm-eval tasks, perplexity, and programs that a model writes.
+"""Evaluation: lm-eval tasks, perplexity, and code generation.
 
 Imports train, infer and what is below.
 """

@@ -11,9 +11,9 @@ from ranvier.errors import DataError
 
 
 def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, str, Any]]:
-    """Number, text and value of each non-empty line; the value is None if it is not valid JSON.
+    """Yields number, text and value of each non-empty line; the value is None for invalid JSON.
 
-    what: what the lines are, for the error if the file cannot be read.
+    what: what the lines contain, for the error if the file cannot be read.
     """
     try:
         # Not splitlines(): JSON strings may contain other line separators, such as U+2028.
@@ -21,7 +21,7 @@ def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
-            f"{what} are lines of JSON. Check the path."
+            f"{what} must be in JSON Lines format. Check the path."
         ) from None
     for number, line in enumerate(lines, 1):
         if line.strip():

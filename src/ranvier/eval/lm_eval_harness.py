@@ -1,7 +1,7 @@
 """Adapter that lets lm-evaluation-harness evaluate a model on a grid.
 
-Contexts, prefixes and truncation are those of its own Hugging Face model, so that both give the
-same scores. The package (extra `eval`) is imported on use, on rank 0 only.
+Contexts, prefixes and truncation are as in its own Hugging Face model, so that both give the same
+scores. The package (extra `eval`) is imported on use, on rank 0 only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ranvier.eval.model_server import GenerationConfig, ModelServer
 MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the maximum number of new tokens, in order of precedence."""
 DEFAULT_MAX_TOKENS = 256
-"""Maximum number of new tokens where a task does not set it."""
+"""Maximum number of new tokens if a task does not set it."""
 BOOTSTRAP_ITERS = 1000
 """Bootstrap resamples for the standard error of metrics without a closed formula."""
 
@@ -29,9 +29,9 @@ BOOTSTRAP_ITERS = 1000
 def evaluate_tasks(
     served: ModelServer, wanted: EvalOptions, length: int, *, manager: Any | None = None
 ) -> dict[str, Any]:
-    """The results of tasks by task and metric; length: maximum context of the model.
+    """Returns the results of tasks by task and metric; length: maximum context of the model.
 
-    manager: the result of `build_task_manager`, if it was called before.
+    manager: the result of `build_task_manager`, if it was already called.
     """
     check_installed()
     from lm_eval import evaluator
@@ -72,10 +72,10 @@ def evaluate_tasks(
 
 @contextmanager
 def _bootstrap_in_process() -> Iterator[None]:
-    """Have the package compute bootstrap errors in this process.
+    """Makes the package compute bootstrap errors in this process.
 
-    Its own way forks a process per core: a rank must not have children (it is a daemon), and forks
-    of it would handle signals meant for the run.
+    By default it forks a process per core, but a rank must not have children (it is a daemon), and
+    forks of it would handle signals meant for the run.
     """
     from lm_eval.api import metrics
 
@@ -90,7 +90,7 @@ def _bootstrap_in_process() -> Iterator[None]:
 def _bootstrap_stderr(
     metric: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int
 ) -> float:
-    """Standard deviation of a metric over resamples; seeded like the package's first chunk."""
+    """Returns the standard deviation of a metric over resamples, with the seed of the package."""
     from lm_eval.api.metrics import sample_stddev
 
     draw = random.Random(0)
@@ -105,22 +105,22 @@ def check_installed() -> None:
     """Raise if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise PlanError(
-            "lm_eval is not installed. Tasks are those of lm-evaluation-harness. Install it with "
-            "the extra eval: pip install 'ranvier[eval]'."
+            "lm_eval is not installed. --tasks needs lm-evaluation-harness. Install it with the "
+            "extra eval: pip install 'ranvier[eval]'."
         )
 
 
 def task_names(wanted: EvalOptions) -> tuple[str, ...]:
-    """Names of the requested tasks."""
+    """Returns the names of the requested tasks."""
     return tuple(filter(None, (name.strip() for name in wanted.tasks.split(","))))
 
 
 def build_task_manager(wanted: EvalOptions) -> Any:
-    """The task manager; the many tasks of the package are indexed only if they are needed."""
+    """Returns the task manager; indexes the many tasks of the package only if they are needed."""
     check_installed()
     from lm_eval.tasks import TaskManager
 
-    # Indexing all tasks of the package takes a while: try the user's own tasks alone first.
+    # Indexing all tasks of the package takes a while, so try the user's own tasks alone first.
     if wanted.include:
         own = TaskManager(include_path=wanted.include, include_defaults=False)
         if all(own.match_tasks([name]) for name in task_names(wanted)):
@@ -135,9 +135,9 @@ def build_task_manager(wanted: EvalOptions) -> Any:
             where = ""
         raise PlanError(
             [
-                f"tasks: {name!r} is not known.{suggest_nearest(name, known)} A task is one of the "
-                f"{len(known)} of lm-evaluation-harness{where}. Name one, or give --include DIR "
-                "with your own."
+                f"tasks: {name!r} is unknown.{suggest_nearest(name, known)} A task is one of the "
+                f"{len(known)} of lm-evaluation-harness{where}. Use one of them, or pass --include "
+                "DIR with your own tasks."
                 for name in unknown
             ]
         )
@@ -145,16 +145,16 @@ def build_task_manager(wanted: EvalOptions) -> Any:
 
 
 def _data_error(wanted: EvalOptions, error: Exception) -> DataError:
-    said = (str(error).strip().splitlines() or [""])[0][:300]
+    reason = (str(error).strip().splitlines() or [""])[0][:300]
     return DataError(
-        f"The data of {', '.join(task_names(wanted))} cannot be had: {type(error).__name__}: "
-        f"{said}. Most tasks fetch it when they are first used. Run once where there is a network, "
-        "or give --include DIR with tasks on local files."
+        f"The data of {', '.join(task_names(wanted))} cannot be loaded: {type(error).__name__}: "
+        f"{reason}. Most tasks download their data on first use. Run once with network access, or "
+        "pass --include DIR with tasks that use local files."
     )
 
 
 def build_harness_model(served: ModelServer, length: int) -> Any:
-    """The model as a class of the harness."""
+    """Returns the model as a class of the harness."""
     from lm_eval.api.model import TemplateLM
 
     class Model(HarnessModel, TemplateLM):  # type: ignore[misc]
@@ -164,7 +164,7 @@ def build_harness_model(served: ModelServer, length: int) -> Any:
 
 
 class HarnessModel:
-    """The requests of the harness, answered by a `ModelServer`."""
+    """Answers the requests of the harness with a `ModelServer`."""
 
     def __init__(self, served: ModelServer, length: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class HarnessModel:
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_more: Any
     ) -> list[int]:
-        """Tokens of a text; one that already starts with the prefix token gets no second one."""
+        """Returns the tokens of a text; the prefix token is not added twice."""
         words = self.server.tokenizer
         begins = string.startswith(words.token_name(words.prefix_token_id))
         if add_special_tokens is None:
@@ -201,14 +201,14 @@ class HarnessModel:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_more: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one."""
+        """Returns the log-probability of each continuation, and whether it is the greedy one."""
         most = max((len(answer) for _, _, answer in requests), default=0)
         if most > self.max_length:
             raise PlanError(
-                f"A continuation has {most} tokens, but the model looks at {self.max_length}. It "
-                "must fit as a whole. Use a larger --max-length, or another task."
+                f"A continuation has {most} tokens, but the maximum length is {self.max_length}. A "
+                "continuation must fit. Use a larger --max-length, or another task."
             )
-        # Truncated from the left. The last token is only predicted, never read, hence one more.
+        # Truncated from the left. One token more, because the last one is only predicted.
         wholes = [(known + answer)[-(self.max_length + 1) :] for _, known, answer in requests]
         found = []
         for (_, _, answer), one in zip(requests, self.server.score_sequences(wholes), strict=True):
@@ -217,7 +217,7 @@ class HarnessModel:
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_more: Any) -> list[float]:
-        """Log-probability of each text, in windows that predict disjoint tokens."""
+        """Returns the log-probability of each text, in windows that predict disjoint tokens."""
         from lm_eval import utils
 
         windows: list[tuple[int, list[int], list[int]]] = []
@@ -235,7 +235,7 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests: Sequence[Any], **_more: Any) -> list[str]:
-        """The text that follows each context, cut before the first stop string."""
+        """Returns the text that follows each context, cut before the first stop string."""
         # Requests with the same settings are generated together.
         groups: dict[GenerationConfig, list[int]] = {}
         for number, request in enumerate(requests):
@@ -245,9 +245,9 @@ class HarnessModel:
             room = self.max_length - wish.max_new_tokens
             if room < 1:
                 raise PlanError(
-                    f"A task wants {wish.max_new_tokens} tokens, but the model looks at "
-                    f"{self.max_length}. Both the context and these must fit. Use a larger "
-                    "--max-length, or a smaller max_gen_toks in the task."
+                    f"A task generates {wish.max_new_tokens} tokens, but the maximum length is "
+                    f"{self.max_length}. Both the context and the new tokens must fit. Use a "
+                    "larger --max-length, or a smaller max_gen_toks in the task."
                 )
             prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
             prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
@@ -255,14 +255,14 @@ class HarnessModel:
         return [found[number] for number in range(len(requests))]
 
     def parse_generation_kwargs(self, settings: Mapping[str, Any]) -> GenerationConfig:
-        """The generation settings of a task; raises if one is not supported."""
+        """Returns the generation settings of a task; raises if one is not supported."""
         rest = dict(settings)
         until = rest.pop("until", None) or []
         if isinstance(until, str):
             stops = [until]
         else:
             stops = list(until)
-        # As in the harness's own model, the end-of-text token always is a stop string.
+        # As in the harness's own model, the end-of-text token is always a stop string.
         end = self.server.tokenizer.token_name(self.eot_token_id)
         counts = [rest.pop(name, None) for name in MAX_TOKENS_KEYS]
         count = next((int(n) for n in counts if n is not None), DEFAULT_MAX_TOKENS)
@@ -270,12 +270,12 @@ class HarnessModel:
         temperature = float(rest.pop("temperature", 1.0) or 0.0)
         top_k = int(rest.pop("top_k", 0) or 0)
         top_p = float(rest.pop("top_p", 1.0) or 1.0)
-        # Anything left over would change the texts, unless it is switched off.
+        # Anything left would change the texts, unless it is disabled.
         unknown = {key: value for key, value in rest.items() if value not in (None, False)}
         if unknown:
             raise PlanError(
-                f"A task wants texts made with {unknown}. Known are until, do_sample, temperature, "
-                f"top_k, top_p and {MAX_TOKENS_KEYS[0]}. Change the task."
+                f"A task uses unsupported generation settings: {unknown}. Supported are until, "
+                f"do_sample, temperature, top_k, top_p and {MAX_TOKENS_KEYS[0]}. Change the task."
             )
         return GenerationConfig(
             max_new_tokens=count,

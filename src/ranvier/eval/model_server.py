@@ -1,7 +1,7 @@
 """Model server: a model on a grid that rank 0 uses, while the other ranks serve its requests.
 
-Tasks, texts and programs exist on rank 0 alone: only sequences of tokens are sent to the other
-ranks, and their results come back. So nothing but the model has to be equal on all ranks.
+Tasks, texts and programs exist only on rank 0. Only token sequences are sent to the other ranks,
+and their results come back, so only the model must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ranvier.parallel.parallel_model import get_parallel_model
 
 T = TypeVar("T")
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is done, how much of it, and the total."""
+"""Called with the activity, the number of completed items and the total."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ class ModelServer:
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], what: str = "scoring"
     ) -> list[TokenLogprobs]:
-        """Score each sequence. Communicates: requests, then as `logprobs.score_sequences`."""
-        # Sorted here already, so that each round holds sequences of similar length.
+        """Scores each sequence. Communicates: requests, then as `logprobs.score_sequences`."""
+        # Sorted here, so that each round has sequences of similar length.
         order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
         found: dict[int, TokenLogprobs] = {}
         for some in self._split_rounds(order, what):
@@ -67,7 +67,7 @@ class ModelServer:
     def generate(
         self, prompts: Sequence[Sequence[int]], wish: GenerationConfig, what: str = "generating"
     ) -> list[str]:
-        """The text that follows each prompt, cut before the first stop string.
+        """Returns the text that follows each prompt, cut before the first stop string.
 
         Communicates: requests, then as `generate_tokens`.
         """
@@ -76,7 +76,7 @@ class ModelServer:
         for some in self._split_rounds(order, what):
             chosen = [list(map(int, prompts[i])) for i in some]
             self._broadcast_order(do="generate", prompts=chosen, numbers=some, wish=asdict(wish))
-            # The prompt's number seeds its samples, so the order of rounds does not change them.
+            # The index of a prompt seeds its samples, so the order of rounds does not matter.
             found |= zip(some, self._generate_tokens(chosen, some, wish), strict=True)
         return [self.tokenizer.decode_until_stop(found[i], wish.stops) for i in range(len(prompts))]
 
@@ -98,7 +98,7 @@ class ModelServer:
         )
 
     def _split_rounds(self, order: Sequence[int], what: str) -> Iterator[list[int]]:
-        """Yield as many at a time as all ranks process at once."""
+        """Yields as many items as all ranks process at once."""
         size = sequences_per_round(get_parallel_model(self.model), self.batch)
         for start in range(0, len(order), size):
             if self.progress is not None:
@@ -110,17 +110,17 @@ class ModelServer:
     def _broadcast_order(self, **order: Any) -> dict[str, Any]:
         """Send a request to the other ranks, or receive it. Communicates: a text over all axes."""
         text = json.dumps(order) if order else ""
-        # A channel with a long timeout: ranks may wait for the next request while rank 0 runs
-        # programs.
+        # A channel with a long timeout, because ranks may wait for the next request while rank 0
+        # runs programs.
         found: dict[str, Any] = json.loads(
             broadcast_text(text, get_parallel_model(self.model).grid, "cpu", channel=ORDERS_CHANNEL)
         )
         return found
 
     def run_on_first_rank(self, work: Callable[[ModelServer], T]) -> T | None:
-        """Run `work` on rank 0; the other ranks serve its requests and return None.
+        """Runs `work` on rank 0; the other ranks serve its requests and return None.
 
-        An error of rank 0 ends them all. Communicates: requests over all axes.
+        An error on rank 0 ends all ranks. Communicates: requests over all axes.
         """
         if get_parallel_model(self.model).grid.rank != 0:
             self._serve_orders()

@@ -1,9 +1,9 @@
 """Perplexity of a corpus, document by document.
 
-Each document is read in windows of `seq` tokens, of which each but the first predicts only what the
-one before has not: with stride = seq they share one token, with a smaller one each token has at
-least seq - stride tokens of context (where the document has them). The first token of a document is
-given, as in training.
+Each document is read in windows of `seq` tokens. Each window after the first predicts only the
+tokens that the previous one did not. With stride = seq, windows overlap by one token; with a
+smaller stride, each token has at least seq - stride tokens of context (if the document has them).
+The first token of a document is given, as in training.
 
     loss = -Σ log p / tokens,   perplexity = exp(loss),   bits per byte = -Σ log₂ p / bytes
 """
@@ -24,7 +24,7 @@ from ranvier.infer.logprobs import sequences_per_round
 from ranvier.parallel.parallel_model import get_parallel_model
 
 READ_AHEAD_ROUNDS = 64
-"""Windows held in memory at once, in multiples of what all ranks process at once."""
+"""Number of windows held in memory, in multiples of what all ranks process at once."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PerplexityResult:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte; None where bytes are unknown."""
+        """Bits per byte; None if the number of bytes is unknown."""
         if self.bytes:
             return self.nats / math.log(2.0) / self.bytes
         return None
@@ -63,10 +63,10 @@ class PerplexityResult:
 def compute_perplexity(
     served: ModelServer, corpus: Corpus, *, seq: int, stride: int = 0, held_out: float = 0.0
 ) -> PerplexityResult:
-    """Perplexity of the documents of a corpus; stride 0 means seq.
+    """Returns the perplexity of the documents of a corpus; stride 0 means seq.
 
-    Of conversations only the tokens with a loss count. held_out: fraction of the documents that
-    training holds out, which alone are read; 0: all documents. Communicates: as
+    In conversations, only the tokens with a loss count. held_out: fraction of the documents that
+    training holds out; only these are read, or all documents if it is 0. Communicates: as
     `ModelServer.score_sequences`.
     """
     if held_out > 0.0:
@@ -76,23 +76,23 @@ def compute_perplexity(
     chosen = corpus.select_documents(held_out, part)
     if not (corpus.document_lengths[chosen] > 1).any():
         if held_out > 0.0:
-            aside = " that is held out"
+            aside = " in its held-out part"
         else:
             aside = ""
         raise DataError(
-            f"{corpus.manifest.source} has no document with two tokens{aside}. A token is "
-            "predicted from those before it. Choose another corpus."
+            f"{corpus.manifest.source} has no document with two tokens{aside}. Perplexity needs at "
+            "least one token to predict from another. Use another corpus."
         )
     terms = []
     tokens = 0
     known = 0
-    # Lazy: a corpus may be larger than memory. `heard` marks the tokens whose loss counts.
+    # A generator, because a corpus may be larger than memory. `heard` marks tokens that count.
     todo = (
         (window, first, heard[start + 1 : start + len(window)])
         for one, heard in _read_documents(corpus, chosen)
         for start, window, first in split_into_windows(one, seq, stride)
     )
-    # Scoring sorts by length, which saves padding only if it sees many windows at once.
+    # Scoring sorts by length, which saves padding only with many windows at a time.
     size = READ_AHEAD_ROUNDS * sequences_per_round(get_parallel_model(served.model), served.batch)
     while some := list(islice(todo, size)):
         for found, (_, first, heard) in zip(
@@ -100,7 +100,7 @@ def compute_perplexity(
         ):
             terms.append(-float(found.logprobs[first:][heard[first:]].sum()))
             tokens += int(heard[first:].sum())
-    # The bytes of a conversation are unknown: its template adds text around the messages.
+    # The bytes of a conversation are unknown, because its template adds text to the messages.
     if corpus.tokenizer is not None and not corpus.manifest.template:
         known = sum(_text_bytes(served, one) for one, _ in _read_documents(corpus, chosen))
     return PerplexityResult(len(chosen), tokens, known, math.fsum(terms))
@@ -109,12 +109,12 @@ def compute_perplexity(
 def split_into_windows(
     tokens: np.ndarray, seq: int, stride: int = 0
 ) -> Iterator[tuple[int, list[int], int]]:
-    """Yield windows of at most seq + 1 tokens: start, tokens, first prediction that counts.
+    """Yields windows of at most seq + 1 tokens: start, tokens, first prediction that counts.
 
-    Each token of the document but the first is predicted exactly once among those that count.
+    Each token of the document except the first is predicted exactly once among those that count.
     """
     stride = stride or seq
-    # Tokens before `done` are predicted already; the first of a document never is.
+    # Tokens before `done` are already predicted; the first token of a document never is.
     done = 1
     for start in range(0, max(len(tokens) - 1, 0), stride):
         stop = min(start + seq + 1, len(tokens))
@@ -124,7 +124,7 @@ def split_into_windows(
 
 
 def _read_documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens of each document, and which of them count."""
+    """Yields the tokens of each document, and which of them count."""
     for number in chosen.tolist():
         places = corpus.document_starts[number] + np.arange(corpus.document_lengths[number])
         if corpus.manifest.template:
@@ -134,6 +134,6 @@ def _read_documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.nda
 
 
 def _text_bytes(served: ModelServer, tokens: np.ndarray) -> int:
-    """Bytes of the text of all tokens but the first."""
+    """Returns the bytes of the text of all tokens but the first."""
     decode = served.tokenizer.decode
     return len(decode(tokens.tolist()).encode()) - len(decode(tokens[:1].tolist()).encode())

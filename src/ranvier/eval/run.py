@@ -39,7 +39,7 @@ from ranvier.train.resume.run_directory import write_text_atomically
 
 
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
-    """The values of k for pass@k."""
+    """Returns the values of k for pass@k."""
     try:
         if wanted.pass_at_k:
             found = tuple(int(word) for word in wanted.pass_at_k.split(","))
@@ -49,8 +49,8 @@ def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
         found = ()
     if not found or min(found) < 1:
         raise PlanError(
-            f"pass_at_k={wanted.pass_at_k!r} are no counts. They are whole numbers above 0. Use "
-            "1,10."
+            f"pass_at_k={wanted.pass_at_k!r} is invalid. It must be positive integers, separated "
+            "by commas. Use 1,10."
         )
     return found
 
@@ -62,37 +62,40 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
     if len(asked) != 1:
         problems.append(
             "eval was given "
-            f"{' and '.join('--' + n.replace('_', '-') for n in asked) or 'nothing to do'}. It "
-            "does one thing at a time. Use --tasks, --corpus, --code or --samples-file."
+            f"{' and '.join('--' + n.replace('_', '-') for n in asked) or 'no evaluation'}. It "
+            "runs one evaluation at a time. Use one of --tasks, --corpus, --code or --samples-file."
         )
-    # Samples were run elsewhere and need no model; everything else does.
+    # Samples were run elsewhere and do not need a model; everything else does.
     if (folder is None) != (asked == ["samples_file"]) and len(asked) == 1:
         problems.append(
-            "--samples-file needs no RUN. Leave it out."
+            "--samples-file does not use a model. Remove RUN."
             if folder is not None
-            else f"--{asked[0]} asks a model. Name its RUN: ranvier eval RUN --{asked[0]} ..."
+            else f"--{asked[0]} needs a model. Pass its RUN: ranvier eval RUN --{asked[0]} ..."
         )
     least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "max_new_tokens": 1}
     for name, low in {**least, "batch": 1, "max_length": 0, "step": -1, "seed": 0}.items():
         value = getattr(wanted, name)
         if not low <= value < 2**31:
-            problems.append(f"{name}={value} is too small or too large. Use {low} or more.")
+            problems.append(
+                f"{name}={value} is out of range. It must be at least {low} and less than 2^31. "
+                f"Use {low} or more."
+            )
     if not (0.0 <= wanted.temperature <= 1e3 and 0.0 < wanted.top_p <= 1.0):
         problems.append(
-            f"temperature={wanted.temperature}, top_p={wanted.top_p}: out of range. They are in "
-            "[0, 1000] and (0, 1]. Use 0.8 and 0.95."
+            f"temperature={wanted.temperature} or top_p={wanted.top_p} is out of range. They must "
+            "be in [0, 1000] and (0, 1]. Use 0.8 and 0.95."
         )
     if wanted.include and not Path(wanted.include).is_dir():
         problems.append(
-            f"include={wanted.include!r} is no directory. Tasks of one's own are YAML files in "
-            "one. Check the path."
+            f"include={wanted.include!r} is not a directory. Custom tasks are YAML files in a "
+            "directory. Check the path."
         )
     if problems:
         raise PlanError(problems)
     if wanted.code and (most := max(parse_pass_at_k(wanted))) > wanted.samples_per_task:
         raise PlanError(
-            f"pass_at_k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
-            f"drawn from those. Use --samples-per-task {most} or more."
+            f"pass_at_k={most} with samples_per_task={wanted.samples_per_task}. pass@k needs at "
+            f"least k programs per task. Use --samples-per-task {most} or more."
         )
     # Fail before ranks start or weights are read.
     if wanted.tasks:
@@ -102,21 +105,21 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
 
 
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun:
-    """Resolve the run on the grid of this evaluation: its batch is not that of training."""
+    """Resolves the run on the grid of this evaluation, with its own batch."""
     model = run.decoder
     if model.position_embedding == "learned" and wanted.max_length > model.max_seq:
         raise PlanError(
-            f"length={wanted.max_length}, but the model has learned {model.max_seq} positions "
-            "(model.max_seq). It cannot look at more tokens. Use a --max-length of "
+            f"max_length={wanted.max_length}, but the model has {model.max_seq} learned positions "
+            "(model.max_seq). It cannot read more tokens. Use a --max-length of "
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
     table = ShardingTable.from_plan(plan)
-    # The smallest batch that the grid divides; the batch of training may not fit this grid.
+    # The smallest batch that the grid divides; the training batch may not fit this grid.
     micro = table.batch_multiple(plan.degrees)
     plan = replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
-    # Sequences are padded, and padding uses no positions of its own: only for the check, the model
-    # gets room for it.
+    # Sequences are padded, and padding does not use additional positions. Only for the check, the
+    # model gets room for it.
     seq = round_up(run.data.seq_len, table.seq_multiple(plan.degrees))
     fits = run.data.seq_len <= model.max_seq
     if fits:
@@ -125,18 +128,18 @@ def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun
         room = model
     filled = replace(run, plan=plan, model=room, data=replace(run.data, seq_len=seq))
     small = replace(run, plan=filled.check_and_resolve(world).plan)
-    reason = "an evaluation has a grid and a batch of its own"
+    reason = "an evaluation has its own grid and batch"
     return ResolvedRun.from_config(run).adopt("evaluation", small, {"": reason})
 
 
 def single_rank_run(run: RunConfig) -> RunConfig:
-    """The run on one rank of this machine, whatever it was trained on; options may ask for more."""
+    """Returns the run on one rank of this machine; options may request more ranks."""
     here = replace(run.train, device="auto", backend="auto", dtype="auto")
     return replace(run, plan=Plan(data=-1, col_splits=run.plan.col_splits), train=here)
 
 
 def eval_rank(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Join the other ranks, then `evaluate_run`."""
+    """Joins the other ranks, then calls `evaluate_run`."""
     backend = resolve_backend(run, me, resolve_device(run, me))
     with join_process_group(
         me, backend, run.train.comm_timeout_seconds, share_gpu=run.launch.share_gpu
@@ -145,7 +148,7 @@ def eval_rank(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessIn
 
 
 def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
-    """Evaluate the model of a run as one rank of the grid; returns the exit code."""
+    """Evaluates the model of a run as one rank of the grid; returns the exit code."""
     device = resolve_device(run, me)
     grid = Grid.from_plan(
         run.plan,
@@ -162,7 +165,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
             dtype = inference_dtype(saved, device)
     else:
         dtype = DTYPES[word]
-    # What only training needs stays at its default.
+    # Settings that only training needs keep their defaults.
     plan = Plan(
         col_splits=run.plan.col_splits,
         virtual_stages=run.plan.virtual_stages,
@@ -176,7 +179,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
         step = wanted.step
     words = EvalTokenizer.from_run(folder)
     first = grid.rank == 0
-    # Task names are checked before weights are read, since both take a while; an error of rank 0 is
+    # Task names are checked before weights are read, which takes a while; an error of rank 0 is
     # raised on all ranks.
     manager = run_and_raise_together(
         lambda: lm_eval_harness.build_task_manager(wanted) if first and wanted.tasks else None,
@@ -217,7 +220,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
 def _run_evaluation(
     served: ModelServer, run: RunConfig, folder: Path, step: int, wanted: EvalOptions, manager: Any
 ) -> dict[str, dict[str, Any]]:
-    """Run the evaluation that was asked for; results by kind and name."""
+    """Runs the requested evaluation; returns results by kind and name."""
     length = wanted.max_length or run.decoder.max_seq
     if wanted.tasks:
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
@@ -234,7 +237,9 @@ def _run_evaluation(
     # Printed before the first program of the model runs.
     told = _print_protection()
     tried, lacks = generate.attempt_tasks(served, tasks, count=count, wish=wish, length=length)
-    rows = [{**asdict(one.sample), "said": one.completion, "why": one.failure} for one in tried]
+    rows = [
+        {**asdict(one.sample), "completion": one.completion, "why": one.failure} for one in tried
+    ]
     write_text_atomically(
         folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
     )
@@ -243,15 +248,15 @@ def _run_evaluation(
 
 
 def _print_protection() -> tuple[str, ...]:
-    """Print which guards isolate programs here and which are missing; returns the latter."""
+    """Prints which guards isolate programs here and which are missing; returns the latter."""
     # An empty program probes the sandbox.
     found = sandbox.run_program("python", "")
     if found.guards:
-        print(f"Programs are kept in by {', '.join(found.guards)} and limits.", flush=True)
+        print(f"Programs are isolated by {', '.join(found.guards)} and limits.", flush=True)
     if not any("bubblewrap" in word for word in (*found.guards, *found.missing_guards)):
         print(
-            "bubblewrap (bwrap) is not installed: with it programs would not even see the other "
-            "files of this machine.",
+            "bubblewrap (bwrap) is not installed. With it, programs could not see other files of "
+            "this machine.",
             flush=True,
         )
     _warn_missing_guards(found.missing_guards)
@@ -259,15 +264,15 @@ def _print_protection() -> tuple[str, ...]:
 
 
 def _warn_missing_guards(lacks: Iterable[str]) -> None:
-    """Print a warning for each missing guard."""
+    """Prints a warning for each missing guard."""
     for lack in lacks:
-        print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
+        print(f"Warning: programs are not fully isolated: {lack}.", file=sys.stderr, flush=True)
 
 
 def _evaluate_corpora(
     served: ModelServer, run: RunConfig, folder: Path, wanted: EvalOptions
 ) -> dict[str, Any]:
-    """Perplexity of each corpus."""
+    """Returns the perplexity of each corpus."""
     data = replace(run.data, sources=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
     for name, stored in zip(
@@ -275,19 +280,19 @@ def _evaluate_corpora(
     ):
         corpus = Corpus.open(stored)
         mine = served.tokenizer.run_tokenizer.fingerprint
-        # A corpus without a fingerprint came as tokens: it is trusted.
+        # A corpus without a fingerprint was given as tokens, and is trusted.
         if corpus.manifest.tokenizer not in (None, "", mine):
             raise DataError(
-                f"{name} was tokenized by {corpus.manifest.tokenizer}, the run by {mine}. Tokens "
-                "mean the same only to one tokenizer. Give the texts instead."
+                f"{name} was tokenized by {corpus.manifest.tokenizer}, but the run uses {mine}. "
+                "Both must use the same tokenizer. Pass the original texts instead."
             )
         corpus.check_vocab(run.decoder.vocab)
         seq = run.data.seq_len
         stride = wanted.stride
         if stride > seq:
             raise PlanError(
-                f"stride={stride}, data.seq_len={seq}. A window moves by its own length at most. "
-                f"Use --stride {seq} or less."
+                f"stride={stride} is greater than data.seq_len={seq}. Windows must overlap or be "
+                f"adjacent. Use --stride {seq} or less."
             )
         if wanted.held_out:
             aside = run.data.validation_fraction
@@ -308,7 +313,7 @@ def _evaluate_corpora(
 
 
 def score_samples(wanted: EvalOptions) -> int:
-    """Print the metrics of programs that were run elsewhere; returns the exit code."""
+    """Prints the metrics of programs that were run elsewhere; returns the exit code."""
     found = metrics.compute_metrics(
         metrics.read_samples(Path(wanted.samples_file)), parse_pass_at_k(wanted)
     )
@@ -319,7 +324,7 @@ def score_samples(wanted: EvalOptions) -> int:
 
 
 def save_results(path: Path, found: Mapping[str, Any]) -> None:
-    """Merge results into a file, atomically; those of the same name are replaced."""
+    """Merges results into a file atomically; results with the same name are replaced."""
     known: Any = {}
     if path.exists():
         try:
@@ -339,13 +344,13 @@ def save_results(path: Path, found: Mapping[str, Any]) -> None:
         write_text_atomically(path, json.dumps(known, indent=1) + "\n")
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}. Results are kept there. Choose another "
-            "--output."
+            f"{path} cannot be written: {error.strerror}. The results are stored there. Use "
+            "another --output."
         ) from None
 
 
 def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print a row for each name and a column for each number, framed on a terminal."""
+    """Prints a row per name and a column per number, framed on a terminal."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     cells = [[one, *(_format_number(row.get(key)) for key in columns)] for one, row in rows.items()]
     heads = ["k" if name == "code" else name, *columns]

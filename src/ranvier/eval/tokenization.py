@@ -1,7 +1,7 @@
-"""Tokenize texts for evaluation, as other frameworks do with the tokenizer of a model.
+"""Tokenizes texts for evaluation, as other frameworks do with the tokenizer of a model.
 
 Unlike in training, the tokenizer's own rules apply: it may prepend a token to a text, and special
-tokens that are spelled out in it are special.
+tokens that are spelled out in the text are special.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class EvalTokenizer:
 
     @classmethod
     def from_run(cls, folder: Path) -> EvalTokenizer:
-        """Load the tokenizer of a run: its tokenizer.json and the files beside it."""
+        """Loads the tokenizer of a run: its tokenizer.json and the files next to it."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise DataError(
-                f"{folder} has no tokenizer.json: its corpora came as tokens. Evaluation needs the "
-                f"tokenizer that made them. Copy its tokenizer.json to {path}."
+                f"{folder} has no tokenizer.json, because its corpora were given as tokens. "
+                "Evaluation needs the tokenizer that was used. Copy its tokenizer.json to "
+                f"{path}."
             )
         tokenizer = load_tokenizer(path, folder)
         library = import_optional("tokenizers", "evaluation").Tokenizer.from_str(
@@ -49,31 +50,31 @@ class EvalTokenizer:
         return cls(tokenizer, library, end, end if first is None else first)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a text; special: with those that the tokenizer adds itself."""
+        """Returns the tokens of a text; special: including those that the tokenizer adds itself."""
         ids: list[int] = self.hf_tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens, without special ones."""
+        """Returns the text of tokens, without special tokens."""
         text: str = self.hf_tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
     def token_name(self, token: int) -> str:
-        """How a token is spelled."""
+        """Returns the spelling of a token."""
         return str(self.hf_tokenizer.id_to_token(token))
 
     def decode_until_stop(self, said: Sequence[int], stops: Sequence[str]) -> str:
-        """Text of tokens up to the end, or up to the first stop string."""
+        """Returns the text of tokens up to the end, or up to the first stop string."""
         text = self.decode(said)
         for stop in filter(None, stops):
             text = text.partition(stop)[0]
         return text
 
     def make_stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-        """Build a check whether the last generated token ends the text."""
+        """Returns a function that checks whether the last generated token ends the text."""
         stops = [stop for stop in stops if stop]
-        # Decode only a tail that surely contains a stop string: a token has at least one byte, and
-        # up to 4 more belong to a character that the tail cuts.
+        # Decode only a tail that is long enough for a stop string: a token has at least one byte,
+        # and up to 4 more bytes belong to a character that the tail cuts.
         most = max((len(stop.encode()) for stop in stops), default=0) + 4
 
         def ended(said: Sequence[int]) -> bool:

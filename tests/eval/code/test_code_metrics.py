@@ -116,11 +116,13 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
         ({"built": False}, "passed=true with built=false"),
         ({"built": "yes"}, "built='yes'"),
         ({"baseline": -1.0}, "baseline=-1"),
-        ({"processes": "x"}, "are numbers"),
+        ({"processes": "x"}, "must be numbers"),
         ({"processes": 0}, "processes=0"),
     ):
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}) + "\n")
-        with pytest.raises(DataError, match=rf"samples.jsonl:2: .* is no sample: .*{said}"):
+        with pytest.raises(
+            DataError, match=rf"samples.jsonl:2: .* is not a valid sample: .*{said}"
+        ):
             read_samples(path)
     path.write_text(
         json.dumps({**good, "sample": 1}) * 1 + "\n" + json.dumps({**good, "sample": 1})
@@ -131,5 +133,5 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
     path.write_text(f"{line}\r\n{json.dumps({**good, 'seconds': 0, 'baseline': None})}\n")
     assert [one.task for one in read_samples(path)] == ["a\u2028\u0085b", "a"]
     path.write_text("\n")
-    with pytest.raises(DataError, match="no sample"):
+    with pytest.raises(DataError, match="has no samples"):
         read_samples(path)

@@ -87,7 +87,7 @@ def test_bad_tasks_are_named_by_their_line(tmp_path: Path) -> None:
     good = {"task": "a", "language": "c", "prompt": "", "tests": ""}
     for change, said in (
         ({"tests": 3}, "tests is missing"),
-        ({"language": "rust"}, "python or c"),
+        ({"language": "rust"}, "python and c"),
         ({"stop": "x"}, "a list"),
         ({"prompt": "\ud800"}, "lone surrogate"),
     ):
@@ -144,16 +144,19 @@ def test_the_verb_says_keeps_and_refuses(
     assert "build" in capsys.readouterr().out
 
     for words, said in (
-        ([str(folder)], "nothing to do"),
-        ([str(folder), "--tasks", "a", "--code", "b"], "one thing at a time"),
-        (["--code", str(tasks)], "Name its RUN"),
-        ([str(folder), "--samples-file", "x"], "needs no RUN"),
+        ([str(folder)], "no evaluation"),
+        ([str(folder), "--tasks", "a", "--code", "b"], "one evaluation at a time"),
+        (["--code", str(tasks)], "Pass its RUN"),
+        ([str(folder), "--samples-file", "x"], "does not use a model"),
         ([str(folder), "--code", str(tasks), "--pass-at-k", "9"], "--samples-per-task 9"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--batch", "0"], "batch=0"),
-        ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--step", "7"], "after step 7"),
+        ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--step", "7"], "of step 7"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--stride", "99"], "stride=99"),
-        ([str(tmp_path), "--tasks", "a"], "is no run"),
-        ([str(folder), "--tasks", "a", "--include", str(tmp_path / "no")], "no' is no directory"),
+        ([str(tmp_path), "--tasks", "a"], "is not a run"),
+        (
+            [str(folder), "--tasks", "a", "--include", str(tmp_path / "no")],
+            "no' is not a directory",
+        ),
     ):
         assert call("eval", *words) in (64, 65), words
         assert said in capsys.readouterr().err, words
@@ -176,7 +179,7 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
         "32",
     ]
     for words, said in (
-        ([*learned, "--max-length", "33"], "length=33, but the model has learned 32 positions"),
+        ([*learned, "--max-length", "33"], "max_length=33, but the model has 32 learned positions"),
         ([*learned, "--max-length", "32"], "('a', 'b') are not known"),
         (["--max-length", "9999"], "('a', 'b') are not known"),
     ):
@@ -187,7 +190,7 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("guards", "lacks", "said", "warned"),
     [
-        (("bubblewrap", "seccomp"), (), "kept in by bubblewrap, seccomp and limits", ""),
+        (("bubblewrap", "seccomp"), (), "isolated by bubblewrap, seccomp and limits", ""),
         (("seccomp",), ("no Landlock: files",), "bubblewrap (bwrap) is not installed", "Landlock"),
     ],
 )

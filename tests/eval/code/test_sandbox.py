@@ -57,11 +57,11 @@ def survivors(word: str) -> list[int]:
         ("python", "assert 1 == 2", True, "exit code 1"),
         ("python", "def f(:", False, "not built"),
         ("python", "x = '\ud800'", False, "not built: character 5 is a lone surrogate"),
-        ("python", "raise SystemExit(0)", True, "ended before its tests did"),
+        ("python", "raise SystemExit(0)", True, "exited before the end of its tests"),
         ("c", "int main(void) { return 0; }", True, ""),
         ("c", "int main(void) { return 3; }", True, "exit code 3"),
         ("c", "int main(void {", False, "not built"),
-        ("c", "#include <stdlib.h>\nint main(void) { exit(0); }", True, "ended before"),
+        ("c", "#include <stdlib.h>\nint main(void) { exit(0); }", True, "exited before"),
         ("c", "int main(void) { volatile int *x = 0; return *x; }", True, "SIGSEGV"),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_program_passes_if_its_tests_come_to_their_end(
 
 
 def test_other_languages_are_refused() -> None:
-    with pytest.raises(DataError, match="python or c"):
+    with pytest.raises(DataError, match="python and c"):
         run_program("fortran", "end")
 
 
@@ -91,7 +91,7 @@ def attacked(program: str, limits: SandboxLimits = BOUNDS) -> SandboxResult:
 def test_endless_programs_are_ended(cell: str) -> None:
     deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
     spin = attacked(f"{deaf}while True: pass", replace(BOUNDS, cpu_seconds=1))
-    assert spin.failure == "used more than 1 s of the processor"
+    assert spin.failure == "used more than 1 s of CPU time"
     idle = attacked(f"{deaf}time.sleep(999)", replace(BOUNDS, seconds=3.0))
     assert idle.failure == "ran longer than 3 s"
 
@@ -191,8 +191,11 @@ def test_there_is_no_network(cell: str) -> None:
     ("script", "said"),
     [
         ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions"),
-        ('while [ "$1" != -- ]; do shift; done; shift; exec "$@"', "no process namespace"),
-        ("exit 0", "without a word"),
+        (
+            'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+            "did not create a process namespace",
+        ),
+        ("exit 0", "without a message"),
     ],
 )
 def test_a_bubblewrap_that_does_not_work_is_told_and_done_without(
@@ -253,7 +256,8 @@ def test_a_machine_without_filter_is_told(
     found = run_program("python", "assert True", BOUNDS)
     assert found.passed and "seccomp" not in found.guards
     assert any(
-        "no filter of system calls" in lack and "sockets" in lack for lack in found.missing_guards
+        "system call filter is not available" in lack and "sockets" in lack
+        for lack in found.missing_guards
     )
 
 

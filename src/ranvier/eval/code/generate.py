@@ -1,7 +1,7 @@
 """Code generation: programs written by a model, built and run against their tests.
 
-A task is a line of JSON: task (its name), language, prompt (the beginning of the program), tests
-(what follows it; in C a main that returns 0), and optionally baseline (a good completion, for
+A task is a line of JSON with task (its name), language, prompt (the beginning of the program) and
+tests (the code after it; in C a main that returns 0). Optional are baseline (a good completion, for
 comparison) and stop (strings that end the completion).
 """
 
@@ -28,12 +28,12 @@ STOP_STRINGS: dict[str, tuple[str, ...]] = {
 CLOSING_TEXT = {"python": "\n", "c": "\n}\n"}
 """Text that closes that function."""
 BASELINE_RUNS = 3
-"""Runs of a baseline, of which the fastest counts."""
+"""Number of runs of a baseline; the fastest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTask:
-    """A program to be written."""
+    """A programming task."""
 
     task: str
     language: str
@@ -47,14 +47,14 @@ class CodeTask:
         """Strings that end the completion."""
         return self.stop or STOP_STRINGS[self.language]
 
-    def build_program(self, said: str) -> str:
-        """The whole program: prompt, completion and tests."""
-        # A task with its own stop strings is expected to leave the function closed.
+    def build_program(self, completion: str) -> str:
+        """Returns the whole program: prompt, completion and tests."""
+        # A task with its own stop strings is expected to close the function itself.
         if self.stop:
             closes = "\n"
         else:
             closes = CLOSING_TEXT[self.language]
-        return f"{self.prompt}{said}{closes}\n{self.tests}\n"
+        return f"{self.prompt}{completion}{closes}\n{self.tests}\n"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Attempt:
 
 
 def read_tasks(path: Path) -> list[CodeTask]:
-    """The tasks of a JSONL file."""
+    """Returns the tasks of a JSONL file."""
     tasks = list(_parse_tasks(path))
     names = [task.task for task in tasks]
     twice = [name for name in names if names.count(name) > 1]
@@ -75,8 +75,10 @@ def read_tasks(path: Path) -> list[CodeTask]:
         if twice:
             what = f"has task {twice[0]!r} twice"
         else:
-            what = "holds no task"
-        raise DataError(f"{path} {what}. Each line is a task with a name of its own. Mend it.")
+            what = "has no tasks"
+        raise DataError(
+            f"{path} {what}. Each line must be a task with a unique name. Fix the file."
+        )
     return tasks
 
 
@@ -92,20 +94,20 @@ def _parse_tasks(path: Path) -> Iterator[CodeTask]:
         good = isinstance(stop, list) and all(isinstance(one, str) for one in stop)
         if missing or not good or not isinstance(row.get("baseline", ""), str):
             raise DataError(
-                f"{path}:{number}: no task{f': {missing[0]} is missing' if missing else ''}. It "
-                "has the texts task, language, prompt and tests, and may have baseline and a list "
-                "stop. Mend the line."
+                f"{path}:{number}: {line[:80]!r} is not a valid task"
+                f"{f': {missing[0]} is missing' if missing else ''}. A task has the strings task, "
+                "language, prompt and tests, and optionally baseline and a list stop. Fix the line."
             )
         # JSON can escape lone surrogates, which would later fail to encode as UTF-8.
         if any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
             raise DataError(
                 f"{path}:{number}: {line[:80]!r} has a lone surrogate (\\ud800 to \\udfff), which "
-                "no text in UTF-8 has. Write the whole character. Mend the line."
+                "is not valid UTF-8. Write the whole character. Fix the line."
             )
         if row["language"] not in get_args(Language):
             raise DataError(
-                f"{path}:{number}: language={row['language']!r} cannot be run. Programs are in "
-                f"{' or '.join(get_args(Language))}. Use one of these."
+                f"{path}:{number}: language={row['language']!r} is not supported. Supported "
+                f"languages are {' and '.join(get_args(Language))}. Use one of them."
             )
         texts = {name: row[name] for name in needed}
         yield CodeTask(**texts, baseline=row.get("baseline", ""), stop=tuple(stop))
@@ -121,7 +123,7 @@ def attempt_tasks(
     limits: SandboxLimits | None = None,
     run: Callable[..., SandboxResult] = sandbox.run_program,
 ) -> tuple[list[Attempt], tuple[str, ...]]:
-    """Generate and run `count` programs for each task; also returns the missing protection.
+    """Generates and runs `count` programs per task; also returns the missing guards.
 
     length: maximum context of the model. Communicates: as `ModelServer.generate`.
     """
@@ -132,15 +134,15 @@ def attempt_tasks(
         prompt = served.tokenizer.encode(task.prompt) or [served.tokenizer.prefix_token_id]
         if len(prompt) + wish.max_new_tokens > length:
             raise DataError(
-                f"Task {task.task!r} has a prompt of {len(prompt)} tokens and "
-                f"{wish.max_new_tokens} to come, but the model looks at {length}. Both must fit. "
-                "Use fewer --max-new-tokens."
+                f"Task {task.task!r} has a prompt of {len(prompt)} tokens and generates "
+                f"{wish.max_new_tokens}, but the maximum length is {length}. Both must fit. "
+                "Use a smaller --max-new-tokens."
             )
         if task.baseline:
             base = _time_baseline(task, limits, run)
         else:
             base = None
-        # Samples are numbered from 0 in each task: with one seed all tasks would use the same
+        # Samples are numbered from 0 in each task; with one seed, all tasks would use the same
         # random numbers.
         mine = GenerationConfig(
             **{**asdict(wish), "stops": task.stop_strings, "seed": wish.seed + number}
@@ -166,13 +168,14 @@ def attempt_tasks(
 def _time_baseline(
     task: CodeTask, limits: SandboxLimits | None, run: Callable[..., SandboxResult]
 ) -> float:
-    """Seconds of a task's own solution, which must pass."""
+    """Returns the seconds of a task's own solution, which must pass."""
     program = task.build_program(task.baseline)
     results = [run(task.language, program, limits) for _ in range(BASELINE_RUNS)]
     failed = [result for result in results if not result.passed]
     if failed:
         raise DataError(
             f"The baseline of task {task.task!r} fails: {failed[0].failure}. Programs are compared "
-            f"with it, so it must pass its tests. Mend it. It said: {failed[0].output[-300:]!r}"
+            "with it, so it must pass its tests. Fix it. Its output ends with: "
+            f"{failed[0].output[-300:]!r}"
         )
     return min(result.seconds for result in results)

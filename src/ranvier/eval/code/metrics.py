@@ -1,14 +1,14 @@
 """Metrics of programs: the expected best of k out of N samples of a task.
 
-With values in rising order v₁ ≤ … ≤ v_N the expected best of k drawn without replacement is
+With values in ascending order v₁ ≤ … ≤ v_N, the expected best of k drawn without replacement is
 
     best@k = Σ_j C(j-1, k-1) / C(N, k) · v_j
 
-since v_j is the best of C(j-1, k-1) of the C(N, k) choices. pass@k and build@k have values 0 and 1;
-speedup_n@k has the time of the best sequential program divided by that of the sample on n processes
-(0 for a sample that failed: it saves no time), speedup_max@k the best over n, efficiency_n@k is
+because v_j is the best of C(j-1, k-1) of the C(N, k) choices. pass@k and build@k have values 0 and
+1. speedup_n@k has the time of the best sequential program divided by the time of the sample on n
+processes (0 for a sample that failed), speedup_max@k has the best over n, and efficiency_n@k is
 speedup_n@k / n. Several tasks are averaged. (ParEval, Nichols et al. 2024. Its published code sorts
-the other way round, which is right for k = 1 only.)
+in the opposite order, which is correct only for k = 1.)
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class CodeSample:
     """Seconds of the best sequential program; None if unknown."""
     processes: int = 1
     sample: int = -1
-    """Index among the programs of the task; -1: the next one."""
+    """Index among the programs of the task; -1 means the next one."""
 
     @property
     def speedup(self) -> float | None:
-        """Baseline divided by seconds, 0 if it failed; None without baseline."""
+        """Baseline divided by seconds; 0 if it failed, None without a baseline."""
         if self.baseline is None:
             return None
         if self.passed:
@@ -48,11 +48,12 @@ class CodeSample:
 
 
 def best_at_k(values: Sequence[float], k: int) -> float:
-    """Expected maximum of k of the values: their mean for k = 1, the maximum for k = N."""
+    """Returns the expected maximum of k of the values: the mean for k = 1, the maximum for k =
+    N."""
     count = len(values)
     assert 1 <= k <= count, (k, count)
-    # Binomials would overflow. Weights are computed relative to that of the largest value, k / N:
-    # the next one down follows by C(j-2, k-1) / C(j-1, k-1) = (j - k) / (j - 1).
+    # Binomials would overflow. Weights are computed relative to the weight of the largest value,
+    # k / N; the next smaller follows from C(j-2, k-1) / C(j-1, k-1) = (j - k) / (j - 1).
     terms = []
     weight = 1.0
     for rank, value in zip(range(count, k - 1, -1), sorted(values, reverse=True), strict=False):
@@ -62,21 +63,24 @@ def best_at_k(values: Sequence[float], k: int) -> float:
 
 
 def pass_at_k(count: int, good: int, k: int) -> float:
-    """Probability that k of `count` samples contain a good one: 1 - C(n - c, k) / C(n, k)."""
+    """Returns the probability that k of `count` samples contain a good one.
+
+    1 - C(n - c, k) / C(n, k)
+    """
     assert 0 <= good <= count and 1 <= k <= count, (count, good, k)
     if count - good < k:
         return 1.0
     if k == 1:
         return good / count
-    # The ratio of binomials is Π (1 - k / i); summed as logarithms it neither overflows nor
-    # cancels.
+    # The ratio of binomials is Π (1 - k / i). A sum of logarithms neither overflows nor cancels.
     return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(count - good + 1, count + 1)))
 
 
 def compute_metrics(
     samples: Iterable[CodeSample], ks: Sequence[int]
 ) -> dict[str, dict[str, float]]:
-    """Each metric by name and k, averaged over tasks; speedups only of tasks with a baseline."""
+    """Returns each metric by name and k, averaged over tasks; speedups only of tasks with a
+    baseline."""
     tasks = _group_samples(samples)
     found: dict[str, dict[str, float]] = {}
     counts = sorted({n for runs in tasks.values() for n in runs})
@@ -110,7 +114,7 @@ def _add_means(
 
 
 def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[int, CodeSample]]]:
-    """Samples by task, processes and index."""
+    """Returns samples by task, processes and index."""
     found: dict[str, dict[int, dict[int, CodeSample]]] = {}
     for one in samples:
         runs = found.setdefault(one.task, {}).setdefault(one.processes, {})
@@ -120,15 +124,15 @@ def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[in
             number = one.sample
         if number in runs:
             raise DataError(
-                f"Sample {number} of task {one.task!r} on {one.processes} processes is there twice."
-                " Each is counted once. Remove one."
+                f"Sample {number} of task {one.task!r} on {one.processes} processes occurs twice. "
+                "Each sample may occur once. Remove one."
             )
         runs[number] = one
     return found
 
 
 def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
-    """Speedups of all samples of a task; empty if one has no baseline."""
+    """Returns the speedups of all samples of a task; empty if one has no baseline."""
     found = [one.speedup for one in samples]
     if None not in found:
         return [value for value in found if value is not None]
@@ -136,7 +140,7 @@ def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
 
 
 def _best_speedups(runs: Mapping[int, Mapping[int, CodeSample]]) -> list[float]:
-    """The best speedup of each program over the numbers of processes."""
+    """Returns the best speedup of each program over the numbers of processes."""
     numbers = sorted({number for some in runs.values() for number in some})
     found = []
     for number in numbers:
@@ -152,16 +156,16 @@ def _check_k(tasks: Mapping[str, Sequence[CodeSample]], ks: Sequence[int]) -> No
     bad = [k for k in ks if not 1 <= k <= least[0]]
     if bad:
         raise PlanError(
-            f"k={bad[0]}, but task {least[1]!r} has {least[0]} samples. k of them are drawn. Use k "
-            f"from 1 to {least[0]}."
+            f"k={bad[0]}, but task {least[1]!r} has {least[0]} samples. k cannot exceed the "
+            f"number of samples. Use k from 1 to {least[0]}."
         )
 
 
 def read_samples(path: Path) -> list[CodeSample]:
-    """Samples of a JSONL file."""
+    """Returns the samples of a JSONL file."""
     found = list(_parse_samples(path))
     if not found:
-        raise DataError(f"{path} holds no sample. One line of JSON is one sample. Add some.")
+        raise DataError(f"{path} has no samples. Each line of JSON is one sample. Add samples.")
     return found
 
 
@@ -170,18 +174,18 @@ def _parse_samples(path: Path) -> Iterator[CodeSample]:
         found = _parse_sample(row)
         if isinstance(found, str):
             raise DataError(
-                f"{path}:{number}: {line[:80]!r} is no sample: {found}. It has task, built, passed "
-                "(only what was built has), seconds (above 0 if it passed and has a baseline), "
-                "and may have baseline (seconds), processes and sample. Mend the line."
+                f"{path}:{number}: {line[:80]!r} is not a valid sample: {found}. It has task, "
+                "built, passed (true only if built), seconds (positive if it passed and has a "
+                "baseline), and optionally baseline (seconds), processes and sample. Fix the line."
             )
         yield found
 
 
 def _parse_sample(row: Any) -> CodeSample | str:
-    """The sample of a line, or why it is invalid."""
+    """Returns the sample of a line, or why it is invalid."""
     kinds = {"task": str, "built": bool, "passed": bool}
     if not isinstance(row, dict):
-        return "it is no object of JSON"
+        return "it is not a JSON object"
     wrong = [f"{n}={row.get(n)!r}" for n, kind in kinds.items() if type(row.get(n)) is not kind]
     if wrong:
         return wrong[0]
@@ -194,7 +198,7 @@ def _parse_sample(row: Any) -> CodeSample | str:
             baseline = float(given)
         processes, sample = (int(row.get(n, d)) for n, d in (("processes", 1), ("sample", -1)))
     except (ValueError, TypeError, OverflowError):
-        return "seconds, baseline, processes and sample are numbers"
+        return "seconds, baseline, processes and sample must be numbers"
     if row["passed"] and not row["built"]:
         return "passed=true with built=false"
     if row["passed"] and not (0.0 <= seconds < math.inf and (seconds or baseline is None)):

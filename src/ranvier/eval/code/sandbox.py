@@ -1,14 +1,14 @@
-"""Sandbox: build and run an untrusted program on this machine.
+"""Sandbox: builds and runs an untrusted program on this machine.
 
-A program is one file of Python or C: a candidate, then its tests. It has passed if the tests ran to
-their end: a program that exits before has not. It is isolated by the kernel (see `sandbox_worker`
-and `seccomp`), with the help of bubblewrap where that is installed: no network, no sockets, no
-other processes, no files but its own and those of the system, bounded memory, time, processes, disk
-and output, no environment, no input.
+A program is one file of Python or C: a candidate, then its tests. It passes if the tests run to
+their end; a program that exits earlier fails. The kernel isolates it (see `sandbox_worker` and
+`seccomp`), together with bubblewrap if that is installed. It has no network, sockets, environment
+or input, does not see other processes, and sees only its own files and system files. Its memory,
+time, processes, disk and output are limited.
 
-It is meant for mistakes and mischief of programs that a model has written. It does not protect
-against an attacker with a kernel exploit, and does not isolate timing: times are those of a machine
-that does other things as well.
+The sandbox is meant for mistakes and misbehavior of programs that a model has written. It does not
+protect against an attacker with a kernel exploit, and does not isolate timing: other work on the
+machine affects the times.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ranvier.eval.code.seccomp import build_filter
 
 Language = Literal["python", "c"]
 GRACE_SECONDS = 5.0
-"""Seconds that a worker has for itself."""
+"""Time that a worker has for its own work."""
 KILL_SECONDS = 5.0
-"""Seconds that processes have to end after they are killed."""
+"""Time that processes have to end after they are killed."""
 BUBBLEWRAP = "bwrap"
-"""Name of the program that is used where it is installed."""
+"""Name of the program that is used if it is installed."""
 WORKER_PATH = Path(__file__).with_name("sandbox_worker.py")
 PYTHON = os.path.realpath(sys.executable)
-"""The real path of Python: links to it, as in virtual environments, may pass through directories
+"""The real path of Python. Links to it, as in virtual environments, may pass through directories
 that the sandbox hides."""
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 SYNTAX_CHECK = (
@@ -64,21 +64,21 @@ class SandboxLimits:
     """Limits of a program."""
 
     seconds: float = 10.0
-    """Wall-clock time, of the build and of the run."""
+    """Wall-clock time of each build command and of the run."""
     cpu_seconds: int = 10
     """CPU time of each process."""
     memory_bytes: int = 1 << 30
-    """Bytes of address space of each process."""
+    """Address space of each process, in bytes."""
     total_memory_bytes: int = 2 << 30
-    """Bytes of memory of all processes together."""
+    """Memory of all processes together, in bytes."""
     file_bytes: int = 16 << 20
-    """Maximum bytes of a file."""
+    """Maximum size of a file, in bytes."""
     disk_bytes: int = 64 << 20
-    """Bytes of all files together."""
+    """Size of all files together, in bytes."""
     processes: int = 32
-    """Processes and threads at once."""
+    """Maximum number of processes and threads."""
     output_bytes: int = 1 << 16
-    """Bytes of output."""
+    """Maximum size of the output, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -93,27 +93,27 @@ class SandboxResult:
     """Why it failed; empty if it passed."""
     output: str
     missing_guards: tuple[str, ...]
-    """Protection that this machine did not grant, and the consequence."""
+    """Protection that is not available on this machine, and the consequence."""
     guards: tuple[str, ...] = ()
     """Mechanisms that isolated it."""
 
 
 def run_program(language: str, program: str, limits: SandboxLimits | None = None) -> SandboxResult:
-    """Build a program and run it."""
+    """Builds a program and runs it."""
     limits = limits or SandboxLimits()
     try:
         program.encode()
     except UnicodeEncodeError as error:
-        why = f"not built: character {error.start} is a lone surrogate, which no text in UTF-8 has"
+        why = f"not built: character {error.start} is a lone surrogate, which is not valid UTF-8"
         return SandboxResult(False, False, 0.0, why, "", ())
-    # Printed after the tests. It is random, so that no program prints it by accident or by
+    # Printed after the tests. It is random, so that a program cannot print it by accident or by
     # guessing.
     word = f"passed-{secrets.token_hex(8)}"
     folder = Path(tempfile.mkdtemp(prefix="ranvier-cell-"))
     try:
         work = folder / "work"
         work.mkdir()
-        # The worker may become the user nobody, who must be able to pass through to `work`.
+        # The worker may become an unprivileged user, who must be able to reach `work`.
         folder.chmod(0o711)
         files, commands = _build_commands(language, program, word, work)
         job = {
@@ -149,10 +149,11 @@ def run_program(language: str, program: str, limits: SandboxLimits | None = None
 def _build_commands(
     language: str, program: str, word: str, work: Path
 ) -> tuple[dict[str, str], list[tuple[str, list[str]]]]:
-    """The files of a job, and its commands by stage."""
+    """Returns the files of a job, and its commands by stage."""
     if not sys.platform.startswith("linux"):
         raise PlanError(
-            f"Programs cannot be run on {sys.platform}. They are kept in by Linux. Run them there."
+            f"Programs cannot be run on {sys.platform}. The sandbox requires Linux. Run them on "
+            "Linux."
         )
     if language == "python":
         name = str(work / "main.py")
@@ -163,14 +164,14 @@ def _build_commands(
         return {"main.py": source}, [("build", build), ("run", start)]
     if language != "c":
         raise DataError(
-            f"language={language!r} cannot be run. Programs are in "
-            f"{' or '.join(get_args(Language))}. Use one of these."
+            f"language={language!r} is not supported. Supported languages are "
+            f"{' and '.join(get_args(Language))}. Use one of them."
         )
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise PlanError(
-            "There is no C compiler: neither gcc nor cc was found. Programs in C need one. Install "
-            "gcc, or leave out the tasks in C."
+            "No C compiler was found (gcc or cc). Programs in C need one. Install gcc, or remove "
+            "the tasks in C."
         )
     options = ["-O2", "-std=c11", "-w"]
     return {"main.c": program, "ends.c": C_TEST_MAIN.format(word=word)}, [
@@ -181,7 +182,7 @@ def _build_commands(
 
 
 def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str, Any]], str]:
-    """Output and report of a worker, and why it had to be killed, if it was."""
+    """Returns output and report of a worker, and why it was killed, if it was."""
     told, report = os.pipe()
     try:
         process = subprocess.Popen(
@@ -195,10 +196,10 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
             start_new_session=True,
         )
     finally:
-        # Only the worker keeps the write end, so the report reads as ended when it exits.
+        # Only the worker keeps the write end, so the report ends when the worker exits.
         os.close(report)
     assert process.stdout is not None
-    # At most three commands (two of the C build, and the run), each with the full time limit.
+    # At most three commands (two for a C build, and the run), each with the full time limit.
     stages = 3
     limit = time.monotonic() + stages * limits.seconds + GRACE_SECONDS
     why = ""
@@ -206,7 +207,7 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
     open_ = set(parts)
     try:
         while open_ and not why:
-            # Output and report are read together: a full pipe would block the worker.
+            # Output and report are read together, because a full pipe would block the worker.
             ready, _, _ = select.select(open_, [], [], max(limit - time.monotonic(), 0.0))
             if ready:
                 why = ""
@@ -229,7 +230,7 @@ def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str,
 
 
 def _kill_worker(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker; all its processes end with the first one, and then none can write any more."""
+    """Kills a worker. All its processes end with the first one, after which none can write."""
     try:
         # A worker that has just closed its pipes may be about to exit by itself.
         process.wait(0.2)
@@ -246,22 +247,22 @@ def _kill_worker(process: subprocess.Popen[bytes]) -> None:
 
 
 def _parse_report(text: bytes) -> list[dict[str, Any]]:
-    """Complete lines of a report; a last line that was cut off is dropped."""
+    """Returns the complete lines of a report; an incomplete last line is dropped."""
     return [json.loads(line) for line in text.split(b"\n")[:-1]]
 
 
 def _judge_report(
     output: bytes, lines: Sequence[dict[str, Any]], cut: str, word: str, limits: SandboxLimits
 ) -> SandboxResult:
-    """The result according to output and report."""
+    """Returns the result according to output and report."""
     text = output[: limits.output_bytes].decode(errors="replace")
     lacks = tuple(lack for line in lines for lack in line.get("lacks", ()))
     guards = tuple(guard for line in lines for guard in line.get("guards", ()))
     stages = [line for line in lines if "stage" in line]
-    # The worker writes this line before the first command: without it nothing ran.
+    # The worker writes this line before the first command, so without it nothing ran.
     if not any("lacks" in line for line in lines):
         return SandboxResult(
-            False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks, guards
+            False, False, 0.0, f"the sandbox failed to start: {text[-500:]}", text, lacks, guards
         )
     builds = [line for line in stages if line["stage"] == "build"]
     runs = [line for line in stages if line["stage"] == "run"]
@@ -276,30 +277,30 @@ def _judge_report(
             False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks, guards
         )
     if not runs:
-        return SandboxResult(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
+        return SandboxResult(True, False, 0.0, cut or "ended with its sandbox", text, lacks, guards)
     why = cut or _failure_of_command(runs[0], limits)
     seconds = float(runs[0]["seconds"])
-    # Exit code 0 is not enough: the program may have exited before its tests.
+    # Exit code 0 is not enough, because the program may have exited before its tests.
     if not why and word not in text:
-        why = "ended before its tests did"
+        why = "exited before the end of its tests"
     text = text.replace(f"{word}\n", "")
     return SandboxResult(True, not why, seconds, why, text, lacks, guards)
 
 
 def _failure_of_command(line: dict[str, Any], limits: SandboxLimits) -> str:
-    """Why a command failed; empty if it did not."""
+    """Returns why a command failed; empty if it did not."""
     code = int(line["code"])
     if line["late"]:
         return f"ran longer than {limits.seconds:g} s"
     if line["large"]:
         return f"used more than {limits.total_memory_bytes} bytes of memory in all its processes"
-    # At its hard CPU limit a process gets SIGKILL, which a wall time beyond the limit tells apart.
+    # At its hard CPU limit a process gets SIGKILL; a wall time beyond the limit identifies it.
     if code == -signal.SIGXCPU or (
         code == -signal.SIGKILL and line["seconds"] >= limits.cpu_seconds
     ):
-        return f"used more than {limits.cpu_seconds} s of the processor"
+        return f"used more than {limits.cpu_seconds} s of CPU time"
     if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     if code:
         return f"exit code {code}"
     return ""

@@ -1,10 +1,11 @@
-"""Sandbox worker: runs the commands of one job in isolation. A program of its own.
+"""Sandbox worker: runs the commands of one job in isolation, as a separate program.
 
-`sandbox` starts it with the path of a job (JSON); it imports the standard library only. Before the
-first command starts it drops what it can: root, the network, other processes, all files but its own
-directory and those of the system, most system calls that a program does not need, memory, time.
-Where bubblewrap is installed it runs itself again inside of that, elsewhere it creates its own
-namespaces. What the kernel does not grant is listed in the report, never ignored. Linux only.
+`sandbox` starts it with the path of a job (JSON); it imports only the standard library. Before the
+first command it gives up access to root, the network, other processes, all files except its own
+directory and system files, and most system calls that a program does not need, and limits memory
+and time. If bubblewrap is installed, it runs itself again inside bubblewrap; otherwise it creates
+its own namespaces. Guards that the kernel does not allow are listed in the report, never ignored.
+Linux only.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Constants of the kernel that Python does not have: flags of clone(2), options of prctl(2), numbers
-# of the Landlock system calls.
+# Kernel constants that Python does not have: flags of clone(2), options of prctl(2), numbers of the
+# Landlock system calls.
 NEWNS = 0x20000
 NEWUSER = 0x10000000
 NEWPID = 0x20000000
@@ -44,19 +45,19 @@ READ_RIGHTS = 0b1101
 WRITE_RIGHTS = 0b111_1111_1111_0010
 """Landlock rights on files: execute, read and list; write, remove, create, move and truncate."""
 SYSTEM_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
-"""Directories of the system, which are readable."""
+"""System directories, which are readable."""
 DEVICES = {"null": True, "zero": True, "full": True, "random": False, "urandom": False}
-"""Readable devices, and whether they are writable: no terminals, no shared memory."""
+"""Readable devices, and whether they are writable. Terminals and shared memory are excluded."""
 ENTERED_MESSAGE = b"entered\n"
-"""First output of the worker inside of bubblewrap."""
+"""First output of the worker inside bubblewrap."""
 WATCH_SECONDS = 0.05
-"""Seconds between two checks of the memory of all processes."""
+"""Interval at which the memory of all processes is checked."""
 PAGE_BYTES = resource.getpagesize()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_syscall(result: int) -> int:
-    """The result of a system call; raises its error."""
+    """Returns the result of a system call; raises its error."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -64,29 +65,29 @@ def check_syscall(result: int) -> int:
 
 
 class SandboxWorker:
-    """A job, the guards around it, and those that were not granted."""
+    """A job, the guards around it, and the guards that are missing."""
 
     def __init__(self, job: dict[str, Any], report: int, *, inside: bool = False) -> None:
         self.job = job
         self.report_fd = report
         self.in_bubblewrap = inside
-        """Whether this process runs inside of bubblewrap."""
+        """Whether this process runs inside bubblewrap."""
         self.missing_guards: list[str] = job.get("lacks", [])
         self.own_source = ""
-        """Source of this program, for the worker inside of bubblewrap."""
+        """Source of this program, for the worker inside bubblewrap."""
         self.guards = list[str]()
         """Mechanisms that are active."""
         self.is_isolated = False
-        """Whether processes outside of the job are unreachable."""
+        """Whether processes outside the job are unreachable."""
         self.has_syscall_filter = False
         """Whether the seccomp filter works here."""
         self.has_private_proc = False
-        """Whether /proc shows the processes of the job and no others."""
+        """Whether /proc shows only the processes of the job."""
         self.other_threads = 0
         """Threads of the same user that count towards the job's process limit."""
 
     def try_guard(self, lack: str, step: Callable[[], Any], guard: str = "") -> bool:
-        """Activate a guard; `lack` describes the consequence if it is not granted."""
+        """Activates a guard; `lack` describes the consequence if it is not available."""
         try:
             step()
         except (OSError, ValueError) as error:
@@ -102,7 +103,7 @@ class SandboxWorker:
         os.write(self.report_fd, json.dumps(facts).encode() + b"\n")
 
     def run(self) -> None:
-        """Enter the sandbox, then run the commands in its first process."""
+        """Enters the sandbox, then runs the commands in its first process."""
         # A program must not be able to write its own report.
         os.set_inheritable(self.report_fd, False)
         # The worker dies with `sandbox`, and everything in its process namespace with it.
@@ -111,9 +112,9 @@ class SandboxWorker:
             # `kill_leftovers` kills all visible processes, so it must not run in the namespace of
             # the host.
             if os.getpid() != 1:
-                sys.exit("it gave the cell no process namespace")
-            # stderr still is the pipe of `enter_bubblewrap`, which waits for this; from here on it
-            # is the output.
+                sys.exit("bubblewrap did not create a process namespace")
+            # stderr is still the pipe of `enter_bubblewrap`, which waits for this message; from
+            # here on it is the output.
             os.write(2, ENTERED_MESSAGE)
             os.dup2(1, 2)
             self.is_isolated = True
@@ -122,24 +123,24 @@ class SandboxWorker:
             return
         # Orphans of the job become children of this process, where `kill_leftovers` finds them.
         check_syscall(libc.prctl(SUBREAPER, 1))
-        # Read before root is dropped: the user nobody may not have access to this file.
+        # Read before root is dropped, because an unprivileged user may not have access to it.
         with open(__file__, encoding="utf-8") as file:
             self.own_source = file.read()
         if os.getuid() == 0:
             self.try_guard("programs run as root", self.drop_root)
         if self.job["bubblewrap"] and self.try_guard(
-            "bubblewrap is installed and cannot be used, so that the files of this machine are "
-            "kept from programs by Landlock alone",
+            "bubblewrap is installed but cannot be used, so only Landlock protects the files of "
+            "this machine",
             self.enter_bubblewrap,
         ):
             return
         self.is_isolated = self.try_guard(
-            "there are no namespaces: processes and network are shared with this machine, and "
-            "the files that a program writes are bounded one by one, not together",
+            "namespaces are not available, so processes and network are shared with this machine, "
+            "and only the size of each file is limited, not the total",
             lambda: self.probe_in_child(self.unshare_namespaces),
             "namespaces",
         )
-        # A new process namespace applies to children only: the first child is its PID 1.
+        # A new process namespace applies only to children; the first child is its PID 1.
         if self.is_isolated:
             self.unshare_namespaces()
             first = os.fork()
@@ -152,7 +153,7 @@ class SandboxWorker:
             os._exit(0)
 
     def confine_and_run_job(self) -> None:
-        """Write the files of the job, drop everything else, run the commands."""
+        """Writes the files of the job, drops all other access and runs the commands."""
         if self.is_isolated:
             self.mount_private_filesystems()
         os.chdir(self.work_dir)
@@ -164,17 +165,17 @@ class SandboxWorker:
         # No command can inspect this process through /proc or ptrace.
         check_syscall(libc.prctl(DUMPABLE, 0))
         self.try_guard(
-            "the kernel has no Landlock: files are kept from programs by bubblewrap alone"
+            "Landlock is not available, so only bubblewrap protects files"
             if self.in_bubblewrap
-            else "the kernel has no Landlock: files can be written and read elsewhere",
-            # Landlock and seccomp are only probed here. They cannot be undone, and this process
-            # still needs its rights: each command applies them to itself in `exec_command`.
+            else "Landlock is not available, so programs can read and write other files",
+            # Landlock and seccomp are only tested here. They cannot be undone, and this process
+            # still needs its rights, so each command applies them to itself in `exec_command`.
             lambda: self.probe_in_child(self.apply_landlock),
             "Landlock",
         )
         self.has_syscall_filter = self.try_guard(
-            "there is no filter of system calls: programs can use sockets that are files, shared "
-            "memory beyond their limit, io_uring and user namespaces",
+            "the system call filter is not available, so programs can use sockets that are files, "
+            "shared memory beyond their limit, io_uring and user namespaces",
             lambda: self.probe_in_child(self.apply_seccomp),
             "seccomp",
         )
@@ -182,7 +183,7 @@ class SandboxWorker:
             self.other_threads = 0
         else:
             self.other_threads = self.count_user_threads()
-        # Written before any command: `sandbox` takes its absence as a failure to enter.
+        # Written before any command; `sandbox` treats its absence as a failure to start.
         self.report_facts(lacks=self.missing_guards, guards=self.guards)
         for stage, command in self.job["commands"]:
             if not self.run_command(stage, command):
@@ -190,17 +191,17 @@ class SandboxWorker:
         self.kill_leftovers()
 
     def mount_private_filesystems(self) -> None:
-        """Mount file systems of the job's own, then drop the capability to mount."""
+        """Mounts private file systems for the job, then drops the capability to mount."""
         if not self.in_bubblewrap:
             self.has_private_proc = self.try_guard(
-                "other processes can be seen",
+                "programs can see other processes",
                 lambda: self.mount_filesystem("proc", "/proc", "proc"),
             )
-            self.try_guard("programs can make user namespaces", self.forbid_namespaces)
+            self.try_guard("programs can create user namespaces", self.forbid_namespaces)
         self.has_private_proc |= self.in_bubblewrap
         size = f"size={self.job['disk_bytes']},nr_inodes=4096,mode=700"
         self.try_guard(
-            "the disk is not bounded: files are bounded one by one, not together",
+            "the total disk space is not limited, only the size of each file",
             lambda: self.mount_filesystem("tmpfs", self.work_dir, "tmpfs", size),
         )
         if self.in_bubblewrap:
@@ -213,15 +214,15 @@ class SandboxWorker:
             check_syscall(libc.capset(header, none))
 
     def forbid_namespaces(self) -> None:
-        """Forbid new user namespaces inside that of the sandbox."""
+        """Forbids new user namespaces inside the sandbox."""
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
 
     def enter_bubblewrap(self) -> None:
-        """Run the job inside of bubblewrap; raises the reason if that is not possible."""
+        """Runs the job inside bubblewrap; raises the reason if that is not possible."""
         told, errors = os.pipe()
-        # In memory rather than a file: inside, only the empty work directory and the system are
-        # visible.
+        # In memory instead of a file, because only the empty work directory and the system are
+        # visible inside.
         job = os.memfd_create("job")
         os.write(job, json.dumps({**self.job, "lacks": self.missing_guards}).encode())
         os.lseek(job, 0, os.SEEK_SET)
@@ -236,7 +237,7 @@ class SandboxWorker:
                 os.set_inheritable(handle, True)
             os.dup2(errors, 2)
             try:
-                # An empty environment, so that nothing of the caller leaks in.
+                # An empty environment, so that no variable of the caller is visible.
                 os.execve(command[0], command, {})
             except OSError as error:
                 os.write(2, str(error).encode())
@@ -244,7 +245,7 @@ class SandboxWorker:
         for handle in (job, errors):
             os.close(handle)
         # Reads until the worker inside redirects its stderr, or bubblewrap ends. At most 4 KiB are
-        # kept.
+        # stored.
         said = b""
         while piece := os.read(told, 1 << 12):
             said = (said + piece)[: 1 << 12]
@@ -252,7 +253,7 @@ class SandboxWorker:
         os.waitpid(child, 0)
         if ENTERED_MESSAGE not in said:
             reason = said.decode(errors="replace").strip().replace("\n", "; ")
-            raise ValueError(reason or "it ended without a word")
+            raise ValueError(reason or "it ended without a message")
 
     @property
     def work_dir(self) -> str:
@@ -260,11 +261,11 @@ class SandboxWorker:
         return str(self.job["work"])
 
     def drop_root(self) -> None:
-        """Become the user nobody, if nobody can execute the programs."""
+        """Becomes an unprivileged user, if that user can execute the programs."""
         os.chown(self.work_dir, NOBODY_UID, NOBODY_UID)
         os.setgroups([])
         os.setresgid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
-        # The saved user id stays root, to return if nobody cannot reach the programs.
+        # The saved user id stays root, to switch back if that user cannot reach the programs.
         os.setresuid(NOBODY_UID, NOBODY_UID, 0)
         python = self.job["python"]
         there = next((p for p in (python, *self.job["same"]) if os.access(p, os.X_OK)), python)
@@ -277,7 +278,7 @@ class SandboxWorker:
         for path in sorted({there, *tools} - {f"{self.work_dir}/main"}):
             if not os.access(path, os.X_OK):
                 os.setresuid(0, 0, 0)
-                raise ValueError(f"nobody else can reach {path}")
+                raise ValueError(f"other users cannot execute {path}")
         os.setresuid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
         # A change of user clears both of these. Without DUMPABLE, /proc/self would belong to root,
         # and the id maps of the user namespace could not be written.
@@ -285,11 +286,11 @@ class SandboxWorker:
         check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
 
     def unshare_namespaces(self) -> None:
-        """Create new namespaces: users, mounts, processes, network, IPC."""
+        """Creates new namespaces: users, mounts, processes, network, IPC."""
         user = os.getuid()
         group = os.getgid()
         check_syscall(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC))
-        # The kernel demands that setgroups is denied before an unprivileged process writes gid_map.
+        # The kernel requires setgroups to be denied before an unprivileged process writes gid_map.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -309,7 +310,7 @@ class SandboxWorker:
         check_syscall(libc.mount(*words, flags, options.encode() or None))
 
     def probe_in_child(self, step: Callable[[], None]) -> None:
-        """Try a step in a child that exits right after it; raises its error."""
+        """Tries a step in a child that exits right after it; raises its error."""
         child = os.fork()
         if child == 0:
             try:
@@ -322,7 +323,8 @@ class SandboxWorker:
             raise OSError(code, os.strerror(code) if code > 0 else f"signal {-code}")
 
     def apply_landlock(self) -> None:
-        """Landlock: write only in the directory of the job, read only there and from the system."""
+        """Applies Landlock: write only to the directory of the job, read only there and from the
+        system."""
         abi = check_syscall(libc.syscall(CREATE_RULESET, None, 0, 1))
         # Older kernels reject unknown rights: moving between directories came with ABI 2,
         # truncation with ABI 3, the network (bind and connect) with 4, and scopes (abstract
@@ -349,7 +351,7 @@ class SandboxWorker:
         """Install the seccomp filter of the job (see `seccomp`)."""
         lines = bytes.fromhex(self.job["filter"])
         if not lines:
-            raise OSError(errno.ENOSYS, "no filter is known for this kind of processor")
+            raise OSError(errno.ENOSYS, "this processor architecture is not supported")
         text = ctypes.create_string_buffer(lines, len(lines))
         # struct sock_fprog: the number of instructions, then a pointer to them; `text` must outlive
         # the call.
@@ -372,13 +374,13 @@ class SandboxWorker:
             os.close(handle)
 
     def run_command(self, stage: str, command: list[str]) -> bool:
-        """Run a command within its limits; returns whether it succeeded."""
+        """Runs a command within its limits; returns whether it succeeded."""
         start = time.perf_counter()
         child = os.fork()
         if child == 0:
             self.exec_command(command)
         # Polling a pidfd waits for the exit without reaping the child, so its pid cannot be reused
-        # meanwhile.
+        # in the meantime.
         handle = os.pidfd_open(child)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
@@ -389,8 +391,8 @@ class SandboxWorker:
             late = time.perf_counter() - start > self.job["seconds"]
             over = self.has_private_proc and self.memory_bytes() > self.job["total_memory"]
             looks = looks + 1 if over else 0
-            # One check may count pages twice while processes start and end: two in a row are
-            # needed.
+            # One check may count pages twice while processes start and end, so two consecutive
+            # checks are needed.
             large = looks > 1
             if late or large:
                 os.kill(child, signal.SIGKILL)
@@ -408,7 +410,7 @@ class SandboxWorker:
         return code == 0 and not late and not large
 
     def memory_bytes(self) -> int:
-        """Resident memory of all processes of the job; shared pages count once."""
+        """Returns the resident memory of all processes of the job; shared pages count once."""
         processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         resident = (
             sum(read_proc_number(f"/proc/{name}/statm", 1) for name in processes) * PAGE_BYTES
@@ -424,11 +426,12 @@ class SandboxWorker:
         )
 
     def exec_command(self, command: list[str]) -> None:
-        """Become a command: limits, a session of its own, a minimal environment."""
+        """Replaces this process by a command with limits, its own session and a minimal
+        environment."""
         try:
             os.setsid()
             check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
-            # Already in the report, by the probe.
+            # If it fails, the probe has already reported it.
             with contextlib.suppress(OSError):
                 self.apply_landlock()
             for name, limit in self.job["limits"].items():
@@ -443,13 +446,13 @@ class SandboxWorker:
             if self.has_syscall_filter:
                 self.apply_seccomp()
             os.execve(command[0], command, names)
-        # This is a forked child: no exception may return into the code of the worker.
+        # This is a forked child, so no exception may return into the code of the worker.
         except BaseException as error:
             os.write(2, f"{command[0]} cannot be run: {error}\n".encode())
         os._exit(127)
 
     def count_user_threads(self) -> int:
-        """Threads that my user already has: they count towards NPROC without a user namespace."""
+        """Returns the threads of this user, which count towards NPROC without a user namespace."""
         count = 0
         for name in filter(str.isdigit, os.listdir("/proc")):
             try:
@@ -460,9 +463,9 @@ class SandboxWorker:
         return count
 
     def kill_leftovers(self) -> None:
-        """Kill everything that commands left behind: orphans become children of this process."""
+        """Kills all remaining processes of commands; orphans become children of this process."""
         while True:
-            # In a namespace of its own, PID -1 means all other processes of the job. The loop ends
+            # In a separate namespace, PID -1 means all other processes of the job. The loop ends
             # when there is nothing left to kill or to reap.
             if self.is_isolated:
                 try:
@@ -479,13 +482,13 @@ class SandboxWorker:
 
 
 def child_processes(process: int) -> list[int]:
-    """The processes whose parent is this one."""
+    """Returns the children of a process."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat") as file:
-                # The name in parentheses may contain spaces and parentheses: split after the last
-                # one.
+                # The name in parentheses may contain spaces and parentheses, so split after the
+                # last one.
                 parent = int(file.read().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue
@@ -494,7 +497,8 @@ def child_processes(process: int) -> list[int]:
 
 
 def read_proc_number(path: str, place: int | str) -> int:
-    """A number in a file of /proc, by index or by the word before it; 0 if the file is gone."""
+    """Returns a number in a /proc file, by index or by the word before it; 0 if the file is
+    gone."""
     try:
         with open(path) as file:
             words = file.read().split()
@@ -506,11 +510,11 @@ def read_proc_number(path: str, place: int | str) -> int:
 def bubblewrap_command(
     bubblewrap: str, work: str, readable: list[str], command: list[str]
 ) -> list[str]:
-    """The command line that runs a command inside of bubblewrap.
+    """Returns the command line that runs a command inside bubblewrap.
 
-    It sees a new root with the directories of the system, read only, and an empty directory `work`;
-    the only capability left allows it to mount a bounded file system there. `--dev` cannot be used:
-    it takes that capability away.
+    It sees a new root with the system directories, read-only, and an empty directory `work`; its
+    only remaining capability allows it to mount a file system with a size limit there. `--dev`
+    cannot be used, because it removes that capability.
     """
     words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--unshare-user", "--unshare-pid"]
     words += ["--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
@@ -528,7 +532,7 @@ def bubblewrap_command(
 
 if __name__ == "__main__":
     where, handle, *words = sys.argv[1:]
-    # Inside of bubblewrap (a third argument) the job is an open file descriptor, outside it is a
+    # Inside bubblewrap (a third argument) the job is an open file descriptor, outside it is a
     # path.
     with open(int(where) if words else where, encoding="utf-8") as text:
         given = json.load(text)

@@ -1,14 +1,14 @@
-"""Seccomp: the filter of system calls under which programs of `ranvier eval --code` run.
+"""Seccomp: the system call filter under which programs of `ranvier eval --code` run.
 
-The kernel runs a filter (classic BPF) before each system call of a process and of all that it
-starts; a filter can be tightened but never removed. Refused are the calls by which a program could
-reach beyond its sandbox or use what no other limit counts: sockets, System V and POSIX messages,
+The kernel runs a filter (classic BPF) before each system call of a process and of all its children;
+a filter can be tightened but never removed. It refuses calls by which a program could reach beyond
+its sandbox or use resources that no other limit counts: sockets, System V and POSIX messages,
 semaphores and shared memory, memory files, io_uring, namespaces, mounts, keys, other processes'
 memory, and administration of the machine. A refused call returns an error and does nothing.
 
 A call of another ABI (32 bits, by `int 0x80`) kills the program, because its number means something
 else. A call newer than this table returns ENOSYS, as on a kernel that does not have it. The filter
-sees numbers, never the memory behind a pointer: paths and names are left to Landlock and the
+sees numbers, never the memory behind a pointer. So paths and names are left to Landlock and the
 namespaces, and `clone3`, whose flags are in memory, returns ENOSYS; C libraries then use `clone`.
 """
 
@@ -57,7 +57,7 @@ class RefusedCall:
 
 
 def _calls_numbered_from(names: str, first: int) -> list[RefusedCall]:
-    """Calls that have the same number on all architectures: those from 424 on."""
+    """Returns calls that have the same number on all architectures: all calls from 424 on."""
     return [RefusedCall(name, first + i, first + i) for i, name in enumerate(names.split())]
 
 
@@ -77,7 +77,8 @@ REFUSED_CALLS = (
     RefusedCall("accept4", 288, 242, errno.EACCES),
     RefusedCall("bind", 49, 200, errno.EACCES),
     RefusedCall("listen", 50, 201, errno.EACCES),
-    # Asynchronous I/O: does the work of other calls unseen by the filter, or counts for all users.
+    # Asynchronous I/O, which does the work of other calls unseen by the filter, or counts for all
+    # users.
     *_calls_numbered_from("io_uring_setup io_uring_enter io_uring_register", 425),
     RefusedCall("io_setup", 206, 0),
     RefusedCall("io_destroy", 207, 1),
@@ -187,7 +188,8 @@ AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0
 
 
 def build_filter(machine: str) -> bytes | None:
-    """The filter of an architecture, 8 bytes per instruction; None if it is not supported."""
+    """Returns the filter of an architecture, 8 bytes per instruction; None if it is not
+    supported."""
     if machine not in AUDIT_ARCHITECTURES:
         return None
     lines = [
@@ -195,7 +197,7 @@ def build_filter(machine: str) -> bytes | None:
         (EQUAL, 1, 0, AUDIT_ARCHITECTURES[machine]),
         (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, NUMBER_OFFSET),
-        # The x32 ABI of x86-64 has its own numbers, from 2^30 on: this test refuses them as well.
+        # The x32 ABI of x86-64 has its own numbers, from 2^30 on, which this test also refuses.
         (GREATER, 0, 1, NEWEST_CALL),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
     ]
@@ -213,7 +215,7 @@ def build_filter(machine: str) -> bytes | None:
 
 
 def _compile_verdict(refusal: RefusedCall) -> list[tuple[int, int, int, int]]:
-    """Instructions for a call whose number matched."""
+    """Returns the instructions for a call whose number matches."""
     refused = ERRNO | refusal.error
     if refusal.allowed_if:
         return [*_compile_tests(refusal.allowed_if, ALLOW), (RETURN, 0, 0, refused)]
@@ -225,7 +227,7 @@ def _compile_verdict(refusal: RefusedCall) -> list[tuple[int, int, int, int]]:
 def _compile_tests(
     ways: Sequence[Sequence[ArgumentTest]], verdict: int
 ) -> list[tuple[int, int, int, int]]:
-    """Instructions that return a verdict if all tests of one alternative hold."""
+    """Returns instructions that return a verdict if all tests of one alternative hold."""
     lines = list[tuple[int, int, int, int]]()
     for tests in ways:
         for place, (argument, mask, value) in enumerate(tests):
