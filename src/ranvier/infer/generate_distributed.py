@@ -1,7 +1,7 @@
-"""Generate tokens from a model on a grid, with all its stages, rows and columns.
+"""Generates tokens from a model on a grid, with all its stages, rows and columns.
 
-The simple way, as in `generate`: each token is one forward pass over all tokens before it. Not
-handled: a KV cache.
+A simple implementation without a KV cache, as in `generate`: each token takes one forward pass over
+all previous tokens.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import REPLICA_AXES, round_up
 
 TokenSampler = Callable[[Tensor, Sequence[int], int], Tensor]
-"""Maps logits `[b, v]`, the numbers of their prompts and the count of tokens generated so far to
+"""Maps logits `[b, v]`, the indices of their prompts and the number of tokens generated so far to
 tokens `[b]`; ranks with the same logits must choose the same tokens."""
 
 
 def extend_tokens(
     model: nn.Module, tokens: Tensor, count: int, choose: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Append `count` tokens to the tokens `[b, s]`, equal on all ranks that read them: `[b, s +
-    count]`.
+    """Appends `count` tokens to the tokens `[b, s]`, which are equal on all ranks that read them.
 
     choose: maps the logits `[b, v]` of the last position to tokens `[b]`; all ranks must choose the
-    same. Communicates: as a forward pass; logits of one token over the axes of vocab; tokens over
-    pipe.
+    same. Returns `[b, s + count]`. Communicates: as a forward pass; logits of one token over the
+    axes of vocab; tokens over pipe.
     """
     parallel = get_parallel_model(model)
     was = model.training
@@ -45,7 +44,7 @@ def extend_tokens(
                 [tokens, choose(next_token_logits(parallel, tokens)).unsqueeze(1)], 1
             )
     finally:
-        # Also after an error: training must find its mode, and no weights gathered for evaluation.
+        # Also after an error, to restore the mode and drop the gathered weights.
         model.train(was)
         parallel.bucket_scheduler.begin_step("")
     return tokens
@@ -61,17 +60,17 @@ def generate_tokens(
     numbers: Sequence[int] | None = None,
     batch: int = 8,
 ) -> list[list[int]]:
-    """Generate at most `count` tokens after each prompt; all ranks pass the same and get the same.
+    """Generates at most `count` tokens after each prompt, equal on all ranks.
 
-    ended: whether generation stops after these tokens, of which the last is new. numbers: of the
-    prompts, passed to `choose`; None: 0, 1, 2, ... batch: prompts per micro-batch. Communicates: as
-    `extend_tokens`; per token one number over all axes; at the end the generated tokens over the
-    axes of samples.
+    All ranks pass the same prompts. ended: whether generation stops after these tokens, of which
+    the last is new. numbers: indices of the prompts, passed to `choose` (default 0, 1, 2, ...).
+    batch: prompts per micro-batch. Communicates: as `extend_tokens`; per token one number over all
+    axes; at the end the generated tokens over the axes of samples.
     """
     parallel = get_parallel_model(model)
     was = model.training
-    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
-    # The last generated token is never an input, hence `count - 1`.
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has at least one token"
+    # `count - 1`, because the last generated token is never an input.
     check_length(model, max((len(prompt) + count - 1 for prompt in prompts), default=0))
     if numbers is None:
         numbers = range(len(prompts))
@@ -101,12 +100,12 @@ def _generate_round(
     ended: Callable[[Sequence[int]], bool],
     batch: int,
 ) -> list[list[int]]:
-    """Generate for prompts that fit at once; finished replicas continue until all are done."""
+    """Generates for prompts that fit at once; finished replicas continue until all are done."""
     grid = parallel.grid
     device = parallel.pipeline.executor.device
     replicas = grid.axis(*REPLICA_AXES)
     batch = round_up_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
-    # A replica without a prompt runs a dummy one, as every rank must take part in the collectives.
+    # A replica without a prompt runs a dummy, because every rank must call the collectives.
     mine = [asked[i] for i in rank_rows(batch * replicas.size, grid) if i < len(asked)] or [
         (0, [0])
     ]
@@ -128,8 +127,8 @@ def _generate_round(
             if open_[row]:
                 said[row].append(token)
                 open_[row] = not ended(said[row])
-    # Rows are padded with -1 to a common length for the all-gather; the extra column guarantees
-    # that each row has at least one -1 to end it.
+    # Rows are padded with -1 to a common length for the all-gather. The extra column ensures that
+    # each row ends with at least one -1.
     known = torch.full((batch, count + 1), -1, dtype=torch.int64)
     for row, words in enumerate(said if not idle else []):
         known[row, : len(words)] = torch.tensor(words, dtype=torch.int64)
@@ -140,21 +139,21 @@ def _generate_round(
 def make_sampler(
     *, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0
 ) -> TokenSampler:
-    """Build a sampler: greedy at temperature 0, else random.
+    """Returns a sampler: greedy at temperature 0, else random.
 
-    A draw depends on (seed, number of the prompt, position) and neither on the grid nor on the
-    batch. top_k: sample from the k most likely tokens (0: all); top_p: from the smallest set of
+    A draw depends on (seed, index of the prompt, position), not on the grid or the batch. top_k:
+    sample from the k most likely tokens (0 means all); top_p: sample from the smallest set of
     tokens whose probabilities sum to at least this.
     """
 
     def choose(logits: Tensor, numbers: Sequence[int], place: int) -> Tensor:
         if temperature <= 0.0:
             return logits.argmax(-1)
-        # float64 and a stable sort: the choice must not depend on rounding or on the order of ties.
+        # float64 and a stable sort, so that the choice does not depend on rounding or ties.
         whole = (logits.double() / temperature).softmax(-1)
         shares, tokens = whole.sort(stable=True, dim=-1, descending=True)
-        # Nucleus sampling keeps a token if those before it have less than top_p in total; the most
-        # likely token always stays.
+        # Nucleus sampling keeps a token if the tokens before it have less than top_p in total; it
+        # always keeps the most likely token.
         before = shares.cumsum(-1) - shares
         kept = before < top_p
         if top_k > 0:
@@ -175,9 +174,9 @@ def make_sampler(
 def next_token_logits(
     parallel: ParallelModel, tokens: Tensor, lengths: Tensor | None = None
 ) -> Tensor:
-    """Logits `[b, v]` of the token after the tokens `[b, s]`, on all ranks that read them.
+    """Returns the logits `[b, v]` of the next token after `[b, s]`, on all ranks that read them.
 
-    lengths: number of valid tokens of each sample `[b]`; None: all.
+    lengths: number of valid tokens of each sample `[b]`; None means all.
     """
     grid = parallel.grid
     stage = parallel.pipeline.executor.stage
@@ -193,7 +192,7 @@ def next_token_logits(
         own[:samples] = length
     else:
         own[:samples] = lengths
-    # Positions are passed only where there is padding; otherwise the model uses 0, 1, 2, ...
+    # Positions are passed only if there is padding; otherwise the model uses 0, 1, 2, ...
     inputs = {"tokens": padded}
     if lengths is not None or padded.shape[1] > length:
         inputs["positions"] = padded_positions(own, padded.shape[1])
@@ -202,7 +201,7 @@ def next_token_logits(
     region = parallel.table.activation_rule("vocab")
     vocab = grid.axis(*region["vocab"])
     batch = grid.axis(*parallel.table.axes_inside_replica("vocab", "batch"))
-    # The logits are on the last stage: the others allocate a buffer for the broadcast.
+    # The logits are on the last stage; other stages allocate a buffer for the broadcast.
     if not found:
         words = parallel.sizes["vocab"]
         y = torch.zeros(samples, words, dtype=_weight_dtype(parallel), device=tokens.device)
@@ -212,16 +211,15 @@ def next_token_logits(
         y = collectives.all_gather(pad_vocab_shard(y, parallel), vocab, -1).wait()
         y = collectives.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
-    # With the vocabulary split over pipe every stage has computed its share and gathered all of it.
+    # With the vocabulary split over pipe, every stage has computed its part and gathered all parts.
     if stage.vocab_layers:
         return y.contiguous()
     return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """Pad my logits with the columns that the LM head left out, so that all ranks have equally
-    many.
-    """
+    """Pads my logits with the columns that the LM head leaves out, so that all ranks have as
+    many."""
     table = parallel.table
     degrees = parallel.grid.degrees
     each = table.padded_vocab(parallel.sizes["vocab"], degrees)

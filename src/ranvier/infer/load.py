@@ -1,7 +1,7 @@
-"""Load the weights of a run's checkpoint onto any grid, for inference and evaluation.
+"""Loads the weights of a run's checkpoint onto any grid, for inference and evaluation.
 
 The model is parallelized without values, its buckets are allocated once, and every rank reads its
-own slices into them: no rank ever holds the whole model, nor a second copy of its shards.
+own slices into them. No rank ever holds the whole model, or a second copy of its shards.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def load_model(
     seq_len: int = TYPICAL_SEQ_LEN,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
-    """Load the model of a run after a step (None: the latest checkpoint) onto a grid, in eval mode.
+    """Loads the model of a run onto a grid, in eval mode.
 
-    plan, seq_len: see `parallelize`. dtype: of the weights; None: the one they were saved in.
-    Communicates: creation of process groups; one number over all axes.
+    step: of the checkpoint (default: the latest). plan, seq_len: see `parallelize`. dtype: type of
+    the weights (default: as saved). Communicates: creation of process groups; one number over all
+    axes.
     """
     run = load_config_from_dir(folder)
     checkpoint = find_checkpoint(folder, step)
-    # Every rank reads the manifest itself; if one cannot, all ranks raise instead of waiting for
-    # it.
+    # Every rank reads the manifest itself; if one rank cannot, all ranks raise.
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
     model = build_empty_model(
@@ -57,7 +57,7 @@ def load_model(
 
 
 def saved_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of most weights of a checkpoint: adapters may have a wider one."""
+    """Returns the dtype of most weights of a checkpoint; adapters may have a wider one."""
     counts: dict[torch.dtype, int] = {}
     for name, entry in manifests.read_manifest(checkpoint).tensors.items():
         if name.endswith(MASTER_SUFFIX):
@@ -66,7 +66,7 @@ def saved_dtype(checkpoint: Path) -> torch.dtype:
 
 
 def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
-    """The dtype to run a model in: a CPU computes in fp32 rather than in 16 bits."""
+    """Returns the dtype to run a model in; a CPU computes in fp32 instead of 16 bits."""
     narrow = dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
     if narrow:
         return torch.float32
@@ -74,7 +74,7 @@ def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dty
 
 
 def find_saved_adapters(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
-    """The adapter config of a run, or an empty one if the checkpoint has no adapters.
+    """Returns the adapter config of a run, or an empty one if the checkpoint has no adapters.
 
     A checkpoint from before the first step has none.
     """
@@ -94,11 +94,11 @@ def build_empty_model(
     seq_len: int = TYPICAL_SEQ_LEN,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """A model on a grid with zero weights, of which each rank holds its own shards only.
+    """Returns a model on a grid with zero weights, of which each rank holds only its shards.
 
     Communicates: creation of process groups.
     """
-    # No memory yet: the buckets are allocated once, below, for the shards of this rank only.
+    # No memory yet; the buckets are allocated once, below, only for the shards of this rank.
     with counter_rng.init_empty_weights():
         model = build_decoder(config, lora or AdapterConfig())
     parallelize(model, grid, plan, dtype=dtype, device=device, seq_len=seq_len, materialize=False)
@@ -110,13 +110,13 @@ def build_empty_model(
 
 
 def load_weights(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
-    """Read my slices of the weights of a checkpoint; an error of one rank is raised on all.
+    """Reads my slices of the weights of a checkpoint; an error of one rank is raised on all ranks.
 
     Communicates: one number over all axes.
     """
     parallel = get_parallel_model(model)
     state = {f"{name}{MASTER_SUFFIX}": part for name, part in parallel.sharded_state().items()}
     run_and_raise_together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
-    # Tells optimizers that the weights have changed behind them, and drops gathered copies.
+    # Tells optimizers that the weights have changed, and drops gathered copies.
     parallel.bucket_scheduler.load_count += 1
     parallel.bucket_scheduler.begin_step("")

@@ -1,9 +1,8 @@
 """Log-probabilities that a model on a grid assigns to given tokens.
 
-Sequences of different lengths are sorted by length, distributed over the ranks that read different
-samples, and padded at their ends, which changes nothing before (`padded_positions`). Logits are
-never gathered: of each token only its log-probability, and whether it was the most likely, leave
-the LM head.
+Sequences are sorted by length, distributed over the ranks that read different samples, and padded
+at their ends, which does not change the results (`padded_positions`). Logits are never gathered:
+the LM head returns only the log-probability of each token, and whether it was the most likely.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from ranvier.sharding import REPLICA_AXES, count_parts, round_up
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Scores of a sequence of n tokens: of each but the first, given all tokens before it."""
+    """Scores of a sequence of n tokens: of each token but the first, given all previous tokens."""
 
     logprobs: Tensor
     """Log-probabilities, float64 `[n - 1]`."""
     is_greedy: Tensor
-    """Whether no other token was more likely, bool `[n - 1]`."""
+    """Whether the token was the most likely one, bool `[n - 1]`."""
 
 
 def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
-    """Number of sequences that all ranks score at once, with `batch` of them per micro-batch."""
+    """Returns the number of sequences that all ranks score at once, with `batch` per
+    micro-batch."""
     pipe = parallel.grid.degrees["pipe"]
     replicas = count_parts(REPLICA_AXES, parallel.grid.degrees)
     # Two micro-batches per stage keep a pipeline mostly filled.
@@ -43,42 +43,43 @@ def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
 
 
 def round_up_batch(parallel: ParallelModel, batch: int) -> int:
-    """Round a micro-batch up to samples that the grid can split."""
+    """Rounds a micro-batch up to a number of samples that the grid can split."""
     return round_up(batch, parallel.table.batch_multiple(parallel.grid.degrees))
 
 
 def padded_positions(lengths: Tensor, seq: int) -> Tensor:
-    """Positions 0, 1, 2, ... of sequences of `lengths` tokens `[b]`, padded to `[b, seq]`.
+    """Returns positions 0, 1, 2, ... of sequences of `lengths` tokens `[b]`, padded to `[b, seq]`.
 
-    Padding repeats the last position: a model whose frequencies depend on the length (LongRoPE)
-    sees the length of the text alone, and no position beyond those of the model is looked up.
+    Padding repeats the last position, so that a model whose frequencies depend on the length
+    (LongRoPE) sees only the length of the text, and no position beyond those of the model is looked
+    up.
     """
     places = torch.arange(seq, device=lengths.device)
     return torch.minimum(places, lengths.unsqueeze(1).clamp(min=1) - 1)
 
 
 def check_length(model: nn.Module, length: int) -> None:
-    """Reject sequences that are longer than the learned positions, before any is read."""
+    """Raises for sequences that are longer than the learned positions, before any is read."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "position_embedding", "") == "learned" and length > config.max_seq:
         raise DataError(
-            f"A text of {length:,} tokens, but the model has learned {config.max_seq:,} positions "
-            "(model.max_seq). It cannot look at more. Use shorter texts, prompt and what follows "
-            "it together."
+            f"A text has {length:,} tokens, but the model has {config.max_seq:,} learned positions "
+            "(model.max_seq). It cannot read more tokens. Use shorter texts; generated tokens "
+            "count as well."
         )
 
 
 def score_sequences(
     model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8
 ) -> list[TokenLogprobs]:
-    """Score each sequence; all ranks pass the same sequences and get the same result.
+    """Scores each sequence; all ranks pass the same sequences and get the same result.
 
-    batch: sequences per micro-batch. Communicates: as forward passes; of each token two numbers
-    over the axes of samples and over pipe.
+    batch: sequences per micro-batch. Communicates: as forward passes; per token two numbers over
+    the axes of samples and over pipe.
     """
     parallel = get_parallel_model(model)
     was = model.training
-    assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
+    assert all(len(one) > 0 for one in sequences), "a sequence has at least one token"
     check_length(model, max((len(one) - 1 for one in sequences), default=0))
     # Longest first: sequences of similar length share a round and need little padding.
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
@@ -104,7 +105,7 @@ def score_sequences(
 def _score_round(
     parallel: ParallelModel, sequences: Sequence[Sequence[int]], batch: int
 ) -> Iterator[TokenLogprobs]:
-    """Score sequences that fit at once, sorted longest first."""
+    """Scores sequences that fit at once, sorted longest first."""
     grid = parallel.grid
     runtime = parallel.pipeline.executor
     replicas = grid.axis(*REPLICA_AXES)
@@ -121,8 +122,8 @@ def _score_round(
         inputs.append(
             _pad_sequences([sequences[i] for i in some if i < len(sequences)], batch, length)
         )
-    # The number of micro-batches is part of the kind: it changes the recorded order of weight
-    # gathers.
+    # The number of micro-batches is part of the kind, because it changes the recorded order of
+    # weight gathers.
     parallel.bucket_scheduler.begin_step(f"score {micros}")
     found = runtime.run_forward(
         [MicroBatch({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
@@ -134,7 +135,7 @@ def _score_round(
             y, grid.axis(*parallel.table.axes_inside_replica("vocab", "batch")), 2
         ).wait()
         y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
-    # The scores are on the last stage: the others allocate a buffer for the broadcast.
+    # The scores are on the last stage; other stages allocate a buffer for the broadcast.
     else:
         shape = (micros, 2, batch, length)
         y = torch.zeros(shape, dtype=parallel.bucket_scheduler.reduce_dtype, device=runtime.device)
@@ -150,7 +151,7 @@ def _score_round(
 def _pad_sequences(
     sequences: Sequence[Sequence[int]], batch: int, length: int
 ) -> dict[str, Tensor]:
-    """Tokens, targets and positions `[b, s]` of sequences, padded at the end."""
+    """Returns tokens, targets and positions `[b, s]` of sequences, padded at the end."""
     lengths = torch.ones(batch, dtype=torch.int64)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     targets = torch.full((batch, length), IGNORE_INDEX, dtype=torch.int64)

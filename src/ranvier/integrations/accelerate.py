@@ -1,11 +1,11 @@
-"""Accelerator: the grid for a loop that was written for Hugging Face Accelerate.
+"""Accelerator: runs a loop that was written for Hugging Face Accelerate on a grid.
 
     accelerator = ranvier.Accelerator({"row": 2, "col": 2})      # was: accelerate.Accelerator()
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The methods that such loops call, with the same meaning; Accelerate itself is not needed. One thing
-differs: a batch of the loader is that of the whole grid (split_batches=True there), so schedulers
-step once per step. Start it with torchrun, srun or `accelerate launch`.
+It has the methods that such loops call, with the same meaning; Accelerate itself is not needed. One
+thing differs: a batch of the loader is the batch of the whole grid (split_batches=True in
+Accelerate), so schedulers step once per step. Start it with torchrun, srun or `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Accelerator:
         device: torch.device | str | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """plan: ranks on each axis; the rest is data. grid: an existing one.
+        """plan: ranks on each axis; the remaining ranks are data. grid: an existing grid.
 
         Communicates: with all ranks that the launcher has started, unless a grid is given.
         """
         if gradient_accumulation_steps < 1:
             raise PlanError(
-                f"gradient_accumulation_steps={gradient_accumulation_steps}. An update follows at "
-                "least one batch. Use 1."
+                f"gradient_accumulation_steps={gradient_accumulation_steps} is too small. An "
+                "update needs at least one batch. Use 1 or more."
             )
         if grid is None:
             self.grid, self.device = build_grid(plan, inner=inner, device=device)
@@ -57,9 +57,9 @@ class Accelerator:
         self.inner = plan.col_splits if inner is None and isinstance(plan, Plan) else inner
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.sync_gradients = True
-        """Whether the current batch is the last before an update."""
+        """Whether the current batch is the last one before an update."""
         self.is_last_batch = False
-        """Whether it is the last of its loader: an update follows in any case."""
+        """Whether it is the last batch of its loader, which is always followed by an update."""
         self._batch_count = 0
         self._grid_model: GridModel | None = None
         self._adamw: AdamW | None = None
@@ -98,7 +98,7 @@ class Accelerator:
     # ---- training loop --------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Wrap a model, its AdamW, loaders and schedulers; returned in the same order.
+        """Wraps a model, its AdamW, loaders and schedulers; returns them in the same order.
 
         Communicates: as `training_loop.put_on_grid`.
         """
@@ -106,13 +106,13 @@ class Accelerator:
         adamws = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
         if len(models) > 1 or len(adamws) > 1 or (adamws and not models):
             raise PlanError(
-                f"prepare of {len(models)} models and {len(adamws)} optimizers. A grid has one "
-                "model and its AdamW, prepared together. Give both, once."
+                f"prepare() was called with {len(models)} models and {len(adamws)} optimizers. A "
+                "grid has one model and its AdamW, prepared together. Pass both, once."
             )
         twins: dict[int, Any] = {}
         if models:
             if adamws:
-                # Before the model is put on the grid: its parameters are replaced there.
+                # Before the model is put on the grid, which replaces its parameters.
                 members = training_loop.param_group_indices(models[0], adamws[0])
             else:
                 members = {}
@@ -131,14 +131,14 @@ class Accelerator:
     def _prepare_object(self, x: Any, twins: Mapping[int, Any]) -> Any:
         if id(x) in twins:
             return twins[id(x)]
-        # Schedulers have both attributes; anything else is taken for a loader.
+        # Schedulers have both attributes; anything else is treated as a loader.
         if hasattr(x, "optimizer") and hasattr(x, "step"):
             return _StepAfterAccumulation(self, x)
         return _DeviceLoader(training_loop.shard_loader(x, self.grid, self.device), self)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Context of one batch; only the last of several is followed by an update."""
+        """Context of one batch; only the last of several batches is followed by an update."""
         self._batch_count += 1
         self.sync_gradients = (
             self.is_last_batch or self._batch_count % self.gradient_accumulation_steps == 0
@@ -149,32 +149,32 @@ class Accelerator:
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A null context: gradients are reduced at the step."""
+        """Returns a null context, because gradients are reduced at the step."""
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
-        """A null context: weights have one dtype, and the optimizer has master weights."""
+        """Returns a null context: weights have one dtype, and the optimizer has master weights."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of a loss, divided by the number of accumulated batches."""
+        """Computes the gradients of a loss, divided by the number of accumulated batches."""
         (loss / self.gradient_accumulation_steps).backward()
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """The norm over the whole grid; the next step clips it to `max_norm`."""
+        """Returns the norm over the whole grid; the next step clips it to `max_norm`."""
         if self._adamw is None or float(norm_type) != 2.0:
             raise PlanError(
-                f"clip_grad_norm_ with norm_type={norm_type}. The Euclidean norm of a model that "
-                "was prepared with its optimizer is clipped. Prepare both, use norm_type=2."
+                f"clip_grad_norm_ with norm_type={norm_type}. It needs a model that was prepared "
+                "with its optimizer, and the Euclidean norm. Prepare both, and use norm_type=2."
             )
         return self._adamw.clip_grad_norm(max_norm)
 
     # ---- collectives ----------------------------------------------------------------------------
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Tensors of all coordinates, concatenated: each sample once.
+        """Returns the tensors of all coordinates, concatenated, with each sample once.
 
         Communicates: all-gather over the axes of samples.
         """
@@ -189,7 +189,8 @@ class Accelerator:
     gather_for_metrics = gather
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
-        """Sum or mean over the coordinates. Communicates: all-reduce over the axes of samples."""
+        """Returns sum or mean over the coordinates. Communicates: all-reduce over the axes of
+        samples."""
         axis = self.grid.axis(*REPLICA_AXES)
         found = collectives.all_reduce(tensor.detach(), axis).wait()
         if reduction == "mean":
@@ -199,7 +200,7 @@ class Accelerator:
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """The model itself, of which this rank has a part."""
+        """Returns the model itself, of which this rank holds a part."""
         if isinstance(model, GridModel):
             return model.model
         return model
@@ -220,7 +221,7 @@ class Accelerator:
 
     def _require_model(self) -> GridModel:
         if self._grid_model is None:
-            raise PlanError("No model was prepared. Call accelerator.prepare(model, ...) first.")
+            raise PlanError("No model is prepared. Call accelerator.prepare(model, ...) first.")
         return self._grid_model
 
     def end_training(self) -> None:
@@ -239,12 +240,12 @@ class _StepAfterAccumulation:
         return getattr(self._inner, name)
 
     def step(self, *args: Any) -> None:
-        """Step if the current batch is the last one accumulated."""
+        """Steps if the current batch is the last one accumulated."""
         if self._accelerator.sync_gradients:
             self._inner.step(*args)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients if they were used."""
+        """Drops gradients if they were used."""
         if self._accelerator.sync_gradients:
             self._inner.zero_grad(set_to_none)
 
@@ -263,7 +264,8 @@ class _DeviceLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches one behind the loader, so that the last one is known when it is yielded."""
+        """Yields batches one behind the loader, so that the last one is known when it is
+        yielded."""
         self._accelerator.is_last_batch = False
         # Holds the one batch that was read but not yielded.
         before: list[Any] = []
@@ -275,7 +277,7 @@ class _DeviceLoader:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """A batch on a device, with all nested tensors."""
+    """Returns a batch on a device, with all nested tensors."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -1,12 +1,12 @@
-"""RanvierStrategy: the grid for a training loop with Lightning Fabric.
+"""RanvierStrategy: runs a training loop with Lightning Fabric on a grid.
 
     fabric = Fabric(strategy=RanvierStrategy(row=2, col=2), devices=4, accelerator="cpu")
     fabric.launch()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     loader = fabric.setup_dataloaders(loader)
 
-The rest of the loop is unchanged: `training_loop` describes what happens to the three. Processes
-are started and connected by Fabric; collectives use the grid.
+The rest of the loop is unchanged; `training_loop` describes how model, optimizer and loader are
+wrapped. Fabric starts and connects the processes; collectives use the grid.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from ranvier.integrations.training_loop import AdamW, GridModel
 from ranvier.launch.external_launch import resolve_axes
 
 PRECISIONS = ("32-true", "64-true", "bf16-true")
-"""Precisions with a single dtype for all weights; bf16 weights have fp32 master weights in any
-case."""
+"""Precisions with one dtype for all weights; bf16 weights always have fp32 master weights."""
 
 
 def _import_fabric_strategy() -> Any:
-    """Fabric's DDP strategy, of whichever package the loop has imported."""
+    """Returns Fabric's DDP strategy, from the package that the loop has imported."""
     # Both packages ship the same classes, but a strategy of one is not accepted by the other.
     names = ("lightning.fabric", "lightning_fabric")
     try:
@@ -46,13 +45,13 @@ def _import_fabric_strategy() -> Any:
         return importlib.import_module(f"{name}.strategies").DDPStrategy
     except ImportError:
         raise PlanError(
-            "RanvierStrategy without lightning-fabric. It is one of its strategies. Install the "
+            "lightning-fabric is not installed. RanvierStrategy is a Fabric strategy. Install the "
             "extra: pip install 'ranvier[fabric]'."
         ) from None
 
 
 class _NoBackwardSync:
-    """Gradients are reduced at the step: there is no synchronization in backward to skip."""
+    """Gradients are reduced at the step, so backward has no synchronization to skip."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Return a null context."""
@@ -70,9 +69,10 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
         grid: Grid | None = None,
         **axes: int,
     ) -> None:
-        """plan, axes: ranks on each axis, `row=2`; the rest is data. grid: an existing one.
+        """plan, axes: ranks on each axis, such as `row=2`; the remaining ranks are data.
 
-        inner: what col splits inside the model; for transformers models always features.
+        grid: an existing grid. inner: what col splits inside the model (transformers models always
+        split features).
         """
         super().__init__()
         self.axis_sizes = {**(plan or {}), **axes}
@@ -84,21 +84,23 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
 
     @property
     def grid(self) -> Grid:
-        """The grid of all processes, once they are started."""
+        """The grid of all processes, once they have started."""
         if self._grid is None:
-            raise PlanError("The grid is made when processes are. Call fabric.launch() first.")
+            raise PlanError(
+                "The grid does not exist before the processes start. Call fabric.launch() first."
+            )
         return self._grid
 
     def setup_environment(self) -> None:
-        """Join the other processes and build the grid. Communicates: with all processes."""
+        """Joins the other processes and builds the grid. Communicates: with all processes."""
         given = str(self.precision.precision)
         if given not in PRECISIONS:
             raise PlanError(
-                f"precision={given!r}. On a grid all weights have one type, and autocast is not "
-                f"used. Use one of {', '.join(PRECISIONS)}."
+                f"precision={given!r} is not supported. On a grid all weights have one data type, "
+                f"without autocast. Use one of {', '.join(PRECISIONS)}."
             )
         if self._grid is None:
-            # Resolve first: a plan that does not fit fails before processes connect.
+            # Resolved first, so that an invalid plan fails before processes connect.
             plan = resolve_axes(
                 self.axis_sizes, self.num_nodes * self.num_processes, {}, inner=self.inner
             )
@@ -109,7 +111,7 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
             self.accelerator.setup_device(self.root_device)
 
     def _configure_launcher(self) -> None:
-        # For a single process the launcher would only leave environment variables behind.
+        # For a single process the launcher would only set environment variables.
         if self.num_nodes * self.num_processes > 1:
             super()._configure_launcher()
 
@@ -124,25 +126,30 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Any], Any]:
-        """Put model and AdamW on the grid."""
+        """Puts model and AdamW on the grid."""
         if len(optimizers) != 1:
-            raise PlanError(f"{len(optimizers)} optimizers of one model. A grid has one. Use one.")
+            raise PlanError(
+                f"{len(optimizers)} optimizers for one model. A grid supports one optimizer. Use "
+                "one."
+            )
         # Before `setup_module` replaces the parameters that the groups refer to.
         members = training_loop.param_group_indices(module, optimizers[0])
         lent = self.setup_module(module)
         return lent, [AdamW.from_optimizer(optimizers[0], members, lent)], scheduler
 
     def setup_module(self, module: nn.Module) -> GridModel:
-        """The model on the grid. Communicates: as `training_loop.put_on_grid`."""
+        """Returns the model on the grid. Communicates: as `training_loop.put_on_grid`."""
         self._grid_model = training_loop.put_on_grid(
             module, self.grid, inner=self.inner, device=self.root_device
         )
         return self._grid_model
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> AdamW:
-        """AdamW of the model that was set up last, built from its parameters."""
+        """Returns AdamW of the model that was set up last, built from its parameters."""
         if self._grid_model is None:
-            raise PlanError("An optimizer without its model. Use fabric.setup(model, optimizer).")
+            raise PlanError(
+                "An optimizer was set up without its model. Use fabric.setup(model, optimizer)."
+            )
         members = training_loop.param_group_indices(self._grid_model.model, optimizer)
         return AdamW.from_optimizer(optimizer, members, self._grid_model)
 
@@ -151,11 +158,11 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> None:
-        """None: samplers are kept, and each coordinate takes its part of a batch."""
+        """None, because samplers are kept and each coordinate takes its part of a batch."""
         return None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader of my coordinate."""
+        """Returns the loader of my coordinate."""
         return training_loop.shard_loader(dataloader, self.grid, self.root_device)
 
     def clip_gradients_norm(
@@ -166,24 +173,30 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """The norm over the whole grid; the next step clips it to `max_norm`."""
+        """Returns the norm over the whole grid; the next step clips it to `max_norm`."""
         if float(norm_type) != 2.0:
-            raise PlanError(f"norm_type={norm_type}. Gradients are clipped by their Euclidean norm")
+            raise PlanError(
+                f"norm_type={norm_type} is not supported. Gradients are clipped by their Euclidean "
+                "norm. Use norm_type=2."
+            )
         adamw: AdamW = getattr(optimizer, "optimizer", optimizer)
         return adamw.clip_grad_norm(float(max_norm), finite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Refused: gradients are reduced only at the step."""
-        raise PlanError(f"clip_val={clip_val}. A grid clips by norm. Use max_norm=1.0.")
+        """Raises, because gradients are reduced only at the step."""
+        raise PlanError(
+            f"clip_val={clip_val} is not supported. A grid clips by norm. Use max_norm=1.0."
+        )
 
     # ---- collectives ----------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of all ranks, in rank order, along a new dim."""
+        """Returns the tensors of all ranks, in rank order, along a new dim."""
         return collectives.all_gather(tensor.unsqueeze(0), world_axis(self.grid)).wait()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over all ranks; ranks of the same coordinate have equal values."""
+        """Returns the mean or sum over all ranks; ranks of the same coordinate have equal
+        values."""
         if not isinstance(tensor, Tensor):
             return tensor
         found = collectives.all_reduce(tensor, world_axis(self.grid)).wait()
@@ -193,12 +206,12 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
         return found
 
     def barrier(self, *_: Any, **__: Any) -> None:
-        """Wait for all ranks."""
+        """Waits for all ranks."""
         if self._grid is not None:
             max_over_ranks(0, self.grid, self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of one rank on all ranks."""
+        """Returns the object of one rank on all ranks."""
         try:
             if self.grid.rank == src:
                 text = json.dumps(obj, default=os.fspath)
@@ -206,8 +219,8 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
                 text = ""
         except TypeError:
             raise PlanError(
-                f"fabric.broadcast of a {type(obj).__name__}. Ranks tell each other what JSON "
-                "holds: numbers, texts, lists, tables. Send one of these."
+                f"fabric.broadcast of a {type(obj).__name__} is not supported. Objects are sent as "
+                "JSON: numbers, strings, lists and dicts. Send one of these."
             ) from None
         return json.loads(broadcast_text(text, self.grid, self.root_device, rank=src))
 
@@ -216,9 +229,12 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save to a directory that any grid can load; other entries must be plain facts."""
+        """Saves to a directory that any grid can load; other entries must be JSON values."""
         if filter:
-            raise PlanError("filter= of fabric.save. A checkpoint is whole. Leave it out.")
+            raise PlanError(
+                "fabric.save with filter= is not supported. Checkpoints are complete. Remove "
+                "filter."
+            )
         lent, adamw, rest = self._split_state(state)
         facts = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in rest.items()}
         training_loop.save_checkpoint(Path(path), lent, adamw, facts)
@@ -226,12 +242,15 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint of this grid or another into model, optimizer and facts."""
+        """Loads a checkpoint of this grid or another into model, optimizer and other entries."""
         lent, adamw, rest = self._split_state(state if isinstance(state, dict) else {"": state})
         facts = training_loop.load_checkpoint(Path(path), lent, adamw)
         for key, held in rest.items():
             if key not in facts and strict:
-                raise PlanError(f"{path} has no {key!r}, but {', '.join(facts) or 'no facts'}.")
+                raise PlanError(
+                    f"{path} has no {key!r}. It has {', '.join(facts) or 'no other entries'}. Use "
+                    "one of these, or strict=False."
+                )
             if hasattr(held, "load_state_dict"):
                 held.load_state_dict(facts.pop(key))
             elif key in facts:
@@ -241,13 +260,13 @@ class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]
     def _split_state(
         self, state: Mapping[str, Any]
     ) -> tuple[GridModel, AdamW | None, dict[str, Any]]:
-        """Model, optimizer and the rest of the state of a loop."""
+        """Returns model, optimizer and the rest of the state of a loop."""
         models = [x for x in state.values() if isinstance(x, GridModel)]
         adamws = [x for x in state.values() if isinstance(x, AdamW)]
         if len(models) != 1 or len(adamws) > 1:
             raise PlanError(
                 f"{len(models)} models and {len(adamws)} optimizers to save or load. A checkpoint "
-                "is of one model that fabric.setup has given, and its optimizer. Name these."
+                "has one model from fabric.setup and its optimizer. Pass these."
             )
         rest = {k: x for k, x in state.items() if not isinstance(x, GridModel | AdamW)}
         return models[0], adamws[0] if adamws else None, rest

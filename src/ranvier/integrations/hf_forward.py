@@ -1,14 +1,14 @@
-"""Hugging Face forward: a model on a grid, called as transformers models are.
+"""Hugging Face forward: calls a model on a grid like a transformers model.
 
-Each (data, expert, depth) coordinate is called with samples of its own, all its ranks with the same
+Each (data, expert, depth) coordinate is called with its own samples, all its ranks with the same
 ones. Outputs are complete on all ranks of the coordinate:
 
-    loss      the mean over the targets of all coordinates, whatever their number on each
-    logits    [b, s, v] of my samples; their gradient is taken as that of the mean over the
-              coordinates, as data-parallel loops expect
+    loss      the mean over the targets of all coordinates, which may differ in number
+    logits    [b, s, v] of my samples; their gradient is treated as the gradient of the mean over
+              the coordinates, as data-parallel loops expect
 
 Inputs are padded to samples and tokens that the grid can divide; padding is removed from outputs.
-With labels, in training, there are no logits: they are never gathered then.
+Training with labels does not return logits, which are never gathered then.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class CausalLMOutput(OrderedDict[str, Tensor]):
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name not in ("loss", "logits"):
-            raise AttributeError(f"An output has loss and logits, not {name!r}.")
+            raise AttributeError(f"An output has loss and logits, but not {name!r}.")
         return self.get(name)
 
     def __getitem__(self, key: Any) -> Any:
-        """A tensor by its name, or by index or slice."""
+        """Returns a tensor by its name, or by index or slice."""
         if isinstance(key, str):
             return super().__getitem__(key)
         return tuple(self.values())[key]
@@ -60,12 +60,12 @@ def hf_forward(
     attention_mask: Tensor | None = None,
     samples: Tensor | None = None,
 ) -> CausalLMOutput:
-    """The loss of labels (-100: ignored), each compared with the logits before it, or logits.
+    """Returns the loss of labels, each compared with the previous logits, or logits without labels.
 
-    All inputs are `[b, s]` but samples `[b]`, the number of each sample in the run, which dropout
-    depends on.
-    Communicates: as the model; of the loss two numbers over the axes of tokens; of logits the parts
-    of the vocabulary, and of samples over col.
+    The label -100 is ignored. All inputs are `[b, s]` except samples `[b]`, the index of each
+    sample in the run, which dropout depends on. Communicates: as the model; for the loss two
+    numbers over the axes of tokens; for logits the parts of the vocabulary, and of samples over
+    col.
     """
     parallel = get_parallel_model(model)
     shape = input_ids.shape
@@ -80,7 +80,7 @@ def hf_forward(
         given = None
     if labels is None:
         return CausalLMOutput(logits=compute_logits(model, even, shape, given))
-    # Labels are aligned with tokens, targets with the logits that predict them: shift by one.
+    # Labels are aligned with tokens, and targets with the logits that predict them: shift by one.
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     # Padding tokens predict nothing.
     if attention_mask is not None:
@@ -91,9 +91,9 @@ def hf_forward(
         return CausalLMOutput(loss=mean_loss_from_logits(logits, targets, parallel), logits=logits)
     if parallel.grid.degrees["pipe"] > 1:
         raise PlanError(
-            f"pipe={parallel.grid.degrees['pipe']} with a loss of which gradients are wanted. "
-            "Stages take turns, so no rank has it before all have computed. Use pipe=1, `ranvier "
-            "train`, or ranvier.train.step; inside torch.no_grad() any grid gives the loss."
+            f"pipe={parallel.grid.degrees['pipe']} with a loss that needs gradients. The stages of "
+            "a pipeline run their own schedule, so a single backward() cannot work. Use pipe=1, "
+            "`ranvier train`, or ranvier.train.step; inside torch.no_grad() any grid works."
         )
     even["targets"] = pad_to_grid(targets, parallel, value=IGNORE_INDEX)
     return CausalLMOutput(loss=compute_mean_loss(model, even, given))
@@ -102,7 +102,7 @@ def hf_forward(
 def compute_mean_loss(
     model: nn.Module, inputs: Mapping[str, Tensor], samples: Tensor | None
 ) -> Tensor:
-    """Mean over the targets of all ranks, the same on all; inputs are already padded.
+    """Returns the mean over the targets of all ranks, equal on all ranks; inputs must be padded.
 
     Communicates: as the model; two numbers over the axes of tokens.
     """
@@ -111,14 +111,14 @@ def compute_mean_loss(
     count = collectives.all_reduce((mine != IGNORE_INDEX).sum(), parallel.token_axis).wait()
     parallel.step_context.samples = samples
     loss: Tensor = model(**inputs)
-    # clamp: a batch without any target has loss 0, not NaN.
+    # A batch without any target has loss 0, not NaN.
     return reduce_from_axis(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
 
 
 def compute_logits(
     model: nn.Module, inputs: Mapping[str, Tensor], shape: torch.Size, samples: Tensor | None
 ) -> Tensor:
-    """Logits `[b, s, v]` of the samples before padding (`shape`); inputs are already padded.
+    """Returns logits `[b, s, v]` of the samples before padding (`shape`); inputs must be padded.
 
     Communicates: as the model; parts of the vocabulary, of samples over col, and from the last
     stage to all.
@@ -141,24 +141,24 @@ def compute_logits(
             device = runtime.device
             y = torch.zeros(*shape, words, dtype=dtype, device=device)
         axis = grid.axis("pipe")
-        # With the vocabulary split over pipe all stages have the logits already.
+        # With the vocabulary split over pipe, all stages already have the logits.
         if runtime.stage.vocab_layers:
             return y.contiguous()
         return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def _gather_logits(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """All logits of this coordinate, from my part of samples, tokens and vocabulary."""
+    """Returns all logits of this coordinate, from my part of samples, tokens and vocabulary."""
     region = parallel.table.activation_rule("vocab")
     grid = parallel.grid
-    # Vocabulary shards are padded first: a gather needs equal parts.
+    # Vocabulary shards are padded first, because a gather needs equal parts.
     y = gather_from_axis(pad_vocab_shard(y, parallel), grid.axis(*region["vocab"]), -1)
     y = gather_from_axis(y, batch_axis(parallel), 0)
     return gather_from_axis(y, grid.axis(*region["seq"]), 1)
 
 
 def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelModel) -> Tensor:
-    """Mean over the targets `[b, s]` of all coordinates, from the full logits of mine.
+    """Returns the mean over the targets `[b, s]` of all coordinates, from the full logits of mine.
 
     Communicates: two numbers over the axes of samples.
     """
@@ -175,12 +175,12 @@ def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelMod
 
 
 def batch_axis(parallel: ParallelModel) -> Axis:
-    """Ranks over which the head splits the samples of a coordinate."""
+    """Returns the ranks over which the head splits the samples of a coordinate."""
     return parallel.grid.axis(*parallel.table.axes_inside_replica("vocab", "batch"))
 
 
 def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor:
-    """Inputs `[b, s]` or `[b]`, padded to samples and tokens that the grid can divide."""
+    """Returns inputs `[b, s]` or `[b]`, padded to samples and tokens that the grid can divide."""
     degrees = parallel.grid.degrees
     device = parallel.pipeline.executor.device
     more = [0, round_up_batch(parallel, x.shape[0]) - x.shape[0]]
@@ -192,9 +192,9 @@ def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor
 
 
 def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[str, Tensor]:
-    """Inputs of a model `[b, s]` by name, padded as in `pad_to_grid`.
+    """Returns inputs of a model `[b, s]` by name, padded as in `pad_to_grid`.
 
-    Padding tokens have no targets, a document of their own, and a position that every sample has.
+    Padding tokens have no targets, a separate document, and a position that every sample has.
     Samples without positions get explicit ones if tokens are added.
     """
     values = {"targets": IGNORE_INDEX, "documents": PADDING_DOCUMENT}
@@ -211,9 +211,9 @@ def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[st
 def resolve_positions(
     tokens: Tensor, positions: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Positions `[b, s]` as given, or None; padding at the end gets none beyond the text.
+    """Returns the given positions `[b, s]`, or None; padding at the end gets none beyond the text.
 
-    The number of tokens in the mask is the length of a sample, whatever else is in the batch.
+    The number of tokens in the mask is the length of a sample, regardless of the rest of the batch.
     """
     if mask is None or not bool((mask[:, 0] != 0).all()) or bool((mask != 0).all()):
         return positions
@@ -223,38 +223,38 @@ def resolve_positions(
 
 
 def documents_from_mask(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | None:
-    """Documents `[b, s]` that restrict attention to where a mask `[b, s]` of 0 and 1 allows it.
+    """Returns documents `[b, s]` that restrict attention according to a mask `[b, s]` of 0 and 1.
 
-    None: no restriction is needed, since causal attention never looks at padding at the end.
+    None if no restriction is needed, because causal attention never reads padding at the end.
     """
     if mask is None or bool((mask != 0).all()):
         return None
     if mask.dim() != 2:
         raise DataError(
-            f"attention_mask has the shape {list(mask.shape)}. It says of each token whether it is "
-            "one: [samples, tokens]. Leave it out for causal attention."
+            f"attention_mask has the shape {list(mask.shape)}. It must have the shape [samples, "
+            "tokens], with 1 for each token and 0 for padding. Remove it for causal attention."
         )
     ones = (mask != 0).long()
     # +1 where a text starts, -1 after its end.
     steps = torch.diff(F.pad(ones, (1, 0)), dim=1)
     if bool(((steps > 0).sum(1) > 1).any()):
         raise DataError(
-            "attention_mask has tokens before and behind others that are left out. Here samples "
-            "are filled up at one end or both. Give them without gaps."
+            "attention_mask has gaps between tokens. Samples may be padded only at their start and "
+            "end. Pass samples without gaps."
         )
     if labels is not None and bool((labels[ones == 0] != IGNORE_INDEX).any()):
         raise DataError(
-            f"labels of tokens whose attention_mask is 0. What fills up a sample is not learned. "
-            f"Set them to {IGNORE_INDEX}."
+            "labels are set for tokens whose attention_mask is 0. Padding cannot be a target. Set "
+            f"these labels to {IGNORE_INDEX}."
         )
     if bool((ones[:, 0] == 1).all()):
         return None
-    # Number the runs of equal mask values: each becomes a document.
+    # Number the runs of equal mask values; each run becomes a document.
     return steps.abs().cumsum(1)
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """y = x; backward: times a factor."""
+    """y = x; backward multiplies by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -267,7 +267,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """The same value, whose gradient is multiplied by a factor. Communicates: nothing."""
+    """Returns the same value; its gradient is multiplied by a factor. Communicates: nothing."""
     if factor == 1.0:
         return x
     y: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]

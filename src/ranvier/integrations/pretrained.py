@@ -1,12 +1,12 @@
-"""Pretrained models: a published model, or one that a run has trained, on any grid.
+"""Pretrained models: loads a published model, or the model of a run, onto any grid.
 
     model = ranvier.from_pretrained("path/or/name", plan={"row": 2, "depth": 2})
     model.generate(input_ids, max_new_tokens=20)
     model(input_ids, labels=labels).loss.backward()
 
-Under a launcher every rank calls it; each maps the files and copies its own slices, so that no rank
-holds the full model or its shards twice. Not handled: a KV cache; gradients with pipeline
-parallelism (pipe > 1; use `ranvier train`).
+With a launcher every rank calls it. Each rank maps the files and copies its own slices, so that no
+rank holds the full model or its shards twice. A KV cache is not supported, nor are gradients with
+pipeline parallelism (pipe > 1; use `ranvier train`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ def from_pretrained(
     device: torch.device | str | None = None,
     inner: InnerSplit | None = None,
 ) -> PretrainedModel:
-    """Load a published model (directory, file, name on the hub), or that of a run.
+    """Loads a pretrained model (directory, file or Hugging Face Hub name), or the model of a run.
 
-    plan: ranks on each axis, `{"row": 2}`, or a Plan; the rest is data. grid: an existing one,
-    instead of a plan. dtype: of the weights; None: as stored. inner: what col splits.
-    Communicates: with all ranks that the launcher has started, unless a grid is given.
+    plan: ranks on each axis, such as `{"row": 2}`, or a Plan; the remaining ranks are data. grid:
+    an existing grid, instead of a plan. dtype: data type of the weights (default: as stored).
+    inner: what col splits. Communicates: with all ranks that the launcher has started, unless a
+    grid is given.
     """
     path = find_model(str(source))
-    # A path to one checkpoint of a run: its config is two levels up.
+    # For a path to one checkpoint of a run, the config is two levels up.
     if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = path.parent.parent
     else:
@@ -90,7 +91,7 @@ def from_pretrained(
             step = None
         model = load.load_model(origin, grid, here, step=step, plan=layout, dtype=dtype)
         return PretrainedModel(model, origin)
-    # The files stay mapped while every rank copies its slices; an error on one raises on all.
+    # The files stay mapped while every rank copies its slices; an error on one rank raises on all.
     with there:
         model = load.build_empty_model(config, grid, here, plan=layout, dtype=dtype or there.dtype)
         parallel = get_parallel_model(model)
@@ -122,7 +123,7 @@ class PretrainedModel(nn.Module):
         self.config = model.config
         self.train(model.training)
         self._samples_seen = 0
-        """Training samples so far, of all coordinates: dropout depends on them."""
+        """Number of training samples so far, of all coordinates; dropout depends on it."""
 
     @property
     def parallel(self) -> ParallelModel:
@@ -149,7 +150,7 @@ class PretrainedModel(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> CausalLMOutput:
-        """Loss or logits `[b, s, v]`, as in `hf_forward`; the inputs are those of my coordinate.
+        """Returns loss or logits `[b, s, v]`, as `hf_forward`; inputs are those of my coordinate.
 
         Communicates: as `hf_forward`.
         """
@@ -184,17 +185,17 @@ class PretrainedModel(nn.Module):
         pad_token_id: int | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Prompts `[b, s]` with continuations, `[b, s + at most max_new_tokens]`, on all ranks.
+        """Returns prompts `[b, s]` with continuations of at most max_new_tokens, on all ranks.
 
-        All ranks pass the same arguments. An EOS token (None: those stored with the model) is the
-        last of its continuation; shorter ones are padded. Sampling depends on (seed, row,
-        position), not on the grid.
-        Communicates: as `generate_distributed.generate_tokens`.
+        All ranks pass the same arguments. A continuation ends with an EOS token (default: as stored
+        with the model); shorter ones are padded. Sampling depends on (seed, row, position), not on
+        the grid. Communicates: as `generate_distributed.generate_tokens`.
         """
         if max_new_tokens < 1 or input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise PlanError(
-                f"max_new_tokens={max_new_tokens} after input_ids of the shape "
-                f"{list(input_ids.shape)}. At least one token follows [samples, tokens]. Use 20."
+                f"max_new_tokens={max_new_tokens} with input_ids of shape {list(input_ids.shape)}. "
+                "It must be at least 1, and input_ids must have the shape [samples, tokens] with "
+                "at least one token. Use max_new_tokens=20."
             )
         if eos_token_id is None:
             ends = self.eos_token_ids
@@ -230,8 +231,8 @@ class PretrainedModel(nn.Module):
         )
 
     def _read_token_ids(self, key: str) -> list[int]:
-        """Token ids under `key` in the JSON files next to the weights, if any."""
-        # A run keeps the files of the model it was imported from in a subdirectory.
+        """Returns token ids under `key` in the JSON files next to the weights, if any."""
+        # A run stores the files of the model it was imported from in a subdirectory.
         homes = (self.origin / import_export.ORIGIN_DIR, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
             there = safe_files.path_exists(path)
@@ -252,7 +253,8 @@ class PretrainedModel(nn.Module):
         decay: float = 0.1,
         clip: float = 1.0,
     ) -> Optimizer:
-        """AdamW for its weights with sharded states; `step()` updates and drops the gradients."""
+        """Returns AdamW for its weights with sharded states; `step()` updates and drops the
+        gradients."""
         queue = self.parallel.bucket_scheduler
         return Optimizer(queue, lr=lr, betas=betas, eps=eps, decay=decay, clip=clip)
 
@@ -261,7 +263,7 @@ class PretrainedModel(nn.Module):
     def save_pretrained(
         self, out: str | Path, *, shard: int = import_export.MAX_SHARD_BYTES
     ) -> None:
-        """Save in Hugging Face format; no rank holds more than one full tensor besides its shards.
+        """Saves in Hugging Face format; no rank holds more than its shards and one full tensor.
 
         Communicates: one tensor after the other over all axes.
         """
@@ -278,7 +280,7 @@ class PretrainedModel(nn.Module):
 
         def write() -> None:
             # Rank 0 decides which weight comes next. The others follow in a loop: the maximum over
-            # ranks is the index that rank 0 sends, as they contribute -1.
+            # ranks is the index that rank 0 sends, because they contribute -1.
             if self.grid.rank != 0:
                 while (number := max_over_ranks(-1, self.grid, self.device)) < len(names):
                     self._gather_full_weight(names[number], shapes)
@@ -294,13 +296,13 @@ class PretrainedModel(nn.Module):
                             here, listed, read, most=shard, progress=progress
                         )
             finally:
-                # Also after an error: an index past the last one ends the loops of the other ranks.
+                # Also after an error: an index past the last one ends the loops of other ranks.
                 max_over_ranks(len(names), self.grid, self.device)
 
         run_and_raise_together(write, self.grid, self.device)
 
     def _resolve_family(self) -> tuple[Family, dict[str, Any]]:
-        """The published model family, and its config.json."""
+        """Returns the model family in Hugging Face format, and its config.json."""
         if (self.origin / "config.toml").exists():
             return import_export.resolve_family(self.origin, load_config_from_dir(self.origin))
         theirs = published.read_json_table(self.origin / "config.json")
@@ -312,7 +314,8 @@ class PretrainedModel(nn.Module):
     def _full_weight_reader(
         self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
     ) -> Any:
-        """Function that reads a full weight on rank 0, after sending its index to all ranks."""
+        """Returns a function that reads a full weight on rank 0, after sending its index to all
+        ranks."""
 
         def read(name: str) -> Tensor:
             max_over_ranks(names.index(name), self.grid, self.device)
@@ -321,7 +324,7 @@ class PretrainedModel(nn.Module):
         return read
 
     def _gather_full_weight(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
-        """A full weight on all ranks, bit-exact. Communicates: all-reduce over all axes."""
+        """Returns a full weight on all ranks, bit-exact. Communicates: all-reduce over all axes."""
         parallel = self.parallel
         device = self.device
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
@@ -338,32 +341,36 @@ class PretrainedModel(nn.Module):
 
 
 def prompts_from_mask(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The tokens of each row `[s]` that its mask keeps; padding must be on the left."""
+    """Returns the tokens of each row `[s]` that its mask keeps; padding must be on the left."""
     if mask is None:
         return [[int(token) for token in row] for row in tokens.tolist()]
     ones = (mask != 0).long()
-    # A mask may only rise from 0 to 1: generated tokens follow the prompt without a gap.
+    # A mask may only rise from 0 to 1, because generated tokens follow the prompt without a gap.
     if mask.shape != tokens.shape or bool((torch.diff(ones, dim=1) < 0).any()):
         raise DataError(
-            f"attention_mask of the shape {list(mask.shape)} leaves out tokens behind others. What "
-            "follows a text comes right behind it. Fill up at the left (padding_side='left')."
+            f"attention_mask of shape {list(mask.shape)} has padding after tokens, or does not "
+            "match input_ids. Generated tokens must directly follow the prompt. Pad on the left "
+            "(padding_side='left')."
         )
     if bool((ones.sum(1) == 0).any()):
-        raise DataError("A row of attention_mask has no token. A text has one at least. Leave it.")
+        raise DataError(
+            "A row of attention_mask has no token. A prompt needs at least one token. Remove the "
+            "row."
+        )
     both = zip(tokens.tolist(), ones.tolist(), strict=True)
     return [[t for t, one in zip(row, kept, strict=True) if one] for row, kept in both]
 
 
 def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
-    """Validated token ids from a settings file."""
+    """Returns validated token ids from a settings file."""
     if isinstance(found, list):
         listed = found
     else:
         listed = [found]
     if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in listed):
         raise DamageError(
-            f"{path} has {key}={found!r:.80}. It is a token or a list of tokens, numbers from 0. "
-            "Restore it."
+            f"{path} has {key}={found!r:.80}. It must be a token or a list of tokens, as integers "
+            "from 0. Restore the file."
         )
     return listed
 

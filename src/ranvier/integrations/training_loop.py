@@ -1,4 +1,4 @@
-"""Training loop: what a loop written for one process needs to run on a grid.
+"""Training loop: wrappers with which a loop for one process runs on a grid.
 
 The loop keeps its model, its AdamW and its data loader; each gets a wrapper with the same
 interface:
@@ -7,9 +7,9 @@ interface:
     AdamW          the optimizer's own param_groups (schedulers keep working), our sharded update
     shard_loader   the loader; each (data, expert, depth) coordinate gets its part of every batch
 
-So a batch of the loop is that of the whole grid, and its losses are those of one process. Gradients
-are in buckets until the step: `p.grad` stays empty. Not handled: pipeline parallelism (pipe > 1);
-optimizers other than AdamW.
+A batch of the loop is the batch of the whole grid, and its losses equal those of one process.
+Gradients are in buckets until the step, so `p.grad` stays empty. Pipeline parallelism (pipe > 1)
+and optimizers other than AdamW are not supported.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import REPLICA_AXES, Shard, ShardedStateDict
 
 STEP_KIND = "loop"
-"""Kind of step for the bucket scheduler: its blocks come in the same order each time."""
+"""Kind of step for the bucket scheduler; its blocks have the same order each time."""
 HF_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
-"""Arguments that a transformers model may be called with."""
+"""Arguments with which a transformers model may be called."""
 ACCEPTED_ARGUMENTS = {
     "use_cache": (None, False),
     "return_dict": (None, True),
     "past_key_values": (None,),
 }
-"""Further arguments, with the values that are accepted because they describe what happens anyway.
-"""
+"""Further arguments, with the values that are accepted because they do not change anything."""
 
 
 class GridModel(nn.Module):
     """A model on a grid, called by a loop that is not aware of it.
 
-    A transformers model returns loss and logits as in `hf_forward`. One of ours returns the sum of
-    the losses of my coordinate, or its logits `[b, s, v]`; their gradient is that of the mean over
-    the coordinates, so that a loop that divides by its own tokens optimizes the mean of all.
+    A transformers model returns loss and logits as in `hf_forward`. One of our models returns the
+    sum of the losses of my coordinate, or its logits `[b, s, v]`. Their gradient is the gradient of
+    the mean over the coordinates, so a loop that divides by its own tokens optimizes the mean of
+    all.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.is_huggingface = model, huggingface.is_huggingface_model(model)
         self.samples_seen = 0
-        """Training samples so far, of all coordinates: dropout depends on them."""
+        """Number of training samples so far, of all coordinates; dropout depends on it."""
 
     @property
     def parallel(self) -> ParallelModel:
@@ -85,13 +85,13 @@ class GridModel(nn.Module):
         return get_parallel_model(self.model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model. Communicates: as the model, and to gather the result."""
+        """Calls the model. Communicates: as the model, and to gather the result."""
         if self.is_huggingface:
             return self._call_like_hf(*args, **kwargs)
         return self._call_directly(*args, **kwargs)
 
     def _sample_numbers(self, count: int) -> Tensor | None:
-        """The numbers of my samples in the run, in training mode."""
+        """Returns the indices of my samples in the run, in training mode."""
         if not self.training:
             return None
         grid = self.parallel.grid
@@ -101,7 +101,7 @@ class GridModel(nn.Module):
         return found
 
     def _call_like_hf(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call it as transformers does."""
+        """Calls it like transformers."""
         odd = [
             f"{name}={value!r:.40}"
             for name, value in kwargs.items()
@@ -112,7 +112,7 @@ class GridModel(nn.Module):
         if args or odd or input_ids is None:
             raise PlanError(
                 f"{type(self.model).__name__} was called with {', '.join(odd) or 'other inputs'}. "
-                f"On a grid it takes {', '.join(HF_INPUTS)}, by name. Leave the others out."
+                f"On a grid it accepts {', '.join(HF_INPUTS)}, by name. Remove the others."
             )
         known = {name: kwargs[name] for name in HF_INPUTS if kwargs.get(name) is not None}
         return hf_forward(
@@ -120,7 +120,7 @@ class GridModel(nn.Module):
         )
 
     def _call_directly(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call one of our models: tokens, targets, positions, documents, all `[b, s]`."""
+        """Calls one of our models: tokens, targets, positions, documents, all `[b, s]`."""
         signature = inspect.signature(type(self.model).forward)
         bound = signature.bind(self.model, *args, **kwargs)
         inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
@@ -147,7 +147,7 @@ class GridModel(nn.Module):
 def put_on_grid(
     model: nn.Module, grid: Grid, *, inner: InnerSplit | None = None, device: torch.device | str
 ) -> GridModel:
-    """A model on a grid, with the values of rank 0.
+    """Returns a model on a grid, with the values of rank 0.
 
     Communicates: creation of process groups; weight after weight over all axes.
     """
@@ -155,14 +155,14 @@ def put_on_grid(
     sizes = dict(huggingface.dim_units(model.config) if theirs else getattr(model, "sizes", {}))
     if grid.degrees["pipe"] > 1:
         raise PlanError(
-            f"pipe={grid.degrees['pipe']} in a loop of your own. Stages take turns, which no loop "
-            "over a whole model can. Use pipe=1, or `ranvier train`."
+            f"pipe={grid.degrees['pipe']} with your own training loop. A pipeline needs its own "
+            "schedule of micro-batches. Use pipe=1, or `ranvier train`."
         )
     if not theirs and "vocab" not in sizes:
         raise PlanError(
-            f"{type(model).__name__} is no language model of transformers, nor one with `dims` and "
-            "`sizes` of ours. Which of its results are split over ranks is not known. Use "
-            "ranvier.parallelize and ranvier.call_on_full_batch for it."
+            f"{type(model).__name__} is neither a transformers language model nor a model with "
+            "`dims` and `sizes`. Ranvier cannot know which of its outputs are split over ranks. "
+            "Use ranvier.parallelize and ranvier.call_on_full_batch for it."
         )
     how: AxisSizes = grid.degrees
     if theirs:
@@ -172,7 +172,7 @@ def put_on_grid(
     with torch.no_grad():
         for param in model.parameters():
             if not param.is_meta and grid.world_size > 1:
-                # Ranks may have drawn different values. One weight at a time bounds the memory.
+                # Ranks may have different random values. One weight at a time limits the memory.
                 param.copy_(collectives.broadcast(param.detach(), world_axis(grid)).wait())
     plan = Plan(col_splits=inner).with_degrees(grid.degrees)
     return GridModel(parallelize(model, grid, plan, device=device))
@@ -182,7 +182,7 @@ def put_on_grid(
 
 
 class AdamW(torch.optim.Optimizer):
-    """The loop's AdamW, whose param_groups it keeps, with our update of sharded weights."""
+    """The loop's AdamW, with its own param_groups and our update of sharded weights."""
 
     def __init__(
         self, theirs: torch.optim.Optimizer, kinds: Mapping[ParamGroup, int], lent: GridModel
@@ -192,7 +192,7 @@ class AdamW(torch.optim.Optimizer):
         self.torch_optimizer, self.group_indices, self.grid_model = theirs, dict(kinds), lent
         first = theirs.param_groups[0]
         super().__init__([dict(group) for group in theirs.param_groups], theirs.defaults)
-        # The same list object: learning-rate schedulers of the loop write to it.
+        # The same list object, because learning rate schedulers of the loop write to it.
         self.param_groups = theirs.param_groups
         # Clipping is off until the loop calls `clip_grad_norm`.
         self.sharded_optimizer = Optimizer(
@@ -204,7 +204,8 @@ class AdamW(torch.optim.Optimizer):
     def from_optimizer(
         cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: GridModel
     ) -> AdamW:
-        """Build from an optimizer; members: index of the param group of each parameter name."""
+        """Returns our AdamW for an optimizer; members: index of the param group of each parameter
+        name."""
         kinds = dict[ParamGroup, int]()
         odd = list[str]()
         weights = lent.parallel.weights.values()
@@ -214,9 +215,10 @@ class AdamW(torch.optim.Optimizer):
                 odd.append(f"{weight.name} ({weight.param_group})")
         if odd:
             raise PlanError(
-                f"The groups of AdamW do not fit: {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
-                "Every weight that is trained is in one, and all matrices, all embeddings and all "
-                "vectors (norms, biases) are each in the same. Group them so, and freeze the rest."
+                f"The param groups of AdamW are not supported: {', '.join(odd[:5])}"
+                f"{' ...' * (len(odd) > 5)}. Every trained weight must be in a group, and all "
+                "matrices, all embeddings and all vectors (norms, biases) must each be in the same "
+                "group. Group them so, and freeze the other weights."
             )
         held = {weight.name: weight.param for weight in weights}
         # Replacing the parameters releases the full weights.
@@ -226,13 +228,13 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights and drop the gradients. Communicates: as `Optimizer.step`."""
+        """Updates the weights and drops the gradients. Communicates: as `Optimizer.step`."""
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        # Read at every step, as a scheduler may have changed them. The factors are the rates
-        # themselves, of a base rate of 1.
+        # Read at every step, because a scheduler may have changed them. With a base rate of 1, the
+        # factors are the rates themselves.
         groups = {kind: self.param_groups[number] for kind, number in self.group_indices.items()}
         self.sharded_optimizer.lr_factors = {
             kind: float(group["lr"]) for kind, group in groups.items()
@@ -248,10 +250,10 @@ class AdamW(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Drops the gradients."""
         self.sharded_optimizer.clip = 0.0
         buckets = self.bucket_scheduler.buckets
-        # Not if there are none, as right after `step`: an empty order of blocks would be recorded.
+        # Only if there are any: right after `step`, an empty order of blocks would be recorded.
         if any(
             b.grad or b.unsharded_grads is not None or b.reduced_grads or b.final_grads
             for b in buckets
@@ -259,7 +261,7 @@ class AdamW(torch.optim.Optimizer):
             self.bucket_scheduler.begin_step(STEP_KIND)
 
     def clip_grad_norm(self, limit: float, *, finite: bool = False) -> Tensor:
-        """Norm of the gradients; the next step clips it to `limit`.
+        """Returns the norm of the gradients; the next step clips it to `limit`.
 
         finite: raise if the norm is not finite. Communicates: as `Optimizer.grad_norm`.
         """
@@ -267,26 +269,28 @@ class AdamW(torch.optim.Optimizer):
         self.sharded_optimizer.clip = float(limit)
         if finite and not bool(norm.isfinite()):
             raise NumericError(
-                f"The norm of the gradients is {float(norm)}. An update needs numbers. Look for "
-                "what makes them too large, or let the step leave it out (error_if_nonfinite)."
+                f"The gradient norm is {float(norm)}. An update needs finite gradients. Lower the "
+                "learning rate or check the data, or use error_if_nonfinite=False to skip the step."
             )
         return norm
 
     def group_settings(self) -> list[dict[str, Any]]:
-        """Settings of each group without its weights: learning rates as a scheduler left them."""
+        """Returns the settings of each group without its weights, with the current learning
+        rates."""
         kept = [{k: x for k, x in g.items() if k != "params"} for g in self.param_groups]
         return [{k: float(x) if isinstance(x, Tensor) else x for k, x in g.items()} for g in kept]
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: a rank has only a part of it."""
+        """Raises, because each rank has only a part of it."""
         raise PlanError(
-            "state_dict() of an optimizer on a grid. Each rank has a part of its state. Save model "
-            "and optimizer together: fabric.save, accelerator.save_state."
+            "state_dict() is not supported by an optimizer on a grid. Each rank has only a part of "
+            "its state. Save model and optimizer together with fabric.save or "
+            "accelerator.save_state."
         )
 
 
 def param_group_indices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Index of the param group of an optimizer that each parameter of a model is in, by name."""
+    """Returns the index of the optimizer's param group of each parameter of a model, by name."""
     groups = optimizer.param_groups
     wrong = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
     same = all(
@@ -296,11 +300,11 @@ def param_group_indices(model: nn.Module, optimizer: torch.optim.Optimizer) -> d
     )
     if type(optimizer) is not torch.optim.AdamW or wrong or not same or optimizer.state:
         what = ", ".join(wrong) or ("" if same else "several betas or eps")
-        what = what or ("steps behind it" if optimizer.state else "")
+        what = what or ("an existing state" if optimizer.state else "")
         raise PlanError(
-            f"{type(optimizer).__name__}{' with ' * bool(what)}{what}. On a grid weights are "
-            "updated by AdamW, of which all groups have the same betas and eps. Use a new "
-            "torch.optim.AdamW; load its state afterwards."
+            f"{type(optimizer).__name__}{' with ' * bool(what)}{what} is not supported. A grid "
+            "updates weights with AdamW, and all its groups must have the same betas and eps. Use "
+            "a new torch.optim.AdamW, and load its state afterwards."
         )
     numbers = {id(p): n for n, group in enumerate(groups) for p in group["params"]}
     return {n: numbers[id(p)] for n, p in model.named_parameters() if id(p) in numbers}
@@ -324,7 +328,7 @@ class ShardedBatchSampler:
         return len(self.full_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """My part of each batch, in the order that rank 0 draws.
+        """Yields my part of each batch, in the order that rank 0 draws.
 
         Communicates: the RNG state over all axes, and whether ranks agree.
         """
@@ -334,15 +338,16 @@ class ShardedBatchSampler:
         first = True
         for batch in self.full_sampler:
             if first:
-                # A sampler with a generator of its own is not covered by the broadcast: compare its
+                # The broadcast does not cover a sampler with its own generator, so compare its
                 # first batch.
                 odd = find_rank_differences(
                     {"first batch": str(batch)[:999]}, self.grid, self.device
                 )
                 if odd:
                     raise DataError(
-                        f"Ranks draw different samples: {odd[0][:300]}. All must sample alike; "
-                        "each then takes its part. Seed the generator of the sampler."
+                        f"Ranks draw different samples: {odd[0][:300]}. All ranks must draw the "
+                        "same samples, of which each takes its part. Seed the generator of the "
+                        "sampler."
                     )
             first = False
             indices = list(batch)
@@ -350,19 +355,19 @@ class ShardedBatchSampler:
 
 
 def local_rows(batch: int, grid: Grid) -> range:
-    """The rows of a batch that belong to this rank."""
+    """Returns the rows of a batch that belong to this rank."""
     replicas = grid.degrees["data"] * grid.degrees["expert"] * grid.degrees["depth"]
     if batch % replicas:
         raise DataError(
-            f"A batch has {batch} samples, but data·expert·depth={replicas} coordinates share it. "
-            "It must be a multiple of it, the last one too. Use another batch_size, and "
-            "drop_last=True."
+            f"A batch of {batch} samples cannot be split over data·expert·depth={replicas} "
+            "coordinates. Each batch, including the last one, must be a multiple of it. Use "
+            "another batch_size, and drop_last=True."
         )
     return rank_rows(batch, grid)
 
 
 class ShardedIterable:
-    """A loader without indexed samples: every rank reads all and keeps its part of each batch."""
+    """A loader without indexed samples: every rank reads all batches and keeps its part of each."""
 
     def __init__(self, loader: Iterable[Any], grid: Grid) -> None:
         self.loader = loader
@@ -377,7 +382,7 @@ class ShardedIterable:
 
 
 def take_local_rows(batch: Any, grid: Grid) -> Any:
-    """This rank's part of a batch: some rows of every tensor."""
+    """Returns this rank's part of a batch: some rows of every tensor."""
     if isinstance(batch, Tensor):
         mine = local_rows(batch.shape[0], grid)
         return batch[mine.start : mine.stop]
@@ -389,10 +394,10 @@ def take_local_rows(batch: Any, grid: Grid) -> Any:
 
 
 def shard_loader(loader: Any, grid: Grid, device: torch.device | str) -> Any:
-    """The loader of my coordinate: its part of each batch of the loop's loader."""
+    """Returns the loader of my coordinate, with its part of each batch of the loop's loader."""
     if grid.axis(*REPLICA_AXES).size == 1 and grid.world_size == 1:
         return loader
-    # Without a batch sampler there are no indices to split.
+    # A loader without a batch sampler has no indices to split.
     streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
     if streamed or not isinstance(loader, DataLoader):
         return ShardedIterable(loader, grid)
@@ -417,7 +422,7 @@ def shard_loader(loader: Any, grid: Grid, device: torch.device | str) -> Any:
 def checkpoint_tensors(
     lent: GridModel, optimizer: AdamW | None
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
-    """The tensors a loop resumes from, and those of them that this rank writes."""
+    """Returns the tensors a loop resumes from, and those of them that this rank writes."""
     parallel = lent.parallel
     index = lent.parallel.grid.index
     owners = {w.name: w.bucket.is_owner_of(w) for w in parallel.weights.values()}
@@ -447,18 +452,18 @@ def checkpoint_tensors(
 def save_checkpoint(
     where: Path, lent: GridModel, optimizer: AdamW | None, facts: Mapping[str, Any]
 ) -> None:
-    """Save to a directory that any grid can load. Communicates: as `async_saver.save_and_wait`."""
+    """Saves to a directory that any grid can load. Communicates: as `async_saver.save_and_wait`."""
     if optimizer is None:
         groups = []
     else:
         groups = optimizer.group_settings()
     try:
-        # The round trip rejects what JSON cannot hold before any file is written.
+        # The round trip rejects values that JSON does not support before any file is written.
         told = json.loads(json.dumps({"facts": dict(facts), "groups": groups}))
     except (TypeError, ValueError) as error:
         raise PlanError(
-            f"What is to be saved beside model and optimizer is no JSON: {error}. Checkpoints hold "
-            "tensors and plain facts, no pickles. Give numbers, texts, lists and tables."
+            f"The state next to model and optimizer is not valid JSON: {error}. Checkpoints "
+            "contain tensors and JSON values, not pickles. Pass numbers, strings, lists and dicts."
         ) from None
     grid = lent.parallel.grid
     queue = lent.parallel.bucket_scheduler
@@ -468,15 +473,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> dict[str, Any]:
-    """Resume from a checkpoint of any grid; returns the facts stored with the tensors.
+    """Resumes from a checkpoint of any grid; returns the facts stored with the tensors.
 
     Communicates: one number over all axes; all-gather of weights over data.
     """
     paths = directory.find_checkpoints(where)
     if not paths:
         raise CheckpointError(
-            f"{where} has no checkpoint. One is a directory that a loop on a grid has saved. Give "
-            "the path that was saved to."
+            f"{where} has no checkpoint. A checkpoint is a directory saved by a loop on a grid. "
+            "Pass the path it was saved to."
         )
     parallel, (state, _) = lent.parallel, checkpoint_tensors(lent, optimizer)
     queue = parallel.bucket_scheduler
@@ -484,8 +489,8 @@ def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> di
         lambda: load_parts(paths[-1], state, cast=True), parallel.grid, queue.device
     )
     lent.samples_seen = int(state["loop.samples"][0])
-    # Counted before `finish_restore`, which takes note of the count: a later change would make the
-    # next step overwrite the restored master weights.
+    # Counted before `finish_restore`, which stores the count. A later change would make the next
+    # step overwrite the restored master weights.
     queue.load_count += 1
     told = manifests.read_manifest(paths[-1]).facts.get("loop", {})
     if optimizer is not None:
