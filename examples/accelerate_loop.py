@@ -1,4 +1,4 @@
-"""A loop of Hugging Face Accelerate gets the grid: another Accelerator, nothing else is new.
+"""Run a Hugging Face Accelerate loop on a grid: only the Accelerator changes.
 
 python examples/accelerate_loop.py
 torchrun --nproc-per-node 4 examples/accelerate_loop.py --row 2 --depth 2
@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """Samples as a tokenizer gives them."""
+    """Returns samples as a tokenizer would."""
     rows = [torch.arange(start, start + 16) for start in range(40, 72)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def unmodified() -> Any:
-    """A tiny Llama of transformers."""
+    """Returns a tiny Llama from transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def unmodified() -> Any:
 
 
 def main(accelerator: Any) -> list[float]:
-    """A loop that knows of no grid; the losses."""
+    """Trains with a loop that is not aware of the grid; returns the losses."""
     model = unmodified()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 16)

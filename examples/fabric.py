@@ -1,7 +1,7 @@
-"""A loop of Lightning Fabric gets the grid: one line of it is new.
+"""Run a Lightning Fabric loop on a grid: only one line is new.
 
 python examples/fabric.py                                 # one process
-python examples/fabric.py --devices 4 --row 2 --col 2     # Fabric starts the others
+python examples/fabric.py --devices 4 --row 2 --col 2     # Fabric starts the other processes
 torchrun --nproc-per-node 4 examples/fabric.py --devices 4 --row 2 --col 2
 """
 
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 
 def unmodified() -> Any:
-    """A tiny Llama of transformers."""
+    """Returns a tiny Llama from transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -25,13 +25,13 @@ def unmodified() -> Any:
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
-    """Samples as a tokenizer gives them."""
+    """Returns samples as a tokenizer would."""
     rows = [torch.arange(start, start + 16) for start in range(40, 72)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def main(fabric: Any) -> list[float]:
-    """A loop that knows of no grid; the losses."""
+    """Trains with a loop that is not aware of the grid; returns the losses."""
     model = unmodified()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = fabric.setup(model, optimizer)

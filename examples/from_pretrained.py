@@ -1,10 +1,10 @@
-"""A published model on any grid: asked, trained a little, saved again.
+"""Load a pretrained model on any grid, generate from it, train it a little and save it.
 
     python examples/from_pretrained.py
     torchrun --nproc-per-node 4 examples/from_pretrained.py --row 2 --depth 2
     python examples/from_pretrained.py --model path/to/a/model
 
-Without --model a tiny Llama with random weights is made first, by transformers.
+Without --model, a tiny Llama with random weights is created first, with transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ranvier
 
 
 def published(folder: Path) -> Path:
-    """A tiny model as it would come from a hub."""
+    """Creates a tiny model, stored as on the Hugging Face Hub."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -33,14 +33,14 @@ def published(folder: Path) -> Path:
 
 
 def main(source: str, folder: Path, **how: Any) -> list[float]:
-    """What each rank does; the losses."""
+    """Runs on each rank; returns the losses."""
     model = ranvier.from_pretrained(source, **how)
     first = model.grid.rank == 0
     prompt = torch.arange(40, 48).unsqueeze(0)  # the same on all ranks
     before = model.generate(prompt, max_new_tokens=8)
     model.train()
     optimizer = model.optimizer(lr=3e-3)
-    batch = torch.arange(40, 56).unsqueeze(0).repeat(2, 1)  # of this (data, depth) coordinate
+    batch = torch.arange(40, 56).unsqueeze(0).repeat(2, 1)  # for this (data, depth) coordinate
     losses = []
     for _ in range(20):
         loss = model(batch, labels=batch).loss  # the mean over all coordinates
@@ -60,8 +60,8 @@ def main(source: str, folder: Path, **how: Any) -> list[float]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="", help="directory, file or name on the hub")
-    parser.add_argument("--out", default="", help="where the tuned model goes")
+    parser.add_argument("--model", default="", help="directory, file or Hugging Face Hub name")
+    parser.add_argument("--out", default="", help="directory for the tuned model")
     parser.add_argument("--row", type=int, default=1)
     parser.add_argument("--depth", type=int, default=1)
     asked = parser.parse_args()

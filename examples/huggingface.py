@@ -1,4 +1,4 @@
-"""`parallelize` of an unmodified model of transformers: its layers become parts of the grid.
+"""Call `parallelize` on an unmodified transformers model: its layers are split over the grid.
 
 python examples/huggingface.py
 torchrun --nproc-per-node 4 examples/huggingface.py --row 2 --col 2
@@ -21,7 +21,7 @@ from ranvier.train.step import forward_backward
 
 
 def unmodified() -> Any:
-    """A tiny Llama of transformers."""
+    """Returns a tiny Llama from transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -31,7 +31,7 @@ def unmodified() -> Any:
 
 
 def main(grid: Grid) -> list[float]:
-    """What each rank does; the losses."""
+    """Runs on each rank; returns the losses."""
     model = unmodified()
     whole = sum(p.numel() for p in model.parameters())
     plan = Plan(col_splits="features").with_degrees(grid.degrees)
@@ -39,7 +39,7 @@ def main(grid: Grid) -> list[float]:
     optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=3e-3)
     mine = sum(p.numel() for p in model.parameters())
     text = torch.arange(40, 57).unsqueeze(0).repeat(8, 1)
-    samples = Batch(text[:, :-1], text[:, 1:])  # of all ranks; each takes its share
+    samples = Batch(text[:, :-1], text[:, 1:])  # of all ranks; each takes its part
     losses = []
     for _ in range(20):
         share = len(text) // grid.axis("data", "expert", "depth").size

@@ -1,4 +1,4 @@
-"""A module of your own in a loop of your own: full batches in, full outputs out, on any grid.
+"""Train your own module in your own loop on any grid, with full batches and full outputs.
 
 python examples/own_module.py
 torchrun --nproc-per-node 4 examples/own_module.py --row 2
@@ -20,7 +20,7 @@ from ranvier.parallel.parallel_model import get_parallel_model
 
 
 class MLP(nn.Module):
-    """Plain PyTorch, and the names of its dims."""
+    """Plain PyTorch, with the names of its dims."""
 
     dims = {"norm": ("embed",), "up": ("mlp", "embed"), "down": ("embed", "mlp")}
 
@@ -35,7 +35,7 @@ class MLP(nn.Module):
 
 
 def main(grid: Grid) -> list[float]:
-    """What each rank does; the losses."""
+    """Runs on each rank; returns the losses."""
     torch.manual_seed(0)  # every rank builds the same model and draws the same batches
     model = parallelize(MLP(), grid)
     optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=1e-2, clip=1.0)

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning in small: a tiny model learns to answer 84 questions.
+"""Supervised fine-tuning in miniature: a tiny model learns to answer 84 questions.
 
     python examples/sft.py [--out DIR] [--questions N] [--steps N] [--nproc N]
 
-Writes an instruction set and a tokenizer for it, trains on the answers only, with whole
-conversations packed into samples, and asks every question again. On two CPU cores it takes less
-than half a minute. The same as commands:
+Writes an instruction dataset and a tokenizer for it, trains on the answers only, with whole
+conversations packed into samples, and asks every question again. It takes less than half a minute
+on two CPU cores. The same as commands:
 
     ranvier data prepare OUT/chats.jsonl --tokenizer train --vocab 512 --output OUT/corpus
     ranvier train --data.sources OUT/corpus --data.loss-on assistant ... --train.output-dir OUT/run
@@ -52,12 +52,12 @@ MODEL: dict[str, float] = {
     "kv-heads": 2,
     "head-dim": 16,
     "mlp": 192,
-    "init-std": 0.15,  # narrow layers want larger weights to begin with
+    "init-std": 0.15,  # narrow layers need larger initial weights
 }
 
 
 def questions(count: int) -> dict[str, str]:
-    """Questions, each with its one answer."""
+    """Returns questions, each with its only answer."""
     ranks = range(2, 10)
     sums = {f"What is {a} plus {b}?": f"It is {a + b}." for a in ranks for b in ranks}
     towns = {f"What is the capital of {x}?": f"{y} is." for x, y in CAPITALS.items()}
@@ -67,7 +67,7 @@ def questions(count: int) -> dict[str, str]:
 
 
 def run(*words: str) -> None:
-    """A command of ranvier, here."""
+    """Runs a ranvier command in this process."""
     try:
         ranvier(list(words))
     except SystemExit as end:
@@ -76,7 +76,7 @@ def run(*words: str) -> None:
 
 
 def share(folder: Path, known: dict[str, str]) -> float:
-    """The share of questions that a run answers exactly, always with the likeliest token."""
+    """Returns the fraction of questions that a run answers exactly, with greedy decoding."""
     speaker = TextGenerator.from_run(folder, "cpu")
     right = 0
     for question, answer in known.items():
@@ -86,7 +86,7 @@ def share(folder: Path, known: dict[str, str]) -> float:
 
 
 def learned(out: Path, *, count: int, steps: int, nproc: int) -> float:
-    """Train on so many questions; the share of exact answers."""
+    """Trains on this many questions; returns the fraction of exact answers."""
     out.mkdir(parents=True, exist_ok=True)
     known = questions(count)
     with (out / "chats.jsonl").open("w", encoding="utf-8") as file:
@@ -114,7 +114,7 @@ def learned(out: Path, *, count: int, steps: int, nproc: int) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> float:
-    """Read the options, train, and say how much was learnt."""
+    """Parses the options, trains, and prints the fraction of exact answers."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--out", default="")
     options.add_argument("--questions", type=int, default=84)

@@ -1,16 +1,16 @@
-"""Golden records: what a commit computes, bit by bit, to compare a refactoring with.
+"""Golden records: bit-exact results of a commit, to compare a refactoring with.
 
 Usage: python scripts/golden.py record [REV] [--only NAME ...]
        python scripts/golden.py compare BEFORE [AFTER]
 
-`record` checks a commit out into a worktree of its own and runs a fixed set of configurations
-there: 20 steps each, with one thread per rank. It keeps losses and gradient norms as hexadecimal
-floats, the SHA-256 of every checkpoint tensor, the communication events of the last step of every
-rank, and the JSON of several plans. `compare` prints one line per configuration and exits with 1 if
-any differs. A commit that has no record is recorded first.
+`record` checks out a commit into a separate worktree and runs a fixed set of configurations there:
+20 steps each, with one thread per rank. It stores losses and gradient norms as hexadecimal floats,
+the SHA-256 of every checkpoint tensor, the communication events of the last step of every rank, and
+the JSON of several plans. `compare` prints one line per configuration and exits with 1 if any
+differs. A commit without a record is recorded first.
 
-Records are written to `.cache/golden/` and are not committed. Settings are written below under
-their current names. RENAMED translates them for commits from before a renaming.
+Records are written to `.cache/golden/` and are not committed. The settings below have their current
+names. RENAMED translates them for commits from before a renaming.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RENAMED = {
 }
 """Current name of a setting -> its name before settings had a format number."""
 RENAMED_VALUES = {("plan.schedule", "message_driven"): "message"}
-"""(current setting, current value) -> the value before."""
+"""(current setting, current value) -> its previous value."""
 RENAMED_KEYS = {
     "held_out_loss": "val_loss",
     "rivals": "baselines",
@@ -63,15 +63,15 @@ RENAMED_KEYS = {
     "gathered": "reshard_after",
     "states": "optimizer_states",
 }
-"""Key in metrics.jsonl or in the JSON of a plan before -> its current name."""
+"""Previous key in metrics.jsonl or in the JSON of a plan -> its current name."""
 RENAMED_WORDS = {
     ("reshard_after", "again"): "micro_batch",
     ("reshard_after", "keep"): "step",
     ("schedule", "message"): "message_driven",
 }
-"""(current key, value before) -> the current value."""
+"""(current key, previous value) -> its current value."""
 UNCOMPARED_PLAN_KEYS = {"command", "why"}
-"""Keys in the JSON of a plan that hold sentences and commands, which may be reworded."""
+"""Keys in the JSON of a plan with sentences and commands, which may be reworded."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Training:
     """A run of 20 steps."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What differs from SMALL."""
+    """Settings that differ from SMALL."""
     ranks: int = 1
 
 
@@ -141,7 +141,7 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Revision:
-    """A commit whose source is checked out somewhere."""
+    """A commit and the directory in which its source is checked out."""
 
     commit: str
     tree: Path
@@ -168,7 +168,7 @@ class Revision:
         return path.exists() and "SETTINGS_FORMAT" in path.read_text()
 
     def options(self, settings: Mapping[str, str]) -> list[str]:
-        """The settings as options of its command line."""
+        """Returns the settings as options of its command line."""
         options: list[str] = []
         for setting, value in settings.items():
             old = RENAMED.get(setting)
@@ -181,7 +181,7 @@ class Revision:
 
 @contextlib.contextmanager
 def checked_out(rev: str) -> Iterator[Revision]:
-    """A worktree of a commit, removed afterwards."""
+    """Context of a worktree of a commit, which is removed afterwards."""
     commit = _git("rev-parse", f"{rev}^{{commit}}")
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         tree = Path(folder) / "tree"
@@ -202,7 +202,7 @@ def _git(*arguments: str) -> str:
 
 
 def record_training(revision: Revision, training: Training) -> dict[str, Any]:
-    """Losses, gradient norms, checkpoint tensors and events of a run."""
+    """Returns losses, gradient norms, checkpoint tensors and events of a run."""
     with tempfile.TemporaryDirectory(prefix="golden-run-") as folder:
         output = Path(folder) / "run"
         settings = {**SMALL, **training.settings, "train.output_dir": str(output)}
@@ -226,7 +226,7 @@ def _hex(value: float | None) -> str | None:
 
 
 def _checkpoint_tensors(checkpoints: Path) -> dict[str, str]:
-    """SHA-256 of each tensor of the newest checkpoint, by file and name."""
+    """Returns the SHA-256 of each tensor of the latest checkpoint, by file and name."""
     newest = max(path for path in checkpoints.iterdir() if path.name.startswith("step-"))
     digests = {}
     for path in sorted(newest.glob("*.safetensors")):
@@ -244,7 +244,8 @@ def _checkpoint_tensors(checkpoints: Path) -> dict[str, str]:
 
 
 def _events(path: Path) -> list[str]:
-    """Operation, axis and bytes of each communication event, sorted: issue times may vary."""
+    """Returns operation, axis and bytes of each communication event, sorted, because issue times
+    vary."""
     events = json.loads(path.read_text())["traceEvents"]
     threads = {
         event["tid"]: event["args"]["name"]
@@ -259,7 +260,7 @@ def _events(path: Path) -> list[str]:
 
 
 def record_plan(revision: Revision, words: Sequence[str]) -> Any:
-    """The JSON of a plan, without times of the search and without sentences."""
+    """Returns the JSON of a plan, without the time of the search and without sentences."""
     with tempfile.TemporaryDirectory(prefix="golden-plan-") as folder:
         path = Path(folder) / "plan.json"
         revision.run(["plan", *words, "--json", str(path), "--cache", "False"])
@@ -284,14 +285,15 @@ def _rename_keys(value: Any) -> Any:
 
 
 def _rename_word(key: str, value: Any) -> Any:
-    """A value under its current name; key: its setting, with or without the section."""
+    """Returns the current name of a value; key: its setting, with or without the section."""
     if isinstance(value, str):
         return RENAMED_WORDS.get((key.rpartition(".")[2], value), value)
     return value
 
 
 def record(rev: str, only: Sequence[str] = ()) -> Path:
-    """Run all configurations on a commit; the file of its record, written after each of them."""
+    """Runs all configurations on a commit; returns the file of its record, which is updated each
+    time."""
     with checked_out(rev) as revision:
         path = RECORDS / f"{revision.commit}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -307,7 +309,7 @@ def record(rev: str, only: Sequence[str] = ()) -> Path:
 
 
 def find_record(rev: str, only: Sequence[str] = ()) -> dict[str, Any]:
-    """The record of a commit, which is made if there is none."""
+    """Returns the record of a commit, and creates it if there is none."""
     commit = _git("rev-parse", f"{rev}^{{commit}}")
     path = RECORDS / f"{commit}.json"
     wanted = list(only) or [*TRAININGS, *PLANS]
@@ -319,10 +321,10 @@ def find_record(rev: str, only: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def find_difference(before: Any, after: Any, where: str = "") -> str | None:
-    """Where two records differ first; None if they are identical."""
+    """Returns where two records first differ; None if they are identical."""
     if isinstance(before, dict) and isinstance(after, dict):
         if before.keys() != after.keys():
-            return f"{where}: only one has {sorted(before.keys() ^ after.keys())[:4]}"
+            return f"{where}: only one record has {sorted(before.keys() ^ after.keys())[:4]}"
         pairs = [(f"{where}.{key}", before[key], after[key]) for key in before]
     elif isinstance(before, list) and isinstance(after, list):
         if len(before) != len(after):
@@ -338,7 +340,7 @@ def find_difference(before: Any, after: Any, where: str = "") -> str | None:
 
 
 def compare(before: str, after: str, only: Sequence[str] = ()) -> int:
-    """Print one line per configuration; 1 if any differs."""
+    """Prints one line per configuration; returns 1 if any differs."""
     first = find_record(before, only)
     second = find_record(after, only)
     failed = False
@@ -350,7 +352,7 @@ def compare(before: str, after: str, only: Sequence[str] = ()) -> int:
 
 
 def main() -> int:
-    """Record or compare."""
+    """Records or compares."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

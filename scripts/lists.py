@@ -1,4 +1,4 @@
-"""Write the lists of layers of all built-in sizes anew: `python scripts/lists.py`."""
+"""Writes the lists of layers of all built-in model sizes: `python scripts/lists.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ranvier.planner.model_spec_torch import build_model_spec
 
 
 def made(size: str) -> str:
-    """The list of a size, as its file holds it."""
+    """Returns the list of a size, as stored in its file."""
     model = replace(build_model_spec(named_model(size), AdapterConfig()), name=size)
     return json.dumps(model.to_dict(), indent=1) + "\n"
 
