@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ MEMORY_TRAITS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(abc.ABC):
     """Settings that every kind of model has."""
 
     kind: str
@@ -39,9 +40,9 @@ class ModelConfig:
     """Width of the residual stream."""
 
     @property
+    @abc.abstractmethod
     def num_parameters(self) -> int:
         """Number of parameters in matrices and embeddings. Vectors are too small to matter."""
-        raise NotImplementedError
 
     @property
     def num_active_parameters(self) -> int:
@@ -49,9 +50,9 @@ class ModelConfig:
         return self.num_parameters
 
     @property
+    @abc.abstractmethod
     def dim_units(self) -> dict[str, int]:
         """Number of units of each named dim."""
-        raise NotImplementedError
 
     @property
     def sequence_limit(self) -> int:
