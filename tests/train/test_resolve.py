@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import training
 from commands import SMALL, call
 from machines import machine
+from pool import Pool
 from ranvier.cli.main import main
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun, decision_lines
@@ -124,9 +124,15 @@ def test_a_restart_resumes_from_its_own_checkpoints(tmp_path: Path) -> None:
     assert resolve_run(run, other).checkpoint.resume == "never", "not its own launch"
 
 
-def test_decisions_travel_to_ranks_but_not_into_files() -> None:
+def received(grid: Grid, run: ResolvedRun) -> tuple[ResolvedRun, Any]:
+    """Returns the run as it arrives on a rank; decisions separately, as == ignores them."""
+    return run, run.decisions
+
+
+def test_decisions_travel_to_ranks_but_not_into_files(pool: Pool) -> None:
     run = resolve_run(RunConfig(), here())
-    assert pickle.loads(pickle.dumps(run)).decisions == run.decisions
+    assert run.decisions
+    assert pool.on_grid({"data": 2}, received, run) == [(run, run.decisions)] * 2
     assert "decisions" not in to_toml(run) and to_toml(run) == to_toml(run.settings)
     assert "decisions" not in checkpointing.run_to_dict(run)
 
