@@ -110,5 +110,5 @@ def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.Monkey
 
 
 def test_what_cannot_be_asked_of_parallelize() -> None:
-    with pytest.raises(ShardingError, match="recompute='memory_budget' is a matter of a run"):
+    with pytest.raises(ShardingError, match="recompute='memory_budget' is only available through"):
         parallelize(Decoder(CONFIG), Grid({}), Plan(recompute="memory_budget"))

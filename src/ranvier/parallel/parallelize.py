@@ -257,8 +257,8 @@ def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
         raise ShardingError("The model is parallel already. Build a new one for another grid.")
     if plan.recompute == "memory_budget":
         raise ShardingError(
-            "recompute='memory_budget' is a matter of a run, which measures. A model has a kind "
-            "for each block. Use none, selective or full, or set model.parallel.recompute_modes."
+            "recompute='memory_budget' is only available through `ranvier train`, which measures "
+            "memory. Pass 'none', 'selective' or 'full' to parallelize()."
         )
     if plan.compile == "on" and huggingface.is_huggingface_model(model):
         raise ShardingError(
