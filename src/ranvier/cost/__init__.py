@@ -1,5 +1,5 @@
-"""Cost: closed forms for the communication and memory of layers, without torch.
+"""Cost: closed forms for the communication, FLOPs and memory of layers, without torch.
 
-Asked by nn, which must issue exactly these events, and by the planner, which adds them up. Imports
+Used by nn, which must issue exactly these events, and by the planner, which sums them. Imports
 config, sharding and grid.
 """

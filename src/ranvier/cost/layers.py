@@ -1,9 +1,9 @@
-"""Layer costs: what each layer communicates, computes and saves, in closed form, without torch.
+"""Layer costs: communication, FLOPs and saved bytes of each layer, in closed form, without torch.
 
-A layer here is its dim names, its shapes and its `LayoutContext`: degrees, sharding table, units.
-The layers of `nn` use these for their predictions, and the planner uses the same without any layer.
-All activation shapes follow from the tables of `sharding`; `Event.bytes` is the size of the full
-(gathered or reduced) tensor.
+Here a layer consists of its dim names, its shapes and its `LayoutContext` (degrees, sharding table,
+units). The layers of `nn` use these costs for their predictions; the planner uses the same costs
+without layers. All activation shapes follow from the tables of `sharding`; `Event.bytes` is the
+size of the full (gathered or reduced) tensor.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class ActivationShape:
     seq: int
     """Tokens per sequence."""
     itemsize: int
-    """Bytes of an activation element."""
+    """Bytes per element of activations."""
     statistics_itemsize: int
-    """Bytes of an element of norms and loss statistics."""
+    """Bytes per element of norm and loss statistics."""
     expert_load: float = 1.0
-    """Rows of the busiest expert rank, relative to the mean; 1: balanced experts."""
+    """Rows of the busiest expert rank, relative to the mean; 1 for balanced experts."""
 
 
 @dataclass(frozen=True)
 class AxisGroup:
-    """Names and number of ranks along one axis or several fused ones."""
+    """Names and number of ranks of one axis, or of several fused axes."""
 
     names: tuple[str, ...]
     size: int
@@ -50,28 +50,28 @@ class AxisGroup:
 
 @dataclass(frozen=True, eq=False)
 class LayoutContext:
-    """Layout that all layers of a model share."""
+    """The layout that all layers of a model share."""
 
     degrees: Mapping[str, int]
     table: ShardingTable
     units: Mapping[str, int]
-    """Number of units of each named dim of the model (heads, not their elements)."""
+    """Number of units of each named dim of the model (for heads: their number, not elements)."""
     dispatch: Dispatch = "model"
     """Dtype in which tokens are dispatched to experts."""
 
     def axis_group(self, *names: str) -> AxisGroup:
-        """Return the ranks along these axes; axes of degree 1 are left out."""
+        """Returns the ranks along these axes, without axes of degree 1."""
         used = tuple(axis for axis in AXES if axis in names and self.degrees[axis] > 1)
         return AxisGroup(used, math.prod(self.degrees[axis] for axis in used))
 
     def feature_sharding(self, size: int, dim: str) -> Sharding:
-        """Return the sharding of `size` elements of a dim as the features of an activation."""
+        """Returns the sharding of `size` elements of a dim as the features of an activation."""
         region = self.table.activation_rule(dim)
         return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
 
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
-        """Return the tokens of a micro-batch on this rank where `dim` is the feature dim."""
-        # An ActivationShape is already that of one replica.
+        """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""
+        # An ActivationShape already belongs to one replica.
         inside = (self.table.axes_inside_replica(dim, name) for name in ("batch", "seq"))
         return flow.samples * flow.seq // count_parts(chain.from_iterable(inside), self.degrees)
 
@@ -84,21 +84,21 @@ class LayerCost:
     layout_context: LayoutContext = field(repr=False)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Return the communication of a forward pass, without weight gathers."""
+        """Returns the communication of a forward pass, without weight gathers."""
         return []
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Return the communication of a backward pass, without weight gathers and gradients."""
+        """Returns the communication of a backward pass, without weight gathers and gradients."""
         return []
 
     def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
-        """Return the communication of a micro-batch; a recomputed layer runs forward twice."""
+        """Returns the communication of a micro-batch; a recomputed layer runs forward twice."""
         # Recomputation repeats the communication of forward, unless its results are saved.
         forward = self.forward_events(flow)
         return forward * (2 if recomputed else 1) + self.backward_events(flow)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """Return the extra bytes of a block that saves what this layer communicates in forward.
+        """Returns the bytes needed to save the results of this layer's forward collectives.
 
         selective: they replace saved results of matrix products, which may have been larger.
         """
@@ -110,11 +110,11 @@ class LayerCost:
         )
 
     def flops(self, flow: ActivationShape) -> int:
-        """Return the FLOPs of one forward pass of a micro-batch on this rank."""
+        """Returns the FLOPs of one forward pass of a micro-batch on this rank."""
         return 0
 
     def predict_event(self, op: str, line: AxisGroup, elements: int, itemsize: int) -> list[Event]:
-        """Return one predicted event; none if the group has one rank."""
+        """Returns one predicted event, or none if the group has one rank."""
         if line.size == 1:
             return []
         return [Event(op, line.names, elements * itemsize, self.name)]
@@ -122,7 +122,7 @@ class LayerCost:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingCost(LayerCost):
-    """W[ids]: the first dim is split over row, or not split."""
+    """Cost of W[ids], where the first dim is split over row or not split."""
 
     shape: tuple[int, ...]
     row_dim: str
@@ -131,7 +131,7 @@ class EmbeddingCost(LayerCost):
 
     @cached_property
     def row_group(self) -> AxisGroup:
-        """Ranks that hold different rows."""
+        """The ranks over which rows are split."""
         return self.layout_context.axis_group(*WEIGHT_RULE.get(self.row_dim, ()))
 
     @cached_property
@@ -149,13 +149,13 @@ class EmbeddingCost(LayerCost):
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Reduce-scatter the looked-up rows along the tokens."""
+        """Returns the reduce-scatter of the rows along the tokens."""
         return self.predict_event(
             "reduce_scatter", self.row_group, self._num_elements(flow), flow.itemsize
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-gather the gradient of all tokens, if the table is trained."""
+        """Returns the all-gather of the gradient of all tokens, if the table is trained."""
         if not self.trainable:
             return []
         return self.predict_event(
@@ -169,12 +169,12 @@ class EmbeddingCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class NormCost(LayerCost):
-    """A norm: numbers per token, summed over the axes that split its dim."""
+    """Cost of a norm, which sums numbers per token over the axes that split its dim."""
 
     size: int
     dim: str
     sums_per_token: int = 1
-    """Numbers per token."""
+    """Number of sums per token."""
 
     @cached_property
     def feature_sharding(self) -> Sharding:
@@ -182,7 +182,7 @@ class NormCost(LayerCost):
         return self.layout_context.feature_sharding(self.size, self.dim)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """One all-reduce per sum."""
+        """Returns one all-reduce per sum."""
         line = self.layout_context.axis_group(
             *(cut.axis for cut in self.feature_sharding.splits[0])
         )
@@ -193,18 +193,18 @@ class NormCost(LayerCost):
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """As forward."""
+        """Returns the same events as forward."""
         return self.forward_events(flow)
 
 
 @dataclass(frozen=True, eq=False)
 class CrossEntropyCost(LayerCost):
-    """The cross entropy of unchunked logits."""
+    """Cost of the cross-entropy of unchunked logits."""
 
     dim: str
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """The maximum, then sum and target logit together."""
+        """Returns the all-reduce of the maximum, then of the sum and the target logit."""
         line = self.layout_context.axis_group(*self.layout_context.table.feature_axes(self.dim))
         tokens = self.layout_context.local_tokens(flow, self.dim)
         return [
@@ -215,27 +215,27 @@ class CrossEntropyCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCost(LayerCost):
-    """Attention over the heads and samples of a rank; communicates nothing."""
+    """Cost of attention over the heads and samples of a rank; it does not communicate."""
 
     dim: str
     head_dim: int
     window: int = 0
-    """Sliding window: tokens that a token attends to; 0: all before it."""
+    """Number of tokens that a token attends to; 0 for all previous tokens."""
 
     @property
     def local_width(self) -> int:
-        """Features of the heads on this rank."""
+        """Number of features of the heads on this rank."""
         ranks = self.layout_context.axis_group(
             *self.layout_context.table.feature_axes(self.dim)
         ).size
         return self.layout_context.units[self.dim] * self.head_dim // ranks
 
     def flops(self, flow: ActivationShape) -> int:
-        """Scores and values of the causal half: 2 · s · (width of local heads) per token.
+        """Returns the FLOPs of causal attention: 2 · s · (width of local heads) per token.
 
-        With a window of w tokens: 2 · w · (2 - w/s) · (width of local heads).
+        With a window of w tokens it is 2 · w · (2 - w/s) · (width of local heads) per token.
         """
-        # QKᵀ and PV take 4 · s · width per token without a mask; the causal mask halves it.
+        # QKᵀ and PV take 4 · s · width per token without a mask; the causal mask halves that.
         seen = min(self.window or flow.seq, flow.seq)
         tokens = self.layout_context.local_tokens(flow, self.dim)
         return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.local_width
@@ -243,14 +243,14 @@ class AttentionCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class DoraNormCost(LayerCost):
-    """The norms of the rows of an adapted weight (DoRA)."""
+    """Cost of the row norms of an adapted weight (DoRA)."""
 
     size: int
     out_dim: str
     in_dim: str
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-reduce of one number per row of the weight, over the axes that split its in dim."""
+        """Returns the all-reduce of one number per row, over the axes that split the in dim."""
         ground = self.layout_context
         weights = ground.table.weight_rule
         (rows,) = Sharding.from_dims(
@@ -266,16 +266,16 @@ class DoraNormCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class SequenceGatherCost(LayerCost):
-    """All-gather of the sequence over row, once for all layers of a module."""
+    """Cost of the all-gather of the sequence over row, once for all layers of a module."""
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-gather the tokens."""
+        """Returns the all-gather of the tokens."""
         return self.predict_event(
             "all_gather", self._row_group, self._num_elements(flow), flow.itemsize
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Reduce-scatter their gradients."""
+        """Returns the reduce-scatter of their gradients."""
         return self.predict_event(
             "reduce_scatter", self._row_group, self._num_elements(flow), flow.itemsize
         )
@@ -293,45 +293,45 @@ class SequenceGatherCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class MoECost(LayerCost):
-    """Mixture of experts: tokens are dispatched over expert, features are split over col.
+    """Cost of a mixture of experts, with tokens dispatched over expert and features split over col.
 
-    The number of rows a rank receives depends on data: `flow.expert_load` times the mean, which is
-    one per choice of its own tokens. It sends one row per choice.
+    A rank sends one row per choice of its tokens. The number of rows that it receives depends on
+    the data: it is `flow.expert_load` times the number that it sends.
     """
 
     num_experts: int
     experts_per_token: int
     expert_width: int
-    """Hidden features of an expert."""
+    """Hidden size of an expert."""
     matrices: int = 3
-    """Matrices of an expert: 3 with a gate, else 2."""
+    """Number of matrices per expert: 3 with a gate, 2 without."""
 
     def sent_rows(self, flow: ActivationShape) -> int:
-        """Return the rows that a rank sends: one per choice of its tokens."""
+        """Returns the rows that a rank sends: one per choice of its tokens."""
         return self.layout_context.local_tokens(flow, "embed") * self.experts_per_token
 
     def received_rows(self, flow: ActivationShape) -> int:
-        """Return the rows that a rank receives; its own ones if expert has one rank."""
+        """Returns the rows that a rank receives, or its own rows if expert has one rank."""
         choices = self.sent_rows(flow)
         if self.layout_context.axis_group("expert").size > 1:
             return math.ceil(choices * flow.expert_load)
         return choices
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Router logits, token counts, dispatch, expert matrices, combine."""
+        """Returns the events of router logits, token counts, dispatch, experts and combine."""
         peers = self.layout_context.axis_group("expert", "row")
         # One count per sample and expert from each rank of expert and row.
         counts = flow.samples * self.num_experts * peers.size
         return [
             *self._router_events(flow, self.num_experts),
             *self.predict_event("all_gather", peers, counts, COUNT_BYTES),
-            # Outputs of gate and up are reduce-scattered over col, the input of down is gathered;
-            # in backward it is the other way round.
+            # Outputs of gate and up are reduce-scattered over col, and the input of down is
+            # gathered; in backward it is the reverse.
             *self._dispatch_events(flow, self.matrices - 1, 1, self.layout_context.dispatch),
         ]
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Gradient of the router weights, then the same path for gradients of the rows."""
+        """Returns the events of the router gradient, then of the gradients of the rows."""
         return [
             *self._router_events(flow, self.experts_per_token),
             # Gradients are always sent in the dtype of activations.
@@ -339,7 +339,7 @@ class MoECost(LayerCost):
         ]
 
     def _router_events(self, flow: ActivationShape, numbers: int) -> list[Event]:
-        """All-reduce of `numbers` per token over col, whose ranks hold partial sums."""
+        """Returns the all-reduce of `numbers` partial sums per token over col."""
         elements = self.layout_context.local_tokens(flow, "embed") * numbers
         return self.predict_event(
             "all_reduce", self.layout_context.axis_group("col"), elements, flow.statistics_itemsize
@@ -348,10 +348,10 @@ class MoECost(LayerCost):
     def _dispatch_events(
         self, flow: ActivationShape, before: int, after: int, dispatch: Dispatch
     ) -> list[Event]:
-        """Dispatch, the communication of the expert matrices over row and col, and combine.
+        """Returns the events of dispatch, expert matrices (over row and col) and combine.
 
-        before, after: hidden activations that are reduce-scattered and all-gathered over col.
-        dispatch: the dtype in which rows are sent to the experts.
+        before, after: number of hidden activations that are reduce-scattered and all-gathered over
+        col. dispatch: the dtype in which rows are sent to the experts.
         """
         line = self.layout_context.axis_group
         rows = self.received_rows(flow)
@@ -359,13 +359,14 @@ class MoECost(LayerCost):
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape
-        # Ranks of row compute on each other's rows, each with its part of the hidden features.
+        # All ranks of row compute the rows of all of them, each with its part of the hidden
+        # features.
         whole = rows * line("row").size
         hidden = whole * self.expert_width // line("row").size
         row = line("row")
         col = line("col")
         expert = line("expert")
-        # Bytes per row; fp8 rows carry a scale each.
+        # Bytes per row; each fp8 row has a scale.
         narrow = {"model": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
         return [
             *self.predict_event("all_to_all", expert, self.sent_rows(flow), narrow[dispatch]),
@@ -377,11 +378,11 @@ class MoECost(LayerCost):
         ]
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · rows · (elements of expert matrices) + 2 · tokens · (elements of the router)."""
+        """Returns 2 · rows · (expert matrix elements) + 2 · tokens · (router elements)."""
         tokens = self.layout_context.local_tokens(flow, "embed")
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape
-        # The full width: this rank computes its part of it for the rows of all ranks of row.
+        # The full width: a rank computes its part of it for the rows of all ranks of row.
         hidden = self.expert_width * self.matrices
         return 2 * features * (self.received_rows(flow) * hidden + tokens * self.num_experts)

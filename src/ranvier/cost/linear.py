@@ -1,8 +1,8 @@
-"""Costs of linear layers: their weight matrices and what they communicate; no torch.
+"""Costs of linear layers: weights, communication, FLOPs and saved bytes, without torch.
 
-A linear layer all-gathers its input, multiplies and reduce-scatters its output
-(`sharding.ShardingTable.linear_comm`); fused layers that read the same input do it together. The
-head does it in chunks of tokens.
+A linear layer all-gathers its input, multiplies, and reduce-scatters its output
+(`sharding.ShardingTable.linear_comm`); fused layers that read the same input communicate together.
+The head communicates in chunks of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_CHUNK_BYTES = 1 << 32
 MAX_UNCHUNKED_BYTES = 1 << 30
 """Maximum bytes of logits that are not split into chunks."""
 ALIGNMENT_BYTES = 16
-"""Bytes. On a GPU, products with a matrix whose rows do not start at multiples of it take 3 to 8
-times as long."""
+"""Alignment of matrix rows in bytes. On a GPU, products with a matrix with unaligned rows take 3 to
+8 times as long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class LinearWeight:
     """The weight of a linear layer: its dims, its sharding and its shape on this rank."""
 
     shape: tuple[int, ...]
-    """Global shape, as it is stored."""
+    """Global shape in the stored order of dims."""
     dims: tuple[Dim, ...]
     layout_context: LayoutContext = field(repr=False)
     trainable: bool = True
@@ -40,11 +40,14 @@ class LinearWeight:
     def __post_init__(self) -> None:
         into = self.dims[0 if self.is_transposed else 1]
         if not isinstance(into, str):
-            raise ShardingError(f"The in dim {into} of a linear layer cannot be packed.")
+            raise ShardingError(
+                f"The in dim {into} of a linear layer is packed. Only the out dim can be packed. "
+                "Use a plain name for the in dim."
+            )
 
     @property
     def packed_out_dim(self) -> Dim:
-        """The out dim, possibly several of it packed consecutively."""
+        """The out dim; (count, name) if several are packed consecutively."""
         return self.dims[1 if self.is_transposed else 0]
 
     @property
@@ -94,16 +97,16 @@ class LinearWeight:
 
     @cached_property
     def used_part(self) -> tuple[int, AxisSplit] | None:
-        """Dim and split of the part of the matrix that this rank uses; None: all of it.
+        """Dim and split of the part of the matrix that this rank uses; None for all of it.
 
-        For LoRA matrices: the activations' rule may split the dim opposite to the LoRA rank over an
-        axis that does not split the weight.
+        Only LoRA matrices are used in part: their activations may be split over an axis that does
+        not split the weight.
         """
         if "rank" not in (self.out_dim, self.in_dim):
             return None
         dim, name = (0, self.out_dim) if self.in_dim == "rank" else (1, self.in_dim)
         cuts = self.layout_context.feature_sharding(self.weight_sharding.shape[dim], name).splits[0]
-        # The split that the activations have and the weight has not.
+        # The split of the activations that the weight does not have.
         return next(((dim, cut) for cut in cuts if cut.axis not in WEIGHT_RULE[name]), None)
 
     @cached_property
@@ -116,12 +119,12 @@ class LinearWeight:
 
     @property
     def local_width(self) -> int:
-        """Output features on this rank."""
+        """Number of output features on this rank."""
         return self.num_packed * self.output_sharding.local_shape[0]
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · tokens · (out · in) on this rank."""
-        # The product is computed before the scatter, on all tokens that it will distribute.
+        """Returns 2 · tokens · (out · in) on this rank."""
+        # The product is computed before the scatter, for all tokens that are scattered.
         scatter = self.linear_comm.scatter
         if scatter.dim >= 0:
             scattered = self.layout_context.axis_group(scatter.axis).size
@@ -131,23 +134,23 @@ class LinearWeight:
         return 2 * tokens * math.prod(self.used_shape)
 
     def product_elements(self, flow: ActivationShape) -> int:
-        """Return the elements of the product before it is communicated."""
+        """Returns the number of elements of the product before it is communicated."""
         return self.flops(flow) // (2 * self.used_shape[0 if self.is_transposed else -1])
 
 
 @dataclass(frozen=True, eq=False)
 class LinearCost(LayerCost):
-    """x Wᵀ of fused layers that read the same input, or (`grouped_input`) a part of it each."""
+    """Cost of x Wᵀ of fused layers with the same input, or with a part each (`grouped_input`)."""
 
     weights: tuple[LinearWeight, ...]
     grouped_input: bool = False
     whole_sequence: bool = False
-    """The enclosing module has already gathered the sequence over row."""
+    """Whether the enclosing module has already gathered the sequence over row."""
 
     @cached_property
     def gather_group(self) -> AxisGroup:
-        """Ranks over which the input is gathered."""
-        # Dim 1 is the sequence, which the enclosing module may have gathered already.
+        """The ranks over which the input is gathered."""
+        # Dim 1 is the sequence, which the enclosing module may already have gathered.
         step = self.weights[0].linear_comm.gather
         return self.layout_context.axis_group(
             *([] if self.whole_sequence and step.dim == 1 else [step.axis])
@@ -155,22 +158,22 @@ class LinearCost(LayerCost):
 
     @cached_property
     def scatter_group(self) -> AxisGroup:
-        """Ranks over which the output is reduce-scattered."""
+        """The ranks over which the output is reduce-scattered."""
         return self.layout_context.axis_group(self.weights[0].linear_comm.scatter.axis)
 
     @cached_property
     def copy_group(self) -> AxisGroup:
-        """Ranks that hold the same input and use it differently."""
+        """The ranks that have the same input and use it differently."""
         return self.layout_context.axis_group(self.weights[0].linear_comm.copy_axis)
 
     @cached_property
     def reduce_group(self) -> AxisGroup:
-        """Ranks that get the same sum as their output."""
+        """The ranks that get the same sum as their output."""
         return self.layout_context.axis_group(self.weights[0].linear_comm.reduce_axis)
 
     @property
     def has_trainable_weight(self) -> bool:
-        """Whether any weight of the layers is trained."""
+        """Whether a weight of the layers is trained."""
         return any(factor.trainable for factor in self.weights)
 
     @property
@@ -179,12 +182,12 @@ class LinearCost(LayerCost):
         return sum(factor.local_width for factor in self.weights)
 
     def comm_elements(self, flow: ActivationShape) -> tuple[int, int]:
-        """Return the elements of the gathered input and of the output before its scatter."""
+        """Returns the elements of the gathered input, and of the output before its scatter."""
         ground = self.layout_context
         first = self.weights[0]
         width = ground.axis_group(*ground.table.feature_axes(first.in_dim)).size
         features = first.weight_sharding.shape[0 if first.is_transposed else -1] // width
-        # Each layer reads its own part of the input, and all parts are gathered.
+        # With a grouped input, each layer reads its own part, and all parts are gathered.
         features *= len(self.weights) if self.grouped_input else 1
         x = ground.local_tokens(flow, first.in_dim) * features * self.gather_group.size
         return x, ground.local_tokens(
@@ -192,7 +195,7 @@ class LinearCost(LayerCost):
         ) * self.output_width * self.scatter_group.size
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-gather x, reduce-scatter y."""
+        """Returns the all-gather of x and the reduce-scatter of y."""
         x, y = self.comm_elements(flow)
         return [
             *self.predict_event("all_gather", self.gather_group, x, flow.itemsize),
@@ -203,9 +206,9 @@ class LinearCost(LayerCost):
         ]
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-gather x and dy, reduce-scatter dx."""
+        """Returns the all-gathers of x and dy and the reduce-scatter of dx."""
         x, y = self.comm_elements(flow)
-        # The gathered x is not saved for dW but gathered again.
+        # The gathered x is not saved for dW; it is gathered again.
         if self.has_trainable_weight:
             again = self.predict_event("all_gather", self.gather_group, x, flow.itemsize)
         else:
@@ -220,10 +223,11 @@ class LinearCost(LayerCost):
         ]
 
     def saves_output(self, features: int, selective: bool) -> bool:
-        """Whether a block that saves communicated results saves the output, not the gathered input.
+        """Whether a block that saves communicated results saves the output or the gathered input.
 
-        Then it does not recompute the product. This is so if the output is communicated, if it is
-        saved anyway, or if it is no larger than the input (of `features` on this rank).
+        With the output it need not recompute the product. The output is saved if it is
+        communicated, if selective recomputation saves it in any case, or if it is not larger than
+        the input, which has `features` features on this rank.
         """
         if self.scatter_group.size * self.reduce_group.size > 1:
             return True
@@ -234,13 +238,13 @@ class LinearCost(LayerCost):
         return self.gather_group.size > 1 and (selective or self.output_width <= gathered)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """The output, or the gathered input if it is smaller; see `saves_output`."""
+        """Returns the bytes of the output, or of the gathered input; see `saves_output`."""
         x, y = self.comm_elements(flow)
         communicated = self.scatter_group.size * self.reduce_group.size > 1
         output = y // self.scatter_group.size
         if self.gather_group.size == 1 and not communicated:
             return 0
-        # Instead of the results of its products, which selective recomputation saves.
+        # It replaces the results of products, which selective recomputation saves.
         if selective:
             return (
                 output - sum(one.product_elements(flow) for one in self.weights)
@@ -248,24 +252,24 @@ class LinearCost(LayerCost):
         return (output if communicated else min(x, output)) * flow.itemsize
 
     def flops(self, flow: ActivationShape) -> int:
-        """2 · tokens · (out · in) on this rank, of all layers."""
+        """Returns 2 · tokens · (out · in) on this rank, for all layers."""
         return sum(factor.flops(flow) for factor in self.weights)
 
 
 @dataclass(frozen=True, eq=False)
 class LMHeadCost(LinearCost):
-    """Logits over the vocabulary and their loss, a chunk of tokens at a time."""
+    """Cost of the logits and their loss, one chunk of tokens at a time."""
 
     @property
     def vocab_group(self) -> AxisGroup:
-        """Ranks that hold the other columns of the logits."""
+        """The ranks over which the columns of the logits are split."""
         return self.layout_context.axis_group(
             *self.layout_context.table.feature_axes(self.weights[0].out_dim)
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """All-gather x; per chunk reduce-scatter the logits, then all-reduce their statistics."""
-        # If col splits samples, a rank has the statistics of its samples only, after the scatter.
+        """Returns the all-gather of x and, per chunk, the events of logits and statistics."""
+        # If col splits samples, a rank has only the statistics of its samples after the scatter.
         inside = self.layout_context.table.axes_inside_replica(self.weights[0].out_dim, "batch")
         samples = self.layout_context.axis_group(*inside).size
         events = self.predict_event(
@@ -275,7 +279,7 @@ class LMHeadCost(LinearCost):
             events += self.predict_event(
                 "reduce_scatter", self.scatter_group, self._logit_elements(tokens), flow.itemsize
             )
-            # The maximum, then sum and target logit together; see `CrossEntropyCost`.
+            # The maximum, then the sum and the target logit; see `CrossEntropyCost`.
             for numbers in (1, 2):
                 count = numbers * tokens // samples
                 events += self.predict_event(
@@ -284,7 +288,7 @@ class LMHeadCost(LinearCost):
         return events
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
-        """Per chunk all-gather the gradient of the logits; reduce-scatter dx."""
+        """Returns the all-gather of logit gradients per chunk, and the reduce-scatter of dx."""
         events = [
             event
             for tokens in self.chunk_tokens(flow)
@@ -296,9 +300,9 @@ class LMHeadCost(LinearCost):
         return events + self.predict_event("reduce_scatter", self.gather_group, dx, flow.itemsize)
 
     def chunk_tokens(self, flow: ActivationShape) -> list[int]:
-        """Return the tokens of each chunk, over all samples."""
+        """Returns the number of tokens of each chunk, over all samples."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
-        # Without a scatter samples are flattened; otherwise chunks are ranges of the sequence, with
+        # Without a scatter, samples are flattened; otherwise a chunk is a range of the sequence of
         # all samples.
         if self.scatter_group.size == 1:
             return [cut.stop - cut.start for cut in chunk_slices(flow.samples * flow.seq, row)]
@@ -306,7 +310,7 @@ class LMHeadCost(LinearCost):
         return [flow.samples * (cut.stop - cut.start) for cut in cuts]
 
     def chunk_bytes(self, flow: ActivationShape) -> int:
-        """Return the bytes of the logits of the largest chunk, before they are scattered."""
+        """Returns the bytes of the logits of the largest chunk, before they are scattered."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
         return max(self.chunk_tokens(flow), default=0) * row
 
@@ -314,7 +318,7 @@ class LMHeadCost(LinearCost):
         return flow.samples * flow.seq * self.weights[0].weight_sharding.unsharded_shape[1]
 
     def _logit_elements(self, tokens: int) -> int:
-        """Return the elements of the logits of a chunk before they are scattered."""
+        """Returns the number of logits of a chunk before they are scattered."""
         factor = self.weights[0]
         if factor.linear_comm.scatter.dim == -1:
             ranks = self.scatter_group.size
@@ -324,17 +328,17 @@ class LMHeadCost(LinearCost):
 
 
 def align_columns(columns: int, itemsize: int) -> int:
-    """Round columns up so that rows are multiples of ALIGNMENT_BYTES."""
+    """Rounds the number of columns up, so that rows are multiples of ALIGNMENT_BYTES."""
     multiple = max(ALIGNMENT_BYTES // itemsize, 1)
     return -(-columns // multiple) * multiple
 
 
 def chunk_slices(tokens: int, row_bytes: int) -> list[slice]:
-    """Split tokens into ranges of at most MAX_CHUNK_BYTES, at least two above MAX_UNCHUNKED_BYTES.
+    """Splits tokens into chunks of at most MAX_CHUNK_BYTES; at least 2 above MAX_UNCHUNKED_BYTES.
 
-    The length is a power of two: matrix products are computed in tiles.
+    The length of a chunk is a power of two, as matrix products are computed in tiles.
     """
-    # Large logits get at least two chunks, so that they are never all in memory.
+    # Large logits have at least two chunks, so that not all of them are in memory.
     many = tokens * row_bytes > MAX_UNCHUNKED_BYTES
     step = min(MAX_CHUNK_BYTES // max(row_bytes, 1), tokens // 2 if many else tokens)
     if step < tokens:
