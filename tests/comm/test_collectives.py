@@ -283,7 +283,10 @@ def test_a_lost_peer_is_a_communication_error(when: str) -> None:
     if when == "at once":  # a gather under way may still have reached rank 0
         assert "CommunicationError: all_gather over row of 8000 bytes at block 7 failed" in text
         assert "failed on rank 0 (index 0 of ranks [0, 1])" in text
-        assert "the last operations here were: all_reduce over row of 12 bytes at before; " in text
+        assert (
+            "the last operations on this rank were: all_reduce over row of 12 bytes at before; "
+            in text
+        )
 
 
 def lonely(grid: Grid) -> str:
@@ -313,5 +316,5 @@ def test_a_grid_without_processes_says_so() -> None:
     axis = Grid({"row": 2}).axis("row")
     with pytest.raises(AssertionError, match="all_reduce over row: this grid has no processes"):
         collectives.all_reduce(torch.ones(2), axis)
-    with pytest.raises(AssertionError, match="counts are given both ways"):
+    with pytest.raises(AssertionError, match="give both send and receive counts, or neither"):
         collectives.all_to_all(torch.ones(2), axis, [1, 1])

@@ -1,4 +1,4 @@
-"""Communication: collectives, their autograd forms, point-to-point messages and CUDA streams.
+"""Communication: collectives, differentiable collectives, point-to-point messages, CUDA streams.
 
-Only comm, grid and launch use torch.distributed. Imports launch, cost and what is below.
+Only comm, grid and launch use torch.distributed. Imports launch, cost and the packages below them.
 """

@@ -10,27 +10,27 @@ Pieces = list[tuple[int, Tensor]]
 
 
 class GradientAccumulator:
-    """Accumulates gradients of ranges of a flat buffer; the first one of a range is not copied.
+    """Accumulates gradients of ranges of a flat buffer.
 
-    So a step of one micro-batch copies no gradient and keeps its dtype; further ones are added in
-    the wider `dtype`.
+    The first gradient of a range is not copied, so a step of one micro-batch keeps its dtype and
+    copies nothing. Further gradients are added in the wider `dtype`.
     """
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.size = size
         self.dtype = dtype
         self.parts: dict[tuple[int, int], Tensor] = {}
-        """Gradients by the range they cover; ranges do not overlap."""
+        """Gradients by range; ranges do not overlap."""
 
     def add_grad(self, start: int, grad: Tensor) -> None:
-        """Add the gradient of the range that begins at `start`."""
+        """Adds the gradient of the range that begins at `start`."""
         grad = grad.reshape(-1)
         key = (start, start + grad.numel())
         if key in self.parts:
-            # Never in place: the first tensor belongs to the caller.
+            # Not in place, as the first tensor belongs to the caller.
             self.parts[key] = self.parts[key].to(self.dtype) + grad
         elif any(low < key[1] and start < high for low, high in self.parts):
-            # Ranges that overlap without being equal: fall back to one range that covers all.
+            # Ranges overlap but are not equal: use one range that covers everything.
             whole = self.flat_grad(grad.device).clone()
             whole[start : key[1]] += grad
             self.parts = {(0, self.size): whole}
@@ -38,7 +38,7 @@ class GradientAccumulator:
             self.parts[key] = grad
 
     def covering_pieces(self, device: torch.device) -> Pieces:
-        """Return all ranges in order with their offsets, zeros where there is no gradient."""
+        """Returns all ranges in order with their offsets; zeros for ranges without a gradient."""
         out = Pieces()
         at = 0
         for (start, stop), part in sorted(self.parts.items(), key=lambda item: item[0]):
@@ -51,18 +51,18 @@ class GradientAccumulator:
         return out
 
     def flat_grad(self, device: torch.device) -> Tensor:
-        """Return the full gradient `[size]` in `dtype`."""
+        """Returns the full gradient `[size]` in `dtype`."""
         return flatten_pieces(self.covering_pieces(device), self.dtype)
 
 
 def flatten_pieces(pieces: Pieces, dtype: torch.dtype) -> Tensor:
-    """Concatenate consecutive pieces into one tensor of `dtype`."""
+    """Concatenates consecutive pieces into one tensor of `dtype`."""
     if len(pieces) == 1:
         return pieces[0][1].to(dtype)
-    # Pieces may be on the host and on the device; the result is on the device then.
+    # If some pieces are on the host and some on the device, the result is on the device.
     device = next((piece.device for _, piece in pieces if not piece.is_cpu), pieces[0][1].device)
     whole = torch.empty(sum(piece.numel() for _, piece in pieces), dtype=dtype, device=device)
     for part, (_, piece) in zip(whole.split([x.numel() for _, x in pieces]), pieces, strict=True):
-        # One at a time: `torch.cat` of converted pieces would need the memory twice.
+        # One at a time, as `torch.cat` of converted pieces would need twice the memory.
         part.copy_(piece)
     return whole

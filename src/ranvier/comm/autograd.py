@@ -1,14 +1,14 @@
-"""Autograd collectives: communications whose backward is the dual communication.
+"""Differentiable collectives: the backward of each is the dual collective.
 
     all_gather         all-gather     <-> reduce-scatter    reduce_scatter
     copy_to_axis       nothing        <-> all-reduce        reduce_from_axis
     scatter_to_axis    local slice    <-> all-gather        gather_from_axis
     all_to_all         all-to-all     <-> all-to-all (reversed)
 
-The outputs of `all_gather`, `gather_from_axis` and `reduce_from_axis` are replicated, and so are
-the inputs of `copy_to_axis` and `scatter_to_axis`. `all_gather` and `gather_from_axis` differ in
-the gradient: after `all_gather` each rank's gradient is a partial sum, after `gather_from_axis` it
-is complete.
+The outputs of `all_gather`, `gather_from_axis` and `reduce_from_axis` and the inputs of
+`copy_to_axis` and `scatter_to_axis` are replicated. `all_gather` and `gather_from_axis` differ in
+the gradient: after `all_gather` the gradient of each rank is a partial sum; after
+`gather_from_axis` it is complete.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ranvier.comm import collectives
 from ranvier.grid import Axis
 
 RowCounts = tuple[Sequence[int] | None, Sequence[int] | None]
-"""Rows sent to and received from each rank; None: equal counts."""
+"""Rows sent to and received from each rank; None for equal counts."""
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's slice of `x` along `dim`."""
+    """Returns this rank's slice of `x` along `dim`."""
     size = x.shape[dim] // axis.size
     assert size * axis.size == x.shape[dim], (x.shape, dim, axis.size)
     return x.narrow(dim, axis.index * size, size)
@@ -45,7 +45,7 @@ def _run_all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return collectives.all_reduce(x, axis).wait()
 
 
-# A view, as an autograd function should not return its input itself.
+# A view, as an autograd function should not return its input.
 def _view_identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.view_as(x)
 
@@ -64,7 +64,7 @@ def _run_reverse_all_to_all(x: Tensor, axis: Axis, counts: RowCounts) -> Tensor:
 
 
 def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
-    """Return an autograd function that runs one operation forward and its dual backward.
+    """Returns an autograd function that runs one operation forward and its dual backward.
 
     how: the dim of the operation, or the counts of an all-to-all.
     """
@@ -72,7 +72,7 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     def forward(ctx: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:
         ctx.axis = axis
         ctx.how = how
-        # Backward is traced in the scope of its forward; a compiled graph has no scope.
+        # Backward is recorded in the scope of its forward; a compiled graph has no scope.
         if torch.compiler.is_compiling():
             ctx.where = ""
         else:
@@ -90,7 +90,7 @@ def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     return type(name, (torch.autograd.Function,), members)
 
 
-# Each pair of the module docstring in both directions; an all-to-all is its own dual with counts
+# Each pair of the module docstring in both directions; the dual of an all-to-all has the counts
 # swapped.
 _AllGather = _make_dual_function("AllGather", _run_all_gather, _run_reduce_scatter)
 _ReduceScatter = _make_dual_function("ReduceScatter", _run_reduce_scatter, _run_all_gather)
@@ -101,44 +101,53 @@ _GatherFromAxis = _make_dual_function("GatherFromAxis", _run_all_gather, _clone_
 _AllToAll = _make_dual_function("AllToAll", _run_all_to_all, _run_reverse_all_to_all)
 
 
-# Over an axis of size 1 all functions below return `x` itself, without a node in the graph.
+# For an axis of size 1 all functions below return `x`, without a node in the graph.
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
+    """Gathers along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
     if axis.size == 1:
         return x
     return _apply_function(_AllGather, x, axis, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum and scatter along `dim`. Communicates: reduce-scatter over axis; backward: all-gather."""
+    """Sums and scatters along `dim`.
+
+    Communicates: reduce-scatter over axis; backward: all-gather.
+    """
     if axis.size == 1:
         return x
     return _apply_function(_ReduceScatter, x, axis, dim)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
-    """Use a replicated value differently on each rank. Communicates: backward: all-reduce."""
+    """Returns x, for different use on each rank. Communicates: backward: all-reduce over axis."""
     if axis.size == 1:
         return x
     return _apply_function(_CopyToAxis, x, axis, 0)
 
 
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
-    """Sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
+    """Sums over ranks, which all use the same result.
+
+    Communicates: all-reduce over axis; backward: nothing.
+    """
     if axis.size == 1:
         return x
     return _apply_function(_ReduceFromAxis, x, axis, 0)
 
 
 def scatter_to_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Slice a replicated value along `dim`. Communicates: backward: all-gather over axis."""
+    """Slices a replicated value along `dim`. Communicates: backward: all-gather over axis."""
     if axis.size == 1:
         return x
     return _apply_function(_ScatterToAxis, x, axis, dim)
 
 
 def gather_from_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
+    """Gathers along `dim`; all ranks use the same result.
+
+    Communicates: all-gather over axis; backward: nothing.
+    """
     if axis.size == 1:
         return x
     return _apply_function(_GatherFromAxis, x, axis, dim)
@@ -150,7 +159,7 @@ def all_to_all(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Exchange rows between ranks. Communicates: all-to-all over axis, forward and backward."""
+    """Exchanges rows between ranks. Communicates: all-to-all over axis, forward and backward."""
     if axis.size == 1:
         return x
     return _apply_function(_AllToAll, x, axis, (send_counts, receive_counts))

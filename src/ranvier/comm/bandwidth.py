@@ -2,7 +2,7 @@
 
     seconds = latency + bytes / bandwidth
 
-fitted to two sizes; the time of the small one is nearly all latency.
+is fitted to two sizes; the time of the small one is almost only latency.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ranvier.comm.consensus import broadcast_text
 from ranvier.grid import Axis, Grid
 
 LARGE_BYTES = 2**22
-"""Bytes of the all-gather whose time is mostly transfer."""
+"""Bytes of the large all-gather, whose time is mostly transfer."""
 REPEATS = 5
 
 
@@ -29,21 +29,21 @@ class CollectiveRate:
     """Latency and bandwidth of a collective over an axis."""
 
     latency: float
-    """Seconds before the first byte."""
+    """Seconds until the first byte."""
     bandwidth: float
     """Bytes of the full tensor per second."""
 
 
 DEFAULT_RATE = CollectiveRate(latency=2e-5, bandwidth=1e11)
-"""Rate of an axis that was not measured: GPUs of one node."""
+"""Rate of an axis that was not measured: GPUs within a node."""
 
 
 def measure_axis_rates(
     grid: Grid, axes: Iterable[tuple[str, ...]], device: torch.device
 ) -> dict[tuple[str, ...], CollectiveRate]:
-    """Return the rates of axes by their names, as measured by rank 0, on all ranks.
+    """Returns the rates of axes by their names; all ranks get the measurements of rank 0.
 
-    Communicates: a few small and large all-gathers over each axis, and a text over all axes.
+    Communicates: a few small and large all-gathers over each axis, broadcast over all axes.
     """
     found = {}
     for names in dict.fromkeys(axes):
@@ -51,13 +51,13 @@ def measure_axis_rates(
         short, long = (_time_all_gather(axis, size, device) for size in (axis.size, LARGE_BYTES))
         bandwidth = (LARGE_BYTES - axis.size) / max(long - short, 1e-9)
         found["·".join(names)] = (short, bandwidth)
-    # All ranks must use the same numbers, as they derive the same decisions from them.
+    # All ranks must use the same numbers, so that they make the same decisions.
     rows = json.loads(broadcast_text(json.dumps(found), grid, device))
     return {tuple(names.split("·")): CollectiveRate(*row) for names, row in rows.items()}
 
 
 def _time_all_gather(axis: Axis, size: int, device: torch.device) -> float:
-    """Return the seconds of the fastest of a few all-gathers of `size` bytes in total."""
+    """Returns the seconds of the fastest of several all-gathers of `size` bytes in total."""
     part = torch.zeros(max(size // axis.size, 1), dtype=torch.uint8, device=device)
     best = 1e9
     for _ in range(REPEATS):
@@ -75,8 +75,8 @@ MEASURED_OPS = ("all_gather", "reduce_scatter", "all_reduce", "send")
 
 
 def wire_bytes(op: str, size: int, whole: float) -> float:
-    """Return the bytes that a rank of a ring sends for a tensor of `whole` bytes."""
-    # An all-reduce is a reduce-scatter and an all-gather.
+    """Returns the bytes that a rank of a ring sends for a tensor of `whole` bytes."""
+    # An all-reduce consists of a reduce-scatter and an all-gather.
     share = (size - 1) / size
     return whole * {"all_reduce": 2.0 * share, "send": 1.0}.get(op, share)
 
@@ -84,11 +84,11 @@ def wire_bytes(op: str, size: int, whole: float) -> float:
 def measure_collective(
     op: str, axis: Axis, device: torch.device, *, large: int, calls: int, crowd: float = 0.0
 ) -> CollectiveRate:
-    """Return the latency of an operation over an axis, and its bandwidth in wire bytes per second.
+    """Returns the latency of an operation over an axis, and its bandwidth in wire bytes per second.
 
-    large: bytes of the full tensor whose time is mostly transfer. Times are means of `calls` calls.
-    crowd: ranks per core. Above 1 the CPU time of a call, multiplied by it, counts instead of its
-    wall time, as other ranks compute while this one waits.
+    Times are means over `calls` calls. large: bytes of the large tensor, whose time is mostly
+    transfer. crowd: ranks per core; above 1, CPU time multiplied by `crowd` is used instead of wall
+    time, as other ranks compute while this one waits.
     Communicates: the operation, `calls` times with each of two sizes.
     """
     small = 4 * axis.size
@@ -99,12 +99,12 @@ def measure_collective(
         for size in (small, large)
     )
     moved = wire_bytes(op, axis.size, large) - wire_bytes(op, axis.size, small)
-    # Noise can make the long time hardly longer than the short one; 2 % bounds the bandwidth.
+    # With noise the two times may be almost equal; at least 2% difference limits the bandwidth.
     return CollectiveRate(short, moved / max(long - short, 0.02 * long))
 
 
 def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that runs the operation on a tensor of `size` bytes in total."""
+    """Returns a function that runs the operation on a tensor of `size` bytes in total."""
     # Four bytes per element (fp32).
     parts = max(size // (4 * axis.size), 1)
     part, whole = (torch.zeros(n, device=device) for n in (parts, parts * axis.size))
@@ -118,8 +118,8 @@ def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callabl
 
 
 def _ping_pong(x: Tensor, axis: Axis) -> None:
-    """Send to a neighbour and receive back: two messages."""
-    # Ranks 0-1, 2-3, ... are pairs; with an odd number the last rank has no partner.
+    """Sends to a neighbour and receives from it, i.e. two messages."""
+    # Ranks 0-1, 2-3, ... are pairs; if the size is odd, the last rank has no partner.
     other = axis.index ^ 1
     if other >= axis.size:
         return
@@ -134,8 +134,8 @@ def _ping_pong(x: Tensor, axis: Axis) -> None:
 def _mean_seconds(
     work: Callable[[], object], device: torch.device, calls: int, crowd: float
 ) -> float:
-    """Return the mean seconds of a call."""
-    # Warm-up: connections are made at the first call.
+    """Returns the mean seconds per call."""
+    # Warm-up: the first call creates connections.
     for _ in range(2):
         work()
     _synchronize_device(device)

@@ -1,11 +1,12 @@
-"""Collectives: every communication of the package, over axes, asynchronous, traced.
+"""Collectives: all communication of the package; over axes, asynchronous and traced.
 
 `all_gather(x, axis, dim)` starts a communication and returns a `PendingTensor`; `.wait()` returns
-the tensor. Over an axis of size 1 nothing is done. Eager calls use c10d with asynchronous handles,
-calls inside `torch.compile` use functional collectives, which the compiler sees. CUDA tensors on a
-Gloo group are staged through pinned host memory (Gloo can neither send nor receive them).
+the tensor. For an axis of size 1 they do nothing. Eager calls use c10d with asynchronous handles;
+calls inside `torch.compile` use functional collectives, which the compiler can trace. CUDA tensors
+in a Gloo group are copied through pinned host memory, as Gloo cannot send or receive them.
 
-Not handled: tensors whose split dim is not divisible; pad them before (see sharding).
+Not supported: tensors with a split dim that the axis does not divide; pad them first (see
+sharding).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ REDUCE_OPS = {
     "max": distributed.ReduceOp.MAX,
     "min": distributed.ReduceOp.MIN,
 }
-# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
 _gather_into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _scatter_into = (
     getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -45,14 +46,14 @@ _scatter_into = (
 
 
 class PendingTensor:
-    """Result of a communication in flight; `wait()` returns it and may be called repeatedly."""
+    """Result of a pending communication; `wait()` returns it and may be called repeatedly."""
 
     def __init__(self, value: Tensor, handle: _WorkHandle | None = None) -> None:
         self._value = value
         self._handle = handle
 
     def wait(self) -> Tensor:
-        """Return the result; on CUDA the current stream waits for it, not the host."""
+        """Returns the result; on CUDA the current stream waits for it, not the host."""
         if self._handle is not None:
             self._value = self._handle.wait()
             self._handle = None
@@ -60,7 +61,7 @@ class PendingTensor:
 
 
 class _WorkHandle:
-    """Handle of a communication: wait, copy back to the device if staged, rearrange the output."""
+    """Handle of a communication: waits, copies a staged result back, rearranges the output."""
 
     def __init__(
         self,
@@ -108,24 +109,24 @@ class _WorkHandle:
 
 
 def _record_completion(event: Event, work: Any, device: torch.device) -> None:
-    """Record when a communication on the host is done; device times come from CUDA events."""
+    """Records the end of a communication on the host; device times come from CUDA events."""
     if device.type != "cpu":
         return
 
     def note(_: Any) -> None:
-        # The waiting thread may have set it already.
+        # The waiting thread may already have set it.
         if event.done_time is None:
             event.done_time = time.perf_counter()
 
-    # A backend without futures raises; then the end of the wait counts as completion.
+    # A backend without futures raises; then the end of the wait is used as the completion.
     with contextlib.suppress(RuntimeError):
         work.get_future().add_done_callback(note)
 
 
 def _start_stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
-    """Start timing a wait; the returned function ends it."""
-    # On CUDA the host does not wait: the time between two events on the stream is the exposed time.
-    # It is read later, as reading it would synchronize.
+    """Starts timing a wait; the returned function ends it."""
+    # On CUDA the host does not wait: the exposed time is the time between two events on the stream.
+    # It is read later, as reading synchronizes.
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
@@ -155,8 +156,8 @@ def _failure_message(axis: Axis, event: Event, error: RuntimeError) -> str:
     return (
         f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on rank "
         f"{axis.ranks[axis.index]} (index {axis.index} of ranks {list(axis.ranks)}): {error}. All "
-        "ranks of an axis must issue the same communication and stay alive. Look at the other "
-        f"ranks' messages first; the last operations here were: {recent}."
+        "ranks of an axis must issue the same communication and stay alive. Check the errors of "
+        f"the other ranks first; the last operations on this rank were: {recent}."
     )
 
 
@@ -173,7 +174,7 @@ def _start_collective(
     call: Callable[[Tensor, Tensor], Any],
     finish: Callable[[Tensor], Tensor],
 ) -> PendingTensor:
-    """Record the event, check it in debug mode, stage tensors if needed, issue the call."""
+    """Records the event, checks it in debug mode, stages tensors if needed, issues the call."""
     assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
     event = axis.trace.record_event(op, axis.names, num_bytes)
     if axis.trace.check_collectives and op not in POINT_TO_POINT_OPS:
@@ -199,9 +200,9 @@ def _start_collective(
 
 @contextmanager
 def hide_from_dispatch_modes() -> Iterator[None]:
-    """Hide operations inside from dispatch modes, such as those of selective checkpointing.
+    """Hides operations inside from dispatch modes, e.g. of selective checkpointing.
 
-    A mode that only observes and declares it (`counts_communication`) still sees them.
+    A mode that only counts operations, with the attribute `counts_communication`, still gets them.
     """
     if not _has_saving_mode():
         yield
@@ -215,7 +216,7 @@ def hide_from_dispatch_modes() -> Iterator[None]:
 
 def _has_saving_mode() -> bool:
     """Whether a dispatch mode is active that may save tensors or change operations."""
-    # The common case, tested without building a list: this runs at every collective.
+    # The common case first, without building a list, as this runs at every collective.
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     return any(
@@ -224,27 +225,27 @@ def _has_saving_mode() -> bool:
 
 
 def _empty_rows(like: Tensor, rows: int) -> Tensor:
-    """Return an empty tensor of `rows` rows of `like`; hidden from modes, as it is written to."""
+    """Returns an empty tensor with `rows` rows like `like`, hidden from dispatch modes."""
     with hide_from_dispatch_modes():
         return like.new_empty((rows, *like.shape[1:]))
 
 
 def _stage_on_host(x: Tensor) -> Tensor:
-    """Return a copy in pinned host memory, complete when this returns."""
+    """Returns a copy in pinned host memory, complete when this returns."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
-    # Gloo reads host memory without regard to streams.
+    # Gloo reads host memory without waiting for streams.
     torch.cuda.current_stream(x.device).synchronize()
     return host
 
 
 TAG_BYTES = 160
-"""Bytes of the description that ranks compare in debug mode; longer ones are cut off."""
+"""Bytes of the description that ranks compare in debug mode; longer ones are truncated."""
 POINT_TO_POINT_OPS = ("send", "receive")
 
 
 def _check_same_collective(axis: Axis, tag: str) -> None:
-    """Compare what the ranks of an axis are about to issue; torch would mix different tensors."""
+    """Raises if the ranks of an axis issue different collectives, which torch does not check."""
     mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
     text = tag.encode()[:TAG_BYTES]
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -262,26 +263,27 @@ def _check_same_collective(axis: Axis, tag: str) -> None:
         )
         raise CommunicationError(
             f"The ranks of {axis} issue different collectives: {lines}. All ranks of an axis must "
-            "issue the same ones in the same order. Look for code that runs on some ranks only."
+            "issue the same collectives in the same order. Look for code that runs only on some "
+            "ranks."
         )
 
 
 def _move_dim_first(x: Tensor, dim: int) -> Tensor:
-    """Return `x` with `dim` moved first, contiguous."""
+    """Returns a contiguous `x` with `dim` as its first dim."""
     return x.movedim(dim, 0).contiguous()
 
 
 def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
-    """Wrap a collective so that a recomputed block reuses its saved result.
+    """Wraps a collective so that a recomputed block reuses its saved result.
 
-    See `memory.saved_results`. Collectives over depth alone gather weights, which the bucket
+    See `memory.saved_results`. Collectives over only depth gather weights, which the bucket
     scheduler shares between both runs.
     """
 
     @functools.wraps(verb)
     def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> PendingTensor:
         results = axis.trace.saved_results
-        # No block is running, nothing is communicated, or weights are gathered.
+        # No block is running, the axis has one rank, or weights are gathered.
         if results is None or axis.size == 1 or axis.names == ("depth",):
             return verb(x, axis, *args, **kwargs)
         return PendingTensor(results.run_once(lambda: verb(x, axis, *args, **kwargs).wait()))
@@ -291,7 +293,7 @@ def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
 
 @_reuse_saved_result
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
-    """Concatenate the tensors of all ranks along `dim`.
+    """Concatenates the tensors of all ranks along `dim`.
 
     x: `[..., n, ...]`; y: `[..., n·size, ...]`. Communicates: all-gather over axis.
     """
@@ -315,7 +317,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
 
 @_reuse_saved_result
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
-    """Sum over all ranks and return this rank's part along `dim`.
+    """Sums over all ranks and returns this rank's part along `dim`.
 
     x: `[..., n·size, ...]`; y: `[..., n, ...]`. Communicates: reduce-scatter over axis.
     """
@@ -339,12 +341,12 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
 
 @_reuse_saved_result
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
-    """Reduce over all ranks (sum, max or min). Communicates: all-reduce over axis."""
+    """Reduces over all ranks (sum, max or min). Communicates: all-reduce over axis."""
     if axis.size == 1:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_reduce(x, axis, op))
-    # c10d reduces in place, but `x` must stay as it is.
+    # c10d reduces in place, but `x` must not change.
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
@@ -363,9 +365,9 @@ def all_to_all(
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
 ) -> PendingTensor:
-    """Exchange rows so that rank i gets the i-th part of every rank, in axis order.
+    """Exchanges rows so that rank i gets the i-th part of every rank, in axis order.
 
-    x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts all are equal.
+    x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; by default all counts are equal.
     Communicates: all-to-all over axis.
     """
     if axis.size == 1:
@@ -380,8 +382,8 @@ def all_to_all(
         receive = None
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_to_all(x, axis, send, receive))
-    # Parts are permuted to the order of the group before, and back after the exchange.
-    assert (send is None) == (receive is None), "counts are given both ways or not at all"
+    # Parts are permuted to the order of the group before the exchange, and back after it.
+    assert (send is None) == (receive is None), "give both send and receive counts, or neither"
     parts = functional.reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     if receive is None:
         rows = parts.shape[0]
@@ -411,7 +413,7 @@ def all_to_all(
 
 @_reuse_saved_result
 def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> PendingTensor:
-    """Return the tensor of the rank at `index` of the axis on all ranks.
+    """Returns, on all ranks, the tensor of the rank at `index` of the axis.
 
     Communicates: broadcast over axis.
     """
@@ -430,7 +432,7 @@ def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> PendingTensor:
 
 
 def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
-    """Send to the rank at index `to` of the axis. Communicates: point to point over axis."""
+    """Sends to the rank at index `to` of the axis. Communicates: point to point over axis."""
     part = x.contiguous()
     return _start_collective(
         "send",
@@ -444,7 +446,7 @@ def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
 
 
 def receive(like: Tensor, axis: Axis, source: int) -> PendingTensor:
-    """Receive a tensor like `like` from index `source`. Communicates: point to point over axis."""
+    """Receives a tensor like `like` from index `source`. Communicates: point to point over axis."""
     if like.dim():
         output = _empty_rows(like, len(like))
     else:

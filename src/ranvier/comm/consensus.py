@@ -17,18 +17,18 @@ T = TypeVar("T")
 
 
 def world_axis(grid: Grid, channel: str = "") -> Axis:
-    """Return the axis of all ranks, on which the index is the global rank."""
+    """Returns the axis of all ranks, on which the index is the global rank."""
     return grid.world_axis(channel=channel)
 
 
 def max_over_ranks(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
-    """Return the maximum over ranks. Communicates: all-reduce of one number over all axes."""
+    """Returns the maximum over ranks. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
     return int(collectives.all_reduce(here, world_axis(grid, channel), "max").wait().item())
 
 
 def max_each(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
-    """Return the elementwise maximum over ranks. Communicates: all-reduce over all axes."""
+    """Returns the elementwise maximum over ranks. Communicates: all-reduce over all axes."""
     here = torch.tensor(values, dtype=torch.int64, device=device)
     found: list[int] = collectives.all_reduce(here, world_axis(grid), "max").wait().tolist()
     return found
@@ -37,7 +37,7 @@ def max_each(values: Sequence[int], grid: Grid, device: torch.device | str) -> l
 def broadcast_text(
     text: str, grid: Grid, device: torch.device | str, *, rank: int = 0, channel: str = ""
 ) -> str:
-    """Return the text of a (global) rank on all ranks.
+    """Returns, on all ranks, the text of one (global) rank.
 
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
@@ -59,10 +59,10 @@ def broadcast_text(
 def find_rank_differences(
     mine: Mapping[str, str], grid: Grid, device: torch.device | str, *, most: int = 8
 ) -> list[str]:
-    """Return lines that say how ranks differ from rank 0 in values that should be equal.
+    """Returns a line for each difference from rank 0 in values that should be equal.
 
-    most: maximum number of ranks to name. Communicates: a digest over all axes; if ranks differ
-    also texts.
+    most: maximum number of ranks to report.
+    Communicates: all-reduce of a digest over all axes; if ranks differ, also broadcasts of texts.
     """
     text = json.dumps(dict(mine), sort_keys=True)
     # Seven bytes, so that the digest and its negation are valid int64. All ranks agree if the
@@ -85,16 +85,17 @@ def find_rank_differences(
 
 
 def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
-    """Run `work`; if it fails on any rank, raise on all: the failing ranks report their own error.
+    """Runs `work`; if it fails on any rank, raises on all ranks.
 
-    Communicates: one number over all axes.
+    Ranks on which it fails raise their own error, the others raise `OtherRankError`.
+    Communicates: all-reduce of one number over all axes.
     """
     error: Exception | None = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    # The largest exit code wins, so all ranks exit with the same one.
+    # All ranks exit with the largest exit code.
     if error is None:
         code = 0
     else:
@@ -110,9 +111,9 @@ def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.devi
 
 
 def broadcast_first_error(text: str, grid: Grid, device: torch.device | str) -> str:
-    """Return the text of the lowest rank that has one on all ranks; empty if none has.
+    """Returns, on all ranks, the text of the lowest rank with a text; "" if there is none.
 
-    Communicates: one number, then possibly a text, over all axes.
+    Communicates: all-reduce of one number, then possibly broadcast of a text, over all axes.
     """
     # The maximum of world_size - rank belongs to the lowest rank with a text.
     first = grid.world_size - max_over_ranks(

@@ -1,8 +1,8 @@
-"""Functional collectives: used for `comm.collectives` inside `torch.compile`, which orders them.
+"""Functional collectives, which replace `comm.collectives` inside `torch.compile`.
 
 They are pure functions of tensors and group names, traced into the graph with forward and backward.
-Events are recorded when the graph is traced: what one call of it will communicate, without times
-(and not for dynamic shapes, whose bytes are unknown).
+The communication of one call is recorded when the graph is traced, without times and only for
+static shapes, as the bytes of dynamic shapes are unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As `collectives.all_gather`. Communicates: all-gather over axis."""
+    """`collectives.all_gather` for graphs. Communicates: all-gather over axis."""
     _record_event("all_gather", axis, x, axis.size)
     # c10d gathers and scatters along dim 0, in the order of sorted ranks.
     parts = x.movedim(dim, 0).contiguous()
@@ -25,7 +25,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As `collectives.reduce_scatter`. Communicates: reduce-scatter over axis."""
+    """`collectives.reduce_scatter` for graphs. Communicates: reduce-scatter over axis."""
     _record_event("reduce_scatter", axis, x)
     parts = reorder_parts(x.movedim(dim, 0).contiguous(), axis, to_group=True)
     out = _wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
@@ -33,16 +33,16 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
-    """As `collectives.all_reduce`. Communicates: all-reduce over axis."""
+    """`collectives.all_reduce` for graphs. Communicates: all-reduce over axis."""
     _record_event("all_reduce", axis, x)
     return _wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
-    """As `collectives.all_to_all`. Communicates: all-to-all over axis."""
+    """`collectives.all_to_all` for graphs. Communicates: all-to-all over axis."""
     _record_event("all_to_all", axis, x)
     parts = reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
-    # Unlike the eager call, the functional one needs explicit counts.
+    # Unlike the eager call, the functional call needs explicit counts.
     equal = [x.shape[0] // axis.size] * axis.size
     sent = to_group_order(send or equal, axis)
     received = to_group_order(receive or equal, axis)
@@ -51,7 +51,7 @@ def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int]
 
 
 def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
-    """As `collectives.broadcast`. Communicates: broadcast over axis."""
+    """`collectives.broadcast` for graphs. Communicates: broadcast over axis."""
     _record_event("broadcast", axis, x)
     # The source is a position in the group, not on the axis.
     return _wait_tensor(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
@@ -59,7 +59,7 @@ def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
 
 def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
     num_bytes = x.numel() * x.element_size() * times
-    # The bytes of a dynamic shape are not known while the graph is traced.
+    # The bytes of a dynamic shape are unknown while the graph is traced.
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
         axis.trace.record_graph_event(op, axis.names, num_bytes)
 
@@ -70,19 +70,19 @@ def _wait_tensor(x: Tensor) -> Tensor:
 
 
 def to_group_order(counts: list[int], axis: Axis) -> list[int]:
-    """Permute counts from the order of the axis to that of its group (sorted ranks)."""
+    """Permutes counts from the order of the axis to the order of its group (sorted ranks)."""
     return [counts[axis.order.index(place)] for place in range(axis.size)]
 
 
 def reorder_parts(
     parts: Tensor, axis: Axis, *, to_group: bool, counts: list[int] | None = None
 ) -> Tensor:
-    """Permute parts along dim 0 from the order of the axis to that of its group, or back.
+    """Permutes parts along dim 0 from the order of the axis to the order of its group, or back.
 
-    counts: rows of each part, in the order of the axis; None: all are equal.
+    counts: rows of each part, in the order of the axis; None if all are equal.
     """
     order = list(axis.order)
-    # The usual case: ranks rise along the axis, and no copy is needed.
+    # In the usual case ranks increase along the axis, and no copy is needed.
     if order == sorted(order):
         return parts
     counts = counts or [parts.shape[0] // axis.size] * axis.size

@@ -1,28 +1,30 @@
 """Point-to-point messages between the stages of a pipeline.
 
-A message is identified by its key at the receiver (its kind, and the chunk it is for or the stage
-that sent it) and by its number. There are two transports, as in MPI:
+A message is identified by its key at the receiver (its kind, and either the destination chunk or
+the sending stage) and by its number. There are two transports, as in MPI:
 
 * `EagerTransport` (Gloo): a message is sent as soon as it exists, and a thread posts the next
-  receive while the last message waits to be taken. CUDA tensors pass through pinned host memory.
+  receive while the last message waits to be used. CUDA tensors are copied through pinned host
+  memory.
 * `RendezvousTransport` (NCCL): a send and its receive are kernels that spin until the other one
-  runs. Anything that synchronizes the context meanwhile (loading a kernel for the first time,
-  freeing device memory) waits for them, and on an H200 so does every other launch of the process,
-  from any thread. So all transfers are posted by the main thread between two jobs, under one rule:
+  runs. Any operation that synchronizes the context in the meantime (loading a kernel for the first
+  time, freeing device memory) waits for them, and on an H200 every other launch of the process
+  waits as well, from any thread. Therefore the main thread posts all transfers, between two jobs,
+  under one rule:
 
-      Nothing is posted whose completion depends on what this rank does later.
+      Never post a transfer whose completion depends on later work of this rank.
 
   A send is posted once its value is computed. The sender announces it over a host channel; the
   receiver posts its receive between two jobs and acknowledges it. Until then the sender runs no
-  job, but continues to post transfers. A receive is posted only after its send. Every job ends, as
-  the ranks of a stage post transfers in the same order; so every receiver reaches the point where
-  it posts, and no cycle of waiting ranks can form. `tests/comm/test_p2p.py` simulates this on a
+  job, but continues to post transfers. A receive is posted only after its send. The ranks of a
+  stage post transfers in the same order, so every job ends, every receiver eventually posts its
+  receive, and no cycle of waiting ranks can form. `tests/comm/test_p2p.py` simulates this on a
   device that blocks.
 
 Operations of one communicator run in the order in which a rank posts them, so messages are
 distributed over communicators on which ranks cannot wait for each other in a cycle (`Route`).
 
-Not handled: messages whose sizes differ between the ranks of a stage.
+Not supported: messages whose sizes differ between the ranks of a stage.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from ranvier.errors import CommunicationError
 from ranvier.grid import CONTROL_CHANNEL, Axis, Grid
 
 Key = tuple[str, int]
-"""Kind of a message, and the chunk it is for (or the stage that sent it)."""
+"""Kind of a message, and its destination chunk or sending stage."""
 Delay = Callable[[Key, int], float]
-"""Seconds by which a message is delayed, by its key and number; for tests."""
+"""Returns the seconds by which to delay a message, from its key and number; for tests."""
 Route = Callable[[str, int, int], str]
 """Returns the channel of messages of a kind from one stage to another."""
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -58,21 +60,21 @@ HEADER_FORM: Form = ((HEADER_NUMBERS,), torch.int64)
 
 
 def encode_form(form: Form) -> list[int]:
-    """Encode a form as `[dtype, dims, sizes ...]`, padded to `HEADER_NUMBERS`."""
+    """Encodes a form as `[dtype, dims, sizes ...]`, padded to `HEADER_NUMBERS`."""
     shape, dtype = form
     numbers = [MESSAGE_DTYPES.index(dtype), len(shape), *shape]
     return numbers + [0] * (HEADER_NUMBERS - len(numbers))
 
 
 def decode_form(numbers: Sequence[int]) -> Form:
-    """Decode a form; the inverse of `encode_form`."""
+    """Decodes a form; the inverse of `encode_form`."""
     kind, dims, *sizes = numbers
     return tuple(sizes[:dims]), MESSAGE_DTYPES[kind]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One side of a message, to be posted by all ranks of a stage."""
+    """One side of a message, which all ranks of a stage post."""
 
     op: Literal["send", "receive"]
     key: Key
@@ -84,7 +86,7 @@ class Transfer:
 
 
 class LostMessageError(CommunicationError):
-    """A message that will not arrive."""
+    """A message will not arrive."""
 
     def __init__(self, key: Key | None, number: int, error: BaseException) -> None:
         super().__init__(str(error))
@@ -94,10 +96,10 @@ class LostMessageError(CommunicationError):
 
 
 class Transport(ABC):
-    """Messages of one step: those that have arrived, in order for each key, and those to be sent.
+    """Sends and receives the messages of one step; messages of a key arrive in order.
 
-    ways: all kinds of messages. ahead: maximum number of messages that wait to be taken, or are in
-    flight to one stage; 0: no limit.
+    ways: all kinds of messages. ahead: maximum number of received messages that are not yet used,
+    and of messages in flight to one stage; 0 for no limit.
     """
 
     def __init__(
@@ -117,47 +119,47 @@ class Transport(ABC):
         self.arrival_log: list[tuple[Key, int, float]] = []
         """Arrival time of each message (`time.perf_counter`)."""
         self._delay = delay
-        # Guards all state that threads share; notified at every change of `version`.
+        # Protects all state that threads share; notified at every change of `version`.
         self._change = threading.Condition()
         self._version = 0
         self._error: LostMessageError | None = None
 
     @abstractmethod
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Announce `count` messages of a key to receive; called before the first job of a step."""
+        """Announces `count` messages of a key to receive; called before the first job of a step."""
 
     @abstractmethod
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Announce `count` messages of a key to send; called before the first job of a step."""
+        """Announces `count` messages of a key to send; called before the first job of a step."""
 
     @abstractmethod
     def start_listening(self) -> None:
-        """Start the threads that receive."""
+        """Starts the threads that receive messages."""
 
     @abstractmethod
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over; `value` must not be modified afterwards.
+        """Queues a message to be sent; `value` must not be modified afterwards.
 
         Communicates: point to point.
         """
 
     @abstractmethod
     def take_message(self, key: Key) -> Tensor:
-        """Take the next message of a key; it must have arrived on the rank that chooses jobs."""
+        """Returns the next message of a key; it must have arrived on the rank that chooses jobs."""
 
     @abstractmethod
     def close(self, seconds: float) -> None:
-        """Wait until all messages are sent."""
+        """Waits until all messages are sent."""
 
     def release_message(self, value: Tensor) -> None:  # noqa: B027 (most need not know)
-        """Release the memory of a message: only kernels already launched still read it."""
+        """Releases the memory of a message, which no kernel launched later may read."""
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
-        """Return a transfer that can be posted now, or None. sends: whether it may be a send."""
+        """Returns a transfer that can be posted now, or None. sends: whether it may be a send."""
         return None
 
     def post_transfer(self, transfer: Transfer) -> None:
-        """Post a transfer."""
+        """Posts a transfer."""
         raise AssertionError(f"{type(self).__name__} posts transfers by itself: {transfer}")
 
     @property
@@ -176,7 +178,7 @@ class Transport(ABC):
         return self._version
 
     def wait_for_change(self, seen: int, seconds: float) -> bool:
-        """Wait until `version` exceeds `seen`; False after a timeout."""
+        """Waits until `version` exceeds `seen`; returns False after a timeout."""
         with self._change:
             new = self._change.wait_for(
                 lambda: self._error is not None or self._version > seen, timeout=seconds
@@ -186,12 +188,12 @@ class Transport(ABC):
             return bool(new)
 
     def _notify_waiters(self) -> None:
-        """Count a change and wake the waiting threads; the lock must be held."""
+        """Counts a change and wakes the waiting threads; the lock must be held."""
         self._version += 1
         self._change.notify_all()
 
     def _note_arrival(self, key: Key, number: int) -> None:
-        # Sleep outside the lock, so that a delayed message does not hold up the others.
+        # Sleep outside the lock, so that a delayed message does not delay the others.
         if self._delay is not None:
             time.sleep(self._delay(key, number))
         with self._change:
@@ -200,14 +202,14 @@ class Transport(ABC):
             self._notify_waiters()
 
     def _report_failure(self, key: Key | None, number: int, error: BaseException) -> None:
-        """Pass an error of a thread on to the waiting threads."""
+        """Passes an error of a thread to the waiting threads."""
         with self._change:
-            # Keep the first error: later ones are mostly its consequences.
+            # Keep the first error, as later ones are mostly its consequences.
             self._error = self._error or LostMessageError(key, number, error)
             self._notify_waiters()
 
     def _message_tag(self, key: Key) -> int:
-        # 4096 is above any number of chunks or stages, so tags of different keys differ.
+        # 4096 exceeds any number of chunks or stages, so tags of different keys differ.
         way, place = key
         return self.message_kinds.index(way) * 4096 + place
 
@@ -216,10 +218,10 @@ class Transport(ABC):
 
 
 class EagerTransport(Transport):
-    """Transport in which threads receive ahead of the jobs and send behind them."""
+    """Transport with threads that receive before jobs need messages and send in the background."""
 
     def __init__(self, *args: Any, form: Form | None = None, **options: Any) -> None:
-        """form: of all messages; None: each sender sends it before its first message."""
+        """form: form of all messages; if None, each sender sends it before its first message."""
         super().__init__(*args, **options)
         self.form = form
         self._ready_messages: dict[Key, deque[Tensor]] = {}
@@ -227,22 +229,22 @@ class EagerTransport(Transport):
         self._outboxes: dict[str, _SendQueue] = {}
 
     def axis_for(self, way: str) -> Axis:
-        """Return the communicator of a kind of message: gradients have a separate one."""
+        """Returns the communicator of a kind of message; gradients have a separate one."""
         return self.grid.axis(
             "pipe", channel=way if way in self.message_kinds[:2] else self.message_kinds[0]
         )
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Announce messages to receive."""
+        """Announces messages to receive."""
         self._ready_messages[key] = deque()
         self.num_arrived[key] = 0
         self._senders.append((key, sender, count))
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Do nothing: sends need no preparation."""
+        """Does nothing, as sends need no preparation."""
 
     def start_listening(self) -> None:
-        """Start one receiving thread per key."""
+        """Starts one receiving thread per key."""
         for sender in self._senders:
             threading.Thread(target=self._receive_loop, args=sender, daemon=True).start()
 
@@ -261,7 +263,7 @@ class EagerTransport(Transport):
                     with self._change:
                         self._ready_messages[key].append(value)
                     self._note_arrival(key, number)
-        # A daemon thread would die silently; the main thread must see the error.
+        # A daemon thread would end silently; report the error to the main thread.
         except BaseException as error:
             self._report_failure(key, number, error)
 
@@ -270,7 +272,7 @@ class EagerTransport(Transport):
             self._change.wait_for(lambda: len(self._ready_messages[key]) < self.max_ahead)
 
     def _receive_message(self, key: Key, sender: int, form: Form, stream: Any) -> Tensor:
-        """Receive the next message; it is complete when this returns."""
+        """Receives the next message; it is complete when this returns."""
         axis, (shape, dtype) = self.axis_for(key[0]), form
         if _is_staged(axis, self.device):
             value = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -281,14 +283,14 @@ class EagerTransport(Transport):
         )
         assert work is not None
         work.wait()
-        # The wait may only order the stream after the receive; the host must know it is complete
-        # before it announces the arrival.
+        # `wait` may only make the stream wait; the message must be complete on the host before its
+        # arrival is announced.
         if stream is not None:
             stream.synchronize()
         return value
 
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over. Communicates: point to point, the form before the first message."""
+        """Queues a message. Communicates: point to point; the form before the first message."""
         way = key[0]
         if way in self.message_kinds[:2]:
             channel = way
@@ -306,26 +308,26 @@ class EagerTransport(Transport):
         box.send(value, axis, to, self._message_tag(key))
 
     def take_message(self, key: Key) -> Tensor:
-        """Take the next message of a key, which must have arrived."""
+        """Returns the next message of a key, which must have arrived."""
         with self._change:
             value = self._ready_messages[key].popleft()
-            # There is room for one more: wakes `_wait_for_room`.
+            # Wakes `_wait_for_room`, as there is room for one more.
             self._change.notify_all()
         return value.to(self.device, non_blocking=True)
 
     def close(self, seconds: float) -> None:
-        """Wait until all messages are sent."""
+        """Waits until all messages are sent."""
         for box in self._outboxes.values():
             box.close(seconds)
 
 
 @contextmanager
 def _thread_stream(device: torch.device) -> Iterator[Any]:
-    """Run a thread on a CUDA stream of its own; yields None without CUDA."""
+    """Runs the current thread on a separate CUDA stream; yields None without CUDA."""
     if device.type != "cuda":
         yield None
         return
-    # The current device is thread-local and starts at 0.
+    # The current device is thread-local and is initially 0.
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
@@ -350,7 +352,7 @@ class _QueuedSend:
     """Handle of the send, once it is started."""
 
     def send(self) -> None:
-        """Start the send."""
+        """Starts the send."""
         to = self.axis.ranks[self.to]
         group = self.axis.group
         self.work = distributed.isend(self.value, to, group=group, tag=self.tag)
@@ -358,7 +360,7 @@ class _QueuedSend:
 
 
 class _SendQueue:
-    """Queue of outgoing messages of one channel, sent in order by a thread."""
+    """Queue of outgoing messages of one channel, which a thread sends in order."""
 
     def __init__(self, device: torch.device, ahead: int, seconds: float) -> None:
         self.device = device
@@ -369,13 +371,13 @@ class _SendQueue:
         self._thread: threading.Thread | None = None
 
     def send(self, value: Tensor, axis: Axis, to: int, tag: int) -> None:
-        """Hand a message over."""
+        """Queues a message."""
         if self._free_slots is not None and not self._free_slots.acquire(timeout=self.seconds):
-            raise CommunicationError(f"it was not taken within {self.seconds:g} s")
+            raise CommunicationError(f"the receiver did not accept it within {self.seconds:g} s")
         self._raise_error()
         letter = _QueuedSend(value.contiguous(), axis, to, tag)
-        # On CUDA the value may not be computed yet, so the thread waits for it and then sends. A
-        # CPU tensor is sent at once; the thread only waits for the end of the send.
+        # On CUDA the value may not be computed yet, so the thread waits for it and then sends it. A
+        # CPU tensor is sent immediately, and the thread only waits for the end of the send.
         if self.device.type == "cuda":
             letter.ready_event = torch.cuda.Event()
             letter.ready_event.record()
@@ -391,7 +393,7 @@ class _SendQueue:
         self._queued_sends.put(letter)
 
     def _send_loop(self) -> None:
-        """Send queued messages, and wait for each, until the queue is closed by None."""
+        """Sends queued messages and waits for each, until None closes the queue."""
         try:
             with _thread_stream(self.device) as stream:
                 while (letter := self._queued_sends.get()) is not None:
@@ -402,20 +404,20 @@ class _SendQueue:
                         stream.synchronize()
                     if self._free_slots is not None:
                         self._free_slots.release()
-        # Raised by the next `send`, or by `close`. The slot is released so that a blocked `send`
-        # wakes up and sees the error.
+        # The next `send`, or `close`, raises the error. The slot is released to wake up a blocked
+        # `send`.
         except BaseException as error:
             self._error = error
             if self._free_slots is not None:
                 self._free_slots.release()
 
     def close(self, seconds: float) -> None:
-        """Wait until all messages are sent, and end the thread."""
+        """Waits until all messages are sent, and ends the thread."""
         if self._thread is not None:
             self._queued_sends.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
-                raise CommunicationError(f"it was not taken within {seconds:g} s")
+                raise CommunicationError(f"the receiver did not accept it within {seconds:g} s")
             self._thread = None
         self._raise_error()
 
@@ -425,13 +427,13 @@ class _SendQueue:
 
 
 def _send_staged(letter: _QueuedSend, stream: Any) -> None:
-    """Send a CUDA tensor once it is computed; through pinned host memory if Gloo sends it."""
+    """Sends a CUDA tensor once it is computed; copies it to pinned host memory for Gloo."""
     stream.wait_event(letter.ready_event)
     if _is_staged(letter.axis, letter.value.device):
         there = letter.value
         letter.value = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
         letter.value.copy_(there, non_blocking=True)
-        # Gloo reads host memory without regard to streams.
+        # Gloo reads host memory without waiting for streams.
         stream.synchronize()
     letter.send()
 
@@ -439,7 +441,7 @@ def _send_staged(letter: _QueuedSend, stream: Any) -> None:
 # ---- rendezvous -------------------------------------------------------------------------
 
 SEND_POSTED, RECEIVE_POSTED, STAGE_READY = range(3)
-"""Opcodes of control messages: a send is posted, its receive is posted, a stage is ready for a
+"""Opcodes of control messages: a send is posted, its receive is posted, or a stage is ready for a
 collective of all stages."""
 CONTROL_NUMBERS = 4 + HEADER_NUMBERS
 """Length of a control message: opcode, kind, place, number and a form."""
@@ -448,9 +450,9 @@ MAX_BUFFERED_FORMS = 4
 
 
 def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
-    """Have NCCL connect the ranks of an axis that will send to each other, as (from, to).
+    """Makes NCCL connect the ranks of an axis that will send to each other, as (from, to).
 
-    Otherwise NCCL connects two ranks at their first transfer, which blocks both hosts.
+    Otherwise NCCL would connect two ranks at their first transfer, which blocks both hosts.
     Communicates: one number between each pair.
     """
     if axis.group is None or distributed.get_backend(axis.group) != "nccl":
@@ -466,7 +468,7 @@ def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
         for sender, to in pairs
         if to == axis.index
     ]
-    # One batch (an NCCL group call), so that the order of the pairs cannot deadlock.
+    # One batch (an NCCL group call), so that the order of the pairs cannot cause a deadlock.
     for work in distributed.batch_isend_irecv(operations) if operations else []:
         work.wait()
     torch.cuda.current_stream().synchronize()
@@ -476,8 +478,8 @@ class ReceiveBuffers:
     """Device memory of messages, reused for later messages of the same form.
 
     A released buffer is overwritten only after the work that was launched before its release. The
-    caching allocator does not fit: its memory belongs to one stream, but a message is received on
-    one stream and read on another, and neither may wait for everything queued on the other.
+    caching allocator cannot be used: its memory belongs to one stream, but a message is received on
+    one stream and read on another, and neither may wait for all work of the other.
     """
 
     def __init__(self) -> None:
@@ -486,10 +488,10 @@ class ReceiveBuffers:
         self._lent_buffers: dict[int, tuple[Form, Tensor]] = {}
 
     def acquire(self, form: Form, device: torch.device, stream: Any) -> Tensor:
-        """Return a buffer that may be written on `stream`."""
+        """Returns a buffer that may be written on `stream`."""
         free = self._free_buffers.setdefault(form, deque())
         self._free_buffers.move_to_end(form)
-        # Generation has a different form for each length, so drop the least recently used ones.
+        # Generation has a different form for each length, so free the least recently used ones.
         while len(self._free_buffers) > MAX_BUFFERED_FORMS:
             self._free_buffers.popitem(last=False)
         if free:
@@ -497,8 +499,8 @@ class ReceiveBuffers:
         else:
             shape, dtype = form
             buffer = torch.empty(shape, dtype=dtype, device=device)
-            # The allocator may hand out memory that kernels of the current stream still use; the
-            # link's stream must wait for them, too.
+            # The allocator may return memory that kernels of the current stream still use; the
+            # stream of the link must also wait for them.
             event = _record_event(device)
         if stream is not None:
             stream.wait_event(event)
@@ -510,7 +512,7 @@ class ReceiveBuffers:
         return value.untyped_storage().data_ptr() in self._lent_buffers
 
     def release(self, value: Tensor) -> None:
-        """Return a buffer for reuse; one of a dropped form is freed."""
+        """Gives a buffer back for reuse; frees it if its form is no longer kept."""
         form, buffer = self._lent_buffers.pop(value.data_ptr())
         if form in self._free_buffers:
             self._free_buffers[form].append((buffer, _record_event(buffer.device)))
@@ -531,7 +533,7 @@ class _Link:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch_transfer(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
-        """Post one side of a transfer and return a handle of its end: a CUDA event or a work."""
+        """Posts one side of a transfer; returns a CUDA event or work handle of its end."""
         call = distributed.isend if op == "send" else distributed.irecv
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             if self.stream is not None and after is not None:
@@ -549,7 +551,7 @@ class _Link:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """A message that has not been acknowledged, or whose transfer is not complete."""
+    """A message that is not acknowledged or not completely sent."""
 
     key: Key
     number: int
@@ -567,11 +569,11 @@ class _Arrival:
     event: Any = None
     """CUDA event after which the message is complete."""
     complete: threading.Event | None = None
-    """The same without CUDA, set by a thread."""
+    """Without CUDA: set by a thread when the message is complete."""
 
 
 class RendezvousLinks:
-    """Communicators, streams and buffers shared by the transports of all steps."""
+    """Communicators, streams and buffers that the transports of all steps share."""
 
     def __init__(
         self, grid: Grid, device: torch.device, channels: Sequence[str], route: Route
@@ -581,30 +583,30 @@ class RendezvousLinks:
         self.control = grid.axis("pipe", channel=CONTROL_CHANNEL)
         self.buffers = ReceiveBuffers()
         self.is_broken = False
-        """Whether a step has failed; its threads may take messages of the next one."""
+        """Whether a step has failed; its threads may receive messages of the next step."""
 
     def link_between(self, way: str, sender: int, to: int) -> _Link:
-        """Return the link for messages of a kind from one stage to another."""
+        """Returns the link for messages of a kind from one stage to another."""
         return self.links[self.route(way, sender, to)]
 
 
 class RendezvousTransport(Transport):
-    """Transport whose transfers the main thread posts between jobs, in an order stages agree on.
+    """Transport whose transfers the main thread posts between jobs.
 
-    leads: whether this rank chooses for all ranks of its stage; the others post what it orders.
+    leads: whether this rank chooses the order of transfers for all ranks of its stage.
     """
 
     def __init__(self, *args: Any, links: RendezvousLinks, leads: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.links = links
         self.leads = leads
-        # Received messages by key, in order; the count is read by `next_transfer` for `max_ahead`.
+        # Received messages by key, in order; `next_transfer` compares the count with `max_ahead`.
         self._ready_messages: dict[Key, deque[_Arrival]] = {}
         self._waiting_counts: dict[Key, int] = {}
-        # Number of control messages that each peer will send: tells its thread when to stop.
+        # Number of control messages that each peer will send, after which its thread stops.
         self._messages_from: dict[int, int] = {}
-        # Sends that peers have posted (their receives are due), and messages of this stage whose
-        # value is computed but whose send is not posted.
+        # Sends that peers have posted, so that their receives are due, and messages of this stage
+        # that are computed but not yet posted.
         self._posted_sends: deque[Transfer] = deque()
         self._made_messages: deque[_Outgoing] = deque()
         self._outgoing: dict[tuple[Key, int, int], _Outgoing] = {}
@@ -616,23 +618,23 @@ class RendezvousTransport(Transport):
         self._done_queues: dict[_Link, queue.SimpleQueue[Any]] = {}
 
     def expect_messages(self, key: Key, sender: int, count: int) -> None:
-        """Announce messages to receive: a control message precedes each."""
+        """Announces messages to receive; a control message precedes each."""
         self._ready_messages[key] = deque()
         self.num_arrived[key] = 0
         self._waiting_counts[key] = 0
         self._messages_from[sender] = self._messages_from.get(sender, 0) + count
 
     def promise_messages(self, key: Key, to: int, count: int) -> None:
-        """Announce messages to send: each is acknowledged by a control message."""
+        """Announces messages to send; a control message acknowledges each."""
         self._messages_from[to] = self._messages_from.get(to, 0) + count
 
     def expect_ready(self, peers: Sequence[int], count: int) -> None:
-        """Announce how often other stages will call `announce_ready`."""
+        """Announces how often other stages will call `announce_ready`."""
         for peer in peers:
             self._messages_from[peer] = self._messages_from.get(peer, 0) + count
 
     def start_listening(self) -> None:
-        """Start one thread per peer stage for control messages, on the leader of the stage."""
+        """Starts one thread per peer stage for control messages, on the leader of the stage."""
         for peer, count in self._messages_from.items() if self.leads else ():
             threading.Thread(target=self._control_loop, args=(peer, count), daemon=True).start()
 
@@ -647,7 +649,7 @@ class RendezvousTransport(Transport):
                 assert work is not None
                 work.wait()
                 self._handle_control(peer, numbers.tolist())
-        # A daemon thread would die silently; the main thread must see the error.
+        # A daemon thread would end silently; report the error to the main thread.
         except BaseException as error:
             self._report_failure(None, peer, error)
 
@@ -676,13 +678,13 @@ class RendezvousTransport(Transport):
             work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
-        # The tensor must stay alive until its send is complete; complete ones are dropped here.
+        # The tensor must stay alive until its send is complete; completed sends are removed here.
         self._control_sends.append((work, numbers))
         while self._control_sends and self._control_sends[0][0].is_completed():
             self._control_sends.popleft()
 
     def announce_ready(self, peers: Sequence[int], number: int) -> None:
-        """Announce that this stage is ready for a collective of all stages; it sends no more."""
+        """Announces that this stage is ready for a collective of all stages and sends no more."""
         for peer in peers:
             self._send_control(peer, STAGE_READY, (self.message_kinds[0], 0), number)
 
@@ -694,16 +696,16 @@ class RendezvousTransport(Transport):
     # ---- transfers ----------------------------------------------------------------------
 
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        """Hand a message over; its send is posted once its value is computed."""
+        """Queues a message; its send is posted once its value is computed."""
         value = value.contiguous()
-        # A stage that changes nothing returns its input, whose buffer is released for reuse.
+        # A stage may return its input unchanged, whose buffer will be released for reuse.
         if self.links.buffers.holds_tensor(value):
             value = value.clone()
         outgoing = _Outgoing(key, number, to, value, _record_blocking_event(self.device))
         with self._change:
             self._outgoing[key, number, to] = outgoing
-        # Posting a send whose value is not computed would depend on later work; see the module's
-        # rule. A thread waits for the value; only the leader needs to know.
+        # A send whose value is not computed would depend on later work (see the rule in the module
+        # docstring), so a thread waits for the value. Only the leader needs to know.
         if self._made_queue is None:
             self._note_made(outgoing)
         elif self.leads:
@@ -717,7 +719,7 @@ class RendezvousTransport(Transport):
             self._notify_waiters()
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
-        """Return a receive whose send is posted, else a send whose value is computed."""
+        """Returns a receive whose send is posted, or else a send whose value is computed."""
         with self._change:
             if self._error is not None:
                 raise self._error
@@ -733,12 +735,12 @@ class RendezvousTransport(Transport):
             return Transfer("send", one.key, one.number, one.to, form)
 
     def post_transfer(self, transfer: Transfer) -> None:
-        """Post a transfer and inform the other stage. Communicates: point to point over pipe."""
+        """Posts a transfer and informs the other stage. Communicates: point to point over pipe."""
         (key, number, peer), tag = _transfer_address(transfer), self._message_tag(transfer.key)
         if transfer.op == "send":
             link = self.links.link_between(key[0], self.stage, peer)
             outgoing = self._outgoing[key, number, peer]
-            # Noted before the peer can know of the send, whose acknowledgement removes it.
+            # Added before the peer learns of the send; its acknowledgement removes it.
             if self.leads:
                 with self._change:
                     self._unacknowledged_sends.add((key, number, peer))
@@ -762,7 +764,7 @@ class RendezvousTransport(Transport):
     def _when_done(
         self, link: _Link, done: Any, key: Key, number: int, then: Callable[[], None]
     ) -> None:
-        """Call `then` from a thread once a transfer is complete."""
+        """Calls `then` from a thread once a transfer is complete."""
         if link.stream is None:
             wait = done.wait
         else:
@@ -775,7 +777,7 @@ class RendezvousTransport(Transport):
                 self._report_failure(key, number, error)
                 raise
 
-        # Transfers of a link complete in order, so one thread per link waits for them in turn.
+        # Transfers of a link complete in order, so one thread per link is enough.
         if link not in self._done_queues:
             self._done_queues[link] = self._start_waiter()
         self._done_queues[link].put((finish, then))
@@ -791,21 +793,23 @@ class RendezvousTransport(Transport):
         self._note_arrival(key, number)
 
     def take_message(self, key: Key) -> Tensor:
-        """Take the next message of a key, whose receive has been posted."""
+        """Returns the next message of a key, whose receive must be posted."""
         arrival = self._ready_messages[key].popleft()
         self._waiting_counts[key] -= 1
         if arrival.complete is not None:
             if not arrival.complete.wait(self.grid.timeout_seconds):
                 raise LostMessageError(
-                    key, self.num_arrived[key], TimeoutError("it was posted, but not sent")
+                    key,
+                    self.num_arrived[key],
+                    TimeoutError("its receive was posted, but no data came"),
                 )
         else:
-            # The host does not wait: only the compute stream does.
+            # Only the compute stream waits, not the host.
             torch.cuda.current_stream(self.device).wait_event(arrival.event)
         return arrival.buffer.detach()
 
     def release_message(self, value: Tensor) -> None:
-        """Let a later message reuse the memory of this one."""
+        """Allows a later message to reuse the memory of this one."""
         self.links.buffers.release(value)
 
     @property
@@ -817,14 +821,14 @@ class RendezvousTransport(Transport):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether a message of this stage is not acknowledged, or not completely sent, yet."""
+        """Whether a message of this stage is not yet acknowledged or not completely sent."""
         with self._change:
             return bool(self._unacknowledged_sends or self._outgoing)
 
     # ---- threads ------------------------------------------------------------------------
 
     def _start_waiter(self) -> queue.SimpleQueue[Any]:
-        """Start a thread that takes pairs (wait, then) from a queue and calls both, in order."""
+        """Starts a thread that takes pairs (wait, then) from a queue and calls both in order."""
         work: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         def run() -> None:
@@ -835,7 +839,7 @@ class RendezvousTransport(Transport):
                 try:
                     wait()
                     then()
-                # A daemon thread would die silently; the main thread must see the error.
+                # A daemon thread would end silently; report the error to the main thread.
                 except BaseException as error:
                     self._report_failure(None, -1, error)
                     return
@@ -846,7 +850,7 @@ class RendezvousTransport(Transport):
         return work
 
     def close(self, seconds: float) -> None:
-        """End the threads, once all messages have been acknowledged."""
+        """Ends the threads once all messages are acknowledged."""
         try:
             for work, _ in self._control_sends:
                 work.wait()
@@ -856,7 +860,7 @@ class RendezvousTransport(Transport):
             pending.put(None)
             thread.join(seconds)
             if thread.is_alive():
-                raise CommunicationError(f"it was not taken within {seconds:g} s")
+                raise CommunicationError(f"the receiver did not accept it within {seconds:g} s")
         if self._error is not None:
             raise self._error
 
@@ -866,7 +870,7 @@ def _transfer_address(transfer: Transfer) -> tuple[Key, int, int]:
 
 
 def _record_blocking_event(device: torch.device) -> Any:
-    """Record a CUDA event for which a host thread can wait without spinning."""
+    """Records a CUDA event for which a host thread can wait without spinning."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(blocking=True)
