@@ -1,4 +1,4 @@
-"""Memory: pinned host memory, activation offload, and what recomputation saves.
+"""Memory: pinned host memory, activation offload, and saved results for recomputation.
 
-Imports comm and what is below.
+Imports comm and the packages below it.
 """

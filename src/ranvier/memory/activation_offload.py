@@ -1,9 +1,9 @@
-"""Activation offload: a fraction of the saved activations of blocks is stored on the host.
+"""Activation offload: stores a fraction of the saved activations of blocks on the host.
 
-What autograd saves in a block, and what the block saves for its recomputation, passes through
-`pack`. When the block has run, a fraction of the bytes is copied to the host on a side stream; the
-device memory is freed when the next block has run, which hides the copies. In backward the first
-tensor that a block unpacks starts the copies of the block before it:
+All tensors that autograd saves in a block, and that the block saves for its recomputation, pass
+through `pack`. After the block has run, a fraction of their bytes is copied to the host on a side
+stream; the device memory is freed after the next block has run, which hides the copies. In backward
+the first tensor that a block unpacks starts the copies of the previous block:
 
     forward    block i computes | block i + 1 computes | block i + 2 computes
     offload                       block i                block i + 1
@@ -12,9 +12,10 @@ tensor that a block unpacks starts the copies of the block before it:
     backward   block i + 1 computes | block i computes | block i - 1 computes
     fetch                  block i    block i - 1        block i - 2
 
-So a device holds what is not offloaded and the offloaded part of at most two blocks. Memory is held
-by whole storages: each is copied once, whatever views of it are saved. Weights, small tensors and
-the last block, whose backward comes next, stay on the device. Not handled: CUDA graphs.
+The device thus stores all activations that are not offloaded, and the offloaded part of at most two
+blocks. Whole storages are offloaded: each is copied once, even if several views of it are saved.
+Weights, small tensors and the last block, whose backward runs next, stay on the device. Not
+supported: CUDA graphs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from ranvier.memory.host import HostBufferPool
 from ranvier.memory.saved_results import check_unchanged
 
 MIN_OFFLOAD_BYTES = 2**20
-"""Storages below this size, in bytes, stay: a copy would take longer to launch than to run."""
+"""Minimum bytes of a storage to be offloaded; launching a smaller copy would take longer than the
+copy."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class _StridedLayout:
 
     @classmethod
     def of_tensor(cls, x: Tensor) -> _StridedLayout:
-        """Return the layout of a tensor."""
+        """Returns the layout of a tensor."""
         return cls(x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride())
 
     def view_on_storage(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return a tensor of this layout on another storage."""
+        """Returns a tensor with this layout on another storage."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         return made.set_(storage, self.start, self.shape, self.stride)
 
@@ -66,40 +68,40 @@ class PackedActivation:
 
     call: _BlockCall | None
     tensor: Tensor | None
-    """The tensor itself, as long as its memory is on the device."""
+    """The tensor, while its memory is on the device."""
     version: int
-    """Its version counter when it was saved."""
+    """Version counter of the tensor when it was saved."""
     storage: SavedStorage | None = None
     layout: _StridedLayout | None = None
 
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that backward needs: on the device, on the host, or being copied."""
+    """A storage that backward needs, on the device, on the host, or being copied."""
 
     pool: HostBufferPool
     size: int
     device_buffer: Tensor | None
-    """Its bytes on the device."""
+    """The bytes on the device."""
     users: list[weakref.ref[PackedActivation]] = field(default_factory=list)
     """Placeholders whose tensors keep its device memory alive."""
     host_buffer: Tensor | None = None
-    """Its bytes on the host."""
+    """The bytes on the host."""
     copied_version: int = -1
-    """Version counter when it was copied to the host; -1: not copied."""
+    """Version counter when it was copied to the host; -1 if it was not copied."""
     copy_event: StreamEvent = None
-    """End of the last copy, in either direction."""
+    """Event after the last copy, in either direction."""
     fetch_stream: SideStream | None = None
-    """Stream of the copy back to the device, until it has been waited for."""
+    """Stream of the copy back to the device, until a stream has waited for it."""
 
     def is_changed(self, x: Tensor) -> bool:
         """Whether a tensor of the storage was modified after the copy."""
         return self.copied_version >= 0 and x._version != self.copied_version
 
     def copy_to_host(self, lane: SideStream, now: StreamEvent) -> bool:
-        """Start the copy to the host; returns False if the storage was modified since it was saved.
+        """Starts the copy to the host; returns False if the storage was modified after the save.
 
-        A modified tensor stays, so that `unpack` can raise the error.
+        A modified tensor stays on the device, so that `unpack` can raise the error.
         """
         packed = [user for user in (reference() for reference in self.users) if user is not None]
         versions = {user.version for user in packed}
@@ -116,11 +118,11 @@ class SavedStorage:
         return True
 
     def free_device_memory(self) -> None:
-        """Free the device memory once it is copied."""
+        """Frees the device memory of a storage that has been copied."""
         if self.device_buffer is None or self.host_buffer is None:
             return
-        # The allocator hands the memory to later work of the current stream, which must not
-        # overwrite it before the copy is done.
+        # Later work of the current stream may reuse the memory, and must not overwrite it before
+        # the copy is done.
         wait_for_event(self.copy_event, self.device_buffer.device)
         for user in (reference() for reference in self.users):
             if user is not None:
@@ -129,7 +131,7 @@ class SavedStorage:
         self.users = []
 
     def copy_to_device(self, lane: SideStream, now: StreamEvent) -> None:
-        """Start the copy back to the device; the host buffer is free once that is done."""
+        """Starts the copy back to the device, which releases the host buffer."""
         if self.device_buffer is not None or self.host_buffer is None:
             return
         self.device_buffer = torch.empty(self.size, dtype=torch.uint8, device=lane.device)
@@ -141,7 +143,7 @@ class SavedStorage:
         self.host_buffer = None
 
     def view_tensor(self, how: _StridedLayout) -> Tensor:
-        """Return a tensor of the storage; the current stream waits for the copy."""
+        """Returns a tensor on the storage; the current stream waits for the copy."""
         assert self.device_buffer is not None, how
         if self.fetch_stream is not None:
             wait_for_event(self.copy_event, self.device_buffer.device)
@@ -151,8 +153,7 @@ class SavedStorage:
     def __del__(self) -> None:
         if self.host_buffer is not None:
             self.pool.return_buffer(self.host_buffer, self.copy_event)
-        # No stream has waited for the copy, so the allocator must not reuse the memory before it
-        # ends.
+        # No stream has waited for the copy; the allocator must not reuse the memory before its end.
         if (
             self.fetch_stream is not None
             and self.fetch_stream.stream is not None
@@ -163,17 +164,17 @@ class SavedStorage:
 
 @dataclass(eq=False)
 class _BlockCall:
-    """A call of a block: what was saved in it, and the previous call in the same pass."""
+    """A call of a block: its saved storages, and the previous call in the same pass."""
 
     name: str
     previous_call: _BlockCall | None
     saved_storages: list[weakref.ref[SavedStorage]] = field(default_factory=list)
-    """Weak references: what backward has used is freed as it would be without offloading."""
+    """Weak references, so that storages are freed after use as they are without offloading."""
     reached_by_backward: bool = False
     """Whether backward has reached this call."""
 
     def live_storages(self) -> list[SavedStorage]:
-        """Return the storages that are still needed, without duplicates."""
+        """Returns the storages that are still needed, without duplicates."""
         found = (reference() for reference in self.saved_storages)
         return list(dict.fromkeys(kept for kept in found if kept is not None))
 
@@ -192,11 +193,14 @@ class ActivationOffload:
         last: str = "",
         small: int = MIN_OFFLOAD_BYTES,
     ) -> None:
-        """blocks: those of this rank. weights: are never offloaded. last: a block that stays."""
+        """blocks: the blocks of this rank. weights: returns the weights, which are not offloaded.
+
+        last: the block whose activations stay on the device. small: minimum bytes to offload.
+        """
         if not 0.0 <= share <= 1.0:
             raise PlanError(
-                f"memory.activation_offload_fraction={share} reached the blocks. It is a share in "
-                "[0, 1]; -1 is settled before (memory.auto=True). Use for example 0.5."
+                f"memory.activation_offload_fraction={share} is not a fraction between 0 and 1. "
+                "`ranvier train` replaces -1 before the model runs. Use e.g. 0.5."
             )
         self.blocks = list(blocks)
         self.device = device
@@ -204,13 +208,13 @@ class ActivationOffload:
         self.pool = pool
         self.last_block = last
         self.min_bytes = small
-        # The last block stays, so more of the others goes to reach `share` of all.
+        # The last block stays on the device, so a larger fraction of the others is offloaded.
         others = len([name for name in blocks if name != last])
         if others:
             self.offload_fraction = min(share * len(blocks) / others, 1.0)
         else:
             self.offload_fraction = 0.0
-        """Fraction of the bytes to offload, of all blocks but the last."""
+        """Fraction of the bytes to offload, of all blocks except the last."""
         self.offloaded_bytes = 0
         """Bytes copied to the host so far."""
         self._to_host_stream, self._to_device_stream = SideStream(device), SideStream(device)
@@ -220,13 +224,13 @@ class ActivationOffload:
         self._storages_by_id: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
         self._weight_storages: set[int] = set()
         self._due_bytes = 0.0
-        """Bytes that should have been offloaded by now, minus those that have been."""
+        """Bytes that should be offloaded so far, minus the bytes that were offloaded."""
         self._start_phase: float | None = None
-        """Initial `_due_bytes`, in storages, for a pass that does not start at the first block."""
+        """Initial `_due_bytes`, in storages, of a pass that does not start at the first block."""
         self._live_storages: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
 
     def saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes saved for backward, on the device and on the host."""
+        """Returns the bytes saved for backward, on the device and on the host."""
         living = list(self._live_storages)
         device = sum(kept.size for kept in living if kept.device_buffer is not None)
         return device, sum(kept.size for kept in living if kept.host_buffer is not None)
@@ -251,14 +255,14 @@ class ActivationOffload:
             self._current_call = outer
 
     def _begin_call(self, name: str) -> _BlockCall:
-        """Return a new call; consecutive blocks belong to one pass."""
+        """Returns a new call; calls of consecutive blocks belong to one pass."""
         path, number = _block_position(name)
         if self._previous_call is not None and _block_position(self._previous_call.name) == (
             path,
             number - 1,
         ):
             return _BlockCall(name, self._previous_call)
-        # A new pass begins. Storages of weights may have moved since the last one, and an address
+        # A new pass begins. Storages of weights may have moved since the last pass, and addresses
         # may have been reused, so both tables are refreshed.
         self._weight_storages = {x.untyped_storage()._cdata for x in self.weights()}
         self._storages_by_id = {
@@ -272,7 +276,7 @@ class ActivationOffload:
     def pack(self, x: Tensor) -> PackedActivation:
         """See `ActivationStore`."""
         packed = PackedActivation(self._current_call, x, x._version)
-        # Subclasses, sparse and lazily conjugated tensors cannot be rebuilt from their storage.
+        # Subclasses, sparse and lazily conjugated tensors cannot be recreated from their storage.
         plain = type(x) is Tensor and x.layout is torch.strided and x.device == self.device
         if self._current_call is None or not plain or x.is_conj() or x.is_neg():
             return packed
@@ -281,7 +285,7 @@ class ActivationOffload:
             return packed
         packed.storage, packed.layout = self._saved_storage(x, storage), _StridedLayout.of_tensor(x)
         self._current_call.saved_storages.append(weakref.ref(packed.storage))
-        # Another view of the storage was saved before, and it has left the device already.
+        # Another view of the storage was saved before and is already offloaded.
         if packed.storage.device_buffer is None:
             packed.tensor = None
         else:
@@ -289,7 +293,7 @@ class ActivationOffload:
         return packed
 
     def _saved_storage(self, x: Tensor, storage: torch.UntypedStorage) -> SavedStorage:
-        """Return the `SavedStorage` of a tensor; all views of a storage share one."""
+        """Returns the `SavedStorage` of a tensor; all views of a storage share one."""
         reference, known = self._storages_by_id.get(storage._cdata, (None, None))
         if reference is None or reference.expired() or known is None:
             kept = None
@@ -305,7 +309,7 @@ class ActivationOffload:
         return kept
 
     def _offload_call(self, call: _BlockCall) -> None:
-        """Start to offload a fraction of what a call has saved, and free what the last one did."""
+        """Starts offloading a fraction of the storages of a call; frees those of the last one."""
         for reference in self._leaving_storages:
             kept = reference()
             if kept is not None:
@@ -314,8 +318,8 @@ class ActivationOffload:
         for kept in call.live_storages() if call.name != self.last_block else []:
             if kept.size < self.min_bytes or kept.copied_version >= 0:
                 continue
-            # Error diffusion: a storage goes when the accumulated fraction reaches its size, which
-            # spreads the copies evenly over the blocks.
+            # Error diffusion: a storage is offloaded when the accumulated fraction reaches its
+            # size, which distributes the copies evenly over the blocks.
             if self._start_phase is not None:
                 self._due_bytes = self._start_phase * kept.size
                 self._start_phase = None
@@ -332,7 +336,7 @@ class ActivationOffload:
     def unpack(self, packed: PackedActivation) -> Tensor:
         """See `ActivationStore`."""
         call = packed.call
-        # Prefetch: the first tensor of a call also starts the copies of the block before it.
+        # Prefetch: the first tensor of a call also starts the copies of the previous block.
         if call is not None and not call.reached_by_backward:
             call.reached_by_backward = True
             with hide_from_dispatch_modes():
@@ -348,7 +352,7 @@ class ActivationOffload:
             return packed.storage.view_tensor(packed.layout)
 
     def _fetch_storages(self, some: Iterable[SavedStorage]) -> None:
-        """Start the copies to the device of storages that are on the host."""
+        """Starts copying storages that are on the host to the device."""
         away = [kept for kept in some if kept.device_buffer is None]
         if away:
             now = record_current_event(self.device)
@@ -359,6 +363,6 @@ class ActivationOffload:
 
 
 def _block_position(name: str) -> tuple[str, int]:
-    """Return the path of the module list that a block is in, and its index there."""
+    """Returns the path of the module list of a block, and the index of the block in it."""
     path, _, number = name.rpartition(".")
     return path, int(number)

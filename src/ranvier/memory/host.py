@@ -1,13 +1,12 @@
-"""Arena: one allocation of host memory, of exactly the requested size, that a device can access.
+"""Host memory: arenas of exactly the requested size that a device can access, and buffer pools.
 
-torch rounds each pinned block up to a power of two, so 65 GiB would take 128. An arena is mapped,
-touched by several threads and pinned once, or it is a memory-mapped file on a disk. What does not
-fit is refused before anything is allocated.
+torch rounds each pinned block up to a power of two, so 65 GiB would take 128 GiB. An `Arena` is
+mapped, touched by several threads and pinned once, or it is a memory-mapped file on a disk. Sizes
+are checked before anything is allocated.
 
-Pool of reusable host buffers, of exactly the requested sizes.
-
-The sizes are not known before they were needed once. So at first each buffer is allocated
-separately; when all are returned, they are merged into one arena of their total size.
+A `HostBufferPool` has reusable buffers of exactly the requested sizes, which are not known in
+advance. At first each buffer is allocated separately; when all buffers are returned, they are
+merged into one arena.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from ranvier.errors import PlanError
 ALIGNMENT_BYTES = 256
 """Alignment of the tensors of an arena, in bytes."""
 TOUCH_CHUNK_BYTES = 2**28
-"""Bytes that a thread touches per task."""
+"""Number of bytes that a thread touches per task."""
 RESERVED_FRACTION = 0.05
-"""Fraction of the machine's memory that is left to other processes."""
+"""Fraction of the memory of the machine that is reserved for other processes."""
 GIB = 2**30
 
 
 def align_size(size: int) -> int:
-    """Round a size in bytes up to the alignment of an arena."""
+    """Rounds a size in bytes up to the alignment of an arena."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Arena:
-    """A bump allocator of host memory: tensors are allocated consecutively and never freed."""
+    """A bump allocator for host memory: tensors are allocated consecutively and never freed."""
 
     def __init__(self, size: int, device: torch.device, *, path: Path | None = None) -> None:
-        """path: directory of a backing file; None: memory, pinned if the device is CUDA."""
+        """path: directory of a backing file; if None, memory, which is pinned for CUDA devices."""
         self.size = size
         self.used_bytes = 0
         if path is not None:
@@ -59,14 +58,14 @@ class Arena:
             _advise_kernel(held, "MADV_HUGEPAGE")
             _touch_pages(self.buffer)
         if self.is_pinned:
-            # After a fork, copy-on-write could move the pages that the device reads to the child.
+            # After a fork, copy-on-write could give the pages that the device reads to the child.
             _advise_kernel(held, "MADV_DONTFORK")
             pin_memory(self.buffer)
             # The memory must be unregistered before it is unmapped.
             weakref.finalize(held, _unpin_memory, self.buffer.data_ptr())
 
     def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate the next tensor, of this shape."""
+        """Allocates a tensor of this shape."""
         count = torch.Size(shape).numel() * dtype.itemsize
         start = self.used_bytes
         self.used_bytes = self.used_bytes + align_size(count)
@@ -75,44 +74,44 @@ class Arena:
 
 
 def _map_anonymous_memory(size: int) -> mmap.mmap:
-    """Map private memory of this process."""
+    """Maps private memory for this process."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _advise_kernel(memory: mmap.mmap, word: str) -> None:
-    # Not every system supports every advice; it is an optimization only.
+    # Not every system supports every advice, which is only an optimization.
     with suppress(OSError, AttributeError):
         memory.madvise(getattr(mmap, word))
 
 
 def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
-    """Map a file of `size` bytes that disappears when the process ends."""
+    """Maps a file of `size` bytes that is deleted when the process ends."""
     name = folder / f"states-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise PlanError(
-            f"{name}: {error.strerror}. States on disk need a directory that can be written. "
+            f"{name}: {error.strerror}. Optimizer states on disk need a writable directory. "
             "Choose another memory.offload_dir."
         ) from None
     try:
         # Unlinked while open: the kernel frees the space even after a crash.
         os.unlink(name)
-        # Reserve the space now: writing to a mapping on a full disk would raise SIGBUS in a step.
+        # Reserve the space now, as writing to a mapping on a full disk would raise SIGBUS later.
         os.posix_fallocate(handle, 0, max(size, 1))
         return mmap.mmap(handle, max(size, 1))
     except OSError as error:
         raise PlanError(
-            f"{name}: {error.strerror}, for {size} bytes of states. All of them are reserved at "
-            "the start. Free space, or choose another memory.offload_dir."
+            f"{name}: {error.strerror}. {size} bytes of optimizer states must be reserved at the "
+            "start. Free space, or choose another memory.offload_dir."
         ) from None
     finally:
         os.close(handle)
 
 
 def _touch_pages(memory: Tensor) -> None:
-    """Fault in all pages with several threads: one alone takes seconds per 10 GiB."""
+    """Touches all pages with several threads; a single thread takes seconds per 10 GiB."""
     start = memory.data_ptr()
     size = memory.numel()
     spans = [
@@ -123,29 +122,29 @@ def _touch_pages(memory: Tensor) -> None:
 
 
 def pin_memory(memory: Tensor) -> None:
-    """Register host memory with CUDA, so that the device accesses it directly."""
+    """Registers host memory with CUDA, so that the device can access it directly."""
     done = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(done) != 0:
         raise PlanError(
-            f"{memory.numel()} bytes of host memory cannot be pinned (CUDA error {int(done)}). A "
-            "device copies from pinned memory only. Use a smaller memory.host_limit_gib, or raise "
-            "the limit of locked memory (ulimit -l)."
+            f"{memory.numel()} bytes of host memory cannot be pinned (CUDA error {int(done)}). "
+            "Offloading needs pinned memory. Use a smaller memory.host_limit_gib, or raise the "
+            "limit of locked memory (ulimit -l)."
         )
 
 
 def _unpin_memory(address: int) -> None:
     if torch.cuda.is_available():
-        # No copy may be in flight.
+        # Wait for copies in flight.
         with suppress(RuntimeError):
             torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-# ---- what there is ----------------------------------------------------------------------
+# ---- available memory -------------------------------------------------------------------
 
 
 def available_host_bytes() -> int:
-    """Return the host memory this process may still allocate, limited by machine and cgroup."""
+    """Returns the bytes that this process may still allocate, limited by machine and cgroup."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
@@ -154,18 +153,18 @@ def available_host_bytes() -> int:
 
 
 def _cgroup_free_bytes() -> list[int]:
-    """Return the bytes left under each memory limit of the cgroups of this process."""
+    """Returns the bytes left under each memory limit of the cgroups of this process."""
     found = []
     for line in _read_lines(Path("/proc/self/cgroup")):
         kinds, where = line.split(":", 2)[1:]
         top = Path("/sys/fs/cgroup") / (kinds if "memory" in kinds else "")
-        # Inside a container the path of the host's hierarchy may not exist; its own limit is at the
-        # top.
+        # Inside a container the path of the host's hierarchy may not exist; the limit of the
+        # container is at the top.
         for folder in {top / where.lstrip("/"), top}:
             for limit, used in (("memory.max", "memory.current"), *_CGROUP_V1_FILES):
                 most = _read_integer(folder / limit)
                 taken = _read_integer(folder / used)
-                # cgroup v1 writes a huge number for "no limit".
+                # In cgroup v1 a huge number means "no limit".
                 if most is not None and taken is not None and most < 2**60:
                     found.append(max(most - taken + _page_cache_bytes(folder), 0))
     return found
@@ -175,7 +174,7 @@ _CGROUP_V1_FILES = (("memory.limit_in_bytes", "memory.usage_in_bytes"),)
 
 
 def _page_cache_bytes(folder: Path) -> int:
-    """Return the page cache counted against a cgroup, which the kernel reclaims on demand."""
+    """Returns the bytes of page cache in a cgroup, which the kernel reclaims on demand."""
     words = [line.split() for line in _read_lines(folder / "memory.stat")]
     return sum(int(w[1]) for w in words if len(w) == 2 and w[0] in ("inactive_file", "active_file"))
 
@@ -195,7 +194,7 @@ def _read_integer(path: Path) -> int | None:
 
 
 def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
-    """Return the bytes of host memory that each of `ranks` may use; limit: GiB per rank."""
+    """Returns the bytes of host memory that each of `ranks` may use. limit: GiB per rank."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     there = max(int(available_host_bytes() - RESERVED_FRACTION * total), 0) // ranks
     if limit > 0.0:
@@ -206,57 +205,56 @@ def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
 def check_host_memory(
     size: int, room: int, device: torch.device, *, pinning: Callable[[Tensor], None] = pin_memory
 ) -> None:
-    """Raise if `size` bytes exceed the host memory available, or the limit of pinned memory."""
+    """Raises if `size` bytes exceed `room` or the limit of pinned memory."""
     if size > room:
         raise PlanError(
-            f"{size / GIB:.3g} GiB are to lie on the host, but a rank may use {room / GIB:.3g} "
-            "there. What is kept must fit. Use memory.optimizer_states=split or file, narrower "
-            "optim.state_dtype, or more ranks."
+            f"Offloading needs {size / GIB:.3g} GiB of host memory per rank, but only "
+            f"{room / GIB:.3g} GiB are available. Use memory.optimizer_states=split or disk, a "
+            "narrower optim.state_dtype, or more ranks."
         )
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if device.type != "cuda" or limit == resource.RLIM_INFINITY or size <= limit:
         return
-    # Most drivers do not count against this limit, so try to pin one page more than it allows.
+    # Most drivers do not enforce this limit, so try to pin one page more than it allows.
     trial = torch.empty(limit + mmap.PAGESIZE, dtype=torch.uint8)
     try:
         pinning(trial)
     except PlanError:
         raise PlanError(
-            f"{size / GIB:.3g} GiB are to be pinned, but the limit of locked memory is "
-            f"{limit / GIB:.3g} GiB and is enforced here. Raise it (ulimit -l unlimited)."
+            f"Offloading needs {size / GIB:.3g} GiB of pinned memory, but the limit of locked "
+            f"memory is {limit / GIB:.3g} GiB. Raise it with `ulimit -l unlimited`."
         ) from None
     _unpin_memory(trial.data_ptr())
 
 
 def check_disk_space(size: int, folder: Path) -> None:
-    """Raise if `size` bytes of states exceed the free space of a disk."""
-    # The directory may not exist yet: ask its first existing parent.
+    """Raises if `size` bytes of states exceed the free space of the disk of `folder`."""
+    # The directory may not exist yet: use its first existing parent.
     where = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     stat = os.statvfs(where)
     free = stat.f_bavail * stat.f_frsize
     if size > free:
         raise PlanError(
-            f"{size / GIB:.3g} GiB of states are to lie in {folder}, whose disk has "
-            f"{free / GIB:.3g} GiB free. All must fit. Free space, or choose another "
-            "memory.offload_dir."
+            f"The optimizer states need {size / GIB:.3g} GiB in {folder}, but its disk has only "
+            f"{free / GIB:.3g} GiB free. Free space, or choose another memory.offload_dir."
         )
 
 
 class HostBufferPool:
-    """Free host buffers by size."""
+    """A pool of reusable host buffers."""
 
     def __init__(self, arena: Callable[[int], Tensor], *, room: int) -> None:
         """arena: allocates a number of bytes on the host. room: maximum total bytes."""
         self.make_arena = arena
         self.max_bytes = room
         self.total_bytes = 0
-        """Bytes of all buffers."""
+        """Total bytes of all buffers."""
         self._bytes_in_use = 0
         self._num_arenas = 0
         self._free_buffers: dict[int, list[tuple[Tensor, StreamEvent]]] = {}
 
     def take_buffer(self, size: int) -> tuple[Tensor, StreamEvent]:
-        """Return a buffer of `size` bytes, and the event after which it may be overwritten."""
+        """Returns a buffer of `size` bytes, and the event after which it may be overwritten."""
         whole = align_size(size)
         if not self._free_buffers.setdefault(whole, []):
             self._check_room(whole)
@@ -268,14 +266,14 @@ class HostBufferPool:
         return buffer[:size], mark
 
     def return_buffer(self, buffer: Tensor, mark: StreamEvent) -> None:
-        """Return a buffer to the pool; mark: event after which it is no longer used."""
-        # `take_buffer` has cut the buffer to its size: restore the aligned length.
+        """Returns a buffer to the pool. mark: event after which it is no longer used."""
+        # `take_buffer` has truncated the buffer: restore its aligned length.
         whole = align_size(buffer.numel())
         self._free_buffers[whole].append((buffer.as_strided((whole,), (1,)), mark))
         self._bytes_in_use -= whole
 
     def merge_buffers(self) -> None:
-        """Merge all buffers into one arena, if none is in use."""
+        """Merges all buffers into one arena if none is in use."""
         if self._bytes_in_use or self._num_arenas < 2:
             return
         counts = {size: len(buffers) for size, buffers in self._free_buffers.items()}
@@ -283,7 +281,7 @@ class HostBufferPool:
             for _, mark in buffers:
                 if mark is not None:
                     mark.synchronize()
-        # Free the old buffers before as much is allocated again.
+        # Free the old buffers before the new arena is allocated.
         self._free_buffers.clear()
         whole = self.make_arena(self.total_bytes)
         at = 0
@@ -296,11 +294,12 @@ class HostBufferPool:
     def _check_room(self, more: int) -> None:
         if self.total_bytes + more > self.max_bytes:
             raise PlanError(
-                f"Activations take {(self.total_bytes + more) / GIB:.3g} GiB of the host, but a "
-                f"rank may use {self.max_bytes / GIB:.3g} there. What waits must fit. Use a "
-                "smaller memory.activation_offload_fraction or plan.micro_batch, or a larger "
+                "Offloaded activations need "
+                f"{(self.total_bytes + more) / GIB:.3g} GiB of host memory per rank, but only "
+                f"{self.max_bytes / GIB:.3g} GiB are available. Use a smaller "
+                "memory.activation_offload_fraction or plan.micro_batch, or a larger "
                 "memory.host_limit_gib."
             )
 
 
-assert ALIGNMENT_BYTES % 16 == 0, "a buffer begins where any type may"
+assert ALIGNMENT_BYTES % 16 == 0, "a buffer must be aligned for every dtype"

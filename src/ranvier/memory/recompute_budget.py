@@ -1,8 +1,9 @@
-"""Recompute budget: which recompute modes of blocks and which micro-batches are worth trying.
+"""Recompute budget: candidates of recompute modes of blocks, and of micro-batch sizes.
 
-Pure functions of numbers. Each block has one of three recompute modes, of which a cheaper one saves
-more. Modes are assigned in the order full, selective, none: backward goes from the last block to
-the first, so what a late block saves lives shortest.
+Pure functions of numbers. Each block has one of three recompute modes; a mode with less
+recomputation saves more activations. Modes are assigned in the order full, selective, none:
+backward runs from the last block to the first, so late blocks keep their activations for the
+shortest time.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ RecomputeMode: TypeAlias = Literal["none", "selective", "full"]
 RECOMPUTE_COST: Mapping[RecomputeMode, float] = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
 """Recomputation time of a block, as a fraction of its forward and backward passes."""
 USEFUL_TOKENS = 16384
-"""Tokens of a micro-batch above which matrix products no longer become more efficient."""
+"""Number of tokens per micro-batch above which matrix products no longer get more efficient."""
 OVERHEAD_TOKENS = 512
-"""Fixed cost of a micro-batch, in tokens: gradients are accumulated in a wide dtype, kernels are
-launched and do not fill the device at their ends."""
+"""Fixed cost of a micro-batch, in tokens: accumulation of gradients in a wide dtype, kernel
+launches, and partly used devices at the end of kernels."""
 MAX_TRIED_COUNTS = 32
 """Approximate number of block counts of a mode that are tried."""
 
 
 def efficient_modes(saved: Mapping[RecomputeMode, int]) -> list[RecomputeMode]:
-    """Return the modes worth mixing, the cheapest first: each frees most bytes for its time.
+    """Returns the modes that free the most bytes for their time, the cheapest first.
 
     saved: bytes that a block saves with each mode.
     """
     found: list[RecomputeMode] = ["none"]
     while True:
         now = found[-1]
-        # Bytes freed per recomputation time, relative to the mode before.
+        # Bytes freed per recomputation time, relative to the previous mode.
         gains = {
             kind: (saved[now] - size) / (RECOMPUTE_COST[kind] - RECOMPUTE_COST[now])
             for kind, size in saved.items()
@@ -48,10 +49,10 @@ def efficient_modes(saved: Mapping[RecomputeMode, int]) -> list[RecomputeMode]:
 def candidate_modes(
     saved: Mapping[RecomputeMode, int], count: int
 ) -> list[tuple[RecomputeMode, ...]]:
-    """Return assignments of modes to `count` blocks, those with least recomputation first.
+    """Returns assignments of modes to `count` blocks, with the least recomputation first.
 
-    Of two modes that free less and more memory per time, a mixture begins with the former: only
-    neighbours in `efficient_modes` are mixed. saved: as there.
+    Only modes that are adjacent in `efficient_modes` are mixed. saved: bytes that a block saves
+    with each mode.
     """
     modes = efficient_modes(saved)
     found = [(modes[0],) * count]
@@ -62,25 +63,25 @@ def candidate_modes(
 
 
 def recompute_fraction(kinds: Sequence[RecomputeMode]) -> float:
-    """Return the recomputation time as a fraction of a step without recomputation."""
+    """Returns the recomputation time as a fraction of a step without recomputation."""
     counts = {kind: kinds.count(kind) for kind in RECOMPUTE_COST}
     return sum(RECOMPUTE_COST[kind] * count for kind, count in counts.items()) / max(len(kinds), 1)
 
 
 def relative_token_time(tokens: int, again: float = 0.0) -> float:
-    """Return the time per token with micro-batches of `tokens` tokens, relative to the optimum.
+    """Returns the time per token with micro-batches of `tokens` tokens, relative to the optimum.
 
-    (1 + recompute fraction) · (1 + OVERHEAD_TOKENS / tokens): so a small micro-batch without
-    recomputation can be better than a large one with much recomputation, and vice versa.
+    (1 + recompute fraction) · (1 + OVERHEAD_TOKENS / tokens). A small micro-batch without
+    recomputation can thus be faster than a large one with much recomputation, and vice versa.
     """
     return (1.0 + again) * (1.0 + OVERHEAD_TOKENS / tokens)
 
 
 def candidate_micro_batches(samples: int, seq: int, multiple: int = 1) -> list[int]:
-    """Return micro-batch sizes worth trying, largest first: divisors of a rank's `samples`.
+    """Returns the candidates of micro-batch sizes, largest first: divisors of `samples`.
 
-    The largest is the smallest that has USEFUL_TOKENS tokens, else all samples. multiple: every
-    size is a multiple of it.
+    The first candidate is the smallest size with at least USEFUL_TOKENS tokens, or all samples.
+    multiple: every size is a multiple of it.
     """
     fits = [size for size in divisors(samples) if size % multiple == 0]
     enough = [size for size in fits if size * seq >= USEFUL_TOKENS]

@@ -1,7 +1,7 @@
-"""Which results of collectives are worth saving, so that recomputation does not repeat them.
+"""Chooses the results of collectives to save, so that recomputation does not repeat them.
 
-Pure functions of numbers. A saved result avoids the seconds of communicating it again, and costs
-its bytes from forward to backward. If only some fit, those that save most per byte come first:
+Pure functions of numbers. A saved result avoids the time to communicate it again, and needs memory
+from forward to backward. If not all fit, the results that save the most time per byte are chosen:
 
     value = Σ (latency + bytes / bandwidth of its axis) / bytes saved
 """
@@ -16,22 +16,22 @@ from ranvier.comm.bandwidth import DEFAULT_RATE, CollectiveRate
 from ranvier.trace import Event
 
 DOUBLE_TRAFFIC_OP = "all_reduce"
-"""Moves as many bytes as a reduce-scatter and an all-gather together."""
+"""The operation that moves the bytes of a reduce-scatter and an all-gather."""
 
 
 @dataclass(frozen=True)
 class SavableResult:
-    """Results of a layer's collectives that a block may save."""
+    """Results of the collectives of a layer that a block may save."""
 
     name: str
     bytes: int
-    """Extra bytes; negative if it replaces something larger."""
+    """Additional bytes; negative if it replaces a larger saved result."""
     seconds: float
     """Seconds to communicate it again."""
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds saved per byte; infinite if it costs no memory."""
+        """Seconds saved per byte; infinite if it needs no memory."""
         if self.bytes > 0:
             return self.seconds / self.bytes
         return math.inf
@@ -40,7 +40,7 @@ class SavableResult:
 def communication_seconds(
     events: Iterable[Event], rates: Mapping[tuple[str, ...], CollectiveRate]
 ) -> float:
-    """Return the time of communications, one after the other; unknown axes get `DEFAULT_RATE`."""
+    """Returns the total time of communications; unknown axes have `DEFAULT_RATE`."""
     found = 0.0
     for event in events:
         rate = rates.get(event.axis, DEFAULT_RATE)
@@ -52,12 +52,13 @@ def communication_seconds(
 
 
 def choose_results(results: Iterable[SavableResult], room: int) -> frozenset[str]:
-    """Return the names of the results to save in `room` bytes, most valuable first (greedy).
+    """Returns the names of the results to save in `room` bytes, the most valuable first (greedy).
 
-    One that does not fit is skipped; ties are broken by name, so that all ranks choose alike.
+    A result that does not fit is skipped. Equal values are ordered by name, so that all ranks make
+    the same choice.
     """
     chosen = set()
-    # Results that cost no memory come first, as their value is infinite.
+    # Results that need no memory come first, as their value is infinite.
     for result in sorted(results, key=lambda one: (-one.seconds_per_byte, one.name)):
         if result.seconds > 0.0 and result.bytes <= room:
             chosen.add(result.name)

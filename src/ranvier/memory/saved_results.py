@@ -1,12 +1,12 @@
 """Results that a block saves in its forward pass for its recomputation, first in, first out.
 
-A checkpointed block is recomputed in backward (`nn.activation_checkpoint`). Saved results are then
+A checkpointed block is recomputed in backward (`nn.activation_checkpoint`). Saved results are
 neither recomputed nor communicated again: results of matrix products with selective recomputation,
 and results of collectives if the model saves them (communication-aware checkpointing of
 DeepSpeed-TED, Singh et al. 2023). Each call of a block has its own queue, as several micro-batches
-may be in flight. The recomputation takes what the forward pass has put there and may end earlier:
-torch stops it when backward has all it needs. Weights gathered over depth are not saved here: they
-come from the bucket scheduler, which forward, recomputation and backward share.
+may be in flight. The recomputation takes the results of the forward pass from the queue. It may end
+early: torch stops it when backward has all tensors that it needs. Weights gathered over depth are
+not saved here, as the bucket scheduler keeps them for forward, recomputation and backward.
 """
 
 from __future__ import annotations
@@ -29,66 +29,67 @@ from ranvier.trace import Trace
 T = TypeVar("T")
 CollectiveReuse = Literal["rerun", "save", "auto"]
 STOP_RECOMPUTATION: type[Exception] | tuple[()] = getattr(checkpoint, "_StopRecomputationError", ())
-"""Exception by which torch ends a recomputation; without it unneeded results stay unknown."""
+"""The exception with which torch ends a recomputation; without it, unneeded results are unknown."""
 
 
 class ActivationStore(Protocol):
-    """Where saved tensors of blocks are stored until backward."""
+    """Stores the saved tensors of blocks until backward."""
 
     def pack(self, x: Tensor) -> Any:
-        """Return a placeholder for a tensor until backward."""
+        """Returns a placeholder for a tensor until backward."""
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor of a placeholder."""
+        """Returns the tensor of a placeholder."""
 
     def block_context(self, name: str) -> AbstractContextManager[None]:
-        """Also store what autograd saves of a block that runs inside."""
+        """Returns a context in which tensors that autograd saves for a block are also stored."""
 
 
 class InPlaceStore:
-    """Store that leaves all tensors where they are."""
+    """A store that leaves all tensors on their device."""
 
     def pack(self, x: Tensor) -> tuple[Tensor, int]:
-        """Return the tensor and its version counter."""
+        """Returns the tensor and its version counter."""
         return x, x._version
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
-        """Return the tensor; it must not have been modified."""
+        """Returns the tensor; raises if it was modified."""
         return check_unchanged(*packed)
 
     def block_context(self, name: str) -> AbstractContextManager[None]:
-        """Return a null context."""
+        """Returns a null context."""
         return nullcontext()
 
 
 def check_unchanged(x: Tensor, version: int) -> Tensor:
-    """Return a saved tensor; raise if it was modified since, as autograd does."""
+    """Returns a saved tensor; raises if it was modified after the save, as autograd does."""
     if x._version != version:
         raise RuntimeError(
-            f"A kept tensor of the shape {tuple(x.shape)} was changed {x._version - version} times "
-            "before backward. What a block keeps must stay as it is. Write out of place."
+            f"A saved tensor of shape {tuple(x.shape)} was modified {x._version - version} times "
+            "before backward. Tensors that a block saves must not change. Use out-of-place "
+            "operations."
         )
     return x
 
 
 @dataclass
 class SavePolicy:
-    """What the blocks of a model save for their recomputation, and where it is stored."""
+    """Which results the blocks of a model save for their recomputation, and where."""
 
     trace: Trace = field(default_factory=Trace)
     collectives: CollectiveReuse = "rerun"
-    """Whether recomputation runs the collectives of blocks again or uses their saved results."""
+    """Whether recomputation runs the collectives of blocks again or uses saved results."""
     chosen_layers: frozenset[str] | None = None
-    """Layers whose results are saved, once `auto` is resolved; None: all."""
+    """Layers whose results are saved, after `auto` is resolved; None for all layers."""
     depth_group: str = ""
     """Group over which compiled graphs gather weights, which are not saved."""
     store: ActivationStore = field(default_factory=InPlaceStore)
     unneeded_layers: set[str] = field(default_factory=set)
-    """Layers whose results recomputation does not need, as seen so far: the last of a block."""
+    """Layers whose results recomputation does not need, found so far (the last of a block)."""
 
     @classmethod
     def for_grid(cls, grid: Grid) -> SavePolicy:
-        """Return the policy of a model on a grid."""
+        """Returns the policy of a model on a grid."""
         depth = grid.axis("depth", channel="gather")
         return cls(grid.trace, depth_group=depth.group_name)
 
@@ -100,11 +101,11 @@ class SavePolicy:
 
     @property
     def saves_all_layers(self) -> bool:
-        """Whether the results of all layers are saved; in a compiled graph layers are not known."""
+        """Whether the results of all layers are saved, for compiled graphs without layer names."""
         return self.collectives != "rerun" and self.chosen_layers is None
 
     def open_results(self, *, selective: bool) -> SavedResults | None:
-        """Return a queue for one call of a block; None if it would stay empty."""
+        """Returns a queue for one call of a block, or None if nothing would be saved."""
         some = self.collectives != "rerun" and self.chosen_layers != frozenset()
         if selective or some:
             return SavedResults(self, selective)
@@ -117,19 +118,19 @@ class SavedResults:
 
     policy: SavePolicy
     selective: bool
-    """Whether matrix products are saved, too; those inside a saved result are not."""
+    """Whether matrix products are also saved, except inside of a saved result."""
     is_recompute: bool = False
     """Whether the block is being recomputed."""
     where: str = ""
-    """Scope of the block; its recomputation is called from the backward pass of another scope."""
+    """Trace scope of the block; its recomputation runs inside the scope of another layer."""
     entries: deque[tuple[str, Any]] = field(default_factory=deque)
 
     @contextmanager
     def block_run(self) -> Iterator[None]:
-        """Run the block inside: its forward pass, or its recomputation."""
+        """Returns a context for the forward pass of the block, or its recomputation."""
         trace = self.policy.trace
-        # The recomputation runs in the scope of another layer's backward, so only the first run
-        # knows its own.
+        # The recomputation runs in the scope of another layer's backward, so the scope is stored
+        # in the first run.
         if not self.is_recompute:
             self.where = trace.where
         before = trace.saved_results
@@ -139,11 +140,11 @@ class SavedResults:
                 yield
         finally:
             trace.saved_results = before
-            # Also after an error: torch ends a recomputation early by an exception.
+            # Also after an error, as torch ends a recomputation early with an exception.
             self.is_recompute = True
 
     def run_once(self, work: Callable[[], T]) -> T:
-        """Return the result of work that communicates; in recomputation the saved one, if any."""
+        """Runs work that communicates; in recomputation returns the saved result, if any."""
         keeping = self.policy
         trace = keeping.trace
         where = keeping.trace.where
@@ -152,36 +153,37 @@ class SavedResults:
         if self.is_recompute:
             kept: T = self.next_result(where)
             return kept
-        # The whole result is saved, so collectives and products inside of it must not be.
+        # The whole result is saved, so collectives and products inside of it are not saved.
         with trace.outside_block(), hide_from_dispatch_modes() if self.selective else nullcontext():
             out = work()
         self.save_result(where, out)
         return out
 
     def has_result(self, where: str) -> bool:
-        """Whether the next result of a layer was saved, so that it need not be started."""
+        """Whether the next result of a layer was saved, so that it need not be computed."""
         return self.is_recompute and self.policy.saves_layer(where)
 
     def save_result(self, label: str, value: Any) -> None:
-        """Save tensors; of those that no recomputation needs only their shape."""
+        """Saves tensors, or only their shapes if no recomputation needs them."""
         if label in self.policy.unneeded_layers:
             self.entries.append((label, tree_map_only(Tensor, _pack_shape_only, value)))
         else:
             self.entries.append((label, tree_map_only(Tensor, self._pack_tensor, value)))
 
     def next_result(self, label: str) -> Any:
-        """Return the next saved tensors and drop them from the queue."""
+        """Returns the next saved tensors and drops them from the queue."""
         if not self.entries:
             raise RuntimeError(
-                f"{label} is computed again, but what was kept of it is gone. It serves one "
-                "backward pass. Compute the loss again, or set "
-                "memory.recompute_collectives='again' and recompute='full'."
+                f"{label} is recomputed, but its saved results were already used. They are kept "
+                "for one backward pass. Compute the loss again, or set "
+                "memory.recompute_collectives='rerun' and recompute='full'."
             )
         kept, value = self.entries.popleft()
         if kept != label:
             raise RuntimeError(
-                f"{label} came where {kept} came before. A block that is computed again must do "
-                "the same again. Let it depend on nothing but its inputs and weights."
+                f"The recomputation of a block runs {label} where its forward pass ran {kept}. "
+                "Both must run the same operations. Make the block depend only on its inputs and "
+                "weights."
             )
         return tree_map_only(_PackedTensor, lambda one: one.unpack_tensor(), value)
 
@@ -191,7 +193,7 @@ class SavedResults:
 
 @dataclass(frozen=True)
 class _PackedTensor:
-    """A tensor in a store; without a store only its shape, filled with NaN when read."""
+    """A tensor in a store; without a store only its shape, which is read as NaN."""
 
     store: ActivationStore | None
     packed: Any
@@ -204,16 +206,16 @@ class _PackedTensor:
 
 
 def _pack_shape_only(x: Tensor) -> _PackedTensor:
-    # The placeholder is filled with NaN, so that a result that is needed after all shows.
+    # The placeholder is read as NaN, so that using it by mistake is visible.
     assert x.is_floating_point(), (x.shape, x.dtype)
     return _PackedTensor(None, (x.shape, {"dtype": x.dtype, "device": x.device}))
 
 
 def _detach_with_version(x: Tensor) -> Tensor:
-    """Return the tensor without its autograd history, but with its version counter.
+    """Returns the tensor without its autograd history, but with its version counter.
 
-    Below autograd a view does not share the version counter unless ADInplaceOrView is enabled (as
-    torch's own checkpointing does).
+    Below autograd a view does not share the version counter unless ADInplaceOrView is enabled, as
+    in torch's own checkpointing.
     """
     key = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(key, False):

@@ -161,5 +161,5 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
 
 
 def test_states_that_do_not_fit_the_host_are_refused(corpus: str) -> None:
-    with pytest.raises(PlanError, match=r"GiB are to lie on the host, but a rank may use 9.99e-07"):
+    with pytest.raises(PlanError, match=r"GiB of host memory per rank, but only 9.99e-07 GiB"):
         losses_of(Grid({}), corpus, "", 1, changes={**HOST, "memory__host_limit_gib": 1e-6})
