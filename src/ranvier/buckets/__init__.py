@@ -1,5 +1,5 @@
-"""Buckets: parameters that are gathered, reduced, offloaded and updated together, and when.
+"""Buckets: parameters that are gathered, reduced, offloaded and updated together.
 
-The all-gather of weights (FSDP's unshard) is prefetched in `scheduler`. Imports memory, comm and
-what is below.
+`scheduler` prefetches the all-gather of weights (FSDP's unshard) and schedules the reduction of
+gradients. Imports memory, comm and the packages below them.
 """

@@ -1,4 +1,4 @@
-"""Bucket assignment: sorts weights into the buckets in which they are communicated and updated."""
+"""Bucket assignment: assigns weights to the buckets in which they are communicated and updated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ranvier.buckets.spec import ParamSpec
 def assign_buckets(
     queue: BucketScheduler, weights: Iterable[ShardedParameter], blocks: Mapping[str, str]
 ) -> None:
-    """Sort weights into buckets: by block, depth sharding, parameter group, trainable, tied.
+    """Assigns weights to buckets by block, depth sharding, parameter group, trainable and tied.
 
-    blocks: name of the block of each weight. Communicates: creation of process groups.
+    blocks: name of the block of each weight.
+    Communicates: creation of process groups.
     """
     known = {weight.name: weight for weight in weights}
     pieces = [_param_spec(weight, blocks[name]) for name, weight in known.items()]
-    # Specs come in the same order on all ranks, as creating process groups is collective.
+    # All ranks have the same order of specs, as creating process groups is collective.
     for lot in spec.build_bucket_specs(pieces, queue.grid.degrees):
         members = [known[piece.name] for piece in lot.params]
         start = 0
@@ -55,5 +56,5 @@ def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
 
 
 def replicas_per_axis(weight: ShardedParameter, queue: BucketScheduler) -> dict[str, int]:
-    """Number of ranks of each axis but data and pipe that hold the same shard."""
+    """Returns the number of ranks with the same shard per axis, except data and pipe."""
     return spec.replicas_per_axis(weight.sharding, queue.grid.degrees)

@@ -1,8 +1,12 @@
 """Parameters on this rank, and the buckets in which they are gathered, reduced and updated.
 
-Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of a
-kind): one flat buffer of values, one of gradients, one collective instead of many. Gradients and
-states of a pruned bucket are compressed: `reduced_elements` instead of `size` (see `sparsity`).
+Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of
+a kind). It has one flat buffer of values and one of gradients, so that one collective is enough.
+Gradients and states of a pruned bucket are compressed: `reduced_elements` instead of `size` (see
+`sparsity`).
+
+The data shard of a bucket is the range of its elements that this rank updates: the data axis splits
+gradients and optimizer states into equal ranges.
 """
 
 from __future__ import annotations
@@ -30,35 +34,32 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ShardedParameter:
-    """A parameter on this rank.
-
-    Which shard of the whole it is, and how layers read it and return gradients.
-    """
+    """A parameter on this rank: its shard, its unsharded values, and its gradients."""
 
     name: str
     dims: tuple[Dim, ...]
     sharding: Sharding
     shard: Shard
     param_group: ParamGroup
-    """vector: fewer than two named dims; embedding: looked up, perhaps tied to a head; matrix."""
+    """vector (fewer than two named dims), embedding (possibly tied to a head) or matrix."""
     std: float
     mean: float
-    """Mean and `std` of the initial values."""
+    """Mean of the initial values; `std` is their standard deviation."""
     owners: list[tuple[torch.nn.Module, str]]
-    """Modules and attributes that hold the parameter; several if it is tied."""
+    """Modules and attribute names of the parameter; several if it is tied."""
     trainable: bool = True
     original_values: Tensor | None = None
-    """Values the model was passed with; None if it was on the meta device."""
+    """Values in the serial model; None if it was on the meta device."""
     expected_param: torch.nn.Parameter | None = None
-    """The parameter created by `parallelize`; a replacement would not be trained."""
+    """The parameter that `parallelize` created; a replacement would not be trained."""
     tied_axis: Axis | None = None
-    """Ranks of other stages that hold it as well."""
+    """The ranks of all stages that have this tied parameter."""
     bucket: Bucket = field(init=False)
     offset: int = field(init=False)
 
     @property
     def param(self) -> torch.nn.Parameter:
-        """The parameter itself: my `shard`."""
+        """The `torch.nn.Parameter` with this rank's shard."""
         module, attribute = self.owners[0]
         param = getattr(module, attribute)
         assert isinstance(param, torch.nn.Parameter), self.name
@@ -66,7 +67,7 @@ class ShardedParameter:
 
     @property
     def storage(self) -> Tensor:
-        """My shard where it is stored: the parameter itself, or its copy on the host."""
+        """This rank's shard where it is stored: in the parameter, or in its copy on the host."""
         if self.bucket.host_data is None:
             return self.param.detach()
         flat = self.bucket.host_data[self.offset : self.offset + self.num_elements]
@@ -74,7 +75,7 @@ class ShardedParameter:
 
     @property
     def num_elements(self) -> int:
-        """Elements of my shard, padding included."""
+        """Number of elements of this rank's shard, including padding."""
         return int(torch.Size(self.sharding.local_shape).numel())
 
     @property
@@ -83,34 +84,34 @@ class ShardedParameter:
         return "depth" in self.sharding.split_axes
 
     def unsharded_data(self) -> Tensor:
-        """The weight gathered over depth, outside autograd.
+        """Returns the weight gathered over depth, outside of autograd.
 
         Communicates: all-gather over depth, by bucket.
         """
         self.bucket.unshard()
-        # Nothing to gather: `unshard` has only fetched it or waited for its update.
+        # Not gathered: `unshard` has only fetched it or waited for its update.
         if not self.is_depth_sharded:
             return self.param.detach()
         assert self.bucket.unsharded_params is not None, self.name
         return self.bucket.unsharded_params[self.bucket.weights.index(self)]
 
     def unsharded_param(self) -> Tensor:
-        """The weight gathered over depth, in autograd.
+        """Returns the weight gathered over depth; differentiable.
 
-        Communicates: all-gather over depth; backward: the dual.
+        Communicates: all-gather over depth; backward: reduce-scatter over depth.
         """
-        # The scheduler is Python state that a compiler cannot trace.
+        # The compiler cannot trace the Python state of the scheduler.
         if not torch.compiler.is_compiling():
             self.bucket.unshard()
         if not self.is_depth_sharded:
             return self.param
         dim = self.sharding.depth_dim
         whole = autograd.all_gather(self.param, self.bucket.bucket_scheduler.gather_axis, dim)
-        # Drop the padding of an uneven depth split.
+        # Remove the padding of an uneven depth split.
         return whole.narrow(dim, 0, self.sharding.unsharded_shape[dim])
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Add the gradient of the gathered weight.
+        """Adds the gradient of the gathered weight.
 
         Communicates: reduce-scatter over depth, by bucket, later.
         """
@@ -120,7 +121,7 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class BucketSegment:
-    """A range of a bucket, and the ranks (other than along data) that hold the same shards."""
+    """A range of a bucket, and the ranks (other than along data) that have the same shards."""
 
     start: int
     stop: int
@@ -137,39 +138,38 @@ class Bucket:
     segments: list[BucketSegment]
     """Ranges whose gradients are summed over the same ranks."""
     size: int
-    """Elements on this rank, rounded up to a multiple of the data axis."""
+    """Number of elements on this rank, rounded up to a multiple of the data axis."""
     reduce_at_step_end: bool
-    """Gradients are complete only at the end of a step: tied weights, vectors."""
+    """Whether gradients are complete only at the end of a step (tied weights, vectors)."""
     tied_axis: Axis | None
-    """Ranks of other stages that hold its weights as well."""
+    """The ranks of all stages that have these tied weights."""
     data: Tensor = field(init=False)
     """Values `[size]`; the parameters are views of it."""
     sparsity_mask: SparsityMask | None = None
-    """Which elements are not pruned; None: the bucket is dense."""
+    """The elements that are not pruned; None for a dense bucket."""
     grad: GradientAccumulator | None = None
     """Sum of the gradients of this step, `[reduced_elements]`."""
     unsharded_grads: Tensor | None = None
     """Gradients of the gathered weights `[depth, reduced_elements]`, before their reduction."""
     reduced_grads: list[PendingTensor] = field(default_factory=list)
-    """My range over data of the gradient `[reduced_elements/data]`; several are to be added."""
+    """Data shards of gradients `[reduced_elements/data]`, to be summed."""
     final_grads: GradientAccumulator | None = None
-    """My range over data of the gradient, summed over all ranks that hold the bucket."""
+    """The data shard of the gradient, summed over all ranks that have the bucket."""
     grad_squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Gradients of this step whose squares are already being summed, with their partial sums."""
     squares_event: StreamEvent = None
-    """When these sums are complete."""
+    """Event after which these sums are complete."""
     unsharded_params: list[Tensor] | None = None
-    """Its weights gathered over depth. An empty list: nothing to gather, but they are on the
-    device."""
+    """The weights gathered over depth; an empty list if the weights are on the device and need no
+    gather."""
     host_data: Tensor | None = None
-    """Values `[size]` on the host, of offloaded weights; they are on the device only while in use.
-    """
+    """Values `[size]` of offloaded weights, on the host; they are on the device only during use."""
     pending_update: PendingUpdate | None = None
     """An optimizer update in progress."""
 
     @property
     def traffic(self) -> BucketTraffic:
-        """What is communicated of the bucket."""
+        """The communication volumes of the bucket."""
         spans = [
             (segment.replica_axis.names, segment.stop - segment.start)
             for segment in self.replicated_segments
@@ -198,17 +198,17 @@ class Bucket:
 
     @property
     def reduced_elements(self) -> int:
-        """Elements that are reduced and updated, a multiple of the data axis."""
+        """Number of elements that are reduced and updated; a multiple of the data axis."""
         return self.size if self.sparsity_mask is None else self.sparsity_mask.compressed_size
 
     @property
     def data_shard_size(self) -> int:
-        """Elements of my range over data, which this rank updates."""
+        """Number of elements of the data shard, which this rank updates."""
         return self.reduced_elements // self.bucket_scheduler.data_axis.size
 
     @property
     def storage(self) -> Tensor:
-        """Its values `[size]` where they are stored."""
+        """The values `[size]` where they are stored, on the device or on the host."""
         if self.host_data is None:
             return self.data
         return self.host_data
@@ -220,7 +220,7 @@ class Bucket:
 
     @contextmanager
     def temporary_storage(self) -> Iterator[None]:
-        """Allocate the values of offloaded weights temporarily, to create views of them."""
+        """Temporarily allocates the values of offloaded weights, to create views of them."""
         storage = self.data.untyped_storage()
         absent = storage.nbytes() < self.data.nbytes
         if absent:
@@ -230,29 +230,29 @@ class Bucket:
             storage.resize_(0)
 
     def wait_for_update(self) -> None:
-        """Make the device wait for an update in progress."""
+        """Makes the device wait for an update in progress."""
         if self.pending_update is not None:
             updating = self.pending_update
             self.pending_update = None
             updating.wait()
 
     def unshard(self) -> None:
-        """Make the current weights available on the device.
+        """Makes the current weights available on the device.
 
         Communicates: all-gather over depth, often prefetched.
         """
-        # Weights that are updated in the background must not be read before.
+        # Weights must not be read before their update in the background is done.
         self.wait_for_update()
         if self.needs_fetch:
             self.bucket_scheduler.unshard_block(self.name)
 
     @property
     def replicated_segments(self) -> list[BucketSegment]:
-        """Segments whose gradients have to be summed over other axes than depth and data."""
+        """Segments whose gradients must be summed over other axes than depth and data."""
         return [segment for segment in self._segments_in_grad() if segment.replica_axis.size > 1]
 
     def _segments_in_grad(self) -> list[BucketSegment]:
-        """Segments with their bounds in a (compressed) gradient."""
+        """Returns the segments with their bounds in a (compressed) gradient."""
         if self.sparsity_mask is None:
             return self.segments
         return [
@@ -265,23 +265,23 @@ class Bucket:
         ]
 
     def is_owner_of(self, weight: ShardedParameter) -> bool:
-        """Whether this is the first rank, along other axes than data, that holds this shard."""
-        # Of tied weights the first stage that holds them counts.
+        """Whether this is the first rank, along other axes than data, with this shard."""
+        # For tied weights the first stage that has them is the owner.
         tied = self.tied_axis is not None and self.tied_axis.index > 0
         return self.segment_of(weight).replica_axis.index == 0 and not tied
 
     def segment_of(self, weight: ShardedParameter) -> BucketSegment:
-        """The segment of a weight."""
+        """Returns the segment of a weight."""
         offset = weight.offset
         # An empty segment still contains the offset of its empty weights.
         return next(s for s in self.segments if s.start <= offset < max(s.stop, s.start + 1))
 
     def owned_pieces(self, pieces: Pieces) -> list[Tensor]:
-        """The part of my range over data of a gradient that no preceding rank holds as well."""
+        """Returns the parts of a gradient's data shard that this rank owns; see `is_owner_of`."""
         low = self.bucket_scheduler.data_axis.index * self.data_shard_size
         tied = self.tied_axis is not None and self.tied_axis.index > 0
         owned = [s for s in self._segments_in_grad() if s.replica_axis.index == 0 and not tied]
-        # Bounds below zero mean before the piece; the slice clips those past its end.
+        # Bounds below zero are before the piece; the slice clips bounds after its end.
         return [
             piece[max(s.start - low - at, 0) : max(s.stop - low - at, 0)]
             for at, piece in pieces
@@ -290,9 +290,9 @@ class Bucket:
 
     @property
     def data_shard_bounds(self) -> tuple[int, int]:
-        """Where my range over data begins and ends in the values `[size]`."""
+        """Start and end of the data shard in the values `[size]`."""
         axis = self.bucket_scheduler.data_axis
-        # Ranges are equal in compressed elements, so that they are uneven in dense ones.
+        # Shards have equal numbers of compressed elements, so their dense sizes differ.
         if self.sparsity_mask is not None:
             return self.sparsity_mask.shard_bounds[axis.index], self.sparsity_mask.shard_bounds[
                 axis.index + 1
@@ -300,39 +300,39 @@ class Bucket:
         return axis.index * self.data_shard_size, (axis.index + 1) * self.data_shard_size
 
     def state_shard(self, weight: ShardedParameter) -> Shard:
-        """The part of `weight` whose optimizer state is stored on this rank.
+        """Returns the part of `weight` with optimizer states on this rank.
 
-        It is the overlap with my range over data.
+        It is the overlap of the weight with the data shard.
         """
         start, stop = (bound - weight.offset for bound in self.data_shard_bounds)
         return weight.shard.narrow_flat(max(start, 0), max(stop, 0))
 
     def dense_state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """The range of that part in a dense tensor of my range over data."""
+        """Returns the range of `state_shard(weight)` in a dense tensor of the data shard."""
         start = max(weight.offset - self.data_shard_bounds[0], 0)
         flat = self.state_shard(weight).flat_range
         assert flat is not None
         return start, start + flat[1] - flat[0]
 
     def split_by_weight(self, pieces: Pieces) -> list[tuple[ShardedParameter, Tensor]]:
-        """My range over data by weight, with zeros where elements are pruned."""
+        """Splits the data shard by weight, with zeros for pruned elements."""
         whole = self.to_dense(flatten_pieces(pieces, self.bucket_scheduler.reduce_dtype))
         return [(weight, whole[slice(*self.dense_state_range(weight))]) for weight in self.weights]
 
-    # ---- my range over data, compressed if the bucket is pruned ---------------------------
+    # ---- the data shard, compressed if the bucket is pruned --------------------------------
 
     def set_sparsity_mask(self, mask: Tensor | None) -> None:
-        """Prune my shards `[size]` to the elements in `mask`; None: the bucket becomes dense.
+        """Prunes the weights to the elements in `mask` `[size]`; None makes the bucket dense.
 
-        Existing states and gradients are not converted. Communicates: all-gather of bits over
-        depth.
+        Existing states and gradients are not converted.
+        Communicates: all-gather of bits over depth.
         """
         if mask is None:
             self.sparsity_mask = None
             return
         axis = self.bucket_scheduler.gather_axis
-        # The gradient of the gathered weights is compressed before its reduction: masks of all
-        # depth ranks are needed.
+        # The gradient of the gathered weights is compressed before its reduction, which needs the
+        # masks of all depth ranks.
         rows = pack_bits(mask)[None]
         if self.is_depth_sharded:
             with self.bucket_scheduler.grid.trace.named_scope(self.name):
@@ -348,12 +348,12 @@ class Bucket:
         self.sparsity_mask.zero_pruned(self.storage)
 
     def state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """Range of my part of a weight in its states `[data_shard_size]`."""
+        """Returns the range of a weight in the states of the data shard `[data_shard_size]`."""
         if self.sparsity_mask is None:
             return self.dense_state_range(weight)
         first = self.bucket_scheduler.data_axis.index * self.data_shard_size
         edges = (weight.offset, weight.offset + weight.num_elements)
-        # Clamp to my range: a weight may begin or end on another data rank.
+        # Clamp to the data shard, as a weight may begin or end on another data rank.
         low, high = (
             min(max(self.sparsity_mask.compressed_offset(edge) - first, 0), self.data_shard_size)
             for edge in edges
@@ -361,7 +361,7 @@ class Bucket:
         return low, high
 
     def take_data_shard(self, flat: Tensor) -> Tensor:
-        """My range `[data_shard_size]` over data of a flat tensor `[size]`; a copy if pruned."""
+        """Returns the data shard `[data_shard_size]` of a tensor `[size]`; a copy if pruned."""
         if self.sparsity_mask is not None:
             first = self.bucket_scheduler.data_axis.index * self.data_shard_size
             return self.sparsity_mask.compress_range(
@@ -372,7 +372,7 @@ class Bucket:
         return flat[:0]
 
     def to_dense(self, part: Tensor) -> Tensor:
-        """My range `[data_shard_size]` in dense layout, with zeros where it is pruned."""
+        """Converts a data shard `[data_shard_size]` to dense, with zeros for pruned elements."""
         if self.sparsity_mask is None:
             return part
         low, high = self.data_shard_bounds
@@ -383,7 +383,7 @@ class Bucket:
         return dense
 
     def to_compressed(self, dense: Tensor) -> Tensor:
-        """The inverse of `to_dense`."""
+        """Converts a dense tensor to a compressed data shard; the inverse of `to_dense`."""
         if self.sparsity_mask is None:
             return dense
         first = self.bucket_scheduler.data_axis.index * self.data_shard_size
@@ -393,13 +393,13 @@ class Bucket:
         )
 
     def write_data_shard(self, start: int, new: Tensor) -> None:
-        """Write new values of my range from `start` on to their storage."""
+        """Writes new values of the data shard, from offset `start`, to their storage."""
         self.write_updated_values(
             self.bucket_scheduler.data_axis.index * self.data_shard_size + start, new
         )
 
     def write_updated_values(self, start: int, new: Tensor) -> None:
-        """Write new values of updated elements (ranges of all data ranks) from `start` on."""
+        """Writes new values of updated elements (of all data ranks), from offset `start`."""
         if self.sparsity_mask is None:
             self.storage[start : start + new.numel()].copy_(new, non_blocking=True)
             return
@@ -407,7 +407,7 @@ class Bucket:
         if self.host_data is None:
             self.sparsity_mask.write_dense(self.data, 0, start, new)
             return
-        # A scatter is fast on the device and slow on the host: copy the dense range there and back.
+        # A scatter is slow on the host: copy the dense range to the device and back.
         low = self.sparsity_mask.dense_position(start)
         high = self.sparsity_mask.dense_position(start + new.numel())
         dense = self.host_data[low:high].to(self.sparsity_mask.device, non_blocking=True, copy=True)
@@ -417,20 +417,20 @@ class Bucket:
     # ---- depth axis ---------------------------------------------------------------------
 
     def unpack_gathered(self, buffer: Tensor) -> list[Tensor]:
-        """The unsharded weights from their all-gathered buffer `[depth · size]`."""
+        """Returns the unsharded weights from their all-gathered buffer `[depth · size]`."""
         rows = buffer.view(-1, self.size)  # (depth, size)
         out = []
         for weight in self.weights:
             local = weight.sharding.local_shape
             dim = weight.sharding.depth_dim
             part = rows[:, weight.offset : weight.offset + weight.num_elements]
-            # (depth, *local) -> depth next to the split dim -> merged with it -> padding cut off.
+            # (depth, *local): move depth next to the split dim, merge both, remove the padding.
             whole = part.unflatten(1, local).movedim(0, dim).flatten(dim, dim + 1)
             out.append(whole.narrow(dim, 0, weight.sharding.unsharded_shape[dim]).contiguous())
         return out
 
     def add_unsharded_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
-        """Add the gradient of a gathered weight to the buffer that is reduced later."""
+        """Adds the gradient of a gathered weight to the buffer for the next reduction."""
         depth = self.bucket_scheduler.scatter_axis.size
         if self.unsharded_grads is None:
             self.unsharded_grads = torch.zeros(
@@ -455,17 +455,16 @@ class Bucket:
             self.unsharded_grads[:, weight.offset : weight.offset + weight.num_elements] += rows
 
     def add_shard_grad(self, grad: Tensor, start: int = 0) -> None:
-        """Add a gradient of consecutive shards from `start` on."""
+        """Adds a gradient of consecutive shards, from offset `start`."""
         if self.sparsity_mask is not None:
-            # `start` and its end are bounds of weights, whose compressed offsets are known on the
-            # host.
+            # Both ends are bounds of weights, whose compressed offsets are known on the host.
             low = self.sparsity_mask.compressed_offset(start)
             high = self.sparsity_mask.compressed_offset(start + grad.numel())
             start, grad = low, self.sparsity_mask.compress_range(grad.reshape(-1), start, low, high)
         self.add_compressed_grad(grad, start)
 
     def add_compressed_grad(self, grad: Tensor, start: int = 0) -> None:
-        """Add a gradient that is compressed if the bucket is, from `start` on."""
+        """Adds a gradient, which is compressed if the bucket is pruned, from offset `start`."""
         if self.grad is None:
             self.grad = GradientAccumulator(
                 self.reduced_elements, self.bucket_scheduler.reduce_dtype

@@ -1,10 +1,9 @@
-"""Host offload: weights and gradients that are stored on the host and fetched for use.
+"""Host offload: stores weights and gradients on the host and fetches them for use.
 
-The weights of a bucket occupy device memory only while their block computes: it is allocated when
-they are fetched and freed when another block is entered (parameters remain the same tensors, on
-storage that is resized). They are prefetched as weights are gathered over depth, in the recorded
-order, while the block before computes. Complete gradients are copied to the host in the background
-of the pass.
+The weights of a bucket occupy device memory only while their block computes: memory is allocated
+when they are fetched and freed when the next block begins (parameters remain the same tensors, with
+a resized storage). Like gathers over depth, fetches run in the recorded order while the previous
+block computes. Complete gradients are copied to the host in the background.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from ranvier.memory.host import Arena, align_size, check_host_memory
 
 
 class PendingFetch(PendingTensor):
-    """Weights being copied to the device."""
+    """Weights that are being copied to the device."""
 
     def __init__(self, value: Tensor, mark: StreamEvent, updating: PendingUpdate | None) -> None:
-        """updating: the update that the copy had to wait for; its gradients live as long."""
+        """updating: the update that the copy waits for; keeps its gradients alive."""
         super().__init__(value)
         self.copy_event = mark
         self.pending_update = updating
 
     def wait(self) -> Tensor:
-        """The weights; the current stream waits for the copy."""
+        """Returns the weights; the current stream waits for the copy."""
         wait_for_event(self.copy_event, self._value.device)
         self.pending_update = None
         return self._value
@@ -49,7 +48,7 @@ class HostOffload:
     def __init__(
         self, buckets: Iterable[Bucket], dtype: torch.dtype, device: torch.device, *, room: int
     ) -> None:
-        """dtype: of the weights. room: bytes of host memory that may be used."""
+        """dtype: dtype of the weights. room: bytes of host memory that may be used."""
         self.device = device
         self.dtype = dtype
         self.buckets = [bucket for bucket in buckets if can_offload(bucket)]
@@ -72,7 +71,7 @@ class HostOffload:
 
     @property
     def pending_grad_bytes(self) -> int:
-        """Bytes that gradients will use on the host, of buckets not offloaded yet."""
+        """Bytes of host memory that gradients of buckets without a buffer will need."""
         trained = [b for b in self.buckets if b.trainable and b not in self._grad_buffers]
         return sum(
             bucket.reduced_elements * bucket.bucket_scheduler.reduce_dtype.itemsize
@@ -81,7 +80,7 @@ class HostOffload:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes that gradients use on the host."""
+        """Bytes of host memory used by gradients."""
         return sum(room.nbytes for room in self._grad_buffers.values())
 
     def _allocate_arena(self, size: int, room: int) -> Arena:
@@ -91,42 +90,42 @@ class HostOffload:
     # ---- weights ------------------------------------------------------------------------
 
     def register_bucket(self, bucket: Bucket) -> None:
-        """Move the weights of a bucket to the host and free their memory on the device."""
+        """Moves the weights of a bucket to the host and frees their memory on the device."""
         bucket.host_data = self._arena.allocate_tensor((bucket.size,), self.dtype)
         bucket.host_data.copy_(bucket.data)
         self.evict_weights(bucket)
 
     def fetch_weights(self, bucket: Bucket) -> PendingFetch:
-        """Start to copy the weights of a bucket to the device."""
+        """Starts copying the weights of a bucket to the device."""
         assert bucket.host_data is not None, bucket.name
         storage = bucket.data.untyped_storage()
         updating = bucket.pending_update
         bucket.pending_update = None
         if storage.nbytes() == 0:
             storage.resize_(bucket.size * self.dtype.itemsize)
-            # A separate tensor on the same storage: writing through `bucket.data` would bump the
-            # version counter, and autograd would refuse the weights it has saved.
+            # A separate tensor with the same storage: writing to `bucket.data` would increment its
+            # version counter, and autograd would reject the weights that it has saved.
             into = torch.empty(0, dtype=self.dtype, device=self.device)
             into.set_(storage, 0, (bucket.size,), (1,))
             if updating is None:
                 new = None
             else:
                 new = updating.wait_for_done_event()
-            # After the current stream, which may still use the memory that was just allocated, and
-            # after the update that writes the host copy.
+            # Wait for the current stream, which may still use the allocated memory, and for the
+            # update that writes the host copy.
             with self._to_device_stream.run_after(record_current_event(self.device), new):
                 into.copy_(bucket.host_data, non_blocking=True)
             self._fetch_events[bucket] = self._to_device_stream.record_event()
         return PendingFetch(bucket.data, self._fetch_events.get(bucket), updating)
 
     def evict_weights(self, bucket: Bucket) -> None:
-        """Free the device memory of the weights of a bucket."""
-        # The allocator may reuse the memory on the current stream, so it waits for the copy.
+        """Frees the device memory of the weights of a bucket."""
+        # The allocator may reuse the memory on the current stream, which must wait for the copy.
         wait_for_event(self._fetch_events.pop(bucket, None), self.device)
         bucket.data.untyped_storage().resize_(0)
 
     def synchronize(self) -> None:
-        """Wait until all weights on the host are up to date."""
+        """Waits until all weights on the host are up to date."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._to_device_stream.synchronize()
@@ -135,7 +134,7 @@ class HostOffload:
     # ---- gradients ----------------------------------------------------------------------
 
     def offload_grads(self, bucket: Bucket) -> None:
-        """Start to copy the gradients of a bucket to the host; on a device squares are known."""
+        """Starts copying the gradients of a bucket to the host."""
         assert bucket.grad is not None, bucket.name
         parts = bucket.grad.parts
         known = {id(grad): row for grad, row in bucket.grad_squares}
@@ -147,20 +146,20 @@ class HostOffload:
                 room = self._grad_buffer(bucket, start, grad)
                 parts[(start, stop)] = room.copy_(grad, non_blocking=True)
                 leaving.append(grad)
-                # The sum of squares stays valid for the copy: let it be found under the new tensor.
+                # The sum of squares is valid for the copy as well: assign it to the new tensor.
                 if id(grad) in known:
                     at = next(i for i, (x, _) in enumerate(bucket.grad_squares) if x is grad)
                     bucket.grad_squares[at] = (room, known[id(grad)])
         mark = self._grad_events[bucket] = self._to_host_stream.record_event()
         self._grads_in_flight.append((mark, leaving))
-        # Hold the tensors until the current stream has waited for their copies; only then may the
-        # allocator reuse their memory. One copy stays in flight.
+        # Keep the tensors until the current stream has waited for their copies; then the allocator
+        # may reuse their memory. One copy remains in flight.
         while len(self._grads_in_flight) > 1:
             before, _ = self._grads_in_flight.popleft()
             wait_for_event(before, self.device)
 
     def fetch_grads(self, bucket: Bucket) -> None:
-        """Copy offloaded gradients back to the device, to add others to them."""
+        """Copies offloaded gradients back to the device, to add others to them."""
         if bucket.grad is None or bucket not in self._grad_events:
             return
         wait_for_event(self._grad_events.pop(bucket), self.device)
@@ -168,7 +167,7 @@ class HostOffload:
             bucket.grad.parts[key] = grad.to(self.device, non_blocking=True, copy=True)
 
     def finish_transfers(self) -> StreamEvent:
-        """Event after which no gradients or weights are in flight; resets the bookkeeping."""
+        """Returns the event after which no gradients or weights are in flight; resets the state."""
         self._grad_events.clear()
         with self._to_host_stream.run_after(self._to_device_stream.record_event()):
             mark = self._to_host_stream.record_event()
@@ -180,7 +179,7 @@ class HostOffload:
         return mark
 
     def _grad_buffer(self, bucket: Bucket, start: int, grad: Tensor) -> Tensor:
-        """Host memory for a gradient at offset `start` of a bucket, reused from step to step."""
+        """Returns host memory for a gradient at offset `start` of a bucket; reused in each step."""
         width = bucket.bucket_scheduler.reduce_dtype.itemsize
         if (
             bucket not in self._grad_buffers
@@ -195,7 +194,7 @@ class HostOffload:
 
 
 def can_offload(bucket: Bucket) -> bool:
-    """Whether the weights of a bucket can be offloaded: large, and used in one place only."""
+    """Whether the weights of a bucket can be offloaded, i.e. are large and used in one block."""
     return (
         bucket.weights[0].param_group != "vector"
         and not bucket.reduce_at_step_end

@@ -1,17 +1,19 @@
-"""Bucket scheduler: weights are gathered before they are needed, gradients reduced after backward.
+"""Bucket scheduler: gathers weights before they are needed and reduces gradients after backward.
 
 Over the depth axis a bucket is
 
-* gathered just before a layer of it computes and resharded when another bucket is used (OAG: in the
-  order recorded at the first step the gather of the next bucket runs while this one computes),
-* reduce-scattered when the gradients of another bucket begin to arrive (ORS: until it is needed).
+* gathered before a layer of it computes and resharded when another bucket is used. The order of
+  buckets is recorded in the first step; later the gather of the next bucket overlaps with the
+  computation of the current one (OAG).
+* reduce-scattered when the gradients of another bucket begin to arrive. The reduction overlaps with
+  the computation of that bucket (ORS).
 
-Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the
-reduction over data follows at once; where ranks of other axes hold replicas of some weights, their
-sum comes before it and runs while the next block computes. Gradients are accumulated by parameter
-identity, never into a tensor seen in backward (recomputation creates new ones), and are added in
-micro-batch order. An overlap that is switched off uses the same buffers in the same order and waits
-at once, so results are bit-identical. All waiting is in `finish_gradients`.
+Gathers and reduce-scatters have separate communicators. In the last micro-batch of a step the
+reduction over data follows immediately; if ranks of other axes have replicas of some weights, they
+are summed first, while the next block computes. Gradients are accumulated by parameter identity,
+never into a tensor of the backward pass (recomputation creates new ones), and are added in
+micro-batch order. If an overlap is disabled, the same buffers are used in the same order and waited
+for immediately, so results are bit-identical. `finish_gradients` waits for everything.
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ from ranvier.grid import Grid
 
 
 class BucketScheduler:
-    """Schedules the gathers of weights and reductions of gradients; one for each model."""
+    """Schedules the gathers of weights and the reductions of gradients of one model."""
 
     def __init__(
         self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype, keep: bool = False
     ) -> None:
         self.grid = grid
         self.keep_unsharded = keep
-        """Gathered weights are kept until the end of the step."""
+        """Whether gathered weights are kept until the end of the step."""
         self.overlap = frozenset(overlap)
         self.reduce_dtype = dtype
         """Dtype in which gradients are accumulated and reduced."""
-        # Two communicators on the same ranks: a gather must not queue behind a reduce-scatter.
+        # Two communicators for the same ranks, so that a gather does not wait for a reduce-scatter.
         self.gather_axis = grid.axis("depth", channel="gather")
         self.scatter_axis = grid.axis("depth", channel="scatter")
         self.data_axis = grid.axis("data")
@@ -52,12 +54,12 @@ class BucketScheduler:
         self.device = torch.device("cpu")
         """Device of the weights."""
         self.load_count = 0
-        """How often values were loaded into the weights from outside."""
+        """Number of times that values were loaded into the weights from outside."""
         self.on_bucket_complete: Callable[[Bucket], None] | None = None
-        """Called with buckets whose gradients are complete early: no other rank holds them."""
+        """Called with each bucket that only this rank has, once its gradients are complete."""
         self.on_optimizer_step: Callable[[Tensor], None] | None = None
-        """Called after each optimizer step with whether the update was applied (a bool on the
-        device)."""
+        """Called after each optimizer step with a bool on the device: whether the update was
+        applied."""
         self.host_offload: HostOffload | None = None
         """Host memory of offloaded weights."""
         self._is_last_micro_batch = False
@@ -73,15 +75,15 @@ class BucketScheduler:
     # ---- weights: all-gather over depth, fetch from the host ---------------------------
 
     def begin_step(self, kind: str) -> None:
-        """Start a step of a kind; drop gathered weights and gradients.
+        """Starts a step of a kind; drops gathered weights and gradients.
 
-        Steps of the same kind use blocks in the same order, which is recorded and followed; the
-        kind "" has none. Gradients of passes without a `begin_step` between them are added.
+        Steps of the same kind use blocks in the same order, which is recorded for prefetching; the
+        kind "" has no recorded order. Gradients accumulate until the next `begin_step`.
         """
-        # The step before took another order than recorded: follow the newer one from now on.
+        # If the last step had another order than recorded, use the newer one from now on.
         if self._step_kind and self._recorded_orders.get(self._step_kind) != self._blocks_seen:
             self._recorded_orders[self._step_kind] = self._blocks_seen
-        # A collective that was issued has to be waited for, even if its result is not used.
+        # Wait for every collective that was issued, even if its result is not used.
         for block in self._prefetches.values():
             for pending in block:
                 pending.wait()
@@ -101,18 +103,17 @@ class BucketScheduler:
             bucket.squares_event = None
 
     def unshard_block(self, block: str) -> None:
-        """Gather the weights of a block.
+        """Gathers the weights of a block.
 
         Communicates: all-gather over depth, often prefetched.
         """
         if block != self._resident_block:
-            # Copies and collectives are not ops of the model: dispatch modes of selective
-            # checkpointing must not save them.
+            # Dispatch modes of selective checkpointing must not save these copies and collectives.
             with collectives.hide_from_dispatch_modes(), self.grid.trace.outside_block():
                 self._unshard_block(block)
 
     def prepare_block(self, block: str) -> None:
-        """Before a block computes: wait for its update and fetch what no gather triggers."""
+        """Waits for the update of a block, and fetches its offloaded weights."""
         for bucket in self.buckets:
             if bucket.pending_update is not None and bucket.name == block:
                 bucket.wait_for_update()
@@ -120,7 +121,7 @@ class BucketScheduler:
             self.unshard_block(block)
 
     def offload_weights(self, room: int) -> None:
-        """Offload weights to the host from now on. room: bytes of host memory that may be used."""
+        """Offloads weights to the host from now on. room: bytes of host memory that may be used."""
         self.host_offload = HostOffload(
             self.buckets, self.buckets[0].data.dtype, self.device, room=room
         )
@@ -129,12 +130,12 @@ class BucketScheduler:
         self.begin_step("")
 
     def discard_trial(self) -> None:
-        """Drop gradients, gathered weights and the recorded order of blocks after a trial step."""
+        """Drops gradients, gathered weights and recorded orders after a trial step."""
         self.begin_step("")
         self._recorded_orders = {}
 
     def wait_for_updates(self) -> None:
-        """Make the device wait for all pending updates of weights."""
+        """Makes the device wait for all pending updates of weights."""
         for bucket in self.buckets:
             bucket.wait_for_update()
         if self.host_offload is not None:
@@ -142,11 +143,10 @@ class BucketScheduler:
 
     def _unshard_block(self, block: str) -> None:
         if self._filling_bucket is not None and self._filling_bucket.name != block:
-            # The previous block is done: issue its reduction before the gathers below.
+            # The previous block is complete: issue its reduction before the gathers below.
             self._reduce_filled_bucket()
         here = self._buckets_to_fetch(block)
-        # A block that is needed right after this one keeps its memory: its prefetch is issued
-        # below.
+        # A block that is needed after this one keeps its memory, as it is prefetched below.
         follows = self._next_block([*self._blocks_seen, block])
         if not self.keep_unsharded:
             for bucket in self._buckets_to_fetch(self._resident_block):
@@ -156,41 +156,39 @@ class BucketScheduler:
             return
         pending = self._prefetches.pop(block, None) or self._gather_block(block)
         self._blocks_seen.append(block)
-        # Issue the next gather before waiting for this one, so that it runs while this block
-        # computes.
+        # Issue the next gather before waiting for this one, so that it overlaps with this block.
         self._prefetch_next_block()
         for bucket, values in zip(here, pending, strict=True):
             whole = values.wait()
             if bucket.is_depth_sharded:
                 bucket.unsharded_params = bucket.unpack_gathered(whole)
-                # The gathered weights are a copy; the shard that was fetched is no longer needed.
+                # The gathered weights are a copy; the fetched shard is no longer needed.
                 self._evict_weights(bucket)
             else:
                 bucket.unsharded_params = []
 
     def _buckets_to_fetch(self, block: str) -> list[Bucket]:
-        """Buckets of a block that have to be gathered over depth or fetched from the host."""
+        """Returns the buckets of a block that must be gathered over depth or fetched."""
         return [bucket for bucket in self.buckets if bucket.name == block and bucket.needs_fetch]
 
     def _reshard_bucket(self, bucket: Bucket, *, soon: bool = False) -> None:
-        """Drop the gathered or fetched weights of a bucket. soon: they are fetched next."""
+        """Drops the gathered or fetched weights of a bucket. soon: they are needed next."""
         bucket.unsharded_params = None
         if not soon:
             self._evict_weights(bucket)
 
     def _evict_weights(self, bucket: Bucket) -> None:
-        """Free the device memory of offloaded weights.
+        """Frees the device memory of offloaded weights.
 
-        Not while a fetch or a gather of them is in flight, which reads that memory. Where a block
-        is used twice in a row (by two jobs of a stage) the second is issued before the first has
-        arrived.
+        Memory is not freed while a fetch or gather of it is in flight: if two jobs of a stage use
+        the same block in succession, the second fetch is issued before the first is complete.
         """
         under_way = bucket.name in self._prefetches
         if bucket.host_data is not None and self.host_offload is not None and not under_way:
             self.host_offload.evict_weights(bucket)
 
     def _next_block(self, seen: list[str]) -> str:
-        """The block that came next in the recorded order, as long as this step follows it."""
+        """Returns the next block in the recorded order, or "" if this step deviates from it."""
         order = self._recorded_orders.get(self._step_kind, [])
         if order[: len(seen)] == seen and len(order) > len(seen):
             return order[len(seen)]
@@ -215,15 +213,16 @@ class BucketScheduler:
         return pending
 
     def _prefetch_next_block(self) -> None:
-        """Issue the gather of the next block in the recorded order."""
+        """Issues the gather of the next block in the recorded order, if any."""
         block = self._next_block(self._blocks_seen)
         if block and block not in self._prefetches:
             self._prefetches[block] = self._gather_block(block)
 
     def begin_pass(self, *, last: bool = False, forget: bool = False) -> None:
-        """Start a pass over some blocks; in the last one reductions over data start early.
+        """Starts a pass over some blocks. last: reductions over data start during this pass.
 
-        forget: the resident block is not the first of this pass.
+        forget: whether to drop the weights of the current block, with which this pass does not
+        begin.
         """
         self._reduce_filled_bucket()
         self._is_last_micro_batch = last
@@ -233,7 +232,7 @@ class BucketScheduler:
             self._resident_block = ""
 
     def flush_reductions(self) -> None:
-        """Start all reductions of this pass, so that none waits for another pass to begin."""
+        """Starts all remaining reductions of this pass, before another pass begins."""
         self._reduce_filled_bucket()
         while self._depth_reductions:
             self._finish_depth_reduction()
@@ -243,9 +242,9 @@ class BucketScheduler:
     # ---- gradients: reduce over depth, replicas, data ----------------------------------
 
     def accumulate_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
-        """Add a gradient of a gathered weight.
+        """Adds a gradient of a gathered weight.
 
-        The bucket that was filled before is complete and gets reduced.
+        If another bucket was being filled, it is complete and is reduced.
         """
         if not weight.is_depth_sharded:
             self.accumulate_shard_grad(weight.bucket, weight.offset, grad)
@@ -255,21 +254,22 @@ class BucketScheduler:
             weight.bucket.add_unsharded_grad(weight, grad)
 
     def accumulate_shard_grad(self, bucket: Bucket, start: int, grad: Tensor) -> None:
-        """Add a gradient of consecutive shards from `start` on."""
+        """Adds a gradient of consecutive shards, from offset `start`."""
         with collectives.hide_from_dispatch_modes():
             self._start_filling(bucket)
             self._add_to_bucket(bucket, grad, start)
 
     def _add_to_bucket(self, bucket: Bucket, grad: Tensor, start: int = 0) -> None:
-        """Add to the gradient of a bucket, which may have been offloaded."""
+        """Adds to the gradient of a bucket, which may be on the host."""
         if bucket.host_data is not None and self.host_offload is not None:
             self.host_offload.fetch_grads(bucket)
         bucket.add_shard_grad(grad, start)
 
     def _offload_grads(self, bucket: Bucket) -> None:
-        """Offload the gradient of a bucket, if its weights are offloaded.
+        """Offloads the gradient of a bucket if its weights are offloaded.
 
-        At the end of a step only once its squares are summed: the norm is computed on the device.
+        In the last micro-batch its squares must be summed first, as the norm is computed on the
+        device.
         """
         if bucket.host_data is None or self.host_offload is None or bucket.grad is None:
             return
@@ -277,9 +277,9 @@ class BucketScheduler:
             self.host_offload.offload_grads(bucket)
 
     def _start_filling(self, bucket: Bucket) -> None:
-        """Gradients of a bucket begin to arrive: those of the previous block are complete.
+        """Marks a bucket as being filled, and reduces the bucket of the previous block.
 
-        Other buckets of the same block arrive in between; they are reduced at the end.
+        Other buckets of the same block are reduced at the end.
         """
         if bucket.reduce_at_step_end or (
             self._filling_bucket is not None and bucket.name == self._filling_bucket.name
@@ -289,7 +289,7 @@ class BucketScheduler:
         self._filling_bucket = bucket
 
     def _reduce_filled_bucket(self) -> None:
-        """Reduce the bucket that was being filled."""
+        """Reduces the bucket that was being filled."""
         bucket = self._filling_bucket
         self._filling_bucket = None
         if bucket is not None and bucket.unsharded_grads is not None:
@@ -305,26 +305,25 @@ class BucketScheduler:
             pending = collectives.reduce_scatter(bucket.unsharded_grads.view(-1), self.scatter_axis)
         bucket.unsharded_grads = None
         self._depth_reductions.append((bucket, pending, self._is_last_micro_batch))
-        # With overlap one reduction stays in flight while the next block computes; more would hold
-        # the gradient buffers of several blocks.
+        # With overlap, one reduction remains in flight while the next block computes; more would
+        # keep the gradient buffers of several blocks.
         while len(self._depth_reductions) > (1 if "dw" in self.overlap else 0):
             self._finish_depth_reduction()
 
     def _finish_depth_reduction(self) -> None:
-        """Wait for the oldest reduction over depth."""
+        """Waits for the oldest reduction over depth."""
         bucket, pending, last = self._depth_reductions.popleft()
         if bucket.host_data is not None and self.host_offload is not None:
             self.host_offload.fetch_grads(bucket)
         bucket.add_compressed_grad(pending.wait())
-        # `last` is that of the pass that issued the reduction: another one may have begun since.
+        # `last` belongs to the pass that issued the reduction; another pass may have begun since.
         if last:
             self._start_early_reduction(bucket)
         self._offload_grads(bucket)
 
     def _start_early_reduction(self, bucket: Bucket) -> None:
-        """Start the reduction over data during backward, where nothing has to precede it."""
-        # Without a data axis there is no reduction that the sum over replicas could precede: it is
-        # done in `finish_gradients`.
+        """Starts the reduction over data during backward, if the gradient is complete."""
+        # Without a data axis, `finish_gradients` computes the sum over replicas.
         if bucket.reduce_at_step_end or (bucket.replicated_segments and self.data_axis.size == 1):
             return
         if bucket.replicated_segments:
@@ -337,19 +336,19 @@ class BucketScheduler:
             self.on_bucket_complete(bucket)
 
     def _finish_replica_sum(self) -> None:
-        """Wait for the oldest sum over replicas; the reduction over data follows."""
+        """Waits for the oldest sum over replicas; the reduction over data follows."""
         bucket, whole, pending = self._replica_sums.popleft()
         self._reduce_over_data(bucket, _merge_replica_sums(bucket, whole, pending))
 
     def _pop_grad(self, bucket: Bucket) -> Tensor:
-        """Remove and return the gradient of a bucket; one that arrives later is added."""
+        """Removes and returns the gradient of a bucket; later gradients are added separately."""
         assert bucket.grad is not None, bucket.name
         whole = bucket.grad.flat_grad(bucket.data.device)
         bucket.grad = None
         return whole
 
     def _reduce_over_data(self, bucket: Bucket, whole: Tensor) -> None:
-        """Start the reduction of a gradient over data."""
+        """Starts the reduction of a gradient over data."""
         with self.grid.trace.named_scope(bucket.name):
             pending = collectives.reduce_scatter(whole, self.data_axis)
         bucket.reduced_grads.append(pending)
@@ -357,22 +356,22 @@ class BucketScheduler:
             pending.wait()
 
     def finish_gradients(self) -> list[tuple[Bucket, Pieces]]:
-        """Each trainable bucket with my range over data of its gradient, in pieces.
+        """Returns each trainable bucket with the data shard of its gradient, in pieces.
 
-        The gradient is summed over all ranks that hold the bucket.
-        Communicates: the rest of the reductions over depth, then over the axes that do not shard a
+        The gradient is summed over all ranks that have the bucket.
+        Communicates: the remaining reductions over depth, then over the axes that do not shard a
         weight, then over data.
         """
         self._check_params()
         self._reduce_filled_bucket()
-        # Buckets of a block other than the one being filled, and those complete only now.
+        # Other buckets of the last block, and buckets that are complete only now.
         for bucket in self.buckets:
             if bucket.unsharded_grads is not None:
                 self._reduce_scatter_over_depth(bucket)
         self.flush_reductions()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
-            # No gradient arrived here, but other ranks may have one: take part with zeros.
+            # This rank has no gradient, but other ranks may have one: contribute zeros.
             if bucket.grad is None and not bucket.reduced_grads and bucket.final_grads is None:
                 bucket.grad = GradientAccumulator(bucket.reduced_elements, self.reduce_dtype)
             if bucket.grad is not None:
@@ -389,10 +388,10 @@ class BucketScheduler:
         return [(bucket, self._collect_final_grads(bucket)) for bucket in buckets]
 
     def _collect_final_grads(self, bucket: Bucket) -> Pieces:
-        """My range over data of a gradient: as reduced, or as it arrived if no other rank holds it.
+        """Returns the data shard of a gradient, reduced if other ranks have the bucket.
 
-        Buckets reduced at the end of a step have many small weights, or one with two gradients:
-        they become one piece.
+        Buckets that are reduced at the end of a step have many small weights, or one weight with
+        two gradients; they are merged into one piece.
         """
         device = bucket.data.device
         if bucket.final_grads is None:
@@ -414,30 +413,31 @@ class BucketScheduler:
         return bucket.final_grads.covering_pieces(device)
 
     def _check_params(self) -> None:
-        """Refuse parameters that were replaced, moved or (un)frozen after `parallelize`."""
+        """Raises if parameters were replaced, moved or (un)frozen after `parallelize`."""
         for bucket in self.buckets:
             start = bucket.data.data_ptr()
             itemsize = bucket.data.element_size()
             for weight in bucket.weights:
                 param = weight.param
                 at = start + weight.offset * itemsize
-                # Offloaded parameters have no memory between uses, hence no address to compare.
+                # Offloaded parameters have no memory, and so no address, between uses.
                 moved = param.data_ptr() != at and param.numel() > 0 and bucket.host_data is None
                 if param is not weight.expected_param or moved:
                     raise ShardingError(
-                        f"{weight.name} is no longer part of its bucket. A parallel model is not "
-                        "moved, cast, copied or assigned to. Give parallelize dtype= and device=, "
-                        "and load values with model.parallel.load_full_state()."
+                        f"{weight.name} is no longer part of its bucket. The parameters of a "
+                        "parallel model must not be moved, cast, copied or replaced. Pass dtype= "
+                        "and device= to parallelize(), and load values with "
+                        "model.parallel.load_full_state()."
                     )
                 if param.requires_grad != weight.trainable:
                     raise ShardingError(
                         f"{weight.name} has requires_grad={param.requires_grad}, but had "
-                        f"{weight.trainable}. What is trained is settled by parallelize. Freeze or "
-                        "free weights before it."
+                        f"{weight.trainable} in parallelize(). It must not change afterwards. "
+                        "Freeze or unfreeze weights before you call parallelize()."
                     )
 
     def _sum_over_replicas(self, bucket: Bucket) -> None:
-        """Sum over ranks with the same shards along other axes than depth and data."""
+        """Sums the gradient over ranks with the same shards, except along depth and data."""
         if not bucket.replicated_segments and bucket.tied_axis is None:
             return
         whole = _merge_replica_sums(bucket, *self._start_replica_sums(bucket))
@@ -448,8 +448,8 @@ class BucketScheduler:
         bucket.grad.parts = {(0, bucket.reduced_elements): whole}
 
     def _start_replica_sums(self, bucket: Bucket) -> tuple[Tensor, list[PendingTensor]]:
-        """The gradient of a bucket, and the pending sums of its segments over replicas."""
-        # Clone: the sums are written into it, and the gradient may be a tensor of autograd.
+        """Returns the gradient of a bucket, and the pending sums of its segments over replicas."""
+        # Clone, as the sums are written into it, and the gradient may be a tensor of autograd.
         whole = self._pop_grad(bucket).clone()
         with self.grid.trace.named_scope(bucket.name):
             parts = [
@@ -460,7 +460,7 @@ class BucketScheduler:
 
 
 def _merge_replica_sums(bucket: Bucket, whole: Tensor, pending: list[PendingTensor]) -> Tensor:
-    """The gradient with the sums of its segments in place."""
+    """Writes the sums of the segments into the gradient and returns it."""
     for segment, one in zip(bucket.replicated_segments, pending, strict=True):
         whole[segment.start : segment.stop].copy_(one.wait())
     return whole

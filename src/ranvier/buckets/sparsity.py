@@ -1,13 +1,14 @@
-"""Sparsity masks: which elements of a pruned bucket are kept, and dense <-> compressed conversion.
+"""Sparsity masks: the kept elements of a pruned bucket, and dense <-> compressed conversion.
 
-Working weights stay dense, zeros stored: dense matmuls are the fast ones. Gradients, master weights
-and moments hold only the kept elements, one after the other (SAMO). The mask is stored once for all
-of them: as bits (1/8 byte per element) or as int32 positions (4 bytes per kept element), whichever
-is smaller. Positions are derived from bits temporarily, a chunk at a time; the number of kept
-elements between two chunk bounds is known on the host, so it never waits for a device.
+Working weights remain dense, with zeros, as dense matmuls are faster. Gradients, master weights and
+moments contain only the kept elements, one after the other (SAMO). The mask is stored once for all
+of them, as bits (1/8 byte per element) or as int32 positions (4 bytes per kept element), whichever
+is smaller. Positions are derived from bits temporarily, one chunk at a time; the number of kept
+elements between two chunk bounds is known on the host, which therefore never waits for a device.
 
-With depth a rank compresses the gradient of the gathered weights `[depth, size]` before it is
-reduced, so it holds the bits of all depth ranks. Compressed rows are as long as the fullest.
+With depth > 1, ranks compress the gradient of the gathered weights `[depth, size]` before its
+reduction, so each stores the bits of all depth ranks. All compressed rows have the length of the
+longest.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**24
-"""Elements whose positions are computed at once; bounds temporary memory."""
+"""Number of elements whose positions are computed at once; limits temporary memory."""
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Bools `[n]` as bits `[ceil(n / 8)]`, the first in the lowest bit."""
+    """Packs bools `[n]` into bits `[ceil(n / 8)]`, the first into the lowest bit."""
     places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     found = []
     for part in mask.split(CHUNK):
@@ -34,33 +35,32 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor) -> Tensor:
-    """Bits `[..., n]` as bools `[..., 8 n]`."""
+    """Unpacks bits `[..., n]` to bools `[..., 8 n]`."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (((bits.unsqueeze(-1) >> places) & 1) > 0).flatten(-2)
 
 
 @dataclass(frozen=True)
 class CompressedTensor:
-    """A sparse tensor: the kept values, and where they are."""
+    """A sparse tensor: the kept values and their positions."""
 
     values: Tensor
-    """Flat; empty for a mask, which is one where elements are kept."""
+    """The kept values, flat; empty for a mask, whose kept elements are all one."""
     bits: Tensor
-    """Bit mask, on the host."""
+    """Bit mask of the kept elements, on the host."""
     size: int
-    """Number of elements, zeros included."""
+    """Number of elements, including zeros."""
 
 
 class SparsityMask:
-    """The kept elements of a bucket, on this rank and on the others of its depth axis."""
+    """The kept elements of a bucket, on all ranks of its depth axis."""
 
     def __init__(
         self, bits: Tensor, size: int, edges: Sequence[int], *, mine: int, ranks: int
     ) -> None:
-        """bits: of all depth ranks, `[depth, ceil(size / 8)]`. edges: bounds of the weights.
+        """bits: masks of all depth ranks, `[depth, ceil(size / 8)]`. edges: bounds of the weights.
 
-        mine: my row of them. ranks: compressed rows are cut into this many equal ranges (over
-        data).
+        mine: row of this rank. ranks: number of equal ranges of a compressed row (over data).
         """
         self.size = size
         self.row_index = mine
@@ -68,7 +68,7 @@ class SparsityMask:
         self._bits: Tensor | None = bits
         self._index: Tensor | None = None
         self._chunk_bounds = sorted({0, size, *edges, *range(0, size, CHUNK)})
-        # The one synchronization with the device: all later counts are looked up on the host.
+        # The only synchronization with the device: later all counts are available on the host.
         sums = [
             self._mask_window(0, len(bits), a, b).sum(1) for a, b in pairwise(self._chunk_bounds)
         ]
@@ -77,11 +77,11 @@ class SparsityMask:
         self._counts_before: list[dict[int, int]] = [
             dict(zip(self._chunk_bounds, row, strict=True)) for row in before
         ]
-        """By row: number of kept elements before each chunk bound."""
+        """Number of kept elements before each chunk bound, by row."""
         self.row_counts = [row[-1] for row in before]
         """Number of kept elements of each depth rank."""
         self.compressed_size = -(-max(self.row_counts) // ranks) * ranks
-        """Elements of a compressed row: the fullest, rounded up to a multiple of `ranks`."""
+        """Elements of a compressed row: the longest, rounded up to a multiple of `ranks`."""
         # int32 positions are smaller than bits if fewer than 1 in 32 elements are kept.
         if 4 * sum(self.row_counts) < bits.numel() and size < 2**31:
             self._index = self._all_positions().to(torch.int32)
@@ -90,28 +90,28 @@ class SparsityMask:
         step = self.compressed_size // ranks
         inner = [self.dense_position(i * step) for i in range(1, ranks)]
         self.shard_bounds = [0, *inner, size]
-        """Dense positions where the equal ranges of my compressed row begin, and the end."""
+        """Dense start positions of the equal ranges of this rank's compressed row, then the end."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the mask."""
+        """Memory of the mask in bytes."""
         return sum(x.nbytes for x in (self._bits, self._index) if x is not None)
 
     def compressed_offset(self, position: int) -> int:
-        """Offset in my compressed row of a weight that begins at `position` of the bucket."""
+        """Returns the compressed offset of a weight that begins at `position` of the bucket."""
         return self._counts_before[self.row_index][position]
 
     # ---- positions ----------------------------------------------------------------------
 
     def _mask_window(self, first: int, last: int, a: int, b: int) -> Tensor:
-        """Whether elements `a` to `b` of some rows are kept, from bits."""
+        """Returns whether elements `a` to `b` of some rows are kept, from bits."""
         assert self._bits is not None
-        # Unpack whole bytes, then cut off the bits outside.
+        # Unpack whole bytes, then remove the bits outside of the range.
         low = a // 8
         return unpack_bits(self._bits[first:last, low : -(-b // 8)])[:, a - 8 * low : b - 8 * low]
 
     def _all_positions(self) -> Tensor:
-        """Positions of the kept elements within their row, one row after the other."""
+        """Returns the positions of the kept elements in their rows, one row after the other."""
         return torch.cat(
             [
                 self._positions_between(row, row + 1, a, b) + a
@@ -121,11 +121,11 @@ class SparsityMask:
         )
 
     def _positions_between(self, first: int, last: int, a: int, b: int) -> Tensor:
-        """Positions of kept elements between two chunk bounds in a flattened `[rows, b - a]`."""
+        """Returns positions of kept elements between chunk bounds, in a flat `[rows, b - a]`."""
         counts = [before[b] - before[a] for before in self._counts_before[first:last]]
         if self._bits is not None:
             mask = self._mask_window(first, last, a, b).reshape(-1)
-            # The size is known, so that nonzero does not have to synchronize with the host.
+            # The size is known, so nonzero does not need to synchronize with the host.
             return torch.nonzero_static(mask, size=sum(counts)).reshape(-1)
         assert self._index is not None
         found = []
@@ -136,9 +136,9 @@ class SparsityMask:
         return torch.cat(found)
 
     def _iter_positions(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Positions of the elements `start` to `stop` of my compressed row, a chunk at a time.
+        """Yields the positions of elements `start` to `stop` of this rank's compressed row.
 
-        Each chunk comes with its bounds in that row.
+        Each chunk of positions comes with its bounds in that row.
         """
         before = self._counts_before[self.row_index]
         for a, b in pairwise(self._chunk_bounds):
@@ -149,8 +149,8 @@ class SparsityMask:
                 yield low, high, index[low - before[a] : high - before[a]] + a
 
     def dense_position(self, number: int) -> int:
-        """Dense position of the element `number` of my compressed row, or the end."""
-        # Only a few bounds are ever needed, and each lookup costs a synchronization.
+        """Returns the dense position of the element `number` of the compressed row, or the end."""
+        # Cached, as only a few bounds are needed, and each lookup synchronizes.
         if number not in self._position_cache:
             found = [index for _, _, index in self._iter_positions(number, number + 1)]
             if found:
@@ -160,7 +160,7 @@ class SparsityMask:
         return self._position_cache[number]
 
     def dense_mask(self, low: int, high: int) -> Tensor:
-        """Whether my elements `low` to `high` are kept."""
+        """Returns whether the elements `low` to `high` of this rank are kept."""
         found = [torch.zeros(0, dtype=torch.bool, device=self.device)]
         for a, b in pairwise(self._chunk_bounds):
             if a < high and low < b:
@@ -177,9 +177,9 @@ class SparsityMask:
 
     @torch.no_grad()
     def compress_range(self, dense: Tensor, origin: int, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of my compressed row, from dense ones; padding is zero.
+        """Returns elements `start` to `stop` of the compressed row; padding is zero.
 
-        dense: flat, begins at position `origin`.
+        dense: flat tensor that begins at position `origin`.
         """
         out = dense.new_zeros(stop - start)
         for low, high, index in self._iter_positions(start, stop):
@@ -188,21 +188,21 @@ class SparsityMask:
 
     @torch.no_grad()
     def write_dense(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
-        """Scatter elements of my compressed row from `start` on into a dense tensor."""
+        """Writes elements of the compressed row, from `start`, to a dense tensor."""
         for low, high, index in self._iter_positions(start, start + values.numel()):
             part = values[low - start : high - start].to(dense)
             dense.index_copy_(0, index - origin, part)
 
     @torch.no_grad()
     def add_to_compressed(self, into: Tensor, dense: Tensor, start: int) -> None:
-        """Add dense elements of all rows from position `start` on to compressed rows.
+        """Adds dense elements of all rows, from position `start`, to compressed rows.
 
         into: `[depth, compressed_size]`; dense: `[depth, n]`.
         """
         stop = start + dense.shape[1]
         rows = len(self.row_counts)
         for a, b in pairwise(self._chunk_bounds):
-            # Bounds of weights are chunk bounds, so a chunk is either inside the weight or outside.
+            # Bounds of weights are chunk bounds, so a chunk is inside or outside of a weight.
             if a < start or b > stop:
                 continue
             part = dense[:, a - start : b - start].reshape(-1)[
@@ -214,6 +214,6 @@ class SparsityMask:
 
     @torch.no_grad()
     def zero_pruned(self, dense: Tensor) -> None:
-        """Set the pruned ones of my elements `[size]` to zero."""
+        """Sets the pruned elements of a tensor `[size]` to zero."""
         for a, b in pairwise(self._chunk_bounds):
             dense[a:b].masked_fill_(~self.dense_mask(a, b).to(dense.device), 0)

@@ -1,7 +1,8 @@
 """Bucket specs: weights that are gathered, reduced and updated together, and their traffic.
 
-The matrices of a block form a bucket, all vectors of a model another; embedding and head have their
-own. `Bucket` holds the tensors of a spec; the planner uses specs without tensors. No torch here.
+The matrices of a block form a bucket, and so do all vectors of a model; embedding and head have
+separate buckets. `Bucket` has the tensors of a spec; the planner uses specs without tensors. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ VECTORS = "vectors"
 """Block of all parameters that are not matrices."""
 
 ParamGroup = Literal["matrix", "embedding", "vector"]
-"""Kinds of parameters that an optimizer may treat differently, determined by their named dims."""
+"""Groups of parameters with separate optimizer settings, determined by their named dims."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParamSpec:
-    """A weight as it is assigned to a bucket."""
+    """The properties of a weight that determine its bucket."""
 
     name: str
     block: str
@@ -37,13 +38,13 @@ class ParamSpec:
     is_tied: bool = False
     """Whether several layers share it."""
     other_stages: tuple[int, ...] = ()
-    """Other stages that hold it as well."""
+    """Other stages that also have it."""
     repeats: int = 1
-    """Stands for the equal weights of this many blocks, one after the other."""
+    """Number of blocks whose identical weights it represents."""
 
     @property
     def num_elements(self) -> int:
-        """Elements of my shards, padding included."""
+        """Number of elements on this rank, including padding."""
         return math.prod(self.sharding.local_shape) * self.repeats
 
     @property
@@ -54,7 +55,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a bucket, and the number of ranks of each axis (not data) with the same shards."""
+    """A range of a bucket, and the number of ranks per axis (except data) with the same shards."""
 
     start: int
     stop: int
@@ -63,19 +64,19 @@ class BucketRange:
 
 @dataclass(frozen=True, eq=False)
 class BucketSpec:
-    """Weights in the order of their layout."""
+    """A bucket: its weights in the order of the flat buffer."""
 
     block: str
     params: tuple[ParamSpec, ...]
     ranges: tuple[BucketRange, ...]
     size: int
-    """Elements on this rank, rounded up to a multiple of the data axis."""
+    """Number of elements on this rank, rounded up to a multiple of the data axis."""
     reduce_at_step_end: bool
-    """Gradients are complete only at the end of a step: tied weights, vectors."""
+    """Whether gradients are complete only at the end of a step (tied weights, vectors)."""
 
     @cached_property
     def traffic(self) -> BucketTraffic:
-        """What is communicated of the bucket."""
+        """The communication volumes of the bucket."""
         first = self.params[0]
         spans = [(tuple(one.replicas), one.stop - one.start) for one in self.ranges if one.replicas]
         tied = bool(first.other_stages)
@@ -92,7 +93,7 @@ class BucketSpec:
 
 
 def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) -> list[BucketSpec]:
-    """Group weights into buckets: by block, depth sharding, parameter group, trainable, tied."""
+    """Groups weights into buckets by block, depth sharding, parameter group, trainable and tied."""
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
     for piece in pieces:
         tied = piece.is_tied or bool(piece.other_stages)
@@ -109,11 +110,11 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
     found = []
     for members in groups.values():
         block = members[0].block
-        # Weights with the same replicas become neighbours, so that one range covers them. The sort
-        # is stable: all ranks lay out a bucket alike.
+        # Weights with the same replicas become adjacent, so that one range covers them. The sort is
+        # stable, so all ranks have the same layout.
         members.sort(key=lambda piece: sorted(replicas_per_axis(piece.sharding, degrees).items()))
         ranges = _replica_ranges(members, degrees)
-        # The flat buffer is cut into equal ranges over data.
+        # The flat buffer is split into equal ranges over data.
         size = -(-ranges[-1].stop // multiple) * multiple
         late = members[0].is_tied or bool(members[0].other_stages) or block == VECTORS
         found.append(BucketSpec(block, tuple(members), tuple(ranges), size, late))
@@ -121,13 +122,13 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
 
 
 def replicas_per_axis(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Number of ranks of each axis but data and pipe that hold the same shard."""
+    """Returns the number of ranks with the same shard per axis, except data and pipe."""
     same = sharding.replica_counts(degrees)
     return {axis: count for axis, count in same.items() if axis not in ("data", "pipe")}
 
 
 def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:
-    """Lay out weights one after the other; neighbours with the same replicas form a range."""
+    """Returns the ranges of consecutive weights with the same replicas."""
     found = []
     start = 0
     for same, group in itertools.groupby(
@@ -144,20 +145,20 @@ def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) ->
 
 @dataclass(frozen=True)
 class BucketTraffic:
-    """What is communicated of a bucket."""
+    """The communication volumes of a bucket."""
 
     block: str
     size: int
-    """Elements on a rank that are gathered over depth."""
+    """Number of elements per rank that are gathered over depth."""
     reduced_elements: int
-    """Elements that are reduced and updated; fewer if the bucket is pruned."""
+    """Number of elements that are reduced and updated; fewer if the bucket is pruned."""
     is_depth_sharded: bool
     trainable: bool
     reduce_at_step_end: bool
     replica_sums: tuple[tuple[tuple[str, ...], int], ...] = ()
     """Axes other than depth and data over which elements are summed, and the number of elements."""
     tied_across_stages: bool = False
-    """Whether other stages hold it as well."""
+    """Whether other stages also have it."""
 
 
 @dataclass(frozen=True)
@@ -165,21 +166,21 @@ class ElementSizes:
     """Bytes per element."""
 
     param_bytes: int
-    """Of a weight."""
+    """Bytes per element of a weight."""
     grad_bytes: int
-    """Of a gradient that is reduced."""
+    """Bytes per element of a gradient when it is reduced."""
 
 
 def blocks_to_gather(
     forward: Sequence[str], backward: Sequence[str], *, alone: bool, keep: bool
 ) -> list[str]:
-    """Blocks whose weights are gathered over depth in a micro-batch, in order.
+    """Returns the blocks whose weights are gathered over depth in a micro-batch, in order.
 
-    One gather serves consecutive uses of the same block, or all uses if gathered weights are kept.
-    Forward and backward are separate jobs unless the stage is alone.
+    Consecutive uses of a block need one gather, and all uses do if gathered weights are kept.
+    alone: whether the pipeline has one stage; otherwise forward and backward are separate jobs.
     """
-    # With one stage backward follows forward directly and reuses the last block; between separate
-    # jobs the weights are dropped.
+    # With one stage, backward follows forward and reuses the last block; between separate jobs the
+    # weights are dropped.
     uses = [*forward, *([] if alone else [""]), *backward]
     if keep:
         uses = list(dict.fromkeys(forward))
@@ -187,13 +188,13 @@ def blocks_to_gather(
 
 
 def weight_gather_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSizes) -> Event:
-    """All-gather of weights over depth."""
-    # Bytes of a gather count its output, hence the factor `depth.size`.
+    """Returns the all-gather of weights over depth."""
+    # The bytes of a gather are the bytes of its output, so they include the factor `depth.size`.
     return Event("all_gather", depth.names, bulk.size * types.param_bytes * depth.size, bulk.block)
 
 
 def grad_scatter_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSizes) -> Event:
-    """Reduce-scatter of gradients over depth."""
+    """Returns the reduce-scatter of gradients over depth."""
     return Event(
         "reduce_scatter",
         depth.names,
@@ -205,7 +206,7 @@ def grad_scatter_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSize
 def optimizer_step_events(
     bulk: BucketTraffic, depth: AxisGroup, data: AxisGroup, types: ElementSizes
 ) -> list[Event]:
-    """What the optimizer step communicates of a bucket: gradients, then updated weights."""
+    """Returns the communication of a bucket in the optimizer step: gradients, then weights."""
     if not bulk.trainable:
         return []
     events = list[Event]()
@@ -228,7 +229,7 @@ def optimizer_step_events(
 def grad_norm_events(
     degrees: Mapping[str, int], types: ElementSizes, *, votes: int = 0
 ) -> list[Event]:
-    """All-reduce of the squared gradient norm, plus one number per vote, over all ranks."""
+    """Returns the all-reduce of the squared gradient norm and the votes, over all ranks."""
     world = tuple(axis for axis in AXES if degrees[axis] > 1)
     if world:
         return [Event("all_reduce", world, (1 + votes) * types.grad_bytes, "norm")]
