@@ -154,9 +154,9 @@ def test_tokens_outside_of_the_vocabulary_are_refused(number: int) -> None:
     model, good = lone(), torch.zeros(2, 8, dtype=torch.long)
     bad = good.clone()
     bad[1, 3] = number
-    with pytest.raises(DataError, match=rf"embed gets numbers from .*{number}.*\[0, 29\)"):
+    with pytest.raises(DataError, match=rf"embed received token ids from .*{number}.*\[0, 29\)"):
         model(bad, good)
-    with pytest.raises(DataError, match=r"head gets numbers .* or be -100"):
+    with pytest.raises(DataError, match=r"head received token ids .* or equal to -100"):
         model(good, bad)
 
 

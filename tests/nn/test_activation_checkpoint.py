@@ -131,7 +131,7 @@ def test_attention_is_kept_wherever_it_comes_from() -> None:
 
 def test_a_budget_is_no_kind_of_a_block() -> None:
     model = decoder("none")
-    with pytest.raises(PlanError, match=r"recompute='memory_budget' reached a block\. .* Use none"):
+    with pytest.raises(PlanError, match=r"has recompute='memory_budget'\. .* Use 'none'"):
         checkpoint_block(
             model.blocks[0].forward, "memory_budget", get_parallel_model(model).step_context
         )

@@ -90,6 +90,8 @@ def test_training_with_dropout_is_the_same_on_a_grid(pool: Pool, recompute: str)
 def test_evaluation_drops_nothing_and_samples_must_be_known() -> None:
     model = parallelize(Dropping(), Grid({}))
     x = torch.ones(SHAPE)
-    with pytest.raises(ShardingError, match=r"drop drops elements .* Set `moment.samples`"):
+    with pytest.raises(
+        ShardingError, match=r"drop uses dropout .* Set model\.parallel\.step_context\.samples"
+    ):
         model.drop(x)
     assert model.eval().drop(x) is x

@@ -83,7 +83,9 @@ def test_a_loss_has_one_backward() -> None:
     model = parallelize(Decoder(CONFIG), Grid({}))
     loss = model(BATCH.tokens, BATCH.targets)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"head: backward ran a second time.*Compute the loss"):
+    with pytest.raises(
+        RuntimeError, match=r"head: backward\(\) ran a second time.*Compute the loss"
+    ):
         loss.backward()
 
 

@@ -1,4 +1,4 @@
-"""Parallel layers: each holds its shard of the work on the grid, and has its serial twin's name.
+"""Parallel layers. Each has the name of the serial layer that it replaces, and holds one shard.
 
-Imports buckets, memory, comm, cost and what is below; never a model.
+Imports buckets, memory, comm, cost and the packages below them; never a model.
 """

@@ -2,10 +2,11 @@
 
 none        every activation is saved until backward has used it
 selective   results of matmuls and attention are saved; cheap operations are recomputed
-full        only the input of the block is saved; all of it is recomputed
+full        only the input of the block is saved; everything else is recomputed
 
-A recomputed block communicates a second time, or reuses the saved results of its first run
-(`memory.saved_results`): then a step has the same collectives as one without recomputation.
+A recomputed block either communicates a second time or reuses the saved results of its first run
+(`memory.saved_results`); in the second case a step has the same collectives as without
+recomputation.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ SAVED_OPS = frozenset(
         "ranvier::mixture",
     }
 )
-"""Operations whose results selective checkpointing saves, by name: not every torch version has all
-of them."""
+"""Operations whose results selective checkpointing saves; by name, as not every torch version has
+all of them."""
 NEEDS_OP_TAGS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether a graph needs a policy that tags each operation for recomputation: older torch versions
-do not tag operations inside autograd functions, and save their results."""
+"""Whether a graph needs a policy that tags each operation for recomputation. Older torch versions
+do not tag operations inside autograd functions and save their results."""
 
 
 def is_saved_op(operation: Any) -> bool:
-    """Whether selective checkpointing saves the results: matmuls and attention."""
+    """Whether selective checkpointing saves the results of an operation (matmuls, attention)."""
     name = _op_name(operation)
     return name in SAVED_OPS or (name.startswith("ranvier::") and "attend" in name)
 
@@ -72,18 +73,18 @@ def _op_name(operation: Any) -> str:
 def checkpoint_block(
     forward: Callable[..., Any], kind: Recompute, moment: StepContext, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a block so that it saves what its recompute mode allows.
+    """Runs a block with activation checkpointing.
 
-    A recomputation sees the samples of its own forward pass.
+    A recomputation uses the sample indices of its forward pass.
     """
     if kind == "memory_budget":
         raise PlanError(
-            "recompute='memory_budget' reached a block. A budget is turned into a kind for each "
-            "block before the first step. Use none, selective or full."
+            "A block has recompute='memory_budget'. `ranvier train` replaces it by a mode for each "
+            "block before the first step. Use 'none', 'selective' or 'full'."
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # Captured now: by the time of the recomputation the step context is at another micro-batch.
+    # Captured now: during recomputation the step context belongs to another micro-batch.
     keeping = moment.save_policy
     samples = moment.samples
     selective = kind == "selective"
@@ -94,7 +95,7 @@ def checkpoint_block(
         results = keeping.open_results(selective=selective)
 
     def run(*inputs: Any) -> Any:
-        # A graph reads the samples of its own pass, and may not change outside state.
+        # A graph reads the samples of its own pass and must not change outside state.
         if compiling:
             return forward(*inputs, **kwargs)
         before = moment.samples
@@ -107,9 +108,9 @@ def checkpoint_block(
         finally:
             moment.samples = before
 
-    # In a graph the compiler does the recomputation, so it needs a policy per operation; in eager
-    # mode `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks
-    # are functions of the sample index (`counter_rng`).
+    # In a graph the compiler recomputes, so it needs a policy per operation; in eager mode
+    # `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks are
+    # functions of the sample index (`counter_rng`).
     if compiling and (selective or keeping.saves_all_layers or NEEDS_OP_TAGS):
         contexts = partial(
             _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.depth_group
@@ -121,7 +122,7 @@ def checkpoint_block(
 
 
 class _SaveOpsMode(TorchDispatchMode):
-    """Queues the results of matmuls and attention, or takes them from the queue on recompute."""
+    """Queues the results of matmuls and attention; takes them from the queue in recomputation."""
 
     supports_higher_order_operators = True
 
@@ -131,13 +132,13 @@ class _SaveOpsMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code may run while this mode is on."""
+        """Returns True, as compiled code may run while this mode is active."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run operations whose results are not saved; save or reuse the others."""
+        """Runs an operation; saves the results of matmuls and attention, or reuses them."""
         if not is_saved_op(func):
             return func(*args, **(kwargs or {}))
         if self.results.is_recompute:
@@ -148,12 +149,12 @@ class _SaveOpsMode(TorchDispatchMode):
 
 
 def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
-    """Contexts that tell a graph what to save: matmuls, and collectives except those over depth.
+    """Returns contexts that make a graph save matmuls, and collectives that are not over depth.
 
-    A collective carries its group and is followed by the wait for its result, which is what is
-    saved.
+    A collective has its group as an argument. The following operation waits for its result, and
+    that result is saved.
     """
-    # Group of the collective seen last; the following wait has no group of its own.
+    # Group of the last collective, as the wait that follows has no group argument.
     group = ""
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -161,7 +162,7 @@ def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
         name = _op_name(operation)
         saved = selective and is_saved_op(operation)
         if collectives and name == "_c10d_functional::wait_tensor":
-            # Weights gathered over depth are not saved: they would undo the sharding over depth.
+            # Weights gathered over depth are not saved, as that would undo their sharding.
             saved = group != depth
         elif name.startswith("_c10d_functional::"):
             group = args[-1]

@@ -1,7 +1,7 @@
-"""Attention core: heads are split over row (or row·col), samples perhaps over col.
+"""Attention core: heads are split over row (or row·col), and samples may be split over col.
 
-No rank communicates. The serial core is used unchanged; only what came in for the whole micro-batch
-(positions, documents) is cut to the samples of this rank.
+The layer does not communicate. It calls the serial core unchanged; positions and documents, which
+cover the whole micro-batch, are sliced to the samples of this rank.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ from ranvier.sharding import Dim
 
 
 class AttentionCore(ParallelLayer):
-    """Attention of the heads and samples of this rank.
+    """Causal attention for the heads and samples of this rank.
 
-    q: `[b/col, s, h/row, k]`; angles: rotary angles or positions; documents: `[b, s]` or None.
+    q, y: `[b/col, s, h/row, k]`; k, v: `[b/col, s, g/row, k]`; angles: rotary angles or positions;
+    documents: `[b, s]` or None.
     Communicates: nothing.
+
+    Args:
+        site: Name and context of the layer.
+        serial: The serial attention core, which does the computation.
+        dims: Name of the dim of the query heads, ("heads",).
     """
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
@@ -52,7 +58,7 @@ class AttentionCore(ParallelLayer):
         angles: Tensor | None,
         documents: Any,
     ) -> Tensor:
-        """Attend; documents: ids, or `Documents`, which can be narrowed to a range of tokens."""
+        """Computes attention. documents: ids, or `Documents`, of which a token range is used."""
         tokens = q.shape[0] * q.shape[1]
         out: Tensor = self.serial(
             q, k, v, self._local_samples(angles, tokens), self._local_samples(documents, tokens)
@@ -60,9 +66,9 @@ class AttentionCore(ParallelLayer):
         return out
 
     def _local_samples(self, x: Any, tokens: int) -> Any:
-        """The part of x that belongs to this rank's samples, which have `tokens` tokens in all."""
+        """Returns the part of x for this rank's samples, which have `tokens` tokens in total."""
         if isinstance(x, Tensor):
-            # Positions that are the same for all samples.
+            # All samples have the same positions.
             if x.shape[0] == 1:
                 return x
             return local_slice(x, self.batch_axis, 0)
@@ -73,13 +79,13 @@ class AttentionCore(ParallelLayer):
 
     @property
     def cost_model(self) -> AttentionCost:
-        """Scores and values of the local heads."""
+        """Cost of the scores and values of the local heads."""
         width, window = (getattr(self.serial, name, 0) for name in ("head_dim", "window"))
         return AttentionCost(self.site.name, self.site.layout_context, self.dim, width, window or 0)
 
 
 def _example_config() -> Any:
-    """The part of a decoder's config that a core reads."""
+    """Returns the fields of a decoder's config that an attention core reads."""
     rope = dict.fromkeys(("rope_scale", "attention_factor", "partial_rotary_factor"), 1.0)
     plain = {
         "query_pre_attn_scalar": 0.0,

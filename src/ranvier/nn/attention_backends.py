@@ -1,14 +1,14 @@
-"""Attention backends: causal attention by the libraries that have it, and which is fastest here.
+"""Attention backends: implementations of causal attention, and the choice of the fastest one.
 
-Each backend is a plain function of q `[b, s, h, k]` and k, v `[b, s, g, k]` with a result like q,
-also while torch.compile traces it. h is a multiple of g; query heads share keys in order.
+Each backend is a function of q `[b, s, h, k]` and k, v `[b, s, g, k]` that returns a tensor like q;
+torch.compile can trace it. h is a multiple of g; query heads share keys in order.
 
     auto        torch's own choice (SDPA)
-    cudnn       NVIDIA's library
-    flash       the kernel that torch brings along
-    efficient   another such kernel, for fp32: there SDPA itself materializes all scores
+    cudnn       the kernel of NVIDIA's cuDNN
+    flash       torch's flash-attention kernel
+    efficient   torch's memory-efficient kernel, for fp32, where SDPA would materialize all scores
 
-Not handled: documents inside a sample, masks, dropout.
+Not supported: documents inside a sample, masks, dropout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_HEAD_DIM = 128
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as torch chooses; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
+    """Causal attention by torch's SDPA; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
@@ -37,7 +37,7 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `sdpa_attention`, by cuDNN, which supports grouped kv heads itself."""
+    """Causal attention by cuDNN, which supports grouped kv heads; see `sdpa_attention`."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     # Arguments: attn_bias, compute_log_sumexp (for backward), dropout_p, is_causal.
     attend = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -46,7 +46,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `sdpa_attention`, by torch's flash kernel, which supports grouped kv heads itself."""
+    """Causal attention by torch's flash kernel, which supports grouped kv heads."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     # Arguments: dropout_p, is_causal.
     attend = torch.ops.aten._scaled_dot_product_flash_attention
@@ -55,7 +55,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `sdpa_attention`, by torch's kernel for any dtype; kv heads are copied per query head."""
+    """Causal attention by torch's memory-efficient kernel; copies kv heads for each query head."""
     count = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(count, 2) if count > 1 else x for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
@@ -72,11 +72,11 @@ BACKENDS: dict[str, AttentionFunction] = {
     "efficient": efficient_attention,
 }
 BACKEND_DTYPES = {"cudnn": HALF_DTYPES, "flash": HALF_DTYPES, "efficient": (torch.float32,)}
-"""Dtypes that a backend is used for."""
+"""Dtypes for which a backend is used."""
 
 
 def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a backend runs on such tensors, forward and backward."""
+    """Whether a backend supports these tensors, forward and backward."""
     if name == "auto":
         return True
     alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
@@ -89,7 +89,7 @@ def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM or q.shape[2] % k.shape[2]:
         return False
-    # All these kernels need Ampere or newer.
+    # All of these kernels need an Ampere GPU or newer.
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
     if name == "flash":
@@ -102,13 +102,13 @@ def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def backend_with_fallback(name: str) -> AttentionFunction:
-    """A backend for any input: what it does not support goes to SDPA."""
+    """Returns a backend for any input; SDPA computes inputs that it does not support."""
     function = BACKENDS[name]
     if name == "auto":
         return function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Compiled shapes are those that were tuned; a graph cannot query the device.
+        # Compiled shapes are the tuned shapes; a graph cannot query the device.
         good = torch.compiler.is_compiling() or supports_inputs(name, q, k, v)
         if good:
             return function(q, k, v)
@@ -127,7 +127,7 @@ def choose_backend(
     device: torch.device | str,
     fastest: Autotuner,
 ) -> str:
-    """The fastest backend, forward and backward, for b samples of s tokens; k is the head dim."""
+    """Returns the fastest backend (forward and backward) for b samples of s tokens, head dim k."""
     device = torch.device(device)
     sizes = [(b, s, h, k), (b, s, g, k), (b, s, g, k), (b, s, h, k)]
     # Expanded scalars have the right shape, dtype and device but take no memory.
@@ -137,7 +137,7 @@ def choose_backend(
         # A measured choice may differ in the next run, so deterministic mode does not measure.
         return names[-1]
 
-    # Allocated by the first timed call only: a cached shape costs neither time nor memory.
+    # Only the first timed call allocates them: a cached shape costs neither time nor memory.
     @functools.cache
     def operands() -> list[Tensor]:
         q, keys, values, dy = random_tensors(sizes, dtype, device)
@@ -151,7 +151,7 @@ def choose_backend(
         return both
 
     key = f"b{b} s{s} h{h} g{g} k{k} {str(dtype).removeprefix('torch.')}"
-    # The backward pass is timed, too, whatever mode the caller is in.
+    # The backward pass is also timed, in any grad mode of the caller.
     with torch.inference_mode(False), torch.enable_grad():
         ways = {name: timed(BACKENDS[name]) for name in names}
         return fastest.choose_fastest("attention", key, ways, "auto")

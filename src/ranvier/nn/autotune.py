@@ -1,9 +1,10 @@
-"""Autotuner: of several implementations of the same computation, the fastest on this device.
+"""Autotuner: finds the fastest of several implementations of a computation on this device.
 
-Which one is fastest depends on the device, the versions and the shape, so it is measured: once, and
-then cached in a file per device and torch version. The choice must not flicker from run to run, as
-implementations may round differently; the default is therefore kept unless another one saves a
-fraction `min_gain` of its time. Not handled: agreement between ranks, which is up to the caller.
+The fastest implementation depends on device, versions and shape, so it is measured once and cached
+in a file per device and torch version. The choice should be the same in every run, as
+implementations may round differently; the default is therefore used unless another implementation
+saves at least a fraction `min_gain` of its time. Not handled: agreement between ranks, which is up
+to the caller.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ class TuningResult(TypedDict):
     choice: str
     """The implementation to use."""
     milliseconds: dict[str, float]
-    """Per call, of each implementation that ran."""
+    """Time per call of each implementation that ran."""
     failed: dict[str, str]
-    """First line of the error of each implementation that did not."""
+    """First line of the error of each implementation that failed."""
 
 
 TuningTable = dict[str, dict[str, TuningResult]]
-"""By kind of computation, then by shape."""
+"""Measurements by kind of computation, then by shape."""
 
 
 class Autotuner:
-    """Measured choices on one device, cached in a file if it can be written.
+    """Measures implementations on one device and caches the choices in a file.
 
     Example:
         >>> tuner = Autotuner("cpu")
@@ -54,9 +55,9 @@ class Autotuner:
     min_gain = 0.02
     """Fraction of the default's time that another implementation must save to be chosen."""
     warmup_samples = 3
-    """Samples that are discarded."""
+    """Number of samples that are discarded."""
     max_samples = 10
-    """Samples per implementation; their median counts."""
+    """Maximum number of samples per implementation; their median is used."""
     sampling_seconds = 0.2
     """Time budget for the samples of one implementation; slow ones get fewer samples."""
     sample_milliseconds = 1.0
@@ -67,7 +68,7 @@ class Autotuner:
     def __init__(self, device: torch.device | str, path: Path | None = None) -> None:
         self.device = torch.device(device)
         self.cache_path = path
-        """File of the cache; None: in memory only."""
+        """File of the cache; if None, results are kept in memory only."""
         if path is None:
             self.results: TuningTable = {}
         else:
@@ -75,32 +76,32 @@ class Autotuner:
 
     @classmethod
     def for_device(cls, device: torch.device | str) -> Autotuner:
-        """The autotuner of a device, with its file in the user's cache directory."""
+        """Returns the autotuner of a device, with its file in the user's cache directory."""
         return cls(device, launch.cache_dir() / cache_filename(torch.device(device)))
 
     def find_result(self, kind: str, key: str) -> TuningResult | None:
-        """The cached result of a shape, if any."""
+        """Returns the cached result of a shape, or None."""
         return self.results.get(kind, {}).get(key)
 
     def choose_fastest(
         self, kind: str, key: str, ways: Mapping[str, TimedCall], default: str
     ) -> str:
-        """Name of the implementation to use; measured unless cached for this shape and set."""
+        """Returns the implementation to use; measures unless this shape and set are cached."""
         known = self.find_result(kind, key)
-        # A result for another set of implementations (a new version has more) is measured anew.
+        # If the set of implementations has changed, e.g. in a new version, measure again.
         if known is None or {*known["milliseconds"], *known["failed"]} != {*ways}:
             known, passing = self.measure_all(ways, default)
             self.results.setdefault(kind, {})[key] = known
-            # An out-of-memory failure may not recur, so such a result is used but not written to
-            # the file.
+            # An out-of-memory error may not occur again, so such a result is not written to the
+            # file.
             if known["milliseconds"] and not passing:
                 self.save_result(kind, key, known)
         return known["choice"]
 
     def measure_all(self, ways: Mapping[str, TimedCall], default: str) -> tuple[TuningResult, bool]:
-        """Time all implementations; also return whether one failed transiently (out of memory).
+        """Times all implementations; also returns whether one ran out of memory.
 
-        They are timed in turns, so that a clock that slows down slows them all.
+        Samples of the implementations alternate, so that a change of the clock rate affects all.
         """
         taken: dict[str, list[float]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
@@ -115,14 +116,13 @@ class Autotuner:
                 except Exception as error:
                     failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
                     passing = passing or isinstance(error, torch.OutOfMemoryError)
-            # Libraries plan and compile in their first calls: the time budget starts after them.
+            # Libraries plan and compile in the first call: the time budget starts after it.
             if turn == 0:
                 begun = time.perf_counter()
             elif time.perf_counter() - begun > self.sampling_seconds * len(ways):
                 break
         times = {
-            # Very slow implementations may have no samples beyond the warm-up: then the last one
-            # counts.
+            # A very slow implementation may have only warm-up samples: then the last one counts.
             name: round(median(samples[min(self.warmup_samples, len(samples) - 1) :]), 5)
             for name, samples in taken.items()
             if name not in failed
@@ -131,16 +131,16 @@ class Autotuner:
         return {"choice": choice, "milliseconds": times, "failed": failed}, passing
 
     def pick_fastest(self, times: Mapping[str, float], default: str) -> str:
-        """The fastest; the default if nothing ran, or if it loses by less than `min_gain`."""
+        """Returns the fastest name, or the default if it is slower by less than `min_gain`."""
         best = min(times, key=times.__getitem__, default=default)
         if default in times and times[best] > times[default] * (1.0 - self.min_gain):
             return default
         return best
 
     def time_call(self, way: TimedCall, before: Sequence[float]) -> float:
-        """Milliseconds of one call, given those of earlier samples."""
+        """Returns the milliseconds per call of a new sample. before: times of earlier samples."""
         count = 1
-        # The first sample is cold and says nothing about how many calls fill a sample.
+        # The first sample is cold, so the number of calls is not derived from it.
         if len(before) > 1:
             count = max(
                 1,
@@ -165,14 +165,14 @@ class Autotuner:
             return taken / count
 
     def save_result(self, kind: str, key: str, measured: TuningResult) -> None:
-        """Add one choice to the file, next to those that other processes have added meanwhile.
+        """Adds one choice to the file, which other processes may have extended in the meantime.
 
-        Two processes that write at the same time can lose a choice, which is then measured a second
-        time. A file that cannot be written is left as it is.
+        If two processes write at the same time, a choice can be lost and is measured again later.
+        A file that cannot be written is left unchanged.
         """
         if self.cache_path is None:
             return
-        # Written to a temporary file and renamed, so that readers never see half a file.
+        # Written to a temporary file and renamed, so that readers never see an incomplete file.
         temporary = self.cache_path.with_name(f"{self.cache_path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self.cache_path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,16 +188,16 @@ class Autotuner:
 def random_tensors(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
 ) -> list[Tensor]:
-    """Random tensors, without changing the state of torch's own generators.
+    """Returns random tensors without changing the state of torch's generators.
 
-    Not zeros: a device computes those with less power, hence faster.
+    Zeros would not do: a device computes with them at less power and thus faster.
     """
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(n, dtype=dtype, device=device, generator=generator) for n in sizes]
 
 
 def cache_filename(device: torch.device) -> str:
-    """Name of the cache file of a device, from its name and torch's version."""
+    """Returns the name of the cache file of a device, from its name and torch's version."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -208,7 +208,7 @@ def cache_filename(device: torch.device) -> str:
 
 
 def read_cache(path: Path) -> TuningTable:
-    """The table in a file; entries that are missing, truncated or malformed are skipped."""
+    """Returns the table in a file; skips a missing file and malformed entries."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -222,7 +222,7 @@ def read_cache(path: Path) -> TuningTable:
                 n: t for n, t in _dict_items(fields.get("milliseconds")) if isinstance(t, float)
             }
             failed = {n: str(why) for n, why in _dict_items(fields.get("failed"))}
-            # A choice that was not measured is not usable (an edited or foreign file).
+            # Skip a choice that was not measured, e.g. in an edited file.
             if isinstance(choice, str) and choice in times:
                 measured: TuningResult = {"choice": choice, "milliseconds": times, "failed": failed}
                 table.setdefault(kind, {})[key] = measured

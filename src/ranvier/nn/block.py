@@ -1,4 +1,4 @@
-"""How a block runs: its weights are ready, and what it saves is stored where the model wants it."""
+"""Runs a block: prepares its weights and applies its recompute mode and its save policy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block with its recompute mode; an enabled trace records when.
+    """Runs a block with its recompute mode; an enabled trace records its time.
 
-    Without gradients it runs eagerly: a graph of its own would not pay off.
+    Without gradients it runs eagerly: a separate graph would not be faster.
     """
-    # Inside a graph of the whole model the block is just a part of it.
+    # While the whole model is traced, the block is a part of that graph.
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if name in kinds:
@@ -56,5 +56,5 @@ def run_block(
 
 
 def _fetch_weights_for_backward(queue: BucketScheduler, name: str, grad: Tensor) -> None:
-    """Fetch the weights of a block for its backward pass."""
+    """Fetches the weights of a block for its backward pass."""
     queue.unshard_block(name)

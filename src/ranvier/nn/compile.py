@@ -1,13 +1,13 @@
-"""Compiled blocks: one full graph for all equal blocks of a model.
+"""Compiled blocks: one full graph for all identical blocks of a model.
 
-A block is compiled the first time it is trained; the following blocks reuse its graph, as nothing
-in it depends on the block index: weights are inputs, names are relative to the block. What a graph
-communicates is recorded when it is traced and replayed into the trace, under the block's own name,
-for every call (not what it recomputes).
+A block is compiled when it is first trained; the following blocks reuse its graph, as nothing in it
+depends on the block index: weights are inputs, and names are relative to the block. The
+communication of a graph is recorded when it is compiled, and added to the trace under the name of
+the block at every call (without recomputed communication).
 
-Dispatching tokens to experts of other ranks is the exception: the host has to know their number, so
-such a block is a graph up to its experts, which run eagerly; all of it runs eagerly where
-activations are recomputed.
+Blocks that dispatch tokens to experts of other ranks are an exception, as the host must know the
+number of tokens. The part before the experts is a graph, and the experts run eagerly; with
+activation checkpointing the whole block runs eagerly.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
 
 RECOMPILE_LIMIT = 64
-"""Maximum number of graphs of a function: recompute modes, shapes, with documents and without."""
+"""Maximum number of graphs of a function (recompute modes, shapes, with and without documents)."""
 MAX_MODEL_GRAPHS = 24
-"""Number of these that one model may use; further variants run eagerly."""
+"""Maximum number of graphs of one model; further variants run eagerly."""
 
 
 class DeferredResidual(NamedTuple):
-    """A residual stream whose last add is left to the next graph, which fuses it."""
+    """A residual stream without its last add, which the next graph fuses."""
 
     x: Tensor
     addend: Tensor
 
 
 BlockPart = Literal["forward", "forward_without_add", "forward_attention"]
-"""Part of a block: all of it, all but its last add, or what comes before its experts."""
+"""Part of a block: all of it, all except its last add, or the part before its experts."""
 
 
 def _run_block_part(
@@ -52,7 +52,7 @@ def _run_block_part(
     more: Tensor | None,
     *args: Any,
 ) -> Any:
-    """Run a block, or a part of it."""
+    """Runs a block or a part of it."""
     x = x if more is None else x + more
     if part != "forward":
         return getattr(type(block), part)(block, x, *args)
@@ -60,7 +60,7 @@ def _run_block_part(
 
 
 def has_cached_graphs() -> bool:
-    """Whether all graphs of this process came from the compile cache of an earlier one."""
+    """Whether all graphs of this process came from the compile cache of an earlier process."""
     from torch._dynamo.utils import counters
 
     misses = counters["inductor"]["fxgraph_cache_miss"]
@@ -68,10 +68,10 @@ def has_cached_graphs() -> bool:
 
 
 class CompiledBlocks:
-    """The compiled function of all blocks of a model."""
+    """Compiles the blocks of a model and runs them."""
 
     def __init__(self, trace: Trace, moment: StepContext) -> None:
-        # Imported here, as it takes a second.
+        # Imported here, as the import takes a second.
         import torch._dynamo
 
         limit = torch._dynamo.config.recompile_limit
@@ -80,21 +80,21 @@ class CompiledBlocks:
         self.step_context = moment
         self.is_enabled = True
         self.backend = "inductor"
-        """The compiler, until the first call; "aot_eager" traces as inductor does and then runs
-        operation by operation."""
+        """The backend of torch.compile; can be changed until the first call. "aot_eager" traces as
+        inductor does, but runs one operation at a time."""
         self.graph_events: dict[tuple[Any, ...], list[Event]] = {}
         """Communication of each graph, with names relative to the block."""
 
     @cached_property
     def compiled_function(self) -> Callable[..., Any]:
-        """The function that runs a block, or a part of it."""
-        # Dynamo caches graphs by code object. A copy per model: with a graph of another model no
-        # tracing would happen here, and its communication would not be recorded.
+        """The compiled function that runs a block or a part of it."""
+        # Dynamo caches graphs by code object. Each model has its own copy: with a graph of another
+        # model nothing would be traced here, and the communication would not be recorded.
         own = FunctionType(_run_block_part.__code__.replace(), globals(), _run_block_part.__name__)
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self.backend)
 
     def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
-        """Run a block."""
+        """Runs a block, compiled if possible."""
         for document in args:
             # The number of documents is data and must not cause a recompilation.
             if hasattr(document, "cu_seqlens"):
@@ -117,7 +117,7 @@ class CompiledBlocks:
         elif left:
             part = "forward_without_add"
         key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
-        # Beyond the limit new variants run eagerly instead of hitting dynamo's recompile limit.
+        # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
         if many or (travels and kind != "none"):
             x = x if more is None else x + more
@@ -140,18 +140,18 @@ class CompiledBlocks:
         how: tuple[Recompute, BlockPart],
         *args: Any,
     ) -> Any:
-        """Call the graph and add what it communicates to the trace."""
+        """Calls the graph and adds its communication to the trace."""
         if key in self.graph_events and not self.trace.enabled:
             return self.compiled_function(*how, self.step_context, block, *args)
         where = self.trace.where
         depth = len(self.trace.outer_scopes)
         try:
-            # Only tracing records events, so an existing graph leaves `noted` empty and the stored
-            # events are used.
+            # Events are recorded only while a graph is traced. For an existing graph `noted` is
+            # empty, and the stored events are used.
             with self.trace.record_events() as noted:
                 out = self.compiled_function(*how, self.step_context, block, *args)
         finally:
-            # Tracing may have stopped inside of a scope; restore the scopes of the caller.
+            # Tracing may have stopped inside a scope; restore the scopes of the caller.
             self.trace.where = where
             del self.trace.outer_scopes[depth:]
         events = self.graph_events.setdefault(key, list(noted))
@@ -161,7 +161,7 @@ class CompiledBlocks:
 
 
 def _graph_key(arg: Any) -> Any:
-    """What a graph depends on of an argument."""
+    """Returns the properties of an argument that its graph depends on."""
     if isinstance(arg, Tensor):
         return (arg.shape, arg.requires_grad)
     return type(arg)

@@ -1,13 +1,14 @@
 """Cross-entropy over a split vocabulary, in chunks.
 
-With logits `[b/col, s, V/row]` each rank reduces its own columns to a maximum, a sum of
-exponentials and the target's logit; these three numbers per token are combined over the axes of the
+With logits `[b/col, s, V/row]` each rank reduces its columns to a maximum, a sum of exponentials
+and the logit of the target. These three numbers per token are combined over the axes of the
 vocabulary:
 
     loss = log Σ exp(x) - x[target],   summed over the valid tokens of this rank
 
-Logits keep their dtype and are widened to fp32 one chunk of tokens at a time, forward and backward,
-so they never exist in fp32 as a whole. Padded columns are ignored; targets of -100 do not count.
+Logits keep their dtype and are converted to fp32 one chunk of tokens at a time, forward and
+backward, so they are never stored in fp32 as a whole. Padded columns and targets of -100 are
+ignored.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from ranvier.sharding import Dim, Sharding
 
 IGNORE_INDEX = -100
 CHUNK_LOGITS = 1 << 18
-"""Number of logits widened and scored at once without the kernel: small enough to stay in a CPU's
-cache between operations."""
+"""Number of logits that are converted and scored at once without the kernel. They stay in the cache
+of a CPU between operations."""
 TRITON = launch.has_triton()
 
 
@@ -41,16 +42,16 @@ class VocabShard:
     """This rank's part of the vocabulary, and the ranks that hold the rest."""
 
     axis: Axis
-    """Ranks that hold the other columns."""
+    """The axis over which the columns are split."""
     batch_axis: Axis
-    """Ranks over which the samples of a micro-batch are split."""
+    """The axis over which the samples of a micro-batch are split."""
     first_column: int
     valid_columns: int
     """Columns that are not padding."""
 
     @classmethod
     def from_context(cls, site: LayerContext, dim: str) -> VocabShard:
-        """The shard of a dim of the model on this rank."""
+        """Returns this rank's shard of a dim of the model."""
         region = site.table.activation_rule(dim)
         sharding = Sharding.from_dims([site.units[dim]], [dim], region, site.grid.degrees)
         place = sharding.shard_at(site.grid.index)
@@ -64,9 +65,9 @@ class VocabShard:
 
 
 class CrossEntropy(ParallelLayer):
-    """Sum over tokens of the negative log-likelihood of their targets.
+    """Cross-entropy loss over a split vocabulary, summed over the tokens of this rank.
 
-    Equal on all ranks of the vocabulary.
+    The result is equal on all ranks that share a vocabulary. Targets of -100 are ignored.
     logits: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`; y: scalar.
     Communicates: all-reduce (max, then sums) of three numbers per token over the axes of vocab;
     backward: nothing.
@@ -87,7 +88,7 @@ class CrossEntropy(ParallelLayer):
         return [LayerExample(lambda twin: twin(), ("vocab",), [logits, targets], [()])]
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the losses of this rank's tokens."""
+        """Returns the sum of the losses of this rank's tokens."""
         check_range(targets, self.site.units[self.dim], self.site.name, ignore=IGNORE_INDEX)
         targets = local_slice(targets, self.vocab_shard.batch_axis, 0).flatten()  # (t,)
         logits = logits.flatten(0, 1)  # (t, V/row)
@@ -99,17 +100,17 @@ class CrossEntropy(ParallelLayer):
 
     @property
     def cost_model(self) -> CrossEntropyCost:
-        """All-reduce of the maximum, then of the sum and the target logit together."""
+        """Cost of two all-reduces: of the maximum, then of the sum and the target logit."""
         return CrossEntropyCost(self.site.name, self.site.layout_context, self.dim)
 
 
 def cross_entropy_reference(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
-    """The loss in differentiable collectives."""
+    """Returns the loss, computed with differentiable collectives."""
     x = _at_least_float32(logits)[:, : mine.valid_columns]
-    # The shift by the maximum cancels in the loss, so no gradient flows through it.
+    # The shift by the maximum cancels in the loss, so it needs no gradient.
     peak = collectives.all_reduce(_max_logits(x.detach()), mine.axis, "max").wait()
     column, here = _local_targets(targets, mine)
-    # A rank may hold only padding; `x.sum(1)` of no columns is a zero that stays in the graph.
+    # A rank may hold only padding; `x.sum(1)` of no columns is a zero that is part of the graph.
     if mine.valid_columns:
         hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here
     else:
@@ -121,14 +122,15 @@ def cross_entropy_reference(logits: Tensor, targets: Tensor, mine: VocabShard) -
 def score_tokens(
     logits: Tensor, targets: Tensor, mine: VocabShard, gradient: Tensor | None
 ) -> Tensor:
-    """Sum of the token losses; overwrites logits `[t, V/row]` by `gradient` times their gradient.
+    """Returns the sum of the token losses.
 
+    If `gradient` is given, logits `[t, V/row]` are overwritten by `gradient` times their gradient.
     Communicates: all-reduce (max, then sums) of three numbers per token over the axes of vocab.
     """
     if mine.axis.size == 1 and not can_use_kernel(logits):
         return _score_full_vocab(logits, targets, mine, gradient)
-    # With all columns on this rank one kernel makes statistics and gradient; otherwise the gradient
-    # needs the statistics of all ranks first.
+    # With all columns on this rank one kernel computes statistics and gradient; otherwise the
+    # gradient needs the statistics of all ranks first.
     alone = mine.axis.size == 1
     peak, sums, hit = logit_statistics(logits, targets, mine, gradient=gradient if alone else None)
     _, log_sum, hit = _combine_statistics(peak, sums, hit, mine)
@@ -140,7 +142,7 @@ def score_tokens(
 def _score_full_vocab(
     logits: Tensor, targets: Tensor, mine: VocabShard, gradient: Tensor | None
 ) -> Tensor:
-    """`score_tokens` where a rank has all columns and there is no kernel."""
+    """`score_tokens` for a rank that has all columns, without the Triton kernel."""
     column = _local_targets(targets, mine)[0].unsqueeze(1)
     counted = (targets != IGNORE_INDEX).unsqueeze(1)
     losses = []
@@ -160,18 +162,18 @@ def _score_full_vocab(
 def _combine_statistics(
     peak: Tensor, sums: Tensor, hit: Tensor, mine: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum logit, log-sum-exp and target logit over all columns, `[t]` each."""
+    """Returns maximum logit, log-sum-exp and target logit over all columns, `[t]` each."""
     highest = collectives.all_reduce(peak, mine.axis, "max").wait()
-    # Bring the local sum to the global maximum, as in online softmax.
+    # Rescale the local sum to the global maximum, as in online softmax.
     scaled = sums * (peak - highest).exp()
     both = collectives.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
     return highest, both[0].log() + highest, both[1]
 
 
 def score_each_token(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
-    """Log-probability of each target, and 1 where it is the most likely token: `[2, t]`.
+    """Returns the log-probability of each target and 1 if it is the most likely token, `[2, t]`.
 
-    Ties go to the first token, as in argmax. logits: `[t, V/row]`.
+    Of several maxima the first one counts, as in argmax. logits: `[t, V/row]`.
     Communicates: all-reduce (max, sums, min) of four numbers per token over the axes of vocab.
     """
     peak, sums, hit = logit_statistics(logits, targets, mine)
@@ -189,7 +191,7 @@ def score_each_token(logits: Tensor, targets: Tensor, mine: VocabShard) -> Tenso
 
 
 def can_use_kernel(logits: Tensor) -> bool:
-    """Whether the Triton kernel handles these logits."""
+    """Whether the Triton kernel supports these logits."""
     return (
         logits.device.type == "cuda"
         # The kernel computes in fp32, which would lose the precision of float64.
@@ -202,10 +204,10 @@ def can_use_kernel(logits: Tensor) -> bool:
 def logit_statistics(
     logits: Tensor, targets: Tensor, mine: VocabShard, *, gradient: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Maximum logit, sum of exponentials relative to it and the target's logit of each token `[t]`.
+    """Returns per token `[t]`: maximum logit, sum of exponentials relative to it, target logit.
 
-    gradient: the kernel, which must have all columns, overwrites the logits by their gradient times
-    it.
+    gradient: if given, the kernel overwrites the logits by `gradient` times their gradient; this
+    rank must then have all columns.
     """
     if can_use_kernel(logits):
         from ranvier.nn import triton_kernels
@@ -233,7 +235,7 @@ def logit_statistics(
 def logits_to_grads_(
     logits: Tensor, targets: Tensor, log_sum: Tensor, mine: VocabShard, factor: Tensor
 ) -> None:
-    """Overwrite the logits by factor · (softmax - one-hot); 0 for ignored tokens and padding."""
+    """Overwrites the logits by factor · (softmax - one-hot); 0 for ignored tokens and padding."""
     if can_use_kernel(logits):
         from ranvier.nn import triton_kernels
 
@@ -259,7 +261,7 @@ def logits_to_grads_(
 
 
 class _CrossEntropyFunction(torch.autograd.Function):
-    """The loss of complete logits; backward computes their gradient chunk by chunk."""
+    """The loss of stored logits; backward computes their gradient one chunk at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mine: VocabShard) -> Tensor:
@@ -279,7 +281,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
 
 
 def _local_targets(targets: Tensor, mine: VocabShard) -> tuple[Tensor, Tensor]:
-    """Column of each target on this rank, and whether it is on this rank."""
+    """Returns the local column of each target, and whether the target is on this rank."""
     column = targets - mine.first_column
     here = (column >= 0) & (column < mine.valid_columns)
     # Clamped so that a gather with targets of other ranks (or -100) stays in bounds.
@@ -293,14 +295,14 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _max_logits(x: Tensor) -> Tensor:
-    """Maximum logit of each token on this rank; very small where it holds only padding."""
+    """Returns the maximum logit of each token on this rank; very small for only padding."""
     if x.shape[1] == 0:
-        # Finite, unlike -inf: the difference of two of these stays a number.
+        # Finite, unlike -inf, whose difference with itself is NaN.
         return x.new_full((x.shape[0],), torch.finfo(x.dtype).min)
     return x.amax(1)
 
 
 def _token_chunks(logits: Tensor) -> list[slice]:
-    """Ranges of tokens with at most CHUNK_LOGITS logits each."""
+    """Returns ranges of tokens with at most CHUNK_LOGITS logits each."""
     rows = max(CHUNK_LOGITS // max(logits.shape[1], 1), 1)
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]

@@ -1,8 +1,8 @@
-"""DoRA magnitudes: trained row norms, divided by those of the adapted weight W + s · B A.
+"""DoRA magnitudes: trained row norms divided by the row norms of the adapted weight W + s · B A.
 
-A row of the weight is split over one axis (col where the layer enters, row where it leaves), and
-the rank dim is not split: each rank sums the squares of its columns from its own shards of W, A and
-B, and one number per row is summed over that axis.
+A row of the weight is split over one axis (col if the layer enters attention or MLP, row if it
+leaves), and the rank dim is not split. Each rank sums the squares of its columns from its shards of
+W, A and B, and one number per row is summed over that axis.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ranvier.sharding import WEIGHT_RULE, Dim
 
 
 class DoraMagnitude(ParallelLayer):
-    """m / ‖W + s · B A‖.
+    """DoRA magnitudes, y = m / ‖W + s · B A‖.
 
-    y: as the output features of the layer, `[n/row]`, `[n/(row·col)]` or `[d/col]`.
+    y: one factor per output feature of the layer, `[n/row]`, `[n/(row·col)]` or `[d/col]`.
     Communicates: all-reduce of one number per row of the weight over the axis of its in dim.
     """
 
@@ -42,32 +42,32 @@ class DoraMagnitude(ParallelLayer):
         self.dims = (out, into)
 
     def forward(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
-        """The factor of each output feature."""
+        """Returns the factor of each output feature."""
         return self.weight / self.weight_norm(layer, a, b)
 
     @torch.no_grad()
     def weight_norm(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
-        """‖W + s · B A‖ of each output feature on this rank."""
+        """Returns ‖W + s · B A‖ of each output feature on this rank."""
         with self.trace_scope():
             here = self.squared_row_norms(
                 *(_gather_matrix(one) for one in (layer, a, b)), self.scale
             )
             norm = reduce_from_axis(here, self.axis).sqrt().to(self.weight.dtype)
-        # The weight may have more rows than this rank has output features (split over col, too).
+        # The weight may have more rows than this rank has output features, if col splits them.
         if b.used_slice is None:
             return norm
         return norm.narrow(*b.used_slice)
 
     @property
     def cost_model(self) -> DoraNormCost:
-        """One number per row of the weight."""
+        """Cost of the all-reduce of one number per row of the weight."""
         (rows,) = self.handles["weight"].sharding.shape
         return DoraNormCost(self.site.name, self.site.layout_context, rows, *self.dims)
 
 
 def _gather_matrix(layer: Linear) -> Tensor:
-    """The weight gathered over depth, `[out, in]`."""
-    # The graph is shared by all equal blocks, so it must not read the handle of one of them.
+    """Returns the weight gathered over depth, `[out, in]`."""
+    # All identical blocks share the graph, so it must not read the handle of one of them.
     compiling = torch.compiler.is_compiling()
     if compiling:
         weight = layer.gather_weight()

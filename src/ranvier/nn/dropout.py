@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of (seed, name, sample, token, feature).
+"""Dropout with a mask that is a function of (seed, name, sample, token, feature).
 
-The sample index counts all samples of the run and so implies the step. The mask is bit-identical on
-every grid and when a block is recomputed; there is no generator state.
+The sample index counts all samples of the run, so it determines the step. The mask is bit-identical
+on every grid and when a block is recomputed; no generator state is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from ranvier.sharding import Dim
 
 
 class Dropout(ParallelLayer):
-    """y = x · mask / (1 - p). x, y: `[b, s/row, d/col]`. Communicates: nothing."""
+    """Dropout with the same mask on every grid, y = x · mask / (1 - p).
+
+    x, y: `[b, s/row, d/col]`.
+    Communicates: nothing.
+
+    Args:
+        site: Name and context of the layer.
+        serial: The `torch.nn.Dropout` to replace.
+        dims: Name of the feature dim of x.
+    """
 
     def __init__(
         self, site: LayerContext, serial: torch.nn.Dropout, dims: Sequence[Dim] = ("embed",)
@@ -32,31 +41,30 @@ class Dropout(ParallelLayer):
         self.rng_stream = torch.tensor(
             counter_rng.random_key(site.step_context.seed, "dropout", site.name)
         )
-        """Key of the random bits; a tensor, as a graph shared by all blocks cannot hold it as a
-        constant."""
+        """Key of the random bits. It is a tensor, as it cannot be a constant in a graph that all
+        blocks share."""
         region = site.table.activation_rule(dim)
         self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
         self.seq_axis = site.axis(*region["seq"])
         self.features_axis = site.axis(*site.table.feature_axes(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply dropout in training."""
+        """Applies dropout to x `[b, s/row, d/col]` in training; returns x in evaluation."""
         if not self.training or self.p == 0.0:
             return x
         if x.dim() != 3:
             raise ShardingError(
-                f"{self.site.name} drops elements of a tensor of {x.dim()} dims. Dropout is for "
-                "(batch, seq, features): embeddings and the residual stream, not attention "
-                "probabilities. Set its p to 0."
+                f"The input of {self.site.name} has {x.dim()} dims. Dropout supports (batch, seq, "
+                "features), i.e. embeddings and the residual stream, not attention probabilities. "
+                "Set its p to 0."
             )
-        # Catches dims that name other features than those that arrive: indices into the mask would
-        # be wrong.
+        # If `dims` does not match the input, indices into the mask would be wrong.
         whole = self.site.units.get(self.dim, x.shape[2] * self.features_axis.size)
         if self.dim in ("embed", "mlp") and x.shape[2] * self.features_axis.size != whole:
             raise ShardingError(
-                f"{self.site.name} is said to drop elements of {self.dim}={whole}, but gets "
-                f"{x.shape[2]} on each of {self.features_axis.size} ranks. Its dims must name the "
-                "features it sees. Change them."
+                f"{self.site.name} has dims ({self.dim!r},) with {self.dim}={whole}, but its input "
+                f"has {x.shape[2]} features on each of {self.features_axis.size} ranks. Its dims "
+                "must name the features of its input. Change its entry in dims."
             )
         samples = self._local_sample_numbers(x)
         # Global indices of the local elements: the mask must not depend on how x is split.
@@ -71,9 +79,9 @@ class Dropout(ParallelLayer):
         samples = self.site.step_context.samples
         if samples is None:
             raise ShardingError(
-                f"{self.site.name} drops elements (p={self.p}) but does not know which samples it "
-                "works on. Random masks depend on the number of the sample. Set `moment.samples` "
-                "before each forward."
+                f"{self.site.name} uses dropout (p={self.p}), but the indices of the samples are "
+                "not set. Random masks depend on them. Set model.parallel.step_context.samples "
+                "before each forward pass."
             )
         samples = samples.to(x.device)
         return local_slice(samples, self.batch_axis, 0)

@@ -1,9 +1,9 @@
-"""Embedding: rows of a table, the table split over row (vocabulary) and col (features).
+"""Embedding: looks up rows of a table that is split over row (vocabulary) and col (features).
 
-A lookup is a matmul with one-hot rows: where the first dim is split (the vocabulary over row), each
-rank looks up the rows it holds, with zeros for the others, and the partial results are
-reduce-scattered to the layout of the residual stream. Where it is not split (learned positions)
-each rank looks up its own tokens.
+A lookup is a matmul with one-hot rows. If the first dim is split (the vocabulary over row), each
+rank looks up the rows that it holds and uses zeros for the others; the partial results are
+reduce-scattered to the layout of the residual stream. If it is not split (learned positions), each
+rank looks up its own tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from ranvier.sharding import WEIGHT_RULE, Dim
 
 
 class Embedding(ParallelLayer):
-    """y = W[ids].
+    """An embedding table, y = W[ids].
 
     ids: `[b, s]`; y: `[b, s/row, d/col]`.
     Communicates: reduce-scatter seq over row; backward: all-gather seq over row (nothing if dim 0
     is not split).
+
+    Args:
+        site: Name and context of the layer.
+        serial: The `torch.nn.Embedding` to replace.
+        dims: Names of the dims of the weight: ("vocab", "embed") or ("position", "embed").
     """
 
     weight: torch.nn.Parameter
@@ -43,17 +48,18 @@ class Embedding(ParallelLayer):
             or WEIGHT_RULE.get(rows, ("row",)) != ("row",)
         ):
             raise ShardingError(
-                f"{site.name} has the dims {tuple(dims)}. An embedding has (rows, 'embed') with "
-                "rows split over row ('vocab') or whole ('position'). Rename its dims."
+                f"{site.name} has the dims {tuple(dims)}. The dims of an embedding must be (rows, "
+                "'embed'), where rows are split over row ('vocab') or not split ('position'). Use "
+                "('vocab', 'embed') or ('position', 'embed')."
             )
         if serial.max_norm is not None or serial.scale_grad_by_freq or serial.sparse:
             raise ShardingError(
-                f"{site.name} uses max_norm, scale_grad_by_freq or sparse, which need the whole "
-                "table. Turn them off."
+                f"{site.name} uses max_norm, scale_grad_by_freq or sparse. These options need the "
+                "whole table, which no rank has. Disable them."
             )
         self.padding_idx = serial.padding_idx
         self.rows, self.axis = rows, site.axis(*WEIGHT_RULE.get(rows, ()))
-        """Ranks that hold different rows."""
+        """The axis over which the rows are split."""
         self.seq_axis = site.axis("row")
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
         weight = self.shard_parameter("weight", serial.weight, dims, std=0.02, embedding=True)
@@ -61,7 +67,7 @@ class Embedding(ParallelLayer):
         whole = weight.sharding.without_axis("depth")
         self.first_row = whole.shard_at(site.grid.index).global_offset[0]
         self.has_split_rows = any(cut.ranks > 1 for cut in whole.splits[0])
-        """Whether other ranks hold other rows; those of other stages are summed by the pipeline."""
+        """Whether the rows are split, over ranks or over stages; the pipeline sums over stages."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
@@ -75,7 +81,7 @@ class Embedding(ParallelLayer):
         ]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up the rows of ids."""
+        """Looks up the rows of ids, `[b, s]`."""
         weight = self.handles["weight"]
         check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
         if self.axis.size == 1:
@@ -88,20 +94,20 @@ class Embedding(ParallelLayer):
                 )
             else:
                 y = apply_autograd(_EmbeddingFunction, ids, self, self.weight)
-        # Above a frozen table something may be trained (adapters): the layers after it run the same
-        # backward pass as they would above a trained one.
+        # Layers after a frozen table may be trained (adapters): they run the same backward pass as
+        # after a trained table.
         if weight.trainable:
             return y
         return y.requires_grad_(torch.is_grad_enabled())
 
     def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Indices into the local rows, and a mask of the ids that are local."""
+        """Returns indices into the local rows, and a mask of the ids that are local."""
         local = ids - self.first_row
         if self.has_split_rows:
             mine = (local >= 0) & (local < rows)
         else:
             mine = torch.ones_like(ids, dtype=torch.bool)
-        # Clamped, so that ids of other ranks stay in bounds; the mask removes what they look up.
+        # Clamped, so that ids of other ranks stay in bounds; the mask removes their rows.
         return local.clamp(0, rows - 1), mine
 
     def _look_up_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
@@ -117,7 +123,7 @@ class Embedding(ParallelLayer):
 
     @property
     def cost_model(self) -> EmbeddingCost:
-        """Reduce-scatter the rows; all-gather the gradient of all tokens, if trained."""
+        """Cost of the reduce-scatter of rows and, if trained, the all-gather of gradients."""
         weight = self.handles["weight"]
         shape = weight.sharding.shape
         trained = weight.trainable
@@ -125,7 +131,7 @@ class Embedding(ParallelLayer):
 
 
 class _EmbeddingFunction(torch.autograd.Function):
-    """The lookup, with its gradient accumulated into the weight's bucket."""
+    """The lookup; its backward adds the gradient to the weight's bucket."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, leaf: Embedding, weight: Tensor) -> Tensor:
@@ -156,9 +162,9 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 def _sum_row_grads(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
-    """Gradient of a table `[rows, d]`: each token's added to its row, in the reduce dtype."""
-    # This kernel sorts the tokens, so the order of additions is deterministic. Meta tensors stand
-    # for those of a GPU.
+    """Returns the gradient of a table `[rows, d]`: the sum over tokens, in the reduce dtype."""
+    # This kernel sorts the tokens, so the order of additions is deterministic. Meta tensors
+    # represent GPU tensors.
     if dy.device.type in ("cuda", "meta") and dy.dtype != wide:
         summed: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
         return summed

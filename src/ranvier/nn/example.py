@@ -1,6 +1,6 @@
-"""Example: a serial layer with named inputs and outputs.
+"""Layer examples: serial layers with named inputs and outputs.
 
-The generic tests build the parallel layer from it and compare both.
+The generic tests build the parallel layer from each of them and compare both.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ EXAMPLE_SIZES = {
 }
 """Units that every grid of up to 8 ranks can split.
 
-29 tokens are divisible by no axis, so that the vocabulary is padded.
+No axis divides 29, so the vocabulary is padded.
 """
 
 
 @dataclass(frozen=True)
 class LayerExample:
-    """A layer to test: built from its serial class, with `dims` as a model would name them.
+    """A layer to test, built from its serial class, with `dims` as in a model.
 
-    inputs, outputs: the dims of each tensor; one without features (ids, targets) holds integers
-    below the vocabulary and is the same on all ranks of row and col; an output without dims is a
-    sum over tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
+    inputs, outputs: the dims of each tensor. A tensor without a feature dim (ids, targets) has
+    integers below the vocabulary size and is the same on all ranks of row and col. An output
+    without dims is a sum over tokens. As the last dim `heads` counts elements; before `head_dim` it
+    counts heads.
     """
 
     make_layer: Callable[[Any], nn.Module]

@@ -4,12 +4,12 @@
     dx = dy8 · W8  / (s_y s_w)     dy in e5m2, rowwise in e4m3
     dw = dy8ᵀ · x8 / (s_y s_x)
 
-A scale brings the largest magnitude of a tensor (tensorwise) or of each row of an operand (rowwise)
-to the top of the type's range; it is a power of two, so that a number is rounded alike whatever the
-scale (only the smallest differ), on any grid. Weights and master weights are not touched. The
-device multiplies rows by rows, so backward needs transposed copies; x is saved transposed in fp8
-instead of x itself, at half the bytes. Where there is no such matmul (the CPU) the same numbers are
-multiplied in a wider type.
+A scale maps the largest magnitude of a tensor (tensorwise) or of each row of an operand (rowwise)
+to the top of the type's range. Scales are powers of two, so that rounding does not depend on the
+scale (except for the smallest numbers) and is the same on any grid. Weights and master weights do
+not change. The device multiplies rows by rows, so backward needs transposed copies: x is saved as
+a transposed fp8 copy, with half the bytes. On a CPU, which has no such matmul, the same fp8 numbers
+are multiplied in a wider type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ E5M2 = torch.float8_e5m2
 SIZE_MULTIPLE = 16
 """All sizes of a matmul must be multiples of this."""
 MIN_AMAX = 2.0**-100
-"""Lower bound of the largest magnitude, so that the scale of a zero tensor stays finite."""
+"""Lower bound of the largest magnitude, so that the scale of a zero tensor is finite."""
 TRITON = launch.has_triton()
 
 ScalingGranularity = Literal["tensorwise", "rowwise"]
@@ -37,7 +37,7 @@ ScalingGranularity = Literal["tensorwise", "rowwise"]
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """A matrix in fp8 `[r, c]` and its inverse scale: `[]`, or `[r, 1]` rowwise."""
+    """A matrix in fp8 `[r, c]` and its inverse scale, `[]` or rowwise `[r, 1]`."""
 
     values: Tensor
     inverse_scale: Tensor
@@ -51,23 +51,23 @@ class Float8Linear:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """The type of gradients: more range, or where each row has a scale more precision."""
+        """Dtype of gradients: more range for tensorwise scales, more precision for rowwise."""
         if self.granularity == "tensorwise":
             return E5M2
         return E4M3
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
-        """x Wᵀ."""
+        """Returns x Wᵀ."""
         return scaled_matmul(self.quantize(x, E4M3), self.quantize(w, E4M3), x.dtype, fast=True)
 
     def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
-        """dY W."""
+        """Returns dY W."""
         return scaled_matmul(
             self.quantize(dy, self.grad_dtype), self.quantize_transposed(w, E4M3), dy.dtype
         )
 
     def grad_w(self, dy: Tensor, x: Tensor) -> Tensor:
-        """dYᵀ X."""
+        """Returns dYᵀ X."""
         return scaled_matmul(
             self.quantize_transposed(dy, self.grad_dtype),
             self.quantize_transposed(x, E4M3),
@@ -75,19 +75,19 @@ class Float8Linear:
         )
 
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
-        """x Wᵀ in autograd."""
+        """Returns x Wᵀ; differentiable."""
         y: Tensor = apply_autograd(_Float8Matmul, x, w, self)
         return y
 
     def quantize(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """The matrix in its own layout."""
+        """Returns the matrix in fp8."""
         scale, inverse = self.compute_scales(x, dtype, 1)
         if self.granularity == "rowwise":
             return Float8Tensor(_cast_saturated(x, scale, dtype), inverse)
         return Float8Tensor(_cast_transpose(x, scale, dtype, True, False)[0], inverse)
 
     def quantize_transposed(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
-        """The transposed matrix."""
+        """Returns the transposed matrix in fp8."""
         # Rows of the transposed matrix are columns of x, so the maximum is over dim 0.
         scale, inverse = self.compute_scales(x, dtype, 0)
         if self.granularity == "rowwise":
@@ -95,19 +95,19 @@ class Float8Linear:
         return Float8Tensor(_cast_transpose(x, scale, dtype, False, True)[1], inverse)
 
     def quantize_both(self, x: Tensor, dtype: torch.dtype) -> tuple[Float8Tensor, Float8Tensor]:
-        """In its own layout, and transposed; in one pass where one scale serves both."""
+        """Returns the matrix and its transpose in fp8; in one pass if they share a scale."""
         if self.granularity == "rowwise":
-            # Rows and columns have different scales, so there is nothing to share.
+            # Rows and columns have different scales.
             return self.quantize(x, dtype), self.quantize_transposed(x, dtype)
         scale, inverse = self.compute_scales(x, dtype, 1)
         values, turned = _cast_transpose(x, scale, dtype, True, True)
         return Float8Tensor(values, inverse), Float8Tensor(turned, inverse)
 
     def compute_scales(self, x: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
-        """Power of two that brings the largest magnitude to the type's maximum, and its inverse.
+        """Returns the power of two that scales x to the range of the dtype, and its inverse.
 
-        dim: the dim that the matmul sums over, which must share a scale. Shape `[]`, or one per
-        row.
+        dim: the dim that the matmul sums over; elements along it share a scale. Both results have
+        the shape `[]`, or one element per row.
         """
         most = torch.finfo(dtype).max
         if self.granularity == "tensorwise" and _can_call_kernels(x):
@@ -122,21 +122,21 @@ class Float8Linear:
 
 
 def power_of_two_scale(largest: Tensor, most: float) -> Tensor:
-    """The largest power of two whose product with `largest` is at most `most`."""
+    """Returns the largest power of two whose product with `largest` is at most `most`."""
     return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=MIN_AMAX))))
 
 
 def _can_call_kernels(x: Tensor) -> bool:
     """Whether to call the Triton kernels directly.
 
-    A compiler needs operations that it can see and fuse; in eager mode each additional operation
-    costs host time, which is the bottleneck there.
+    A compiler needs operations that it can fuse. In eager mode each additional operation costs host
+    time, which is the bottleneck there.
     """
     return x.device.type == "cuda" and TRITON and not torch.compiler.is_compiling()
 
 
 def _cast_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · scale in fp8, clamped to the largest finite number."""
+    """Returns x · scale in fp8, clamped to the largest finite number."""
     most = torch.finfo(dtype).max
     # Scaled in fp32: a bf16 product would round twice.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -146,13 +146,13 @@ def _cast_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_matmul(
     a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: accumulate with less precision."""
+    """Returns A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: accumulate with less precision."""
     if b.inverse_scale.dim() == 0:
         right = b.inverse_scale
     else:
         # Rowwise scales of B belong to the columns of the result: `[n, 1]` becomes `[1, n]`.
         right = b.inverse_scale.t()
-    # Emulation: the same fp8 values, multiplied in fp32 or wider.
+    # Emulation: multiply the same fp8 values in fp32 or wider.
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
         y = a.values.to(wide) @ b.values.to(wide).t()
@@ -173,20 +173,20 @@ def supports_sizes(tokens: int, out: int, into: int) -> bool:
 
 
 def supports_device(device: torch.device) -> bool:
-    """Whether the device multiplies fp8 numbers; the CPU emulates it."""
+    """Whether the device supports fp8 matmuls; a CPU emulates them."""
     if device.type != "cuda":
         return True
-    # fp8 tensor cores exist from compute capability 8.9 (Ada) on.
+    # fp8 tensor cores need compute capability 8.9 (Ada) or higher.
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 class _Float8Matmul(torch.autograd.Function):
-    """A matmul in fp8 that saves x transposed in fp8 for its backward."""
+    """A matmul in fp8 that saves a transposed fp8 copy of x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, scaled: Float8Linear) -> Tensor:
         mine, turned = scaled.quantize_both(x, E4M3)
-        # The transposed fp8 copy of x is all that dW needs, at half the bytes of bf16.
+        # dW needs only the transposed fp8 copy of x, which has half the bytes of bf16.
         ctx.save_for_backward(turned.values, turned.inverse_scale, w)
         ctx.scaled = scaled
         return scaled_matmul(mine, scaled.quantize(w, E4M3), x.dtype, fast=True)
@@ -207,7 +207,7 @@ class _Float8Matmul(torch.autograd.Function):
 def _cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `cast_transpose_op`, bypassing the dispatcher where nothing is compiled."""
+    """Same as `cast_transpose_op`, but without the dispatcher in eager mode."""
     if _can_call_kernels(x):
         from ranvier.nn import triton_kernels
 
@@ -222,7 +222,7 @@ def _cast_transpose(
 def cast_transpose_op(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """x `[r, c]` times scale `[]` in fp8, as is and transposed; empty if not requested."""
+    """Returns x · scale in fp8 `[r, c]` and transposed `[c, r]`; empty if not requested."""
     if x.device.type == "cuda" and TRITON:
         from ranvier.nn import triton_kernels
 

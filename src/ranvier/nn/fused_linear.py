@@ -1,9 +1,9 @@
 """Fused linear layers: several linear layers that are computed and communicated together.
 
-Layers that read the same value (q, k, v; gate, up) share one all-gather, one reduce-scatter and one
-dX reduction. Neighbours in a bucket with few features may be viewed as one matrix. A
-`GroupedInputLinear` has layers that each read a part of the input of their own (the B matrices of
-LoRA adapters): one all-gather for all.
+Layers that read the same input (q, k, v; gate, up) share one all-gather, one reduce-scatter and one
+dX reduction. Layers with few features that are adjacent in a bucket may be viewed as one matrix.
+The layers of a `GroupedInputLinear` each read a different part of the input (the B matrices of
+LoRA adapters) and share one all-gather.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from ranvier.sharding import Dim
 
 MAX_PACKED_FEATURES = 1024
 """Maximum output features of a layer that is packed with its neighbours, if another layer is at
-least twice as wide (k and v beside q)."""
+least twice as wide (e.g. k and v next to q)."""
 
 
 def example_linear(into: int, out: int) -> torch.nn.Linear:
-    """A linear layer without bias, for examples."""
+    """Returns a linear layer without bias, for examples."""
     return torch.nn.Linear(into, out, bias=False)
 
 
 class FusedLinear(ParallelLayer):
-    """Linear layers that read the same value: one gather, one scatter and one dX reduction for all.
+    """Linear layers that read the same input and share one gather, scatter and dX reduction.
 
-    Communicates: as one Linear with the outputs of all.
+    x: `[b, s/row, d/col]`; y: a tuple with the output of each layer, as of `Linear`.
+    Communicates: the collectives of one `Linear` that has the outputs of all layers.
     """
 
     grouped_input = False
@@ -52,11 +53,11 @@ class FusedLinear(ParallelLayer):
         """Neighbours whose weights are viewed as one matrix."""
 
     def pack_weights(self, widest: int = MAX_PACKED_FEATURES, *, all_alike: bool = False) -> None:
-        """View neighbours with few output features as one matrix with one gradient.
+        """Views adjacent layers with few output features as one matrix with one gradient.
 
-        A small matmul does not fill a device. For large ones the packed output would have to be
-        split and its gradient concatenated, which costs more than it saves: so only layers at most
-        half as wide as another are packed, unless `all_alike` is set. Their weights must be
+        A small matmul does not use the whole device. For a large one, splitting the packed output
+        and concatenating its gradient costs more than it saves. Therefore only layers at most half
+        as wide as the widest layer are packed, unless `all_alike` is set. Their weights must be
         adjacent in the bucket and not sharded over depth.
         """
         layers = self.layers
@@ -69,13 +70,12 @@ class FusedLinear(ParallelLayer):
         start = 0
         while start < len(layers):
             stop = start + 1
-            # Extend the run greedily while the next weight follows in the bucket and none is too
-            # wide.
+            # Extend the run while the next weight is adjacent in the bucket and none is too wide.
             while stop < len(layers) and are_adjacent(*layers[stop - 1 : stop + 1]):
                 if max(widths[start : stop + 1]) > limit:
                     break
                 stop += 1
-            # A run of one layer is not worth packing.
+            # There is nothing to pack in a run of one layer.
             if stop > start + 1:
                 self.packed_layers.append(
                     PackedLayers(start, stop, _packed_matrix(layers[start:stop]))
@@ -117,7 +117,7 @@ class FusedLinear(ParallelLayer):
         ]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all layers, in order."""
+        """Returns the outputs of all layers, in order."""
         with self.trace_scope():
             return parallel_linear(
                 x, self.layers, self.site, self.packed_layers, apart=self.grouped_input
@@ -130,20 +130,20 @@ class FusedLinear(ParallelLayer):
 
     @property
     def cost_model(self) -> LinearCost:
-        """As one layer."""
+        """Cost of one layer with the outputs of all."""
         # The cost of the first layer with the weights of all, under the name of the fused layer.
         product = self.layers[0].fused_cost_model(self.layers, apart=self.grouped_input)
         return replace(product, name=self.site.name)
 
     def flops(self, flow: ActivationShape) -> int:
-        """Zero: the children report their own FLOPs."""
+        """Returns 0, as the children report their own FLOPs."""
         return 0
 
 
 class GroupedInputLinear(FusedLinear):
     """Linear layers that each read one part of the input, in order.
 
-    Communicates: as one Linear with the inputs and the outputs of all.
+    Communicates: the collectives of one `Linear` that has the inputs and outputs of all layers.
     """
 
     grouped_input = True
@@ -168,20 +168,17 @@ class GroupedInputLinear(FusedLinear):
 
 
 def are_adjacent(before: Linear, layer: Linear) -> bool:
-    """Whether a layer's weight directly follows the previous layer's in the same bucket.
-
-    Both must also be multiplied in the same way.
-    """
+    """Whether two weights are adjacent in the same bucket and use the same kind of matmul."""
     a = before.handles["weight"]
     b = layer.handles["weight"]
-    # A view of the bucket is only the matrix if the weight is stored as it is multiplied.
+    # A view of the bucket is a valid matrix only if the weight is stored as it is multiplied.
     plain = not any(one.is_split or one.is_transposed or one.used_slice for one in (before, layer))
     plain = plain and before.matmul_backend == layer.matmul_backend
     return plain and a.bucket is b.bucket and a.offset + a.num_elements == b.offset
 
 
 def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
-    """The weights of adjacent layers as one matrix `[Σn, i]`, a view of their bucket."""
+    """Returns the weights of adjacent layers as one matrix `[Σn, i]`, a view of their bucket."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
     bucket = first.bucket
     start = first.offset
@@ -191,15 +188,15 @@ def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
         flat = bucket.data[start:stop]
     matrix = flat.view(-1, first.sharding.local_shape[-1]).requires_grad_(first.trainable)
     if first.trainable:
-        # A weak reference: a hook that held the bucket would form a cycle with the matrix and leak
-        # both.
+        # A weak reference: a hook with a reference to the bucket would form a cycle with the matrix
+        # and leak both.
         hook = partial(_accumulate_packed_grad, weakref.ref(bucket), start)
         matrix.register_post_accumulate_grad_hook(hook)
     return matrix
 
 
 def _accumulate_packed_grad(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
-    """Move the gradient of packed weights to their bucket."""
+    """Moves the gradient of packed weights to their bucket."""
     bucket = reference()
     if packed.grad is not None and bucket is not None:
         bucket.bucket_scheduler.accumulate_shard_grad(bucket, start, packed.grad)

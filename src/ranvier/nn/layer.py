@@ -1,8 +1,8 @@
 """Base class of parallel layers and the context that they share.
 
-A parallel layer replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same
-parameter names, same result. It derives from its named dims which shard of the weights it holds
-and what it communicates; its `cost_model` predicts that communication and its FLOPs in closed form.
+A parallel layer replaces a serial layer of the same name (`nn.Linear` here, `torch.nn.Linear`
+there) and has the same parameter names and results. It derives its shard of the weights and its
+communication from its named dims; its `cost_model` predicts communication and FLOPs in closed form.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from ranvier.trace import Event
 
 @dataclass
 class StepContext:
-    """State of the running pass that layers read: samples, factors of the loss, policies."""
+    """State of the current pass that all layers share: samples, loss factors, policies."""
 
     seed: int = 0
     samples: Tensor | None = None
-    """Run-wide index of each sample of this micro-batch `[b]`; it implies the step. Random masks
-    are a function of it."""
+    """Index of each sample of this micro-batch in the run, `[b]`. It determines the step; random
+    masks depend on it."""
     defer_residual_add: bool = False
     """Whether a compiled block may leave its last residual add to the next block. Only safe if the
     caller is a model that chains the blocks."""
     loss_scale: Tensor | None = None
-    """Factor by which the loss of this pass will be multiplied, where the step knows it in advance.
-    A head that computes gradients in forward scales them immediately and relies on it."""
+    """Factor by which the loss of this pass will be multiplied, if known in advance. A head that
+    computes gradients in forward scales them by it."""
     loss_grad_scale: Tensor | None = None
-    """Factor of the loss in the running backward pass; auxiliary losses of other layers use the
-    same one."""
+    """Factor of the loss in the current backward pass; auxiliary losses of other layers use the
+    same factor."""
     per_token_loss: bool = False
-    """Whether a head with targets returns one score per token instead of the sum."""
+    """Whether a head with targets returns one log-probability per token instead of the sum."""
     overlapped_autograd: bool = True
-    """Use the autograd functions with overlap; False: the reference built from differentiable
-    collectives."""
+    """Whether to use the autograd functions with overlap, or the reference implementation with
+    differentiable collectives."""
     deferred_weight_grads: list[Callable[[], None]] | None = None
-    """Queue of deferred weight-gradient computations; None: they run in the backward pass."""
+    """Queue of deferred weight-gradient computations; if None, they run in the backward pass."""
     save_policy: SavePolicy = field(default_factory=SavePolicy)
-    """What blocks save for backward, and where."""
+    """What blocks save for backward, and where it is stored."""
 
     def run_or_defer(self, work: Callable[[], None]) -> None:
-        """Run a weight-gradient computation now, or queue it for later."""
-        # The queue is drained by the pipeline's weight-gradient jobs (zero bubble).
+        """Runs a weight-gradient computation now, or queues it for later."""
+        # Weight-gradient jobs of the pipeline (zero bubble) run what is in the queue.
         if self.deferred_weight_grads is None:
             work()
         else:
@@ -65,25 +65,25 @@ class StepContext:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Context of a parallel layer: its name, and what all layers of a model share."""
+    """Context of a parallel layer: its name and the objects that all layers of a model share."""
 
     name: str
     grid: Grid
     table: ShardingTable
     units: Mapping[str, int]
-    """Number of units of each named dim of the model (heads, not their elements)."""
+    """Number of units of each named dim of the model (for heads: their number, not elements)."""
     bucket_scheduler: BucketScheduler
     step_context: StepContext
     block_name: str = ""
-    """The block of the layer; empty: it is outside of blocks."""
+    """Name of the layer's block; "" if the layer is outside of all blocks."""
     has_compiled_blocks: bool = False
-    """Whether blocks are compiled. All equal blocks share one graph, so nothing in it may depend on
-    the block index."""
+    """Whether blocks are compiled. Identical blocks share one graph, so nothing in it may depend
+    on the block index."""
     dispatch: Dispatch = "model"
-    """Element type in which tokens are dispatched to experts."""
+    """Data type in which tokens are dispatched to experts."""
     whole_sequence: bool = False
-    """The sequence was already gathered over row at the start of the enclosing module (Hugging
-    Face)."""
+    """Whether the sequence is already gathered over row at the start of the enclosing module, as
+    in Hugging Face models."""
     init: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
     """Standard deviation (or mean and standard deviation) of initial values.
 
@@ -92,7 +92,7 @@ class LayerContext:
     weights: dict[str, ShardedParameter] = field(default_factory=dict)
     """All parameters sharded so far, by name."""
     tied_weights: dict[int, ShardedParameter] = field(default_factory=dict)
-    """The same, keyed by `id` of the serial parameter, so that tied parameters are sharded once."""
+    """The same parameters by `id` of the serial parameter, so that tied ones are sharded once."""
 
     @property
     def layout_context(self) -> LayoutContext:
@@ -100,19 +100,19 @@ class LayerContext:
         return LayoutContext(self.grid.degrees, self.table, self.units, self.dispatch)
 
     def for_layer(self, name: str, **changes: object) -> LayerContext:
-        """The context of another layer of the same model."""
+        """Returns the context of another layer of the same model."""
         return replace(self, name=name, **changes)  # type: ignore[arg-type]
 
     def axis(self, *names: str) -> Axis:
-        """The axis of the grid with these names."""
+        """Returns the axis of the grid with these names."""
         return self.grid.axis(*names)
 
     def initial_mean_std(self, name: str, mean: float, std: float) -> tuple[float, float]:
-        """Initial mean and standard deviation of a parameter: the model's, else the layer's."""
+        """Returns the initial mean and std of a parameter: the model's, or else the layer's."""
         layer = name.rpartition(".")[0]
         for end, word in self.init.items():
-            # A tuple is keyed by the parameter's full name and applies as is; a float is keyed by
-            # the layer name and only replaces the std of parameters that are random anyway.
+            # A tuple has a suffix of the parameter name as its key and is used unchanged. A float
+            # has a suffix of the layer name and replaces only the std of random parameters.
             if isinstance(word, tuple) and name.endswith(end):
                 return word
             if isinstance(word, float) and std > 0.0 and layer.endswith(end):
@@ -132,11 +132,11 @@ def shard_parameter(
     std: float = 0.0,
     mean: float = 0.0,
 ) -> ShardedParameter:
-    """Replace a serial parameter by this rank's shard, still without values.
+    """Replaces a serial parameter by this rank's shard, which has no values yet.
 
-    Without `rule` it is the matrix of a layer: split by the weight rule and over depth, and
-    gathered by the layer before use. With a rule (a vector, split like the activations of its dim)
-    it is used as stored.
+    Without `rule` the parameter is the matrix of a layer: it is split by the weight rule and over
+    depth, and the layer gathers it before use. With a rule, e.g. for a vector that is split like
+    the activations of its dim, it is used as stored.
     """
     # A tied parameter (embedding and head) is sharded once and gets several owners.
     weight = site.tied_weights.get(id(serial))
@@ -144,7 +144,7 @@ def shard_parameter(
         sharding = Sharding.from_dims(
             serial.shape,
             dims,
-            # Only weights that a layer gathers before use may be split over depth, too.
+            # Only weights that a layer gathers before use may also be split over depth.
             site.table.weight_rule if rule is None else rule,
             site.grid.degrees,
             units=site.units,
@@ -163,7 +163,7 @@ def shard_parameter(
             mean=mean,
             owners=[],
             trainable=serial.requires_grad,
-            # A meta model has no values: they are generated shard by shard instead (`counter_rng`).
+            # A meta model has no values: they are generated per shard instead (`counter_rng`).
             original_values=None if serial.is_meta else serial.detach(),
         )
         site.tied_weights[id(serial)] = site.weights[name] = weight
@@ -175,24 +175,31 @@ def shard_parameter(
 
 
 def apply_autograd(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call `function.apply`, which torch leaves untyped."""
+    """Calls `function.apply`, which has no type annotations in torch."""
     return function.apply(*arguments)
 
 
 class ParallelLayer(torch.nn.Module):
-    """A layer on the grid; subclasses shard their weights and predict with `cost_model`."""
+    """Base class of all layers on the grid.
+
+    A subclass shards its weights in `__init__` with `shard_parameter`, computes and communicates in
+    `forward`, and predicts its communication, FLOPs and saved bytes with `cost_model`.
+
+    Args:
+        site: The name of the layer and the context that it shares with the other layers.
+    """
 
     def __init__(self, site: LayerContext) -> None:
         super().__init__()
         self.site = site
         self.local_name = site.name.removeprefix(f"{site.block_name}.")
-        """Name inside the block: the same in all equal blocks, which share a compiled graph."""
+        """Name inside the block; the same in all blocks that share a compiled graph."""
         self.handles: dict[str, ShardedParameter] = {}
 
     def shard_parameter(
         self, attribute: str, serial: torch.nn.Parameter | None, dims: Sequence[Dim], **options: Any
     ) -> ShardedParameter | None:
-        """Register this rank's shard of a parameter (see the function `shard_parameter`)."""
+        """Registers this rank's shard of a parameter; `options` as in `layer.shard_parameter`."""
         if serial is None:
             self.register_parameter(attribute, None)
             return None
@@ -203,69 +210,69 @@ class ParallelLayer(torch.nn.Module):
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
-        """Serial layers with which the generic tests exercise this layer on all grids."""
+        """Returns serial layers with which the generic tests run this layer on all grids."""
         return []
 
     def trace_scope(self) -> AbstractContextManager[None]:
-        """Context in which communication is recorded under this layer's name.
+        """Returns a context in which communication is recorded under this layer's name.
 
         In a compiled block the name is relative to the block; the caller of the block adds the
         prefix.
         """
         if torch.compiler.is_compiling():
             return self.site.grid.trace.graph_named_scope(
-                # Only the graphs of compiled blocks are shared; elsewhere the full name is right.
+                # Only compiled blocks share their graphs; other graphs use the full name.
                 self.local_name if self.site.has_compiled_blocks else self.site.name
             )
         return self.site.grid.trace.named_scope(self.site.name)
 
     @property
     def cost_model(self) -> LayerCost:
-        """Predicts the layer's communication, FLOPs and saved activations."""
+        """The cost model that predicts communication, FLOPs and saved bytes of the layer."""
         return LayerCost(self.site.name, self.site.layout_context)
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Communication of the forward pass of a micro-batch, without gathered weights."""
+        """Predicts the communication of the forward pass, without weight gathers."""
         return self.cost_model.forward_events(flow)
 
     def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
-        """Communication of a micro-batch; a recomputed layer runs forward twice."""
+        """Predicts the communication of a micro-batch; a recomputed layer runs forward twice."""
         return self.cost_model.events(flow, recomputed=recomputed)
 
     def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
-        """Additional bytes a block saves if it keeps what this layer communicates in forward."""
+        """Predicts the bytes needed to save the results of this layer's forward collectives."""
         return self.cost_model.saved_bytes(flow, selective=selective)
 
     def flops(self, flow: ActivationShape) -> int:
-        """FLOPs (multiplications and additions) of a micro-batch's forward pass on this rank."""
+        """Predicts the FLOPs of the forward pass of a micro-batch on this rank."""
         return self.cost_model.flops(flow)
 
 
 def check_range(
     ids: Tensor, size: int, name: str, *, ignore: int | None = None, dim: Dim = "vocab"
 ) -> None:
-    """Raise unless all ids are in [0, size); on a device the check runs asynchronously there.
+    """Raises unless all ids are in [0, size); on a GPU the check runs asynchronously.
 
-    dim: what the ids index: tokens ("vocab") or positions in a text ("position").
+    dim: what the ids are: tokens ("vocab") or positions in the sequence ("position").
     """
-    # In a graph the check would be a data-dependent branch, and meta tensors have no values.
+    # In a graph the check would be a data-dependent branch; meta tensors have no values.
     if torch.compiler.is_compiling() or ids.is_meta:
         return
     good = (ids >= 0) & (ids < size)
     good = (good if ignore is None else good | (ids == ignore)).all()
-    # Reading the result would synchronise with the device, so the device asserts by itself.
+    # Reading the result would synchronize with the device, so the device runs the assertion.
     if ids.device.type != "cpu":
         torch._assert_async(good)
     elif not bool(good):
         span = f"from {int(ids.min())} to {int(ids.max())}"
         if dim == "position":
             raise DataError(
-                f"{name} gets positions {span}, but the model has learned {size} positions, 0 to "
-                f"{size - 1}. A text has as many tokens at most. Use texts of {size} tokens or "
-                "less, prompt and what follows it together."
+                f"{name} received positions {span}, but the model has {size} learned positions, 0 "
+                f"to {size - 1}. A sequence can have at most {size} tokens. Use shorter sequences; "
+                "when generating, prompt and new tokens count together."
             )
         raise DataError(
-            f"{name} gets numbers {span}. They must lie in [0, "
-            f"{size}){'' if ignore is None else f' or be {ignore}'}. Use a larger vocabulary or "
-            "mend the data."
+            f"{name} received token ids {span}. Ids must be in [0, "
+            f"{size}){'' if ignore is None else f' or equal to {ignore}'}. Use a larger "
+            "vocabulary, or fix the data."
         )

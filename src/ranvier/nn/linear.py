@@ -1,39 +1,39 @@
 """Linear layers: all-gather, matmul, reduce-scatter; backward runs the same steps in reverse.
 
 Between the residual stream `[b, s/row, d/col]` and the inside of attention or MLP
-`[b/col, s, n/row]` a linear layer moves tokens and features at once. Its weight `(out, in)` has
-`out` on one axis and `in` on the other (`sharding.WEIGHT_RULE`), so
-(`sharding.ShardingTable.linear_comm`)
+`[b/col, s, n/row]` a linear layer changes the layout of tokens and features together. Its weight
+`(out, in)` has `out` on one axis and `in` on the other (`sharding.WEIGHT_RULE`). The communication
+(`sharding.ShardingTable.linear_comm`) is
 
     enter (q, k, v, up, head)
         x  -gather seq over row->  [b, s, d/col] · W[n/row, d/col]ᵀ  -scatter over col->      y
     leave (o, down)
         x  -gather over col->      [b, s, n/row] · W[d/col, n/row]ᵀ  -scatter seq over row->  y
 
-where over col either the batch is moved (`col_splits = samples`) or the features
+where col splits either the batch (`col_splits = samples`) or the features
 (`col_splits = features`). With col = depth = 1 these are Megatron's column- and row-parallel layers
-with sequence parallelism; with row = col = 1 no activation is moved and only the gather of the
-weight over depth remains, which is ZeRO-3.
+with sequence parallelism; with row = col = 1 no activation is communicated and only the gather of
+the weight over depth remains, which is ZeRO-3.
 
 A dim between these two may be unsplit (a LoRA rank r, `[b/col, s/row, r]` or `[b, s/row, r]`); then
-only activations of width r are moved:
+only activations of width r are communicated:
 
     embed to rank   x · W[r, d/col]ᵀ  -scatter batch (or sum) over col->        y
     rank to inner   x  -gather seq over row->  x · W[n/row, r]ᵀ                 y
     inner to rank   x · W[r, n/row]ᵀ  -scatter seq over row (sum over col)->    y
     rank to embed   x  -gather batch over col->  x · W[d/col, r]ᵀ               y
 
-Several layers that read the same value share their communication (`FusedLinear`). There are two
-implementations, tested for equality: `parallel_linear_reference`, built from differentiable
-collectives, and `_ParallelLinear`, whose backward overlaps: X is re-gathered during the dX matmul,
-dX is reduced during the dW matmul, and dW goes to the weight's bucket, whose reduction over depth
-overlaps with everything that follows. For frozen weights X is neither saved nor re-gathered.
+Several layers that read the same input share their communication (`FusedLinear`). There are two
+implementations, which tests compare: `parallel_linear_reference`, built from differentiable
+collectives, and `_ParallelLinear`, whose backward overlaps communication with computation: X is
+re-gathered during the dX matmul, dX is reduced during the dW matmul, and dW is added to the bucket
+of the weight, whose reduction over depth overlaps with the following work. For frozen weights X is
+neither saved nor re-gathered.
 
-Outputs of several linear layers packed into one buffer, so that one reduce-scatter serves all.
-
-Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features, each
-rank must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads that
-several ranks share are repeated there, once for each rank that needs them.
+The outputs of several linear layers are packed into one buffer, so that one reduce-scatter is
+enough. They are packed along their features, (b, s, Σn). If the scatter is over features, each rank
+must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads that several
+ranks share are repeated there, once per rank that needs them.
 """
 
 from __future__ import annotations
@@ -68,11 +68,16 @@ class PackedLayers:
 
 
 class Linear(ParallelLayer):
-    """y = x Wᵀ + b.
+    """A linear layer, y = x Wᵀ + b.
 
-    enter: x `[b, s/row, d/col]`, y `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
-    leave: the reverse.
+    A layer that enters attention or MLP maps x `[b, s/row, d/col]` to y `[b/col, s, n/row]` or
+    `[b, s, n/(row·col)]`; a layer that leaves it has the reverse shapes.
     Communicates: all-gather x, reduce-scatter y; backward: all-gather x and dy, reduce-scatter dx.
+
+    Args:
+        site: Name and context of the layer.
+        serial: The `torch.nn.Linear` to replace.
+        dims: Names of the dims of the weight, (out, in).
     """
 
     weight: torch.nn.Parameter
@@ -98,15 +103,14 @@ class Linear(ParallelLayer):
         self.num_packed = self.linear_weight.num_packed
         self.linear_comm = self.linear_weight.linear_comm
         self.comm_axes = self._resolve_comm_axes()
-        """Axis and dim of the input's all-gather, and of the output's reduce-scatter."""
+        """(axis, dim) of the all-gather of the input, and of the reduce-scatter of the output."""
         self.copy_axis = site.axis(*filter(None, [self.linear_comm.copy_axis]))
         """Ranks that hold the same input and use it differently (dx is summed over them)."""
         self.reduce_axis = site.axis(*filter(None, [self.linear_comm.reduce_axis]))
         """Ranks that all get the same sum as their output."""
         self.matmul_backend: MatmulBackend = PlainMatmul()
-        """How the matmuls are computed: plain, or float8."""
-        # 0.02 is only the default; a model's `init` table overrides it
-        # (`LayerContext.initial_mean_std`).
+        """Computes the matmuls, in the dtype of the weights or in float8."""
+        # 0.02 is the default; the `init` table of a model overrides it (`initial_mean_std`).
         self.shard_parameter("weight", weight, dims, std=0.02)
         self.is_split = self.handles["weight"].is_depth_sharded
         self.shard_parameter(
@@ -119,7 +123,7 @@ class Linear(ParallelLayer):
         self.output_sharding = self.linear_weight.output_sharding
         """Sharding of the output features."""
         self.used_slice = self._resolve_used_slice()
-        """Dim, start and size of the part of the matrix that this rank uses; None: all of it."""
+        """(dim, start, size) of the part of the matrix that this rank uses; None for all of it."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
@@ -150,8 +154,8 @@ class Linear(ParallelLayer):
     def _resolve_comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
         move = self.linear_comm
         site = self.site
-        # Dim 1 is the sequence: where it was gathered before, an axis of one rank makes the gather
-        # a no-op.
+        # Dim 1 is the sequence: if it is already gathered, an axis of one rank makes the gather a
+        # no-op.
         gathered = site.whole_sequence and move.gather.dim == 1
         from_axis, to_axis = (
             site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
@@ -165,14 +169,14 @@ class Linear(ParallelLayer):
         if self.linear_weight.used_part is None:
             return None
         dim, cut = self.linear_weight.used_part
-        # Ranks that share replicated kv heads use the same block, hence the division by `replicas`.
+        # Ranks that share kv heads use the same block, so the index is divided by `replicas`.
         return dim, self.site.grid.index[cut.axis] // cut.replicas * cut.block_size, cut.block_size
 
     @property
     def num_scatter_parts(self) -> int:
-        """Number of distinct parts into which the scatter over features cuts the output.
+        """Number of distinct parts into which the scatter over features splits the output.
 
-        Fewer than the ranks of the axis where kv heads are shared.
+        It is smaller than the axis if ranks share kv heads.
         """
         cuts = [
             cut
@@ -184,8 +188,8 @@ class Linear(ParallelLayer):
         return 1
 
     def gather_weight(self) -> Tensor:
-        """The weight gathered over depth, in autograd."""
-        # The graph is shared by all equal blocks, so it must not read the handle of one of them.
+        """Returns the weight gathered over depth; differentiable."""
+        # All identical blocks share the graph, so it must not read the handle of one of them.
         if not torch.compiler.is_compiling():
             self.handles["weight"].bucket.unshard()
         if self.is_split:
@@ -193,7 +197,7 @@ class Linear(ParallelLayer):
         return self.weight
 
     def local_matrix(self, weight: Tensor) -> Tensor:
-        """The gathered weight as (out, in), restricted to the part this rank uses."""
+        """Returns the gathered weight as (out, in), restricted to the part that this rank uses."""
         if self.is_transposed:
             matrix = weight.flatten(1).T
         else:
@@ -203,7 +207,7 @@ class Linear(ParallelLayer):
         return matrix.narrow(*self.used_slice)
 
     def weight_grad(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dW in the stored shape of the weight."""
+        """Returns dW in the stored shape of the weight."""
         x = x.flatten(0, -2)
         dy = dy.flatten(0, -2)
         if self.is_transposed:
@@ -219,11 +223,11 @@ class Linear(ParallelLayer):
         return grad.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to x."""
+        """Applies the layer to x, this rank's part of the input."""
         with self.trace_scope():
             (y,) = parallel_linear(x, [self], self.site, [])
         # Padding columns (from an out dim that the axis does not divide) must not reach the caller.
-        # In training they stay: the loss ignores them itself.
+        # In training they remain, as the loss ignores them.
         if not torch.is_grad_enabled():
             y = y[
                 ...,
@@ -234,18 +238,18 @@ class Linear(ParallelLayer):
 
     @property
     def cost_model(self) -> LinearCost:
-        """All-gather x, reduce-scatter y."""
+        """Cost of the all-gather of x, the matmul and the reduce-scatter of y."""
         return self.fused_cost_model([self])
 
     def fused_cost_model(self, layers: Sequence[Linear], *, apart: bool = False) -> LinearCost:
-        """Cost model of several layers computed together, of which this is the first."""
+        """Returns the cost model of several layers that run together; this is the first."""
         factors = tuple(layer.linear_weight for layer in layers)
         whole = self.site.whole_sequence
         return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
 
 def _low_rank_examples() -> list[LayerExample]:
-    """Layers from and to an unsplit dim; size 3 is divisible by no axis, so that depth pads."""
+    """Returns layers from and to an unsplit dim; no axis divides its size 3, so depth pads it."""
     sizes = {**EXAMPLE_SIZES, "rank": 3}
     outer = ("batch", "seq", "embed")
     rank = ("batch", "seq", "rank")
@@ -269,7 +273,7 @@ def _layer_factory(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
 
 
 class Conv1D(Linear):
-    """A linear layer whose weight is stored as (in, out), as in Hugging Face's GPT-2."""
+    """A `Linear` layer whose weight is stored as (in, out), as in Hugging Face's GPT-2."""
 
     is_transposed = True
 
@@ -285,9 +289,9 @@ def parallel_linear(
     *,
     apart: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Multiply x by the weights of layers that read it, or that each read a part of it (apart).
+    """Applies several layers to x. apart: each layer reads its own part of x, not all of it.
 
-    Communicates: as Linear.
+    Communicates: the collectives of one `Linear`.
     """
     if torch.compiler.is_compiling() or not site.step_context.overlapped_autograd:
         ys = parallel_linear_reference(x, layers, runs, apart)
@@ -297,8 +301,8 @@ def parallel_linear(
                 _ParallelLinear, x, layers, site, apart, *[layer.weight for layer in layers]
             )
         except STOP_RECOMPUTATION:
-            # torch stopped the recomputation here, so backward needs nothing from this layer on.
-            # That holds for later steps as well, which then save only the shape of its result.
+            # torch stopped the recomputation here: backward needs no result from here on. This is
+            # also true in later steps, which then save only the shape of the result.
             site.step_context.save_policy.unneeded_layers.add(site.name)
             raise
     return tuple(
@@ -310,13 +314,13 @@ def parallel_linear(
 def parallel_linear_reference(
     x: Tensor, layers: Sequence[Linear], runs: Sequence[PackedLayers], apart: bool = False
 ) -> list[Tensor]:
-    """The same computation in differentiable collectives: the definition that tests compare to."""
+    """The same computation with differentiable collectives, which tests use as the reference."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(
         all_gather(copy_to_axis(x, layers[0].copy_axis), from_axis, from_dim), layers, apart
     )
     ys: list[Tensor] = []
-    # The empty run at the end makes the loop also cover the layers after the last packed ones.
+    # The empty run at the end makes the loop include the layers after the last packed run.
     for run in [*runs, PackedLayers(len(layers), len(layers), None)]:
         for layer in layers[len(ys) : run.start]:
             ys.append(
@@ -336,14 +340,14 @@ def parallel_linear_reference(
 
 
 def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
-    """The part of the gathered input that each layer reads."""
+    """Returns the part of the gathered input that each layer reads."""
     if apart:
         return list(x.chunk(len(layers), -1))
     return [x] * len(layers)
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """The linear layer with its communication overlapped.
+    """The linear layer with overlapped communication.
 
     Gradients of weights are accumulated into buckets, not returned to autograd.
     """
@@ -365,7 +369,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.apart = apart
         results = site.grid.trace.saved_results
         work = partial(_linear_forward, x, layers, apart)
-        # Outside of a recomputed block there is nothing to save or reuse.
+        # Outside of a recomputed block no result is saved or reused.
         if results is None:
             return work()
         if not layers[0].fused_cost_model(layers).saves_output(x.shape[-1], results.selective):
@@ -390,11 +394,11 @@ class _ParallelLinear(torch.autograd.Function):
                 again = collectives.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
-            # 2. Gather dY, undoing the reduce-scatter of the output.
+            # 2. Gather dY: the reverse of the reduce-scatter of the output.
             dys = list(grads)
             if to_axis.size > 1:
                 dys = _gather_output_grads(grads, layers, to_axis, to_dim)
-            # 3. dX, reduced while dW is computed.
+            # 3. Compute dX, which is reduced while dW is computed.
             pending = None
             if ctx.needs_input_grad[0]:
                 terms = [
@@ -413,7 +417,7 @@ class _ParallelLinear(torch.autograd.Function):
                 if not hide:
                     pending.wait()
             if again is not None:
-                # 4. dW, now or deferred by the pipeline schedule.
+                # 4. Compute dW now, or later if the pipeline schedule defers it.
                 xs = _split_input(again.wait(), layers, ctx.apart)
                 site.step_context.run_or_defer(
                     partial(_accumulate_weight_grads, site, layers, xs, dys)
@@ -425,7 +429,7 @@ class _ParallelLinear(torch.autograd.Function):
 
 
 def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
-    """The forward pass of a linear layer, outside autograd. Communicates: as Linear."""
+    """Runs the forward pass outside of autograd. Communicates: all-gather x, reduce-scatter y."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
     ys = [
@@ -437,7 +441,7 @@ def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[T
     if to_axis.size == layers[0].reduce_axis.size == 1:
         return tuple(ys)
     packed = pack_outputs(ys, layers, to_axis, to_dim)
-    # `packed` is a copy where there are several outputs; free the originals before the scatter.
+    # `packed` is a copy if there are several outputs; free the originals before the scatter.
     del ys
     y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
     return tuple(
@@ -448,7 +452,7 @@ def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[T
 def _gather_output_grads(
     grads: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int
 ) -> list[Tensor]:
-    """Gradients of each layer's full output; the gathered buffer is freed on return.
+    """Returns the gradients of each layer's full output; frees the gathered buffer on return.
 
     Communicates: all-gather over axis.
     """
@@ -466,7 +470,7 @@ def _needs_weight_grad(layers: Sequence[Linear]) -> bool:
 def _accumulate_weight_grads(
     site: LayerContext, layers: Sequence[Linear], xs: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> None:
-    """Accumulate dW into the buckets. Communicates: reduce-scatter over depth, by bucket, later."""
+    """Adds dW to the buckets. Communicates: reduce-scatter over depth, by bucket, later."""
     with site.grid.trace.record_compute(f"dW {site.name}"):
         for layer, x, dy in zip(layers, xs, dys, strict=True):
             weight = layer.handles["weight"]
@@ -482,14 +486,14 @@ def _sum_tensors(terms: list[Tensor]) -> Tensor:
 
 
 def buffer_dim(dim: int) -> int:
-    """The dim of the packed buffer that is scattered."""
+    """Returns the dim of the packed buffer that is scattered."""
     if dim == -1:
         return 2
     return dim
 
 
 def pack_outputs(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
-    """Pack outputs `[b, s, n_i]` into one buffer before the reduce-scatter."""
+    """Packs outputs `[b, s, n_i]` into one buffer before the reduce-scatter."""
     if dim != -1:
         if len(ys) == 1:
             return ys[0]
@@ -506,7 +510,7 @@ def pack_outputs(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim
 
 
 def unpack_output_grads(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
-    """Gradients `[b, s, n_i]` from the gathered buffer; copies of a shared head are summed."""
+    """Returns gradients `[b, s, n_i]` from the gathered buffer; sums copies of shared heads."""
     sizes = output_widths(layers)
     if dim != -1:
         return list(dy.split([sum(of_layer) for of_layer in sizes], -1))
@@ -517,28 +521,28 @@ def unpack_output_grads(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: i
             next(blocks).unflatten(2, (layer.num_scatter_parts, -1))
             for _ in range(layer.num_packed)
         ]
-        # Dual of the copies in `pack_outputs`.
+        # The reverse of the copies in `pack_outputs`.
         parts = [x.squeeze(3) if x.shape[3] == 1 else x.sum(3) for x in each]
         out.append(_concat_features([x.flatten(2) for x in parts]))
     return out
 
 
 def _concat_features(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate along features; a single part is not copied."""
+    """Concatenates along features; a single part is not copied."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts), -1)
 
 
 def unpack_outputs(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
-    """Outputs of the layers on this rank from the scattered buffer."""
+    """Returns the outputs of the layers on this rank from the scattered buffer."""
     if dim == -1:
         y = y.squeeze(2)
     return list(y.split([sum(of_layer) for of_layer in output_widths(layers)], -1))
 
 
 def pack_output_grads(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
-    """Pack the gradients of this rank's outputs as `unpack_outputs` found them."""
+    """Packs the gradients of this rank's outputs in the format that `unpack_outputs` reads."""
     if len(grads) == 1:
         dy = grads[0]
     else:
@@ -549,5 +553,5 @@ def pack_output_grads(grads: Sequence[Tensor], layers: Sequence[Linear], dim: in
 
 
 def output_widths(layers: Sequence[Linear]) -> list[list[int]]:
-    """Features of each output on this rank, one number per packed part."""
+    """Returns the features of each output on this rank, one number per packed part."""
     return [[layer.output_sharding.local_shape[0]] * layer.num_packed for layer in layers]

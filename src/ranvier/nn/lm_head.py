@@ -1,9 +1,9 @@
 """LM head: logits over the vocabulary and their loss, one chunk of tokens at a time.
 
-The logits of a batch are by far its largest tensor, and they are never needed all at once: for each
+The logits of a batch are by far its largest tensor, and they are never needed all at once. For each
 chunk of tokens they are computed, reduced to a loss, overwritten by their gradient, and multiplied
-back into dX and dW before the next chunk reuses their memory. So forward already computes the
-gradients; backward only scales them.
+into dX and dW before the next chunk reuses their memory. Forward thus computes the gradients;
+backward only scales them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ from ranvier.nn.matmul import PlainMatmul
 from ranvier.sharding import Dim
 
 ALIGNED_DEVICES = ("cuda", "meta")
-"""Devices on which row alignment matters (`cost.linear.ALIGNMENT_BYTES`); meta stands for a GPU."""
+"""Devices on which rows are aligned (`cost.linear.ALIGNMENT_BYTES`); meta represents a GPU."""
 
 
 class LMHead(Linear):
-    """y = x Wᵀ, or with targets the sum of the losses of this rank's tokens.
+    """The language-model head, y = x Wᵀ, with a fused cross-entropy loss.
 
+    Without targets it returns logits; with targets it returns the sum of the losses of this rank's
+    tokens and never stores all logits at once.
     x: `[b, s/row, d/col]`; y: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`.
-    With `step_context.per_token_loss` and targets: log-probability of each target and whether it is
-    the most likely token, `[2, b/col, s]`.
+    With targets and `step_context.per_token_loss` it returns, for each target, its log-probability
+    and whether it is the most likely token, `[2, b/col, s]`.
     Communicates: all-gather x, reduce-scatter dx; for each chunk reduce-scatter and all-gather of
     its logits, all-reduce of three numbers per token over the axes of vocab.
     """
@@ -58,9 +60,9 @@ class LMHead(Linear):
         super().__init__(site, serial, dims)
         self.vocab_shard = VocabShard.from_context(site, self.out_dim)
         self.cap = float(getattr(serial, "cap", 0.0))
-        """Soft cap: logits are cap · tanh(logits / cap); 0 disables it."""
+        """Soft cap: logits become cap · tanh(logits / cap); 0 disables it."""
         self.keeps_logits_local = self.comm_axes[1][0].size == 1
-        """Whether logits are not scattered; then chunks need not respect sample boundaries."""
+        """Whether logits are not scattered; chunks may then cross sample boundaries."""
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
@@ -75,20 +77,20 @@ class LMHead(Linear):
         ]
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, or with targets their loss."""
+        """Returns the logits, or the sum of the losses if targets are given."""
         if targets is None:
-            # Without a loss of its own the model does not know the factor of the caller's loss; MoE
-            # layers with auxiliary losses then raise instead of using a stale one.
+            # If the caller computes the loss, its factor is unknown here; MoE layers with auxiliary
+            # losses then raise an error instead of using an old factor.
             self.site.step_context.loss_grad_scale = None
             return self._softcap_logits(super().forward(x))
         loss = self._compute_loss(x, targets)
-        # The hook runs first in backward, so that all earlier layers see the factor.
+        # The hook runs first in backward, so that all earlier layers can read the factor.
         if loss.requires_grad and not torch.compiler.is_compiling():
             loss.register_hook(self._record_loss_grad_scale)
         return loss
 
     def _record_loss_grad_scale(self, grad: Tensor) -> None:
-        """Publish the factor of the loss to earlier layers that add auxiliary losses."""
+        """Publishes the factor of the loss to earlier layers that add auxiliary losses."""
         self.site.step_context.loss_grad_scale = grad
 
     def _compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ class LMHead(Linear):
             with self.trace_scope():
                 return self._score_each_token(x, targets)
         with self.trace_scope():
-            # The chunked function is neither traceable nor does it handle a bias.
+            # The chunked function cannot be traced and does not support a bias.
             if (
                 torch.compiler.is_compiling()
                 or not self.site.step_context.overlapped_autograd
@@ -110,8 +112,8 @@ class LMHead(Linear):
                 )
             needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
             if needed:
-                # Gradients of a loss with factor 1; backward multiplies by the real factor unless
-                # `loss_scale` is known here already.
+                # Gradients are computed for a loss factor of 1, and backward multiplies them by the
+                # actual factor, unless `loss_scale` is already known.
                 factor = torch.ones((), device=x.device)
                 known = self.site.step_context.loss_scale
             else:
@@ -129,14 +131,13 @@ class LMHead(Linear):
 
     @torch.no_grad()
     def _score_each_token(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Scores of each target `[2, b/col, s]`, one chunk of tokens at a time."""
+        """Returns the scores of each target `[2, b/col, s]`, one chunk of tokens at a time."""
         (from_axis, from_dim), _ = self.comm_axes
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         matrix = self.local_matrix(self.handles["weight"].unsharded_data())
         found = list[Tensor]()
         cuts = chunk_slices(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
-        # Chunks are computed from the unpadded width, as the cost model does; hence padding comes
-        # after.
+        # As in the cost model, chunks depend on the unpadded width, so padding comes after.
         matrix = self.align_rows(matrix)
         for cut in cuts:
             part = whole[:, cut]
@@ -149,13 +150,13 @@ class LMHead(Linear):
         return torch.cat(found, 2)
 
     def align_rows(self, matrix: Tensor) -> Tensor:
-        """The matrix `[V/row, d/col]` padded with zero rows, so that rows of logits are aligned.
+        """Pads the matrix `[V/row, d/col]` with zero rows, so that rows of logits are aligned.
 
-        The loss ignores the extra columns, as it does where row does not divide the vocabulary.
+        The loss ignores the extra columns, like the padding of a vocabulary that row does not
+        divide.
         """
         if (
-            # Scattered logits are packed by their exact width, and a bias has no entries for the
-            # padding.
+            # Scattered logits are packed with their exact width, and a bias has no padding.
             not self.keeps_logits_local
             or self.bias is not None
             or matrix.device.type not in ALIGNED_DEVICES
@@ -168,7 +169,7 @@ class LMHead(Linear):
 
     @property
     def cost_model(self) -> LMHeadCost:
-        """All-gather x; per chunk its logits and their statistics."""
+        """Cost of the all-gather of x and, per chunk, of the logits and their statistics."""
         return LMHeadCost(
             self.site.name,
             self.site.layout_context,
@@ -242,8 +243,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if dx is not None:
             dx = collectives.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
         ctx.leaf = leaf
-        # Kept as attributes rather than saved tensors: backward scales them in place and frees
-        # them.
+        # Attributes instead of saved tensors: backward scales them in place and frees them.
         ctx.dx = dx
         ctx.dw = dw
         ctx.taken = False
@@ -258,8 +258,9 @@ class _ChunkedLoss(torch.autograd.Function):
         handle = ctx.leaf.handles["weight"]
         if ctx.taken:
             raise RuntimeError(
-                f"{ctx.leaf.site.name}: backward ran a second time through the same loss. Its "
-                "gradients are made once, in forward. Compute the loss again."
+                f"{ctx.leaf.site.name}: backward() ran a second time for the same loss. Its "
+                "gradients are computed once, in the forward pass. Compute the loss again before "
+                "calling backward()."
             )
         ctx.dx = None
         ctx.dw = None
@@ -268,18 +269,18 @@ class _ChunkedLoss(torch.autograd.Function):
             dx, dw = (None if x is None else x.mul_(grad) for x in (dx, dw))
         if dw is not None:
             shape = handle.sharding.unsharded_shape
-            # Drop the rows that `align_rows` added.
+            # Remove the rows that `align_rows` added.
             handle.accumulate_grad(dw.flatten()[: math.prod(shape)].view(shape))
         return dx, None, None, None, None, None
 
 
 def _scatter_logits(y: Tensor, leaf: LMHead) -> Tensor:
-    """This rank's part of the summed logits `[b, c, V/row]`.
+    """Returns this rank's part of the summed logits `[b, c, V/row]`.
 
     Communicates: reduce-scatter over col.
     """
     _, (axis, dim) = leaf.comm_axes
-    # Packing would copy the logits for nothing.
+    # Avoid an unnecessary copy of the logits.
     if axis.size == 1:
         return y
     sums = collectives.reduce_scatter(
@@ -289,7 +290,7 @@ def _scatter_logits(y: Tensor, leaf: LMHead) -> Tensor:
 
 
 def _gather_logit_grads(dy: Tensor, leaf: LMHead) -> Tensor:
-    """Dual of `_scatter_logits`. Communicates: all-gather over col."""
+    """The backward of `_scatter_logits`. Communicates: all-gather over col."""
     _, (axis, dim) = leaf.comm_axes
     if axis.size == 1:
         return dy
@@ -300,9 +301,9 @@ def _gather_logit_grads(dy: Tensor, leaf: LMHead) -> Tensor:
 
 
 def _accumulate_weight_grad(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: LMHead) -> Tensor:
-    """Add dYᵀ·X of a chunk to the sum so far, in the reduce dtype; dy: `[t, n]`, x: `[t, d]`."""
+    """Adds dYᵀ·X of a chunk to the sum so far, in the reduce dtype; dy: `[t, n]`, x: `[t, d]`."""
     wide = leaf.site.bucket_scheduler.reduce_dtype
-    # Meta tensors stand for those of a GPU, so that a dry run counts the same memory.
+    # Meta tensors represent GPU tensors, so that a dry run counts the same memory.
     host = x.device.type not in ("cuda", "meta")
     if x.dtype == wide or host or leaf.matmul_backend != PlainMatmul():
         new = leaf.matmul_backend.grad_w(dy, x).to(wide)
@@ -310,7 +311,7 @@ def _accumulate_weight_grad(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: LM
             return new
         return sum_.add_(new)
     if sum_ is None:
-        # bf16 operands with an fp32 result: the sum over chunks does not round to bf16 in between,
-        # and no widened copy is made.
+        # bf16 operands with an fp32 result: partial sums are not rounded to bf16, and no fp32 copy
+        # of the operands is needed.
         return torch.mm(dy.T, x, out_dtype=wide)
     return torch.addmm(sum_, dy.T, x, out_dtype=wide, out=sum_)

@@ -1,4 +1,4 @@
-"""Materialization: every parameter of a rank becomes a view of its bucket and gets its values."""
+"""Materialization: makes every parameter of a rank a view of its bucket and fills in its values."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ def materialize_parameters(
     blank: bool = False,
     host_bytes: int | None = None,
 ) -> None:
-    """Allocate the buckets and fill every parameter with its shard of the values; blank: zeros.
+    """Allocates the buckets and fills every parameter with its shard of the values.
 
-    On the meta device there are no values.
-
-    host_bytes: host memory for offloaded weights; None: they stay on the device.
+    On the meta device parameters have no values. blank: fill with zeros. host_bytes: host memory
+    for offloaded weights; if None, weights stay on the device.
     """
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
-    # Must exist before the first bucket is filled: each is offloaded right after it, so that the
-    # device never holds all weights.
+    # Must exist before the first bucket is filled: each bucket is offloaded as soon as it is
+    # filled, so that the device never holds all weights.
     if host_bytes is not None:
         queue.host_offload = HostOffload(queue.buckets, dtype, queue.device, room=host_bytes)
     for bucket in queue.buckets:
@@ -63,14 +62,14 @@ def materialize_parameters(
             for owner, attribute in weight.owners:
                 setattr(owner, attribute, param)
             if weight.trainable:
-                # A weak reference: a hook that held the weight would form a cycle and leak both.
+                # A weak reference: a hook with a reference to the weight would form a cycle.
                 hook = partial(_move_grad_to_bucket, weakref.ref(weight))
                 param.register_post_accumulate_grad_hook(hook)
         if queue.host_offload is not None and can_offload(bucket):
             queue.host_offload.register_bucket(bucket)
     for leaf in leaves.values():
         if isinstance(leaf, FusedLinear):
-            # Only now do the buckets have storage to take views of.
+            # Packed weights are views of a bucket, which has its storage only now.
             leaf.pack_weights()
         elif isinstance(leaf, Dropout):
             leaf.rng_stream = leaf.rng_stream.to(where)
@@ -95,9 +94,9 @@ def _initial_value(
 
 
 def _move_grad_to_bucket(reference: weakref.ref[ShardedParameter], param: Any) -> None:
-    """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
+    """Moves a gradient from autograd (of a vector, or in the reference) to the bucket."""
     weight = reference()
-    # `grad` is None where a layer has accumulated it into the bucket itself.
+    # `grad` is None if the layer has already added it to the bucket.
     if param.grad is not None and weight is not None:
         weight.bucket.bucket_scheduler.accumulate_shard_grad(
             weight.bucket, weight.offset, param.grad

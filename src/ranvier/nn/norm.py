@@ -1,8 +1,8 @@
-"""Norms: statistics over a dim that may be split, summed over the axes that split it.
+"""Norms: statistics over a dim that may be split are summed over the axes that split it.
 
-The residual stream is split over col, so its norm sums one number per token (two for LayerNorm); a
-norm of each head sums nothing; a norm over all heads sums over row (or row·col), with shared kv
-heads counted once. Statistics are computed in fp32 at least.
+The residual stream is split over col, so its norm sums one number per token (two for LayerNorm). A
+norm per head needs no sum. A norm over all heads sums over row (or row·col) and counts shared kv
+heads once. Statistics are computed at least in fp32.
 """
 
 from __future__ import annotations
@@ -25,63 +25,72 @@ from ranvier.sharding import Dim
 
 
 class Norm(ParallelLayer):
-    """Base of all norms: the axes that split their dim, and sums over them."""
+    """Base class of norms: finds the axes that split the dim, and sums statistics over them.
+
+    Args:
+        site: Name and context of the layer.
+        serial: The serial norm to replace. It must have a weight.
+        dims: Name of the one dim of the weight, e.g. ("embed",).
+    """
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     num_sums = 1
     """Numbers per token that are summed over the axes."""
     weight_offset = 0.0
-    """Added to the weight."""
+    """Constant that is added to the weight."""
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         if len(dims) != 1 or not isinstance(dims[0], str):
             raise ShardingError(
-                f"{site.name} has the dims {tuple(dims)}. A norm has one dim. Name one."
+                f"{site.name} has the dims {tuple(dims)}. A norm has exactly one dim. Use one "
+                "name, e.g. ('embed',)."
             )
         self.dim = dims[0]
         weight = serial.weight
         bias = getattr(serial, "bias", None)
         if not isinstance(weight, torch.nn.Parameter):
-            raise ShardingError(f"{site.name} has no weight. A norm on the grid has one. Add it.")
+            raise ShardingError(
+                f"{site.name} has no weight. A parallel norm must have one. Build it with "
+                "elementwise_affine=True."
+            )
         self.size = weight.numel()
         region = site.table.activation_rule(self.dim)
         cuts = self.cost_model.feature_sharding.splits[0]
         self.axis = site.axis(*(cut.axis for cut in cuts))
-        # Shared kv heads are held by several ranks, so a sum over the axis counts them `replicas`
-        # times.
+        # Several ranks hold a shared kv head, so a sum over the axis counts it `replicas` times.
         self.num_replicas = 1
         for cut in cuts:
             self.num_replicas *= cut.replicas
         self.weight_offset = float(getattr(serial, "weight_offset", 0.0))
-        # Offset plus weight starts at 1, whatever the offset.
+        # Offset plus weight is 1 initially, for any offset.
         self.shard_parameter("weight", weight, dims, rule=region, mean=1.0 - self.weight_offset)
         self.shard_parameter(
             "bias", bias if isinstance(bias, torch.nn.Parameter) else None, dims, rule=region
         )
 
     def global_mean(self, x: Tensor) -> Tensor:
-        """Mean over the whole dim.
+        """Returns the mean over the whole dim.
 
         Communicates: all-reduce over the axes of the dim, forward and backward.
         """
         here = x.sum(-1, keepdim=True)
-        # All ranks use the mean, each for its own features: forward sums, and so does backward.
+        # Each rank uses the mean for its own features, so forward and backward both sum.
         return copy_to_axis(reduce_from_axis(here, self.axis), self.axis) / (
             self.size * self.num_replicas
         )
 
     @property
     def cost_model(self) -> NormCost:
-        """One all-reduce per sum."""
+        """Cost of one all-reduce per sum."""
         return NormCost(
             self.site.name, self.site.layout_context, self.size, self.dim, self.num_sums
         )
 
 
 class RMSNorm(Norm):
-    """y = (offset + w) · x / sqrt(mean(x²) + eps).
+    """Root mean square normalization, y = (offset + w) · x / sqrt(mean(x²) + eps).
 
     x, y: `[b, s/row, d/col]`.
     Communicates: all-reduce of one number per token over col, forward and backward.
@@ -89,7 +98,7 @@ class RMSNorm(Norm):
 
     def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
-        # torch's RMSNorm has `eps`, those of Hugging Face models `variance_epsilon`.
+        # torch's RMSNorm has `eps`, the norms of Hugging Face models have `variance_epsilon`.
         eps = getattr(serial, "eps", getattr(serial, "variance_epsilon", None))
         if eps is None:
             self.eps = None
@@ -111,7 +120,7 @@ class RMSNorm(Norm):
         ]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x."""
+        """Normalizes x, `[b, s/row, d/col]`."""
         weight = _at_least_float32(self.weight)
         if self.weight_offset != 0.0:
             weight = self.weight_offset + weight
@@ -122,8 +131,7 @@ class RMSNorm(Norm):
                 eps = torch.finfo(wide.dtype).eps
             else:
                 eps = self.eps
-            # The fused function pays off only in eager mode on a CPU, and assumes one dtype
-            # throughout.
+            # The fused function is faster only in eager mode on a CPU, and needs a single dtype.
             eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
             if eager and x.dtype == weight.dtype:
                 found: Tensor = apply_autograd(_RMSNormFunction, x, weight, eps, self)
@@ -136,8 +144,8 @@ class _RMSNormFunction(torch.autograd.Function):
     """y = w · x · r with r = 1 / sqrt(mean(x²) + eps), in few passes over memory.
 
     dx = r · w · dy - x · r³ · mean(x · w · dy); dw = Σ r · x · dy over tokens. On a CPU the
-    derivative by autograd takes twice the time; on a GPU blocks are compiled into one kernel.
-    Communicates: all-reduce of one number per token over the axes of the dim, each way.
+    derivative by autograd takes twice as long; on a GPU blocks are compiled into one kernel.
+    Communicates: all-reduce of one number per token over the axes of the dim, forward and backward.
     """
 
     @staticmethod
@@ -154,7 +162,7 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, root = ctx.saved_tensors
         norm = ctx.norm
-        # x · dy serves both gradients: times w it gives the mean, times r it gives dw.
+        # Both gradients use x · dy: times w it gives the mean, times r it gives dw.
         product = (x * dy).flatten(0, -2)  # (tokens, d/col)
         with norm.trace_scope():
             here = (product @ weight).view(root.shape)
@@ -168,15 +176,15 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of the gradients of all ranks. Communicates: all-reduce over axis."""
+    """Returns the sum of the gradients of all ranks. Communicates: all-reduce over axis."""
     return collectives.all_reduce(x, axis).wait()
 
 
 class LayerNorm(Norm):
-    """y = w · (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) + b.
+    """Layer normalization, y = w · (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) + b.
 
     x, y: `[b, s/row, d/col]`.
-    Communicates: two all-reduces of one number per token over col, each way.
+    Communicates: two all-reduces of one number per token over col, forward and backward.
     """
 
     num_sums = 2
@@ -192,11 +200,10 @@ class LayerNorm(Norm):
         return [LayerExample(lambda twin: twin(16), ("embed",), [outer], [outer])]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x."""
+        """Normalizes x, `[b, s/row, d/col]`."""
         with self.trace_scope():
             wide = _at_least_float32(x)
-            # Two reductions instead of one with Σx and Σx²: the latter cancels badly for a large
-            # mean.
+            # Two reductions instead of one with Σx and Σx², which loses precision for a large mean.
             centred = wide - self.global_mean(wide)
             y = (
                 centred
@@ -207,7 +214,7 @@ class LayerNorm(Norm):
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """Widen half-precision tensors to fp32."""
+    """Converts half-precision tensors to fp32."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.float()
     return x

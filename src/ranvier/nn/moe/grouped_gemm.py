@@ -1,16 +1,16 @@
-"""Grouped GEMM: rows sorted by group, each group multiplied by its own matrix.
+"""Grouped GEMM: rows are sorted by group, and each group is multiplied by its own matrix.
 
     y  = x_e W_eᵀ    [t, f] = [t, d] · [e, f, d]
     dx = dy_e W_e    [t, d] = [t, f] · [e, f, d]
     dw = dy_eᵀ x_e   [e, f, d]
 
-`ends [e]` (int32, on the device) holds where the rows of each group end; groups may be empty. In
-bf16 with rows of a multiple of 16 bytes torch has one kernel for all groups, which reads the ends
-on the device; no group needs padding, as the jagged dim is never the fastest one of an operand
-here. Everything else is a loop, for which the host waits for the ends. Rows after the last end
-belong to no group: their results are undefined and must not be read.
+`ends [e]` (int32, on the device) contains the end of the rows of each group; groups may be empty.
+In bf16, if rows are multiples of 16 bytes, torch has one kernel for all groups, which reads the
+ends on the device. No group needs padding, as the jagged dim is never the fastest-varying dim of an
+operand here. In all other cases a loop runs, for which the host waits for the ends. Rows after the
+last end belong to no group: their results are undefined and must not be read.
 
-Each GEMM is one operation to compilers: it does not break a graph, and selective checkpointing
+A compiler treats each GEMM as one operation: it does not break a graph, and selective checkpointing
 saves its result.
 """
 
@@ -29,17 +29,17 @@ ALIGNMENT_BYTES = 16
 
 
 def grouped_linear(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """y = x_e W_eᵀ in autograd; x: `[t, d]`, w: `[e, f, d]`, ends: `[e]`, y: `[t, f]`."""
+    """Returns y = x_e W_eᵀ; x: `[t, d]`, w: `[e, f, d]`, ends: `[e]`, y: `[t, f]`."""
     y: Tensor = grouped_mm(x, w, ends, False)
     return y
 
 
 @torch.library.custom_op("ranvier::grouped", mutates_args=())
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
-    """x_e W_eᵀ `[t, f]`; turned: x_e W_e `[t, d]` of x `[t, f]`."""
+    """Returns x_e W_eᵀ `[t, f]`; with `turned`, x_e W_e `[t, d]` for x `[t, f]`."""
     x = x.contiguous()
     w = w.contiguous()
-    # A view: the kernel takes either memory order of the matrices.
+    # A view, as the kernel accepts either memory order of the matrices.
     other = w if turned else w.transpose(1, 2)
     if can_use_grouped_mm(x, w):
         return torch._grouped_mm(x, other, offs=ends)
@@ -52,7 +52,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
 
 @torch.library.custom_op("ranvier::grouped_weight", mutates_args=())
 def grouped_mm_weight_grad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    """dy_eᵀ x_e `[e, f, d]` of dy `[t, f]` and x `[t, d]`; 0 where a group is empty."""
+    """Returns dy_eᵀ x_e `[e, f, d]` for dy `[t, f]` and x `[t, d]`; 0 for an empty group."""
     dy = dy.contiguous()
     x = x.contiguous()
     if can_use_grouped_mm(dy, x):
@@ -104,31 +104,31 @@ grouped_mm_weight_grad.register_autograd(_weight_grad_backward, setup_context=_w
 
 
 def can_use_grouped_mm(*operands: Tensor) -> bool:
-    """Whether torch's kernel handles these: bf16, contiguous, rows of a multiple of 16 bytes."""
+    """Whether torch's kernel supports these tensors: bf16, contiguous, rows aligned to 16 bytes."""
     return all(
         x.dtype == torch.bfloat16
         and x.is_contiguous()
         and x.shape[-1] * x.element_size() % ALIGNMENT_BYTES == 0
         and x.data_ptr() % ALIGNMENT_BYTES == 0
-        # The kernel does not take empty operands.
+        # The kernel does not accept empty operands.
         and x.numel() > 0
         for x in operands
     )
 
 
 def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
-    """Start and end of each group's rows; the host waits for them."""
+    """Returns start and end of each group's rows; the host waits for them."""
     stops: list[int] = ends.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def _zero_empty_groups(dw: Tensor, ends: Tensor) -> Tensor:
-    """dw with zeros for empty groups, whose result torch leaves undefined."""
+    """Sets dw to zero for empty groups, whose result is undefined in torch."""
     if dw.is_cuda and TRITON:
         from ranvier.nn.moe import triton_kernels
 
         triton_kernels.zero_empty_groups(dw, ends)
         return dw
-    # `masked_fill_` rather than indexing: no size depends on data, so the host does not wait.
+    # `masked_fill_` instead of indexing: no size depends on data, so the host does not wait.
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return dw.masked_fill_(empty[:, None, None], 0.0)

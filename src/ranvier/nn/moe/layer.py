@@ -1,25 +1,25 @@
 """Mixture-of-experts layer on the grid: tokens are dispatched over `expert`, features stay on col.
 
 The residual stream is `[b, s/row, d/col]`, weights are `[E/expert, f/row, d/col]`. Each of the k
-choices of a token is one row of d/col features, held by exactly one rank of every group:
+choices of a token is one row of d/col features, which exactly one rank of every group has:
 
-    logits          x · Wᵀ of my features, summed over col, in fp32: all ranks of col route alike
-    counts          choices of each sequence and expert, from all ranks of (expert, row)
+    logits          x · Wᵀ of local features, summed over col, in fp32: all ranks of col agree
+    counts          choices per sequence and expert, from all ranks of (expert, row)
     dispatch        rows by expert -all-to-all over expert-> -gather over row->  [T, d/col]
     up, gate        grouped GEMMs, -scatter features over col->                  [T, f/(row·col)]
     down            -gather features over col-> grouped GEMM (partial over row)
     combine         -scatter over row-> -all-to-all over expert-> weighted sum
 
-So the all-to-all carries no token twice: its bytes shrink with row·col (DeepSpeed-TED, Singh et al.
-2023, drops such duplicates; here there are none). Rows of a group are padded to its largest number.
-With expert = 1 all sizes are known in advance and the host waits for nothing; otherwise it waits
-once, for the counts, which are copied while rows are permuted for the dispatch. The dispatch
-overlaps with the hidden layer of the shared expert, the combine with its down projection; backward
-does the same in reverse (`token_dispatcher`).
+The all-to-all therefore sends no token twice, and its bytes decrease with row·col (DeepSpeed-TED,
+Singh et al. 2023, drops such duplicates; here they do not occur). The rows of a group are padded to
+the largest number of rows of its ranks. With expert = 1 all sizes are known in advance, and the
+host does not wait; otherwise it waits once, for the counts, which are copied while rows are
+permuted for the dispatch. The dispatch overlaps with the hidden layer of the shared expert, the
+combine with its down projection; backward does the same in reverse (`token_dispatcher`).
 
 Load-balancing losses are not part of the loss that the head returns: their gradient is added in
-backward, with the factor that the loss has there. Loads are recorded in backward, too: once,
-however often forward runs.
+backward, with the same factor as the loss. Loads are also recorded in backward, which runs once
+even if forward is recomputed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ranvier.nn.moe.token_dispatcher import PendingAllToAll, start_all_to_all
 from ranvier.sharding import Dim
 
 ROUTING_STATS = ("drops", "entropy", "extra", "tokens")
-"""Statistics recorded per layer besides the load of each expert."""
+"""Statistics recorded per layer, in addition to the load of each expert."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +70,28 @@ class DispatchPlan:
     """How rows are exchanged between the ranks of expert and row."""
 
     input_splits: list[int]
-    """Rows sent to each rank of expert; empty: nothing is sent."""
+    """Rows sent to each rank of expert; empty if nothing is sent."""
     output_splits: list[int]
     padded_rows: int
-    """Rows per rank of row, after padding to the fullest."""
+    """Rows per rank of row, after padding to the largest number."""
     permutation: TokenPermutation | None
-    """Sorts the gathered rows by local expert; None: they are sorted already."""
+    """Sorts the gathered rows by local expert; None if they are already sorted."""
     ends: Tensor
-    """Where the rows of each local expert end."""
+    """End of the rows of each local expert."""
 
 
 class MoELayer(ParallelLayer):
-    """y = Σ_k w_k · expert_k(x) + shared(x). x, y: `[b, s/row, d/col]`.
+    """A mixture of experts, y = Σ_k w_k · expert_k(x) + shared(x).
 
+    x, y: `[b, s/row, d/col]`.
     Communicates: all-reduce of logits over col, all-gather of counts over (expert, row), then
     all-to-all over expert, all-gather over row, reduce-scatter and all-gather over col,
     reduce-scatter over row, all-to-all over expert; backward: the duals in reverse.
+
+    Args:
+        site: Name and context of the layer.
+        serial: The serial `models.moe.MoELayer` to replace.
+        dims: Names of the dims of the expert weights: ("expert", "mlp", "embed").
     """
 
     gate: torch.nn.Parameter | None
@@ -100,8 +106,8 @@ class MoELayer(ParallelLayer):
         self.has_gate = serial.has_gate
         expert, mlp, embed = dims
         self.router, beside = torch.nn.Module(), site.for_layer(f"{site.name}.router")
-        # The router stays a submodule without being a layer of its own, so that its weight keeps
-        # the serial name `router.weight`.
+        # The router is a plain submodule, not a parallel layer, so that its weight keeps the serial
+        # name `router.weight`.
         self.handles["router"] = shard_parameter(
             self.router, "weight", serial.router.weight, ("choice", embed), beside, std=0.02
         )
@@ -114,20 +120,20 @@ class MoELayer(ParallelLayer):
         self.peer_axis = site.axis("expert", "row")
         self.activation = serial.activation
         self.is_local = self.peer_axis.size == self.col.size == 1
-        """Whether nothing is split over ranks: then the whole layer can be one operation."""
+        """Whether nothing is split over ranks, so that the whole layer can be one operation."""
         self.num_local_experts = self.rule.num_experts // self.expert.size
-        """Experts on this rank."""
+        """Number of experts on this rank."""
         self.duplicate_tokens = False
-        """Send each token from every rank of row and col, as ranks that hold the same tokens would;
-        for comparison only."""
+        """Whether every rank of row and col sends each token, as with replicated tokens; only for
+        comparisons."""
         self.assumed_load = 1.0
-        """Rows of this rank's experts relative to the mean, where counts have no values (in a dry
-        run)."""
+        """Rows of this rank's experts relative to the mean, for a dry run, in which counts have no
+        values."""
         if serial.bias is None:
             bias = None
         else:
             bias = torch.zeros(self.rule.num_experts)
-        # A serial model with values (an imported one) brings its trained bias.
+        # A serial model with values, e.g. an imported one, has a trained bias.
         if bias is not None and not serial.bias.is_meta:
             bias = serial.bias.detach().clone()
         self.register_buffer(
@@ -143,11 +149,11 @@ class MoELayer(ParallelLayer):
 
     @property
     def needs_all_to_all(self) -> bool:
-        """Whether tokens go to other ranks, so that the host has to know how many."""
+        """Whether tokens are sent to other ranks, so that the host must know their number."""
         return self.expert.size > 1
 
     def move_buffers_to(self, device: torch.device | str) -> None:
-        """Move tensors that are not parameters to the device of the parameters."""
+        """Moves tensors that are not parameters to the device of the parameters."""
         self.rng_stream, self.routing_stats = (
             self.rng_stream.to(device),
             self.routing_stats.to(device),
@@ -156,18 +162,18 @@ class MoELayer(ParallelLayer):
             self.bias = self.bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Route, dispatch, compute, combine."""
+        """Routes tokens to experts, computes the experts and combines their outputs."""
         with self.trace_scope():
             logits, routes = self._route_tokens(x)
             counts = self.rule.count_choices(routes, len(x))
-            # Every rank learns the counts of all its peers: from them follow the splits of the
-            # all-to-all, the capacity cut and the balancing loss of whole sequences.
+            # Every rank gets the counts of all its peers. They determine the splits of the
+            # all-to-all, the capacity mask and the balancing loss of whole sequences.
             pending = collectives.all_gather(counts.int().unsqueeze(0), self.peer_axis)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
             host = self._start_counts_copy(table)
             kept = self._capacity_mask(routes, table, x)
             order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
-        # The shared expert has a trace scope of its own, so it runs outside of this layer's.
+        # The shared expert has its own trace scope, so it runs outside of this layer's scope.
         if self.is_local and self.site.step_context.overlapped_autograd:
             if self.shared is None:
                 beside = None
@@ -189,18 +195,18 @@ class MoELayer(ParallelLayer):
         table: Tensor,
         host: Callable[[], Any] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs of the routed experts and, overlapped with the all-to-all, of the shared one.
+        """Returns the outputs of the routed experts and of the shared expert, shaped like x.
 
-        Both have the shape of x.
+        The shared expert overlaps with the all-to-all.
         """
         with self.trace_scope():
-            # Enqueued before the host blocks on the counts, so the device stays busy meanwhile.
+            # Enqueued before the host waits for the counts, so that the device stays busy.
             rows = permute(x.flatten(0, 1), order)
             lanes = self._plan_dispatch(
                 order, table, None if host is None else self._read_host_counts(host), x
             )
             there = self._dispatch_rows(rows, lanes)
-            # Drop this reference, so that the rows are freed as soon as they are sent.
+            # Delete this reference, so that the rows are freed as soon as they are sent.
             del rows
         if self.shared is None:
             hidden = None
@@ -215,11 +221,11 @@ class MoELayer(ParallelLayer):
         if hidden is None:
             beside = None
         else:
-            # Overlaps with the all-to-all back.
+            # Overlaps with the all-to-all that returns the rows.
             beside = self.shared.project_down(hidden)
         with self.trace_scope():
             y = self._finish_all_to_all(back, order.choices.numel())
-            # Each rank of col weights only its features, so the gradient of the weights is summed
+            # Each rank of col has a part of the features, so the gradient of the weights is summed
             # over col.
             weights = copy_to_axis(routes.weights, self.col)
             return unpermute(y, order, weights).view(x.shape), beside
@@ -227,7 +233,7 @@ class MoELayer(ParallelLayer):
     # ---- routing ------------------------------------------------------------------------
 
     def _route_tokens(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Logits `[t, E]` and the chosen experts, the same on all ranks of col."""
+        """Returns logits `[t, E]` and the chosen experts, equal on all ranks of col."""
         router: Any = self.router
         weight = self._gather_weight("router", router.weight)
         logits = reduce_from_axis(
@@ -238,7 +244,7 @@ class MoELayer(ParallelLayer):
         return logits, self.rule.route_tokens(logits, self.bias)
 
     def _gather_weight(self, name: str, param: Tensor) -> Tensor:
-        """A weight gathered over depth, in autograd."""
+        """Returns a weight gathered over depth; differentiable."""
         handle = self.handles[name]
         if torch.compiler.is_compiling() and not handle.is_depth_sharded:
             return param
@@ -248,15 +254,17 @@ class MoELayer(ParallelLayer):
         return whole
 
     def _router_noise(self, x: Tensor) -> Tensor:
-        """Numbers in [-1, 1) that depend only on (seed, layer, sample, token, expert).
+        """Returns numbers in [-1, 1) that depend only on (seed, layer, sample, token, expert).
 
-        `[t, E]`, float64. The sample index counts all samples of the run and so implies the step.
+        `[t, E]`, float64. The sample index counts all samples of the run, so it determines the
+        step.
         """
         samples = self.site.step_context.samples
         if samples is None:
             raise DataError(
-                f"{self.site.name} shakes its logits (router_jitter={self.rule.jitter}) but does "
-                "not know which samples it works on. Set `moment.samples` before each forward."
+                f"{self.site.name} uses router noise (router_jitter={self.rule.jitter}), but the "
+                "indices of the samples are not set. Random numbers depend on them. Set "
+                "model.parallel.step_context.samples before each forward pass."
             )
         # Global token positions: the noise must not depend on the grid.
         tokens = torch.arange(x.shape[1], device=x.device) + self.row.index * x.shape[1]
@@ -267,19 +275,19 @@ class MoELayer(ParallelLayer):
         return (counter_rng.uniform_bits(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
     def _capacity_mask(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
-        """Which choices are within the expert capacity, `[t, k]`; None: all."""
+        """Returns which choices are within the expert capacity, `[t, k]`; None for all."""
         if self.rule.capacity_factor == 0.0:
             return None
-        # The sequence is split over row: earlier ranks of row hold its earlier tokens, which go
-        # first.
+        # The sequence is split over row: earlier ranks of row have the earlier tokens, which have
+        # priority.
         before = table[self.expert.index, : self.row.index].sum(0)  # (b, E)
         kept: Tensor = self.rule.capacity_mask(routes, len(x), x.shape[1] * self.row.size, before)
         return kept
 
     def _admitted_counts(self, table: Tensor, seq: int) -> Tensor:
-        """Choices of each rank that are within the capacity: `[expert, row, E]`."""
+        """Returns the number of choices within the capacity on each rank, `[expert, row, E]`."""
         if self.rule.capacity_factor > 0.0:
-            # Slots are given in sequence order, so the running total over row saturates at the
+            # Slots are assigned in sequence order, so the cumulative sum over row is capped at the
             # capacity.
             through = table.cumsum(1).clamp(max=self.rule.expert_capacity(seq))
             zero = torch.zeros_like(through[:, :1])
@@ -289,13 +297,13 @@ class MoELayer(ParallelLayer):
     # ---- dispatch and combine -----------------------------------------------------------
 
     def _start_counts_copy(self, table: Tensor) -> Callable[[], Any] | None:
-        """Start copying the counts to the host; None: it needs none, or there are no values."""
+        """Starts copying the counts to the host; returns None if they are not needed or on meta."""
         if self.expert.size == 1 or table.is_meta:
             return None
         return _copy_to_host_async(table)
 
     def _read_host_counts(self, host: Callable[[], Any]) -> Any:
-        """Counts on the host; a recomputed block reuses those saved with its collectives."""
+        """Returns the counts on the host; a recomputed block reuses its saved counts."""
         results = self.site.grid.trace.saved_results
         if results is None:
             return host()
@@ -304,10 +312,9 @@ class MoELayer(ParallelLayer):
     def _all_to_all_splits(
         self, known: Any, choices: int, seq: int
     ) -> tuple[list[int], list[int], int]:
-        """Rows sent to and received from each rank of expert, and rows of the fullest rank of row.
+        """Returns rows to send to and receive from each rank of expert, and the maximum over row.
 
-        known: the counts; None: they have no values (dry run), and this rank's experts get
-        `assumed_load` times the mean.
+        known: the counts. If None (dry run), this rank's experts get `assumed_load` times the mean.
         """
         ranks = self.expert.size
         mine = self.expert.index
@@ -328,10 +335,10 @@ class MoELayer(ParallelLayer):
     def _plan_dispatch(
         self, order: TokenPermutation, table: Tensor, known: Any, x: Tensor
     ) -> DispatchPlan:
-        """Compute the splits of the all-to-all and the permutation of the received rows."""
+        """Computes the splits of the all-to-all and the permutation of the received rows."""
         rows = order.choices.numel()
         mine = self.num_local_experts
-        # Nothing is exchanged: rows are sorted by expert already.
+        # Nothing is exchanged: rows are already sorted by expert.
         if self.peer_axis.size == 1:
             return DispatchPlan([], [], rows, None, order.ends)
         seq = x.shape[1] * self.row.size
@@ -350,14 +357,14 @@ class MoELayer(ParallelLayer):
         filled = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
         ids = torch.arange(mine, device=x.device).repeat(self.expert.size)
         ids = F.pad(ids, (0, 1), value=mine).repeat(self.row.size)
-        # With `output_size` given, the host does not wait for the device.
+        # With `output_size` the host does not wait for the device.
         each = ids.repeat_interleave(filled.flatten(), output_size=rows * self.row.size)
         kept = (each < mine).unsqueeze(1)
         order = sort_by_expert(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
         return DispatchPlan(send, receive, rows, order, order.ends)
 
     def _dispatch_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
-        """Start sending rows to the ranks of their experts."""
+        """Starts sending rows to the ranks of their experts."""
         if self.expert.size == 1:
             return rows
         # Choices beyond the capacity are sorted last and are not sent.
@@ -367,14 +374,14 @@ class MoELayer(ParallelLayer):
         )
 
     def _receive_rows(self, there: Tensor | PendingAllToAll, lanes: DispatchPlan) -> Tensor:
-        """Rows of this rank's experts, expert by expert: `[T, d/col]`."""
+        """Returns the rows of this rank's experts, sorted by expert, `[T, d/col]`."""
         rows = self._finish_all_to_all(there, lanes.padded_rows)
         if lanes.permutation is None:
             return rows
         return permute(all_gather(rows, self.row, 0), lanes.permutation)
 
     def _return_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
-        """Start sending results back to the ranks of their tokens."""
+        """Starts sending results back to the ranks of their tokens."""
         if lanes.permutation is None:
             return rows
         rows = reduce_scatter(unpermute(rows, lanes.permutation), self.row, 0)
@@ -387,19 +394,19 @@ class MoELayer(ParallelLayer):
     def _start_all_to_all(
         self, rows: Tensor, send: list[int], receive: list[int], dispatch: Dispatch
     ) -> Tensor | PendingAllToAll:
-        """Start the all-to-all; in a compiled graph and in the reference it completes at once."""
+        """Starts the all-to-all; in a compiled graph and in the reference it also waits."""
         if self.duplicate_tokens:
             rows = rows.repeat(1, self.row.size * self.col.size)
         at_once = torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd
-        # A lossy dispatch type must round the same way in the reference, which only the dispatcher
-        # does.
+        # A lossy dispatch dtype must round in the same way in the reference, and only the
+        # dispatcher rounds.
         if at_once and dispatch == "model":
             return all_to_all(rows, self.expert, send, receive)
         hidden = "moe_dispatch" in self.site.bucket_scheduler.overlap
         return start_all_to_all(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
 
     def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
-        """Wait for the rows and pad them to `[count, d/col]`."""
+        """Waits for the rows and pads them to `[count, d/col]`."""
         if isinstance(rows, PendingAllToAll):
             found = rows.wait_for_rows()
         else:
@@ -413,7 +420,7 @@ class MoELayer(ParallelLayer):
     # ---- experts ------------------------------------------------------------------------
 
     def _run_local_moe(self, x: Tensor, weights: Tensor, order: TokenPermutation) -> Tensor:
-        """The whole layer in one operation, where nothing is split over ranks: `[t, d]`."""
+        """Runs the whole layer in one operation if nothing is split over ranks; y: `[t, d]`."""
         if torch.compiler.is_compiling():
             if self.gate is None:
                 gate = None
@@ -428,14 +435,14 @@ class MoELayer(ParallelLayer):
         return sharded_local_moe(x, weights, order, handles, params, self.activation, moment)
 
     def _apply_experts(self, rows: Tensor, lanes: DispatchPlan) -> Tensor:
-        """Outputs of this rank's experts, a partial sum over row: `[T, d/col]`."""
+        """Returns the outputs of this rank's experts, partial sums over row, `[T, d/col]`."""
         if self.has_gate:
             into = [("gate", self.gate), ("up", self.up)]
         else:
             into = [("up", self.up)]
         parts = [self._grouped_product(rows, name, param, lanes.ends) for name, param in into]
         if self.col.size > 1:
-            # Gate and up in one collective instead of two.
+            # One collective for gate and up instead of two.
             stacked = reduce_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
             parts = list(stacked.unbind(1))
         h = self.function(parts[0])
@@ -455,10 +462,10 @@ class MoELayer(ParallelLayer):
     def _record_stats(
         self, y: Tensor, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None
     ) -> Tensor:
-        """Return y, whose backward records loads and adds the gradient of the auxiliary losses."""
+        """Returns y, whose backward records loads and adds the gradient of the auxiliary losses."""
         if not (self.training and torch.is_grad_enabled() and y.requires_grad):
             return y
-        # Tokens of a whole sequence: t / b tokens here, on each rank of row.
+        # Tokens of a whole sequence: each rank of row has t / b of them.
         seq = logits.shape[0] // table.shape[2] * self.row.size
         extra = logits.new_zeros(())
         if self.rule.has_aux_loss:
@@ -467,8 +474,8 @@ class MoELayer(ParallelLayer):
         with torch.no_grad():
             notes = self._compute_stats(logits, routes, table, kept, extra)
         if torch.compiler.is_compiling():
-            # In a graph backward cannot change the state of the layer, so stats are added in
-            # forward, and the factor of the loss is the one that the step context knows by then.
+            # In a graph backward cannot change the state of the layer. Statistics are added in
+            # forward, and the loss factor is the current one of the step context.
             self.routing_stats.add_(notes)
             slope = self.site.step_context.loss_grad_scale
             return y if slope is None else apply_autograd(_AuxLossScaler, y, extra, slope)
@@ -478,7 +485,7 @@ class MoELayer(ParallelLayer):
     def _compute_stats(
         self, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None, extra: Tensor
     ) -> Tensor:
-        """Loads and ROUTING_STATS of this rank's tokens."""
+        """Returns the loads and ROUTING_STATS of this rank's tokens."""
         mine = table[self.expert.index, self.row.index].sum(0)  # (E,)
         p = routes.scores / routes.scores.sum(1, keepdim=True).clamp(min=1e-30)
         entropy = -torch.special.xlogy(p, p).sum()
@@ -492,22 +499,22 @@ class MoELayer(ParallelLayer):
 
     @property
     def cost_model(self) -> MoECost:
-        """Assumes balanced routing: every expert gets the same number of rows."""
+        """Cost with balanced routing, i.e. the same number of rows for every expert."""
         rule = self.rule
         sizes = (rule.num_experts, rule.top_k, self.width, 3 if self.has_gate else 2)
         return MoECost(self.site.name, self.site.layout_context, *sizes)
 
 
 def split_evenly(number: int, parts: int) -> list[int]:
-    """Split a number into parts that differ by at most 1."""
+    """Splits a number into parts that differ by at most 1."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
 def _copy_to_host_async(table: Tensor) -> Callable[[], list[Any]]:
-    """Start copying a tensor to the host; calling the result waits and returns nested lists."""
+    """Starts copying a tensor to the host; calling the result waits and returns nested lists."""
     if table.device.type != "cuda":
         return table.tolist
-    # Pinned memory makes the copy asynchronous; the event does not wait for work enqueued after it.
+    # Pinned memory makes the copy asynchronous. The event does not wait for later work.
     host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
     host.copy_(table, non_blocking=True)
     event = torch.cuda.Event()
@@ -521,7 +528,7 @@ def _copy_to_host_async(table: Tensor) -> Callable[[], list[Any]]:
 
 
 class _GatheredWeight(torch.autograd.Function):
-    """A weight gathered over depth by its bucket; its gradient goes there, not to autograd."""
+    """A weight gathered over depth; its gradient is added to its bucket, not to autograd."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, weight: ShardedParameter, moment: StepContext) -> Tensor:
@@ -537,7 +544,7 @@ class _GatheredWeight(torch.autograd.Function):
 
 
 class _GroupedGemm(torch.autograd.Function):
-    """y = x_e W_eᵀ of gathered weights; their gradient goes to the bucket instead of autograd."""
+    """y = x_e W_eᵀ of gathered weights; their gradient is added to the bucket, not to autograd."""
 
     @staticmethod
     def forward(
@@ -571,7 +578,7 @@ class _GroupedGemm(torch.autograd.Function):
 
 
 def _accumulate_weight_grad(weight: ShardedParameter, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Compute dW of a grouped GEMM. Communicates: reduce-scatter over depth, by bucket, later."""
+    """Computes dW of a grouped GEMM. Communicates: reduce-scatter over depth, by bucket, later."""
     weight.accumulate_grad(grouped_mm_weight_grad(dy, x, ends))
 
 
@@ -589,16 +596,17 @@ class _RecordStats(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         leaf = ctx.leaf
-        # In backward, as forward may run twice (recomputation) but backward runs once.
+        # In backward, as forward may run twice (recomputation).
         leaf.routing_stats.add_(ctx.notes)
         if not ctx.needs_input_grad[1]:
             return dy, None, None, None
         slope = leaf.site.step_context.loss_grad_scale
         if slope is None:
             raise DataError(
-                f"{leaf.site.name} adds aux_loss_coeff={leaf.rule.aux_loss_coeff} and "
-                f"z_loss_coeff={leaf.rule.z_loss_coeff} to a loss that the model did not compute, "
-                "so it does not know its factor. Give the model targets, or set both to 0."
+                f"{leaf.site.name} has auxiliary losses (aux_loss_coeff="
+                f"{leaf.rule.aux_loss_coeff}, z_loss_coeff={leaf.rule.z_loss_coeff}), but the "
+                "model did not compute the loss, so its scale is unknown. Pass targets to the "
+                "model, or set both coefficients to 0."
             )
         return dy, slope.to(ctx.dtype), None, None
 

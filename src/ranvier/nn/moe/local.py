@@ -1,19 +1,19 @@
-"""A mixture of experts on one device: from tokens to tokens in one operation.
+"""A mixture of experts on one device, in one operation.
 
     rows = permute(x)                             [a, d]
     gate, up = rows G_eᵀ, rows U_eᵀ               [a, f]
     h = w · f(gate) · up                          [a, f]
     y[t] = Σ_j (h D_eᵀ)[places[t, j]]             [t, d]
 
-The routing weights w are multiplied into the activation: their gradient is then the inner product
-of h's gradient with h, and the experts' outputs need not be saved (SonicMoE). Only gate and up of a
-layer are saved for backward, 2·a·f elements; rows (a·d) are permuted again and h (a·f) is
+The routing weights w are multiplied into the activation. Their gradient is then the inner product
+of the gradient of h with h, and the outputs of the experts need not be saved (SonicMoE). Only gate
+and up are saved for backward, 2·a·f elements; rows (a·d) are permuted again, and h (a·f) is
 recomputed from gate and up in the kernel that computes their gradients. Gate and up are two GEMMs
-on two parameters: concatenating the matrices would move more bytes than reading the rows twice.
+with two parameters: concatenating the matrices would move more bytes than reading the rows twice.
 
-The PyTorch version is the definition; Triton kernels cover swiglu on CUDA. In bf16 the host never
-waits for the device. Not handled: features or experts split over ranks, which communicate in
-between.
+The PyTorch version is the reference; Triton kernels implement swiglu on CUDA. In bf16 the host
+never waits for the device. Not supported: features or experts that are split over ranks, as they
+communicate between these operations.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "gelu_exact": _GELU,
     "relu": _RELU,
 }
-"""Keyed by the names of `DecoderConfig.activation`."""
+"""Activation functions, by the names of `DecoderConfig.activation`."""
 
 
 def local_moe(
@@ -78,13 +78,13 @@ def local_moe(
     down: Tensor,
     activation: str,
 ) -> Tensor:
-    """y[t] = Σ_j w[t, j] · D_e (f(G_e x[t]) · U_e x[t]) of the experts e of token t, in autograd.
+    """y[t] = Σ_j w[t, j] · D_e (f(G_e x[t]) · U_e x[t]) over the experts e of token t.
 
     x, y: `[t, d]`; weights: `[t, k]`, fp32; gate, up: `[e, f, d]`; down: `[e, d, f]`. Without a
-    gate f(U_e x).
+    gate the hidden layer is f(U_e x). Differentiable.
     """
     choices, places, ends, whole = order
-    # The last two results exist only to be saved for backward.
+    # The last two results are only needed for backward.
     out: tuple[Tensor, Tensor, Tensor] = _local_moe_op(
         x, weights, choices, places, ends, gate, up, down, activation, whole
     )
@@ -104,16 +104,16 @@ def _local_moe_op(
     activation: str,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y `[t, d]`, and both arguments of the activation `[a, f]` (ungated: the first is empty)."""
+    """Returns y `[t, d]` and the gate and up projections `[a, f]`; gate is empty if unused."""
     rows = permute_rows(x, choices, places, ends, None, whole)
     if gate is None:
         g = x.new_empty(0)
     else:
         g = grouped_mm(rows, gate, ends, False)
     u = grouped_mm(rows, up, ends, False)
-    # Freed before `h` is allocated: backward permutes them again.
+    # Freed before `h` is allocated; backward permutes them again.
     del rows
-    # The weights enter here, so that the sum over experts below is unweighted.
+    # The weights are applied here, so that the sum over experts below is unweighted.
     h = weighted_activation(g, u, weights, choices, ends, activation, whole)
     return (
         unpermute_rows(grouped_mm(h, down, ends, False), choices, places, ends, None, whole),
@@ -156,7 +156,7 @@ def _local_moe_backward_op(
     whole: bool,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weights, gate, up and down; trained=False: empty ones for the matrices."""
+    """Returns gradients of x, weights, gate, up, down; the last three are empty if not trained."""
     none = dy.new_empty(0)
     drows = permute_rows(dy, choices, places, ends, None, whole)
     dh = grouped_mm(drows, down, ends, True)
@@ -168,7 +168,7 @@ def _local_moe_backward_op(
         # `h` already contains the routing weights, so `drows` is the unweighted dy.
         ddown = grouped_mm_weight_grad(drows, h, ends)
     else:
-        # A custom op must not return the same tensor twice.
+        # A custom op must not return the same tensor more than once.
         ddown = none.clone()
     del drows, h
     if gate is None:
@@ -180,7 +180,7 @@ def _local_moe_backward_op(
     )
     if not trained:
         return dx, dweights, none.clone(), none, ddown
-    # Cheaper to recompute than to save: it is pure data movement.
+    # Cheaper to recompute than to save, as it only moves data.
     rows = permute_rows(x, choices, places, ends, None, whole)
     if gate is None:
         dgate = none
@@ -214,7 +214,7 @@ def _(
 
 def _local_moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.activation, ctx.whole = inputs
-    # The extra outputs never get gradients; without this torch would allocate zeros for them.
+    # The extra outputs never get gradients; by default torch would allocate zeros for them.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -251,7 +251,7 @@ def sharded_local_moe(
     activation: str,
     moment: StepContext,
 ) -> Tensor:
-    """`local_moe` with gathered weights (gate, up, down); their gradients go to the buckets.
+    """`local_moe` with gathered weights (gate, up, down); adds their gradients to the buckets.
 
     Communicates: all-gather of weights over depth; backward: reduce-scatter, by bucket, later.
     """
@@ -264,9 +264,9 @@ def sharded_local_moe(
 class _ShardedLocalMoE(torch.autograd.Function):
     """Autograd function of `sharded_local_moe`.
 
-    Weight gradients are computed in backward, as they share intermediates with dx, but accumulated
-    together with those of the block's other weights (a pipeline may defer these): a bucket that
-    arrived in two parts would be reduced twice.
+    Weight gradients are computed in backward, as they share intermediate results with dx. They are
+    accumulated together with the gradients of the other weights of the block, which a pipeline may
+    defer: otherwise the bucket would be reduced twice.
     """
 
     @staticmethod
@@ -301,7 +301,7 @@ class _ShardedLocalMoE(torch.autograd.Function):
             dy, *before, *_unsharded_weights(ctx.handles), g, u, ctx.activation, ctx.whole, trained
         )
         for weight, grad in zip(ctx.handles, grads, strict=True):
-            # Queued even though computed already: see the class docstring.
+            # Queued although already computed; see the docstring of the class.
             if weight is not None and weight.trainable:
                 ctx.moment.run_or_defer(partial(weight.accumulate_grad, grad))
         return dx, dweights, *[None] * 7
@@ -323,7 +323,7 @@ def weighted_activation(
     activation: str,
     whole: bool,
 ) -> Tensor:
-    """h = w · f(g) · u, or w · f(u) without a gate; g, u, h: `[a, f]`, weights: `[t, k]`."""
+    """Returns h = w · f(g) · u, or w · f(u) without a gate; h: `[a, f]`, weights: `[t, k]`."""
     if activation == "swiglu" and can_use_kernel(u):
         from ranvier.nn.moe import triton_kernels
 
@@ -338,7 +338,7 @@ def weighted_activation(
     h = (w * h).to(u.dtype)
     if whole:
         return h
-    # `where`, not a product: rows of dropped choices are undefined and may hold NaN.
+    # `where` instead of a product: rows of dropped choices are undefined and may be NaN.
     return torch.where(live_row_mask(ends, len(u)), h, 0.0)
 
 
@@ -352,7 +352,7 @@ def weighted_activation_backward(
     activation: str,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Recompute h, and return it with the gradients of g, u and weights."""
+    """Returns the recomputed h and the gradients of g, u and weights."""
     if activation == "swiglu" and can_use_kernel(u):
         from ranvier.nn.moe import triton_kernels
 
@@ -366,7 +366,7 @@ def weighted_activation_backward(
     args = [dh, u, g][: 2 if g.numel() == 0 else 3]
     if not whole:
         here = live_row_mask(ends, len(u))
-        # Rows of dropped choices are undefined; zero them so that no NaN enters the gradients.
+        # Rows of dropped choices are undefined; set them to zero to keep NaN out of the gradients.
         args = [torch.where(here, arg, 0.0) for arg in args]
     dh, u, *gates = (arg.to(kind) for arg in args)
     if gates:
@@ -388,7 +388,7 @@ def weighted_activation_backward(
 def _sum_token_rows(
     rows: list[Tensor], choices: Tensor, places: Tensor, ends: Tensor, whole: bool
 ) -> Tensor:
-    """Sum over all rows of each token, of one or two row tensors."""
+    """Returns the sum over all rows of each token, of one or two row tensors."""
     if can_use_kernel(rows[0]):
         from ranvier.nn.moe import triton_kernels
 
@@ -396,7 +396,7 @@ def _sum_token_rows(
     if len(rows) == 1:
         total = rows[0]
     else:
-        # dx has two terms, through gate and through up; they are added before the single unpermute.
+        # dx has two terms, from gate and from up; add them before the unpermute.
         total = rows[0].to(accumulation_dtype(rows[0].dtype)) + rows[1]
     out: Tensor = unpermute_rows(total, choices, places, ends, None, whole)
     return out.to(rows[0].dtype)

@@ -1,16 +1,16 @@
-"""Permutation of tokens: each is copied to its experts, and the experts' outputs are summed.
+"""Permutation of tokens: copies each token to its experts and sums the outputs of the experts.
 
-A token with k experts makes k choices; choice i = token · k + j has a place among the rows of its
+A token with k experts has k choices; choice i = token · k + j has a place among the rows of its
 expert. Rows are sorted by expert, and within an expert by token:
 
     rows    = permute(x)             rows[places[t, j]] = x[t]
     y       = unpermute(rows, w)     y[t] = Σ_j w[t, j] · rows[places[t, j]]
 
-Each is the dual of the other, so no pass uses atomic additions and every sum has a fixed order, in
-fp32 at least. On CUDA a counting sort finds the places and each pass is one kernel (Triton); the
-PyTorch version here defines both. The host never waits for the device. To compilers each pass is
-one operation. Dropped choices are sorted after the last end; their rows count as zero, whatever
-they contain.
+Each is the backward of the other, so no pass uses atomic additions, and every sum has a fixed order
+and at least fp32 precision. On CUDA a counting sort finds the places, and each pass is one Triton
+kernel; the PyTorch version in this module is the reference. The host never waits for the device. A
+compiler treats each pass as one operation. Dropped choices are sorted after the last end; their
+rows count as zero.
 """
 
 from __future__ import annotations
@@ -26,38 +26,37 @@ TRITON = launch.has_triton()
 
 
 class TokenPermutation(NamedTuple):
-    """Where the choices of tokens are among the rows of experts; a = t·k of them."""
+    """Positions of the a = t·k choices of tokens among the rows of experts."""
 
     choices: Tensor
     """The choice at each place, `[a]`."""
     places: Tensor
     """The place of each choice, `[t, k]`."""
     ends: Tensor
-    """Where the rows of each expert end, `[E]`, int32."""
+    """End of the rows of each expert, `[E]`, int32."""
     is_dropless: bool
-    """Whether no choice was dropped, so that the last end is a."""
+    """Whether no choice was dropped, i.e. the last end is a."""
 
 
 def sort_by_expert(experts: Tensor, count: int, kept: Tensor | None = None) -> TokenPermutation:
-    """Sort choices by their experts `[t, k]`, out of `count`; kept: False drops a choice."""
+    """Sorts choices by their experts `[t, k]` out of `count`; drops choices where kept is False."""
     if kept is None:
         flat = experts
     else:
-        # A group after all experts collects the dropped choices, without a size that depends on
-        # data.
+        # Dropped choices form a group after all experts, so that no size depends on data.
         flat = torch.where(kept, experts, count)
     choices, places, ends = _sort_by_expert_op(flat.flatten(), count)
     return TokenPermutation(choices, places.view(experts.shape), ends, kept is None)
 
 
 def permute(x: Tensor, order: TokenPermutation) -> Tensor:
-    """A row for each choice, in autograd; x: `[t, d]`, y: `[a, d]`."""
+    """Returns a row for each choice; differentiable. x: `[t, d]`, y: `[a, d]`."""
     y: Tensor = permute_rows(x, order.choices, order.places, order.ends, None, order.is_dropless)
     return y
 
 
 def unpermute(y: Tensor, order: TokenPermutation, weights: Tensor | None = None) -> Tensor:
-    """The (weighted) sum of the rows of each token, in autograd.
+    """Returns the (weighted) sum of the rows of each token; differentiable.
 
     y: `[a, d]`, weights: `[t, k]`, sum: `[t, d]`.
     """
@@ -72,12 +71,12 @@ def unpermute(y: Tensor, order: TokenPermutation, weights: Tensor | None = None)
 
 @torch.library.custom_op("ranvier::arranged", mutates_args=())
 def _sort_by_expert_op(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices by place, places by choice, and the ends; experts `[a]`, `count` if dropped."""
+    """Returns choices by place, places by choice, and ends. experts: `[a]`, `count` if dropped."""
     if experts.is_cuda and TRITON:
         from ranvier.nn.moe import triton_kernels
 
         return triton_kernels.sort_by_expert(experts, count)
-    # Stable: rows of an expert stay in token order, so results do not depend on the implementation.
+    # Stable: rows of an expert remain in token order, as in the kernel.
     ranked, choices = torch.sort(experts, stable=True)
     places = torch.empty_like(choices)
     places[choices] = torch.arange(len(choices), device=choices.device)
@@ -128,7 +127,7 @@ def unpermute_rows(
 
 @torch.library.custom_op("ranvier::weigh", mutates_args=())
 def routing_weight_grad(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
-    """Gradients of weights: Σ_d g[t, d] · y[places[t, j], d], `[t, k]`, fp32 at least."""
+    """Returns the gradients of weights, Σ_d g[t, d] · y[places[t, j], d], `[t, k]`."""
     if can_use_kernel(y):
         from ranvier.nn.moe import triton_kernels
 
@@ -160,7 +159,7 @@ def _(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor
 
 def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     value, choices, places, ends, weights, ctx.whole = inputs
-    # The rows themselves are only needed for the gradient of the weights.
+    # The rows are only needed for the gradient of the weights.
     if weights is not None and ctx.needs_input_grad[4]:
         needed = value
     else:
@@ -199,24 +198,24 @@ unpermute_rows.register_autograd(_unpermute_backward, setup_context=_permute_set
 
 
 def can_use_kernel(x: Tensor) -> bool:
-    """Whether the Triton kernels handle this tensor."""
+    """Whether the Triton kernels support this tensor."""
     return x.is_cuda and TRITON and x.dtype != torch.float64
 
 
 def live_row_mask(ends: Tensor, rows: int) -> Tensor:
-    """1 for rows of a group, 0 for those after the last end: `[a, 1]`."""
+    """Returns 1 for rows of a group and 0 for rows after the last end, `[a, 1]`."""
     return (torch.arange(rows, device=ends.device) < ends[-1]).unsqueeze(1)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are accumulated."""
+    """Returns the dtype in which sums are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _gather_token_rows(y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
-    """The rows of each token `[t, k, d]`, widened; zeros for dropped choices."""
+    """Returns the rows of each token `[t, k, d]`, at least in fp32; zeros for dropped choices."""
     rows = y[places].to(accumulation_dtype(y.dtype))
     if whole:
         return rows
-    # `where`, not a product: rows of dropped choices are undefined and may hold NaN.
+    # `where` instead of a product: rows of dropped choices are undefined and may be NaN.
     return torch.where((places < ends[-1]).unsqueeze(2), rows, 0.0)

@@ -1,23 +1,22 @@
-"""Asynchronous all-to-all: rows are exchanged between ranks while this one computes something else.
+"""Asynchronous all-to-all: ranks exchange rows while they compute something else.
 
-    pending = start_all_to_all(x, axis, send, receive)    the all-to-all starts
+    pending = start_all_to_all(x, axis, send, receive)    start the all-to-all
     ...                                                   independent work
-    y = pending.wait_for_rows()                           it is waited for
+    y = pending.wait_for_rows()                           wait for it
 
-Backward is the mirror image, as autograd runs through later work first: the gradient's all-to-all
-starts where forward waited, overlaps with the backward pass of the work in between, and is waited
-for where forward started. The two ends are connected in autograd by a link, a tensor without
-elements; the rows themselves never pass through it.
+Backward has the reverse order: the all-to-all of the gradient starts where forward waited, overlaps
+with the backward pass of the work in between, and is waited for where forward started. In autograd
+a link connects both ends, a tensor without elements; the rows do not pass through it.
 
-Payload of the dispatch: the type in which rows are sent to their experts, and its error.
+Rows are sent to their experts in one of three dtypes, with the following errors:
 
-    same   unchanged
+    model  unchanged
     bf16   rounded to 8 bits of precision               |y - x| <= 2^-8 |x|
     fp8    e4m3 and one scale per row, a power of two in fp32 that is sent after the row
                                                         |y - x| <= 2^-4 |x| + 2^-17 max |row|
 
-Rows of fp8 are bytes: d values, then 4 of the scale. What comes back, and all gradients, are sent
-unrounded: each is a sum already, and a gradient is that of rows that had not been rounded.
+An fp8 row consists of bytes: d values, then 4 bytes of the scale. Results and all gradients are
+sent without rounding: each is already a sum, and a gradient belongs to the unrounded rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from ranvier.nn.layer import apply_autograd
 
 
 def encode_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Rows `[n, d]` as they are sent."""
+    """Converts rows `[n, d]` to the format in which they are sent."""
     if dispatch == "bf16":
         return x.to(torch.bfloat16)
     if dispatch == "fp8":
@@ -52,10 +51,10 @@ def encode_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def decode_rows(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
-    """Received rows, `[n, d]`, in `dtype`."""
+    """Converts received rows to `[n, d]` in `dtype`."""
     if dispatch != "fp8":
         return x.to(dtype)
-    # Contiguous: a `view` to a wider type needs aligned, gapless bytes.
+    # A `view` to a wider type needs contiguous, aligned bytes.
     values = x[:, :-SCALE_BYTES].contiguous()
     inverse = x[:, -SCALE_BYTES:].contiguous()
     wide = torch.promote_types(dtype, torch.float32)
@@ -64,7 +63,7 @@ def decode_rows(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
 
 @dataclass(eq=False)
 class _AllToAllState:
-    """Splits of an all-to-all, and the exchange in flight."""
+    """Splits of an all-to-all, and the pending exchange."""
 
     axis: Axis
     input_splits: Sequence[int]
@@ -77,13 +76,13 @@ class _AllToAllState:
     pending: PendingTensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        # Backward runs outside of the layer's trace scope, so its name is remembered here.
+        # Backward runs outside of the layer's trace scope, so its name is stored here.
         self.where = self.axis.trace.where
 
     def start_exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
-        """Start the exchange. Communicates: all-to-all over axis."""
+        """Starts the exchange. Communicates: all-to-all over axis."""
         trace = self.axis.trace
-        # Not saved here for recomputation: `_FinishAllToAll` saves the received rows.
+        # `_FinishAllToAll` saves the received rows for recomputation, so nothing is saved here.
         with trace.named_scope(self.where), trace.outside_block():
             self.pending = collectives.all_to_all(x, self.axis, send, receive)
             # With overlap disabled the exchange completes before any other work starts.
@@ -91,8 +90,8 @@ class _AllToAllState:
                 self.pending.wait()
 
     def wait_for_rows(self) -> Tensor:
-        """Wait for the rows; the reference to them is dropped."""
-        assert self.pending is not None, f"no rows are under way at {self.where}"
+        """Waits for the rows and returns them; keeps no reference to them."""
+        assert self.pending is not None, f"no all-to-all is pending at {self.where}"
         # Reset first: backward reuses this object for the exchange of the gradient.
         under = self.pending
         self.pending = None
@@ -101,15 +100,15 @@ class _AllToAllState:
 
 @dataclass(frozen=True, eq=False)
 class PendingAllToAll:
-    """An all-to-all in flight."""
+    """An all-to-all that was started and is not yet complete."""
 
     state: _AllToAllState
     autograd_link: Tensor
 
     def wait_for_rows(self) -> Tensor:
-        """The received rows, `[sum(receive), d]`.
+        """Returns the received rows, `[sum(receive), d]`.
 
-        Communicates: waits for the started all-to-all; backward: all-to-all over axis, started.
+        Communicates: waits for the all-to-all; backward: starts an all-to-all over axis.
         """
         y: Tensor = apply_autograd(_FinishAllToAll, self.autograd_link, self.state)
         return y
@@ -124,9 +123,9 @@ def start_all_to_all(
     hidden: bool = True,
     dispatch: Dispatch = "model",
 ) -> PendingAllToAll:
-    """Start sending rows `[sum(send), d]`. hidden: following work may overlap with it.
+    """Starts sending rows `[sum(send), d]`. hidden: the following work may overlap with it.
 
-    Communicates: all-to-all over axis, started; backward: waits for that of the gradient.
+    Communicates: starts an all-to-all over axis; backward: waits for the gradient's all-to-all.
     """
     route = _AllToAllState(axis, send, receive, hidden, dispatch, x.dtype)
     return PendingAllToAll(route, apply_autograd(_StartAllToAll, x, route))
@@ -153,7 +152,7 @@ class _StartAllToAll(torch.autograd.Function):
 
 
 class _FinishAllToAll(torch.autograd.Function):
-    """End of an all-to-all; backward starts that of the gradient, which is sent unrounded."""
+    """End of an all-to-all; backward starts the all-to-all of the gradient, without rounding."""
 
     @staticmethod
     def forward(ctx: Any, thread: Tensor, route: _AllToAllState) -> Tensor:

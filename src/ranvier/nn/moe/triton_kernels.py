@@ -1,9 +1,8 @@
-"""Triton kernels of the MoE layer, for CUDA only: imported where they are used.
+"""Triton kernels of the MoE layer, for CUDA only. They are imported where they are used.
 
-The PyTorch versions are the definition (`nn/moe/permutation.py`, `local.py`, `grouped_gemm.py`);
-tests compare both. Every element has one writer and every sum a fixed order: results are
-reproducible. None of the kernels is bound by arithmetic; what counts is that each byte is read and
-written once.
+The PyTorch versions are the reference (`nn/moe/permutation.py`, `local.py`, `grouped_gemm.py`);
+tests compare both. Every element has one writer and every sum has a fixed order, so results are
+reproducible. All kernels are limited by memory bandwidth, so each byte is read and written once.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
 SORT_BLOCK = 128
-"""Choices per program of the sort, which compares all pairs of them."""
+"""Choices per program of the sort, which compares all pairs."""
 MAX_BLOCK_COLUMNS = 1024
-"""Maximum number of features per program: 8 per thread, which are 16 bytes in bf16."""
+"""Maximum number of features per program: 8 per thread, i.e. 16 bytes in bf16."""
 TILE_ROWS = 8
 TILE_COLUMNS = 256
 """Tile of activations, TILE_ROWS × TILE_COLUMNS."""
@@ -30,7 +29,7 @@ TILE_COLUMNS = 256
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the choices of each expert in a block; counts: (E + 1, blocks)."""
+    """Counts the choices of each expert in a block; counts: (E + 1, blocks)."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -44,7 +43,7 @@ def _count_kernel(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: 
 def _place_kernel(  # type: ignore[no-untyped-def]
     experts, firsts, choices, places, size, blocks, BLOCK: tl.constexpr
 ):
-    """A choice's place is after its expert's in earlier blocks and earlier in its own block."""
+    """Places each choice after earlier choices of its expert, in earlier blocks and its own."""
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     i = block * BLOCK + lane
@@ -59,11 +58,11 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices by place `[a]`, places by choice `[a]`, ends `[E]`: a stable counting sort."""
+    """Returns choices by place `[a]`, places by choice `[a]` and ends `[E]`; a stable sort."""
     size = experts.numel()
     blocks = triton.cdiv(size, SORT_BLOCK)
-    # One more group than experts, for dropped choices. Laid out expert-major, so that one running
-    # sum over (expert, block) gives the first place of every block.
+    # One more group than experts, for dropped choices. The order is expert-major, so that one
+    # cumulative sum over (expert, block) gives the first place of every block.
     counts = torch.zeros(count + 1, max(blocks, 1), dtype=torch.int32, device=experts.device)
     choices = torch.empty_like(experts)
     places = torch.empty_like(experts)
@@ -86,7 +85,7 @@ def _permute_kernel(  # type: ignore[no-untyped-def]
     x, rows, places, last, weights, width,
     K: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the features of a token to all of its places; they are read once."""
+    """Copies the features of a token to all of its places; reads them once."""
     # int64: token · width may exceed 2^31.
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +108,7 @@ def _unpermute_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, TWO: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the rows of a token, in the order of its choices."""
+    """Sums the rows of a token, in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < width
@@ -133,7 +132,7 @@ def _routing_weight_grad_kernel(  # type: ignore[no-untyped-def]
     g, y, out, places, last, width,
     K: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Inner products of a token's gradient with each of its rows."""
+    """Computes the inner products of a token's gradient with each of its rows."""
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for j in tl.static_range(K):
@@ -150,7 +149,7 @@ def _routing_weight_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def _launch_grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
-    """Grid of programs, and the features of each."""
+    """Returns the grid of programs, and the number of features per program."""
     block = min(MAX_BLOCK_COLUMNS, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
 
@@ -164,7 +163,7 @@ def permute_rows(
     grid, block = _launch_grid(tokens, width)
     if rows.numel():
         _permute_kernel[grid](
-            # Unused pointers get any tensor: the constexpr flags compile their loads away.
+            # Any tensor will do for an unused pointer: the constexpr flags remove its loads.
             x, rows, places, ends[-1:], x if weights is None else weights.contiguous(), width,
             K=k, WEIGHTED=weights is not None, WHOLE=whole, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -190,7 +189,7 @@ def unpermute_rows(
 def routing_weight_grad(
     g: Tensor, y: Tensor, places: Tensor, ends: Tensor, *, whole: bool
 ) -> Tensor:
-    """Σ_d g[t, d] · y[places[t, j], d], `[t, k]` in fp32."""
+    """Returns Σ_d g[t, d] · y[places[t, j], d], `[t, k]` in fp32."""
     (tokens, k), width = places.shape, y.shape[1]
     out = torch.empty(tokens, k, dtype=torch.float32, device=y.device)
     _, block = _launch_grid(tokens, width)
@@ -208,7 +207,7 @@ def routing_weight_grad(
 def _weighted_swiglu_kernel(  # type: ignore[no-untyped-def]
     gate, up, weights, choices, out, rows, width, R: tl.constexpr, C: tl.constexpr
 ):
-    """w · silu(gate) · up of a tile."""
+    """Computes w · silu(gate) · up for a tile."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     c = tl.program_id(1) * C + tl.arange(0, C)
     inside = (r[:, None] < rows) & (c[None, :] < width)
@@ -226,7 +225,7 @@ def _weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     gate, up, weights, choices, dh, out, dgate, dup, dweights, last, rows, width,
     WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the output and all gradients of some rows; a weight's gradient needs whole rows."""
+    """Computes the output and all gradients of some rows; gradients of weights need whole rows."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     inside_r = r < rows
     choice = tl.load(choices + r, mask=inside_r, other=0)
@@ -257,7 +256,7 @@ def _weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
-    """w · silu(gate) · up, `[a, f]`."""
+    """Returns w · silu(gate) · up, `[a, f]`."""
     out, (rows, width) = torch.empty_like(up), up.shape
     if out.numel():
         _weighted_swiglu_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))](
@@ -276,7 +275,7 @@ def weighted_swiglu_backward(
     *,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The recomputed output, and the gradients of gate, up `[a, f]` and weights (fp32)."""
+    """Returns the recomputed output and the gradients of gate, up `[a, f]` and weights (fp32)."""
     out, dgate, dup, (rows, width) = *(torch.empty_like(up) for _ in range(3)), up.shape
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=up.device)
     if rows:
@@ -292,7 +291,7 @@ def weighted_swiglu_backward(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _zero_empty_groups_kernel(dw, ends, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write zeros to groups without rows; others are left alone."""
+    """Writes zeros to groups without rows; other groups do not change."""
     group = tl.program_id(0)
     end = tl.load(ends + group)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -305,5 +304,5 @@ def _zero_empty_groups_kernel(dw, ends, size, BLOCK: tl.constexpr):  # type: ign
 
 
 def zero_empty_groups(dw: Tensor, ends: Tensor) -> None:
-    """Set dw `[e, f, d]` to 0 for groups without rows."""
+    """Sets dw `[e, f, d]` to 0 for groups without rows."""
     _zero_empty_groups_kernel[(len(ends), 16)](dw, ends, dw[0].numel(), BLOCK=2048, num_warps=4)
