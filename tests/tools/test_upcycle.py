@@ -79,7 +79,11 @@ def test_what_cannot_be_upcycled_is_refused() -> None:
     shape = DecoderConfig()
     for config, options, words in (
         (shape, {"experts": 1}, "experts=1"),
-        (shape, {"experts": 4, "experts_per_token": 5}, "experts_per_token=5 of experts=4"),
+        (
+            shape,
+            {"experts": 4, "experts_per_token": 5},
+            "experts_per_token=5 is invalid for experts=4",
+        ),
         (shape, {"experts": 4, "shared_expert_mlp": 160}, "shared_expert_mlp=160 of the mlp=160"),
         (mixture_config(shape, 4), {"experts": 4}, "experts=4 already"),
         (DecoderConfig(biases=("mlp",)), {"experts": 4}, "biases"),

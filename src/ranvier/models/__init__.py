@@ -1,6 +1,6 @@
-"""Models: plain PyTorch with named dims. Sizes are importable without torch, which takes a second.
+"""Models in plain PyTorch with named dims. Sizes can be imported without torch, which is slow.
 
-A new model is one file, one line here and one in EXAMPLES.
+A new model needs one file, one line here and one line in EXAMPLES.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HOMES = {"Decoder": "decoder", "build_decoder": "lora", "EXAMPLES": "examples"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import attributes that need torch on first access (PEP 562)."""
+    """Imports attributes that need torch at their first access (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ranvier.models' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ranvier.models.{_HOMES[name]}"), name)

@@ -1,6 +1,6 @@
-"""Shapes of models and their adapters as numbers, and named model sizes; without torch.
+"""Configurations of models and adapters, and named model sizes; does not import torch.
 
-For code that only needs to know how large a model is (config, planner, command line).
+Used by code that only needs the sizes of a model (config, planner, command line).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ranvier.setting import setting
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "reglu")
-"""Activations with which one half of the hidden layer gates the other."""
+"""Activations of gated MLPs, down(f(gate(x)) · up(x))."""
 
 
 SIZE_LIMITS = {
@@ -29,99 +29,106 @@ SIZE_LIMITS = {
     "experts_per_token": 2**14,
     "expert_mlp": 2**22,
 }
-"""Largest accepted sizes of a published model: far above any existing one, and small enough that
-checking it layer by layer is feasible."""
+"""Maximum sizes of a published model. They are far above all existing models, and small enough that
+each layer can be checked."""
 MAX_TOTAL_EXPERTS = 2**17
-"""Maximum number of experts of all layers together."""
+"""Maximum number of experts in all layers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
-    """How positions turn the heads; part of a decoder's config."""
+    """Rotary position embedding; a part of `DecoderConfig`."""
 
     rope_theta: float = setting(10000.0, minimum=1.0)
     """Base of the rotary frequencies."""
     rope: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
-    """How low rotary frequencies are slowed where rope_scale is not 1: that of Llama 3.1, all
-    alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
+    """How rotary frequencies are reduced for long sequences: llama3 (low frequencies, as in
+    Llama 3.1), linear (all frequencies), yarn (YaRN) or longrope (LongRoPE, which uses rope_short
+    and rope_long instead of rope_scale). Without effect if rope_scale is 1, except for longrope."""
     rope_scale: float = setting(1.0, minimum=1.0)
-    """By how much they are slowed; 1 is not at all."""
+    """Factor by which rotary frequencies are reduced; 1 keeps them."""
     original_max_position: int = setting(8192, minimum=1, unit="tokens")
-    """Tokens that the model was first trained on."""
+    """Sequence length of the original training."""
     low_freq_factor: float = 1.0
-    """Frequencies with fewer turns in original_max_position tokens are divided by rope_scale
-    (llama3; yarn calls it beta_slow)."""
+    """Frequencies with fewer rotations than this in original_max_position tokens are divided by
+    rope_scale (llama3; beta_slow in yarn)."""
     high_freq_factor: float = 4.0
-    """Frequencies with more turns in original_max_position tokens are kept; those between the two
-    factors are interpolated (llama3; yarn calls it beta_fast)."""
+    """Frequencies with more rotations than this in original_max_position tokens do not change;
+    frequencies between the two factors are interpolated (llama3; beta_fast in yarn)."""
     rope_short: tuple[float, ...] = ()
-    """Factor of each frequency in texts of up to original_max_position tokens (longrope)."""
+    """Divisor of each frequency for sequences of up to original_max_position tokens (longrope)."""
     rope_long: tuple[float, ...] = ()
-    """The same in longer texts."""
+    """Divisor of each frequency for longer sequences (longrope)."""
     attention_factor: float = setting(1.0, minimum=1e-06)
-    """What cosines and sines are multiplied by (yarn, longrope)."""
+    """Factor of cosines and sines (yarn, longrope)."""
     partial_rotary_factor: float = setting(1.0, minimum=0.0)
-    """Share of a head that is turned; the rest of it knows no position."""
+    """Fraction of each head that is rotated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """Which layers are mixtures of experts, and how tokens find theirs; part of a decoder's."""
+    """Mixture-of-experts layers and their routing; a part of `DecoderConfig`."""
 
     experts: int = 0
-    """Experts of a layer; 0: all layers are dense."""
+    """Number of experts per MoE layer; 0 makes all layers dense."""
     experts_per_token: int = 2
-    """Experts that a token goes to."""
+    """Number of experts that each token is routed to."""
     expert_mlp: int = 0
-    """Width of the hidden layer of an expert; 0: mlp."""
+    """Hidden size of an expert; 0 uses mlp."""
     shared_expert_mlp: int = 0
-    """Width of the hidden layer of the expert that all tokens go to; 0: there is none."""
+    """Hidden size of the shared expert, which processes all tokens; 0 disables it."""
     moe_layer_interval: int = 1
-    """Of so many layers the last has experts: 1: all, 2: every second."""
+    """The last of every moe_layer_interval layers has experts: 1 for all layers, 2 for every second
+    layer."""
     dense_first_layers: int = 0
-    """Layers at the start that are dense in any case."""
+    """Number of dense layers before the first MoE layer."""
     router: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes scores of logits: over all experts, or of each alone."""
+    """Function that turns router logits into scores: softmax over all experts, or sigmoid per
+    expert."""
     router_norm: bool = True
-    """Weights of the chosen experts are divided by their sum."""
+    """Normalize the weights of the chosen experts to a sum of 1."""
     router_scale: float = 1.0
-    """What they are multiplied by."""
+    """Factor of the weights of the chosen experts."""
     router_logit_scale: float = 1.0
-    """What logits are multiplied by; initial weights of the router are divided by it. Below 1 steps
-    of the optimizer change routes less."""
+    """Factor of the router logits; initial router weights are divided by it. With a value below 1,
+    optimizer steps change the routing less."""
     router_jitter: float = 0.0
-    """In training logits are multiplied by random numbers in 1 ± jitter; 0: they are not."""
+    """Multiply router logits by random numbers in [1 - jitter, 1 + jitter) in training; 0 disables
+    it."""
     capacity_factor: float = 0.0
-    """An expert takes the first ceil(capacity_factor · tokens · experts_per_token / experts) tokens
-    of a sequence; 0: no limit, nothing is dropped."""
+    """Each expert accepts only the first ceil(capacity_factor · tokens · experts_per_token /
+    experts) tokens of a sequence and drops the others; 0 disables the limit."""
     aux_loss_coeff: float = 0.0
-    """Factor of the loss E · Σ f·P of a sequence: share f of its choices and mean score P of each
-    of the E experts."""
+    """Coefficient of the load-balancing loss E · Σ f·P of a sequence, with the fraction f of its
+    choices and the mean score P of each of the E experts."""
     z_loss_coeff: float = 0.0
-    """Factor of the loss mean(logsumexp(logits)²) of a sequence."""
+    """Coefficient of the router z-loss mean(logsumexp(logits)²) of a sequence."""
     expert_bias_update_rate: float = 0.0
-    """By how much a step moves the bias with which experts are chosen (not weighted): up for those
-    that got fewer than the mean, down for the others; 0: there is none."""
+    """Update per step of a bias that is added to the scores when experts are chosen: it increases
+    for experts with fewer tokens than the mean and decreases for the others. 0 disables the
+    bias."""
 
     def find_expert_problems(self) -> list[str]:
-        """Inconsistent settings, each with value, rule and remedy."""
+        """Returns the inconsistent settings, each with value, rule and remedy."""
         if self.experts == 0:
             return []
         found = []
         if not 1 <= self.experts_per_token <= self.experts:
             found.append(
-                f"experts_per_token={self.experts_per_token} of experts={self.experts}. A token "
-                f"goes to one expert at least and to all at most. Use 1 to {self.experts}."
+                f"experts_per_token={self.experts_per_token} is invalid for "
+                f"experts={self.experts}. A token must be routed to at least 1 and at most all "
+                f"experts. Use 1 to {self.experts}."
             )
         if self.moe_layer_interval < 1 or self.dense_first_layers < 0:
             found.append(
                 f"moe_layer_interval={self.moe_layer_interval} and "
-                f"dense_first_layers={self.dense_first_layers}. One layer in each interval has "
-                "experts, the first layers have none. Use 1 or more, and 0 or more."
+                f"dense_first_layers={self.dense_first_layers} are invalid. moe_layer_interval "
+                "must be at least 1 and dense_first_layers at least 0. Use e.g. 1 and 0."
             )
         if self.router_logit_scale <= 0.0:
             found.append(
-                f"router_logit_scale={self.router_logit_scale} is not above 0. Use 1, or less."
+                f"router_logit_scale={self.router_logit_scale} is invalid. It must be greater "
+                "than 0. Use e.g. 1."
             )
         amounts = (
             "router_jitter",
@@ -132,73 +139,86 @@ class ExpertConfig:
         )
         for name in amounts:
             if getattr(self, name) < 0.0:
-                found.append(f"{name}={getattr(self, name)} is negative. Use 0 (off) or more.")
+                found.append(
+                    f"{name}={getattr(self, name)} is invalid. It must not be negative. Use 0 to "
+                    "disable it, or a positive number."
+                )
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(RotaryConfig, ExpertConfig):
-    """The shape of a decoder."""
+    """Configuration of a decoder: its sizes, norms, attention, positions and experts.
+
+    `MODEL_SIZES` has the configurations of published models by name. The fields are also the
+    settings `model.*` of a run.
+    """
 
     layers: int = setting(2, minimum=1, maximum=10000)
-    """Blocks."""
+    """Number of blocks."""
     embed: int = setting(64, minimum=1, maximum=2**24)
-    """Width of the residual stream."""
+    """Width of the residual stream (hidden size)."""
     heads: int = setting(4, minimum=1, maximum=2**24)
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int = setting(2, minimum=1, maximum=2**24)
-    """Key and value heads; fewer than heads is grouped-query attention."""
+    """Number of key and value heads. Fewer than heads gives grouped-query attention."""
     head_dim: int = setting(16, minimum=1, maximum=2**24)
-    """Elements of a head."""
+    """Elements per head."""
     mlp: int = setting(160, minimum=1, maximum=2**24)
-    """Width of the hidden layer of the MLP."""
+    """Hidden size of the MLP (intermediate size)."""
     vocab: int = setting(256, minimum=1, maximum=2**31, unit="tokens")
-    """Tokens the model knows."""
+    """Vocabulary size."""
     max_seq: int = setting(2048, minimum=1, unit="tokens")
-    """Longest sequence (rows of learned positions; rotary ones can be extended at any time)."""
+    """Maximum sequence length: the number of learned positions. Rotary positions can be extended
+    later."""
     norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm or LayerNorm."""
+    """RMSNorm (rms) or LayerNorm (layer)."""
     norm_eps: float = setting(1e-5, minimum=0.0)
-    """Added to the variance."""
+    """Epsilon that norms add to the variance."""
     norm_weight_offset: float = setting(0.0, minimum=0.0)
-    """Added to the weights of RMSNorms (Gemma: 1)."""
+    """Constant that is added to the weights of RMSNorm (1 for Gemma)."""
     norm_position: Literal["pre", "post", "both"] = "pre"
-    """Whether attention and MLP get a normalised input, give a normalised output, or both."""
+    """Whether norms are applied to the inputs of attention and MLP (pre), to their outputs (post),
+    or to both."""
     position_embedding: Literal["rope", "learned"] = "rope"
     """Rotary or learned positions."""
     qk_norm: Literal["none", "per_head", "full"] = "none"
-    """RMSNorm of queries and keys: none, over each head, or over all heads of a token (OLMo 2)."""
+    """RMSNorm of queries and keys: none, per head, or over all heads of a token (full, as in
+    OLMo 2)."""
     query_pre_attn_scalar: float = setting(0.0, minimum=0.0)
-    """Scores are divided by its root; 0: head_dim."""
+    """Attention scores are divided by the square root of this value; 0 uses head_dim."""
     attn_logit_softcap: float = setting(0.0, minimum=0.0)
     """Soft-cap attention logits with cap * tanh(x / cap); 0 disables it."""
     sliding_window: int = setting(0, minimum=0, unit="tokens")
-    """Tokens that a token sees, itself included; 0: all before it."""
+    """Number of tokens that each token attends to, including itself; 0 attends to all previous
+    tokens."""
     window_layers: tuple[int, ...] = ()
-    """Layers, from 0, to which the window applies; empty: all."""
+    """Layers with a sliding window, counted from 0; empty for all layers."""
     activation: Activation = "swiglu"
-    """Gated SiLU, GELU (by tanh, or exact) or ReLU; or GELU or ReLU without a gate."""
+    """Activation of the MLP: gated SiLU (swiglu), gated GELU (geglu with the tanh approximation, or
+    geglu_exact), gated ReLU (reglu), or gelu, gelu_exact or relu without a gate."""
     bias: bool = False
-    """Biases in linear layers and LayerNorm."""
+    """Use biases in all linear layers and in LayerNorm."""
     biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
-    """Linear layers that have biases where not all do."""
+    """Linear layers with biases, if bias is false."""
     tie_embeddings: bool = False
-    """The head is the embedding."""
+    """Use the embedding table as the weight of the head."""
     embed_scale: float = setting(1.0, minimum=1e-06)
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
     final_logit_softcap: float = setting(0.0, minimum=0.0)
     """Soft-cap logits with cap * tanh(x / cap); 0 disables it."""
     dropout: float = setting(0.0, fraction=True, usual=0.1)
-    """Dropped share of embeddings and of what blocks add to the residual stream."""
+    """Dropout probability for embeddings and for the outputs of attention and MLP."""
     init_std: float = setting(0.02, minimum=0.0)
-    """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
+    """Standard deviation of initial weights. For the output projections of attention and MLP it is
+    divided by sqrt(2 · layers)."""
 
     def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
         """Whether these linear layers have biases."""
         return self.bias or layers in self.biases
 
     def window_of_layer(self, layer: int) -> int:
-        """Tokens that a token sees in a layer; 0: all."""
+        """Returns the sliding window of a layer in tokens; 0 means no window."""
         here = not self.window_layers or layer in self.window_layers
         if here:
             return self.sliding_window
@@ -207,8 +227,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         after = layer - self.dense_first_layers
-        # After the dense first layers, the last layer of every group of `moe_layer_interval` has
-        # experts.
+        # After the dense layers, the last layer of every `moe_layer_interval` layers has experts.
         return (
             self.experts > 0
             and after >= 0
@@ -217,12 +236,12 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
 
     @property
     def expert_width(self) -> int:
-        """Width of the hidden layer of an expert."""
+        """Hidden size of an expert."""
         return self.expert_mlp or self.mlp
 
     @property
     def dim_units(self) -> dict[str, int]:
-        """Units of each named dim; with experts also the widths of their layers."""
+        """Number of units of each named dim; with experts also their number and hidden sizes."""
         names = ("embed", "heads", "kv_heads", "mlp", "vocab")
         found = {name: int(getattr(self, name)) for name in names}
         if self.experts:
@@ -231,20 +250,21 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         return found
 
     def find_problems(self) -> list[str]:
-        """Inconsistent settings, each with value, rule and remedy."""
-        # Elements of a head that are rotated.
+        """Returns the inconsistent settings, each with value, rule and remedy."""
+        # Number of elements of a head that are rotated.
         turned = int(self.head_dim * self.partial_rotary_factor)
         found = self.find_expert_problems()
-        # Bounds the number of tensors that a config from a file can make us enumerate.
+        # Limits the number of tensors that a config from a file can require to list.
         if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(
-                f"experts={self.experts} in each of layers={self.layers}. A model has at most "
-                f"{MAX_TOTAL_EXPERTS:,} of them in all. Use fewer of one."
+                f"experts={self.experts} in each of layers={self.layers} is too many. A model can "
+                f"have at most {MAX_TOTAL_EXPERTS:,} experts in total. Use fewer experts or layers."
             )
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             found.append(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
-                f"serves the same number of heads. Use a divisor of {self.heads}."
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head must "
+                "be shared by the same number of query heads. Use a divisor of "
+                f"{self.heads}."
             )
         if turned % 2 and self.position_embedding == "rope":
             share = f" · partial_rotary_factor={self.partial_rotary_factor} = {turned}" * (
@@ -253,63 +273,67 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
             if self.partial_rotary_factor == 1.0:
                 even = f"{self.head_dim + 1}"
             else:
-                even = "another of the two"
+                even = "values with an even product"
             found.append(
-                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. Use {even}."
+                f"head_dim={self.head_dim}{share} is odd. Rotary positions rotate pairs of "
+                f"elements. Use {even}."
             )
         for name in ("rope_short", "rope_long"):
             count = len(getattr(self, name))
             # One factor per rotated pair.
             if self.rope == "longrope" and count != turned // 2:
                 found.append(
-                    f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
-                    "pairs of a head. Give as many."
+                    f"{name} has {count} factors. longrope needs one factor for each of the "
+                    f"{turned // 2} rotated pairs of a head. Give {turned // 2} factors."
                 )
         if not self.low_freq_factor < self.high_freq_factor:
             found.append(
-                f"low_freq_factor={self.low_freq_factor} and "
+                f"low_freq_factor={self.low_freq_factor} is not less than "
                 f"high_freq_factor={self.high_freq_factor}. Frequencies between the two are "
-                "interpolated. The first must be smaller, such as 1 and 4."
+                "interpolated. Use e.g. 1 and 4."
             )
         if any(not 0 <= layer < self.layers for layer in self.window_layers):
             found.append(
-                f"window_layers={list(self.window_layers)}. Layers are numbered from 0 to "
-                f"{self.layers - 1}. Use these numbers."
+                f"window_layers={list(self.window_layers)} contains an invalid layer. Layers are "
+                f"numbered from 0 to {self.layers - 1}. Use these numbers."
             )
         if self.norm_weight_offset != 0.0 and self.norm != "rms":
             found.append(
-                f"norm_weight_offset={self.norm_weight_offset} with norm={self.norm!r}. Use "
-                "norm='rms'."
+                f"norm_weight_offset={self.norm_weight_offset} is not supported with "
+                f"norm={self.norm!r}. Only RMSNorm has an offset. Use norm='rms'."
             )
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Which layers get adapters, and of what kind."""
+    """Configuration of LoRA and DoRA adapters.
+
+    The fields are also the settings `lora.*` of a run.
+    """
 
     rank: int = setting(0, minimum=0, maximum=2**16)
-    """Features between A and B; 0: no adapters, all weights are trained."""
+    """Rank of the adapters; 0 disables them, and all weights are trained."""
     alpha: float = setting(16.0, minimum=0.0)
-    """What an adapter adds is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     dropout: float = setting(0.0, fraction=True, usual=0.05)
-    """Dropped share of what an adapter reads."""
+    """Dropout probability for the input of an adapter."""
     target_modules: tuple[str, ...] = ("heads", "kv_heads", "mlp")
-    """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their
-    names (q, k, v, o, gate, up, down)."""
+    """Layers with adapters, by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and
+    down) or by their names (q, k, v, o, gate, up, down)."""
     layers: tuple[int, ...] = ()
-    """Blocks that get adapters, counted from 0; empty: all."""
+    """Blocks with adapters, counted from 0; empty for all blocks."""
     dora: bool = False
-    """Train the length of each row of the adapted weight, too (DoRA)."""
+    """Also train the magnitude of each row of the adapted weight (DoRA)."""
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead."""
+    """Multiply the output of an adapter by alpha / sqrt(rank) instead (rsLoRA)."""
     shared: bool = False
-    """Layers that read the same value (q, k, v; gate, up) have one A in common: so it is in PEFT
-    where a family packs them into one layer."""
+    """Use one matrix A for all layers with the same input (q, k, v; gate, up), as in PEFT for
+    models that pack them into one layer."""
 
     @property
     def scale(self) -> float:
-        """Factor of an adapter's output."""
+        """Factor of the output of an adapter."""
         # Rank 0 means no adapters; `max` only avoids a division by zero.
         return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
 
@@ -327,7 +351,7 @@ _QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
     "norm_eps": 1e-6,
     "qk_norm": "per_head",
 }
-# Numbers for the small test model: caps and window must take effect at its size.
+# Values for the small test model: caps and window must have an effect at its size.
 GEMMA2 = {
     "norm_weight_offset": 1.0,
     "norm_position": "both",
@@ -343,8 +367,8 @@ GEMMA2 = {
 
 
 _MOE_TINY = {"experts": 16, "experts_per_token": 4, "expert_mlp": 64, "shared_expert_mlp": 256} | {
-    # Σ w = experts_per_token: the mixture starts with the output scale of an MLP of all chosen
-    # widths.
+    # Σ w = experts_per_token: initially the output has the scale of an MLP with the total width of
+    # the chosen experts.
     "router_scale": 4.0,
     "router_logit_scale": 0.1,
     "expert_bias_update_rate": 0.001,
@@ -373,7 +397,7 @@ _DEEPSEEK = {
     "max_seq": 4096,
     "norm_eps": 1e-6,
 }
-# The model of DeepSpeed-TED (Singh et al. 2023): every second layer has experts, top-1 routing.
+# The model of DeepSpeed-TED (Singh et al. 2023) has experts in every second layer, top-1 routing.
 _TED = {
     "experts": 16,
     "experts_per_token": 1,

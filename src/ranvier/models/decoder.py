@@ -1,8 +1,8 @@
-"""A decoder: plain PyTorch, runs on one device as is, imports torch only.
+"""A decoder in plain PyTorch, which also runs on one device; imports only torch.
 
-What makes it parallel is two inert tables: `dims` names the dims of each layer's weights, `sizes`
-counts their units. `parallelize` reads both and swaps the layers; the code below does not change.
-On a grid
+Two tables make it parallel: `dims` names the dims of each layer's weights, and `sizes` has the
+number of their units. `parallelize` reads both and replaces the layers; the code below does not
+change. On a grid the shapes are
 
     residual stream       [b, s/row, d/col]
     heads, hidden, logits [b/col, s, n/row]   or   [b, s, n/(row·col)]
@@ -39,15 +39,15 @@ from ranvier.models.rope import RotaryEmbedding, apply_rotary
 
 
 class LMHead(nn.Linear):
-    """Logits over the vocabulary, or the sum of the token losses."""
+    """The language-model head: logits over the vocabulary, or the sum of the token losses."""
 
     def __init__(self, embed: int, vocab: int, bias: bool = False, cap: float = 0.0) -> None:
         super().__init__(embed, vocab, bias=bias)
         self.cap = cap
-        """Soft cap: logits are cap · tanh(logits / cap); 0 disables it."""
+        """Soft cap: logits become cap · tanh(logits / cap); 0 disables it."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """x: `[b, s, d]`, targets: `[b, s]`."""
+        """Returns logits `[b, s, v]`, or the loss if targets are given. x: `[b, s, d]`."""
         logits = super().forward(x)
         if self.cap > 0.0:
             logits = torch.tanh(logits / self.cap) * self.cap
@@ -57,24 +57,24 @@ class LMHead(nn.Linear):
 
 
 class CrossEntropy(nn.Module):
-    """Sum over the tokens with a target (not -100) of their negative log-likelihood."""
+    """Cross-entropy loss, summed over tokens; targets of -100 are ignored."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits: `[b, s, v]`, targets: `[b, s]`."""
+        """Returns the sum of the token losses. logits: `[b, s, v]`, targets: `[b, s]`."""
         return cross_entropy(logits, targets)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the token losses; logits: `[b, s, v]`, targets: `[b, s]`."""
+    """Returns the sum of the token losses. logits: `[b, s, v]`, targets: `[b, s]`."""
     logits = logits.flatten(0, 1)
-    # As on the grid: log-sum-exp over the vocabulary needs fp32.
+    # As on a grid, log-sum-exp over the vocabulary is computed in fp32.
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """y = (offset + w) · x / sqrt(mean(x²) + eps); w starts at 0 for an offset of 1."""
+    """y = (offset + w) · x / sqrt(mean(x²) + eps); w is initially 1 - offset."""
 
     def __init__(self, size: int, eps: float | None = None, shift: float = 1.0) -> None:
         super().__init__(size, eps=eps)
@@ -82,7 +82,7 @@ class OffsetRMSNorm(nn.RMSNorm):
         nn.init.constant_(self.weight, 1.0 - shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[.., d]`."""
+        """Normalizes x, `[..., d]`."""
         if x.dtype in (torch.bfloat16, torch.float16):
             wide = x.float()
         else:
@@ -92,7 +92,7 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 class AttentionCore(nn.Module):
-    """Rotary position embedding and causal attention, inside documents if they are given."""
+    """Rotary position embedding and causal attention, within documents if they are given."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class AttentionCore(nn.Module):
             self.scale = (config.head_dim / scale) ** 0.5
         else:
             self.scale = 1.0
-        """Factor of queries: attention divides by sqrt(head_dim), which this replaces by
-        sqrt(attention_scale)."""
+        """Factor of queries: attention divides by sqrt(head_dim), and this factor changes the
+        divisor to sqrt(query_pre_attn_scalar)."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """Attention over whole samples; replaced by the fastest backend on the device."""
 
@@ -118,15 +118,16 @@ class AttentionCore(nn.Module):
         angles: Tensor | None,
         documents: Documents | Tensor | None,
     ) -> Tensor:
-        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
+        """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
-        angles: output of `RotaryEmbedding`, or positions `[b, s]`; documents also as ids `[b, s]`.
+        angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, or ids
+        `[b, s]`.
         """
         if self.rotary is not None:
             if angles is None:
                 angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
             # Integers are positions. The decoder computes angles once for all layers; a core that
-            # is called alone (as in tests) computes its own.
+            # is called separately (as in tests) computes its own.
             if not angles.is_floating_point():
                 angles = self.rotary(angles, q.dtype)
             q = apply_rotary(q, angles)
@@ -135,7 +136,7 @@ class AttentionCore(nn.Module):
             q = q * self.scale
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)
-        # A window that covers the whole sequence is plain causal attention, which has faster
+        # With a window that covers the whole sequence, use causal attention, which has faster
         # kernels.
         if self.window >= q.shape[1]:
             window = 0
@@ -154,7 +155,12 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped kv heads."""
+    """Multi-head attention with grouped kv heads.
+
+    Args:
+        config: Configuration of the decoder.
+        layer: Index of the block, which determines its sliding window.
+    """
 
     dims = {
         "qkv.q": ("heads", "embed"),
@@ -196,8 +202,8 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
-        """x, y: `[b, s, d]`."""
-        # Norms over all heads come before heads are split, norms per head after.
+        """Computes attention; x, y: `[b, s, d]`."""
+        # Norms over all heads run before heads are split, norms per head run after.
         q, k, v = apply_with_adapter(self, "qkv", x)
         if self.norms_all_heads:
             q = self.q_norm(q)
@@ -211,21 +217,24 @@ class Attention(nn.Module):
 
 
 def build_rms_norm(config: DecoderConfig, size: int) -> nn.Module:
-    """An RMSNorm over `size` elements."""
+    """Returns an RMSNorm over `size` elements."""
     if config.norm_weight_offset != 0.0:
         return OffsetRMSNorm(size, config.norm_eps, config.norm_weight_offset)
     return nn.RMSNorm(size, eps=config.norm_eps)
 
 
 def build_norm(config: DecoderConfig) -> nn.Module:
-    """A norm of the residual stream."""
+    """Returns a norm for the residual stream."""
     if config.norm == "rms":
         return build_rms_norm(config, config.embed)
     return nn.LayerNorm(config.embed, eps=config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); or with norms on the outputs, or both."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `norm_position` can also move the norms to the outputs of attention and MLP, or use both.
+    """
 
     dims: dict[str, tuple[str, ...]] = {
         "norm1": ("embed",),
@@ -255,7 +264,7 @@ class Block(nn.Module):
             self.norm2 = nn.Identity()
         if config.has_experts(layer):
             self.mlp: nn.Module = MoELayer(config)
-            # On the instance: the class attribute is shared with the dense blocks.
+            # Set on the instance, as the dense blocks share the class attribute.
             self.dims = self.dims | {"mlp": ("expert", "mlp", "embed")}
         else:
             self.mlp = (GatedMLP if config.activation in GATED_FUNCTIONS else UngatedMLP)(config)
@@ -268,36 +277,49 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
-        """x, y: `[b, s, d]`."""
+        """Runs the block; x, y: `[b, s, d]`."""
         x, more = self.forward_without_add(x, angles, documents)
         return x + more
 
     def forward_without_add(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and what the MLP adds to it."""
+        """Returns the residual stream after attention, and the output of the MLP to be added."""
         x, y = self.forward_attention(x, angles, documents)
         return x, self.mlp_to_residual(self.mlp(y))
 
     def forward_attention(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and the input of the MLP."""
+        """Returns the residual stream after attention, and the input of the MLP."""
         y = self.after1(self.attention(self.norm1(x), angles, documents))
         x = x + self.dropout1(y)
         return x, self.norm2(x)
 
     def mlp_to_residual(self, y: Tensor) -> Tensor:
-        """What an output of the MLP adds to the residual stream."""
+        """Applies the norm and dropout that follow the MLP."""
         out: Tensor = self.dropout2(self.after2(y))
         return out
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm, head, loss."""
+    """A decoder-only language model: embedding, blocks, final norm, head and loss.
+
+    It covers GPT-2, Llama, Qwen, Gemma, OLMo, Mixtral and similar models, depending on its config.
+
+    Args:
+        config: Sizes and options of the model, e.g. `MODEL_SIZES["llama3-8b"]`.
+
+    Example:
+        >>> import torch
+        >>> from ranvier.models import MODEL_SIZES, Decoder
+        >>> model = Decoder(MODEL_SIZES["tiny"])
+        >>> model(torch.zeros(2, 8, dtype=torch.int64)).shape
+        torch.Size([2, 8, 4096])
+    """
 
     returns_head_loss = True
-    """`forward` runs the blocks in sequence and returns the loss of its head as it is."""
+    """Whether `forward` runs the blocks in sequence and returns the loss of the head unchanged."""
     dims = {
         "embed": ("vocab", "embed"),
         "position": ("position", "embed"),
@@ -320,22 +342,23 @@ class Decoder(nn.Module):
         self.head = LMHead(config.embed, config.vocab, cap=config.final_logit_softcap)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
-        # GPT-2's scaling of layers that add to the residual stream: it has 2 · layers additions.
+        # As in GPT-2, the 2 · layers outputs that are added to the residual stream are scaled.
         out = config.init_std / (2 * config.layers) ** 0.5
         self.aux_loss: Tensor | None = None
-        """Part of the last loss that MoE layers have added."""
+        """The auxiliary losses of MoE layers in the last loss."""
         self.init: dict[str, float | tuple[float, float]] = {}
         if config.experts:
-            # Experts are parameters of the MoE layer itself, not a layer's `weight`, so they are
-            # matched by their own name and given as (mean, std).
+            # Experts are parameters of the MoE layer, not the `weight` of a layer, so their entry
+            # has the name of the parameter and is (mean, std).
             self.init[".mlp.down"] = (0.0, out)
             self.init[".mlp.router"] = config.init_std / config.router_logit_scale
         self.init |= {".o": out, ".down": out, "": config.init_std}
-        """Standard deviation of initial weights by suffix of the layer's name, first match."""
+        """Standard deviation of initial weights by suffix of the layer's name; the first match
+        counts."""
 
     @property
     def moe_layers(self) -> list[MoELayer]:
-        """The serial MoE layers, in order; none on a grid: parallel layers handle their losses."""
+        """The serial MoE layers, in order; empty on a grid, where parallel layers replace them."""
         if not self.config.experts:
             # Iterating over all modules takes 2 ms per step.
             return []
@@ -343,7 +366,7 @@ class Decoder(nn.Module):
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
-        """Names of the layers that run together, in order: embedding, each block, norm and head."""
+        """Names of the layers of each part, in order: embedding, each block, norm and head."""
         blocks = [(f"blocks.{i}",) for i in range(len(self.blocks))]
         return [("embed", "position", "dropout"), *blocks, ("norm", "head")]
 
@@ -354,10 +377,14 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Documents | Tensor | None = None,
     ) -> Tensor:
-        """Logits `[b, s, v]`, or with targets the sum of the token losses. All inputs: `[b, s]`.
+        """Returns logits `[b, s, v]`, or the sum of the token losses if targets are given.
 
-        documents: attention stays inside equal ids (or `Documents`); positions: default 0, 1, 2,
-        ...
+        Args:
+            tokens: Token ids, `[b, s]`.
+            targets: Next tokens, `[b, s]`; tokens with a target of -100 are ignored.
+            positions: Position of each token, `[b, s]`; 0, 1, 2, ... by default.
+            documents: Document of each token, as ids `[b, s]` or `Documents`. Tokens attend only to
+                tokens of the same document.
         """
         everything = slice(0, len(self.blocks) + 2)
         return self.segment(None, everything, tokens, targets, positions, documents)
@@ -373,16 +400,24 @@ class Decoder(nn.Module):
         *,
         scored: bool = True,
     ) -> Tensor:
-        """Run some of the parts; x: output of those before them, `[b, s, d]`. Else as `forward`.
+        """Runs a range of `parts`, e.g. a pipeline stage.
 
-        x with the first part: the embedded tokens. scored=False: return the input of the head.
+        Args:
+            x: Output of the previous parts, `[b, s, d]`; for the first part None, or the embedded
+                tokens.
+            parts: The parts to run.
+            tokens: As in `forward`.
+            targets: As in `forward`.
+            positions: As in `forward`.
+            documents: As in `forward`.
+            scored: Whether the last part runs the head. If False, it returns the input of the head.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         if parts.start == 0:
             x = self.embed(tokens) if x is None else x  # (b, s, d)
             if self.config.embed_scale != 1.0:
-                # The factor is rounded to x's dtype first, as Gemma does.
+                # The factor is rounded to the dtype of x first, as in Gemma.
                 x = x * x.new_full((), self.config.embed_scale)
             if self.position is not None:
                 x = x + self.position(positions)
@@ -393,12 +428,12 @@ class Decoder(nn.Module):
         angles = None
         if self.rotary is not None:
             if self.config.rope == "longrope":
-                # LongRoPE chooses its factors by the length of each document.
+                # The factors of LongRoPE depend on the length of each document.
                 long = document_lengths(documents, positions.device)
             else:
                 long = None
             angles = self.rotary(positions, x.dtype, long)
-        # Part 0 is the embedding, part i the block i - 1, the last part norm and head.
+        # Part 0 is the embedding, part i is block i - 1, and the last part is norm and head.
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
@@ -410,12 +445,12 @@ class Decoder(nn.Module):
         return x
 
     def _add_aux_loss(self, loss: Tensor) -> Tensor:
-        """The loss plus the auxiliary losses of the MoE layers."""
+        """Returns the loss plus the auxiliary losses of the MoE layers."""
         extra = loss.new_zeros(())
         for mixture in self.moe_layers:
             if mixture.aux_loss is not None:
                 extra = extra + mixture.aux_loss.to(loss.dtype)
-                # Consumed: a second loss must not add it once more, nor keep its graph alive.
+                # Reset, so that another loss does not add it again, and its graph is freed.
                 mixture.aux_loss = None
         self.aux_loss = extra.detach()
         if extra.requires_grad:

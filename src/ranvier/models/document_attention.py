@@ -1,9 +1,9 @@
-"""Attention over whole samples, and inside the documents that samples are packed from.
+"""Attention over whole samples, and within the documents that are packed into samples.
 
-Document boundaries are data: they are stored on the device, a compiled graph does not depend on
-their number, and the cost is that of the documents. A token may see only the last `window` tokens,
-itself included, and scores may be soft-capped to cap · tanh(score / cap); 0 disables either. Plain
-PyTorch, imports torch only.
+Document boundaries are stored on the device, so a compiled graph does not depend on their number.
+The cost depends on the lengths of the documents. A token may attend only to the last `window`
+tokens, including itself, and scores may be soft-capped to cap · tanh(score / cap); 0 disables
+either. Plain PyTorch; imports only torch.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """How samples are split into documents: attention stays inside each, and costs accordingly."""
+    """The documents that each sample consists of; tokens attend only within their document."""
 
     lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document of each sample, on the host, so that no device is synchronised."""
+    """Number of tokens of each document of each sample, on the host to avoid synchronization."""
     cu_seqlens: Tensor
-    """Start of each document when all samples are concatenated, and the end `[n + 1]`; empty
-    documents may follow."""
+    """Start of each document in the concatenated samples, then the end, `[n + 1]`; empty documents
+    may follow."""
     max_seqlen_tensor: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """Upper bound of the longest document, on the host; a tensor, so that a graph does not depend
-    on it."""
+    """Upper bound of the length of a document, on the host. It is a tensor, so that a graph does
+    not depend on its value."""
 
     @classmethod
     def from_ids(cls, ids: Tensor, device: torch.device | str | None = None) -> Documents:
-        """From ids `[b, s]`: equal neighbours are one document."""
+        """Creates documents from ids `[b, s]`; consecutive equal ids form a document."""
         rows = (torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids)
         return cls.from_lengths(tuple(map(tuple, rows)), ids.device if device is None else device)
 
@@ -42,36 +42,36 @@ class Documents:
     def from_lengths(
         cls, lengths: tuple[tuple[int, ...], ...], device: torch.device | str
     ) -> Documents:
-        """From the document lengths of each sample."""
+        """Creates documents from the document lengths of each sample."""
         ends = accumulate((n for sample in lengths for n in sample), initial=0)
         bounds = torch.tensor(list(ends), dtype=torch.int32)
         if torch.device(device).type == "cuda":
-            # Pinned, so that the copy below is asynchronous.
+            # Pinned memory makes the copy below asynchronous.
             bounds = bounds.pin_memory()
         longest = max(n for sample in lengths for n in sample)
         bounds = bounds.to(device, non_blocking=True)
-        # Rounded up to a power of two: few distinct values, hence few kernel variants.
+        # Rounded up to a power of two, so that there are few distinct values and kernel variants.
         return cls(lengths, bounds, torch.tensor(1 << (longest - 1).bit_length()))
 
     @classmethod
     def one_per_sample(cls, samples: int, seq: int, device: torch.device) -> Documents:
-        """One document per sample."""
+        """Creates one document per sample."""
         bounds = torch.arange(0, samples * seq + 1, seq, dtype=torch.int32, device=device)
         return cls((), bounds, torch.tensor(seq))
 
     def select_samples(self, rows: slice) -> Documents:
-        """The documents of a range of samples."""
+        """Returns the documents of a range of samples."""
         first, last, _ = rows.indices(len(self.lengths))
         tokens = sum(self.lengths[0])
         bounds = self.narrow(first * tokens, (last - first) * tokens).cu_seqlens
         return Documents(self.lengths[rows], bounds, self.max_seqlen_tensor)
 
     def narrow(self, start: int, tokens: int) -> Documents:
-        """The documents of a range of tokens, without lengths: a graph must not depend on them.
+        """Returns the documents of a range of tokens, without lengths, for use in a graph.
 
-        The others become empty documents, so that no size depends on the boundaries.
+        Other documents become empty, so that no size depends on the boundaries.
         """
-        # Clamping turns documents outside of the range into empty ones at its borders.
+        # Clamping makes documents outside of the range empty.
         return Documents((), (self.cu_seqlens - start).clamp(0, tokens), self.max_seqlen_tensor)
 
     @property
@@ -81,19 +81,19 @@ class Documents:
 
 
 def normalize_documents(documents: Documents | Tensor | None) -> Documents | None:
-    """The documents as `Documents`, or None if each sample is a single one."""
+    """Returns the documents as `Documents`, or None if each sample is one document."""
     if isinstance(documents, Tensor):
         documents = Documents.from_ids(documents)
     if documents is None or not documents.lengths:
         return documents
-    # Plain causal attention has faster kernels than the varlen one.
+    # Causal attention has faster kernels than varlen attention.
     if all(len(cuts) == 1 for cuts in documents.lengths):
         return None
     return documents
 
 
 def document_lengths(documents: Documents | None, device: torch.device) -> Tensor | None:
-    """Length of the document of each token `[b, s]`; None where each sample is one document."""
+    """Returns the length of each token's document `[b, s]`; None if samples are documents."""
     if documents is None or not documents.lengths:
         return None
     rows = [[n for n in sample for _ in range(n)] for sample in documents.lengths]
@@ -109,7 +109,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: floa
         return _softcap_attention(q, k, v, window, cap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     if window:
-        # SDPA wants True where a key is visible.
+        # In SDPA, True means that a key is visible.
         mask = ~_masked_keys(seq, window, q.device)
     else:
         mask = None
@@ -118,7 +118,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: floa
 
 
 def _masked_keys(seq: int, window: int, device: torch.device) -> Tensor:
-    """Keys that a query does not see: later ones, and those before its window `[s, s]`."""
+    """Returns a mask `[s, s]` of the keys after each query and before its window."""
     ones = torch.ones(seq, seq, dtype=torch.bool, device=device)
     if window:
         return ones.triu(1) | ones.tril(-window)
@@ -126,7 +126,7 @@ def _masked_keys(seq: int, window: int, device: torch.device) -> Tensor:
 
 
 def _attention_probs(q: Tensor, k: Tensor, window: int, cap: float) -> tuple[Tensor, Tensor]:
-    """Probabilities, and scores before masking `[.., s, s]`, in fp32."""
+    """Returns probabilities, and scores before masking, `[..., s, s]` in fp32."""
     scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).to(_accumulation_dtype(q.dtype))
     if cap > 0.0:
         scores = torch.tanh(scores / cap) * cap
@@ -141,7 +141,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float) -> Tensor:
-    """As `causal_attention`, materializing all scores: SDPA does not support a soft cap."""
+    """`causal_attention` with a soft cap; stores all scores, as SDPA does not support a cap."""
     groups = q.shape[2] // k.shape[2]
     q = q.transpose(1, 2).unflatten(1, (-1, groups))  # (b, g, h/g, s, k)
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))  # (b, g, 1, s, k)
@@ -152,7 +152,7 @@ def _softcap_attention(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float)
 def document_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0, cap: float = 0.0
 ) -> Tensor:
-    """Causal attention inside documents; q, y: `[b·s, h, k]`, k, v: `[b·s, g, k]`."""
+    """Causal attention within documents; q, y: `[b·s, h, k]`, k, v: `[b·s, g, k]`."""
     # A graph always contains the custom op, which chooses the implementation when it runs.
     if torch.compiler.is_compiling() or can_use_flash_kernel(q, cap):
         y: Tensor = attend_documents(
@@ -165,7 +165,7 @@ def document_attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int = 0, cap: float = 0.0
 ) -> Tensor:
-    """The same in differentiable operations, batching documents of equal length."""
+    """`document_attention` in differentiable operations; batches documents of equal length."""
     places = _indices_by_length(bounds)
     outputs = [causal_attention(q[at], k[at], v[at], window, cap).flatten(0, 1) for at in places]
     # Outputs are grouped by length; argsort of their indices restores the order of tokens.
@@ -173,7 +173,7 @@ def packed_attention(
 
 
 def _indices_by_length(bounds: Tensor) -> list[Tensor]:
-    """Token indices of documents of equal length: one `[documents, length]` per length."""
+    """Returns the token indices of documents, one tensor `[documents, length]` per length."""
     starts = defaultdict[int, list[int]](list)
     for start, stop in pairwise(bounds.tolist()):
         if stop > start:
@@ -194,7 +194,7 @@ def packed_attention_backward(
     window: int = 0,
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed_attention`.
+    """Returns the gradients of `packed_attention` for q, k and v.
 
     dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy.
     With a cap c, S = c tanh(T / c): dT = dS (1 - (S / c)²).
@@ -205,7 +205,7 @@ def packed_attention_backward(
     groups = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5
     for at in _indices_by_length(bounds):
-        # (documents, kv heads, heads that share one, length, k)
+        # (documents, kv heads, query heads per kv head, length, k)
         a, d = (x[at].transpose(1, 2).unflatten(1, (-1, groups)) for x in (q, dy))
         b, c = (x[at].transpose(1, 2).unsqueeze(2) for x in (k, v))
         p, scores = _attention_probs(a, b, 0 if window >= at.shape[1] else window, cap)
@@ -224,7 +224,7 @@ def packed_attention_backward(
 
 
 def can_use_flash_kernel(q: Tensor, cap: float = 0.0) -> bool:
-    """Whether the varlen flash kernel runs here; elsewhere `packed_attention` does."""
+    """Whether the varlen flash kernel supports q; otherwise `packed_attention` is used."""
     if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_DTYPES or cap > 0.0:
         return False
     # Limits of the flash kernel: head dims that are multiples of 8, at most 256; Ampere or newer.
@@ -234,7 +234,7 @@ def can_use_flash_kernel(q: Tensor, cap: float = 0.0) -> bool:
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:
-    """The layout that the kernel takes: heads without gaps, unlike views of a packed k and v."""
+    """Returns x with contiguous heads, as the kernel requires; views of packed k and v are not."""
     if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]:
         return x
     return x.contiguous()
@@ -247,13 +247,13 @@ def _contiguous_heads(x: Tensor) -> Tensor:
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor, window: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `document_attention`, plus what backward needs: log-sum-exps, and an unused RNG state."""
+    """`document_attention`; also returns log-sum-exps and an unused RNG state for backward."""
     if not can_use_flash_kernel(q, cap):
         y = packed_attention(q, k, v, bounds, window, cap)
         none = q.new_empty(0)
-        # A custom op must not return the same tensor twice.
+        # A custom op must not return the same tensor more than once.
         return y.contiguous(), none, none.clone()
-    # A tensor on the host, so reading it does not synchronise with the device.
+    # A tensor on the host, so reading it does not synchronize with the device.
     longest = int(most)
     q, k, v = map(_contiguous_heads, (q, k, v))
     y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
@@ -263,7 +263,7 @@ def attend_documents(
 
 
 def _window_sizes(window: int) -> dict[str, int]:
-    """Keys before and after itself that a query sees, as the kernel counts them."""
+    """Returns the number of keys before and after a query, as arguments of the kernel."""
     if window:
         # The kernel does not count the query itself.
         return {"window_size_left": window - 1, "window_size_right": 0}
@@ -295,9 +295,9 @@ def attend_documents_backward(
     window: int,
     cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Returns the gradients of q, k and v."""
     if not can_use_flash_kernel(q, cap):
-        # A custom op cannot use autograd, so the gradients are written out.
+        # A custom op cannot use autograd, so the gradients are explicit.
         return packed_attention_backward(dy, q, k, v, bounds, window, cap)
     longest = int(most)
     none = torch.empty(0, device=q.device)

@@ -1,4 +1,4 @@
-"""Small models with which the generic tests exercise every grid."""
+"""Small models that the generic tests run on every grid."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _small_decoder(**changes: object) -> Callable[[], nn.Module]:
 
 
 def _small_decoder_with_lora(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
-    """A model with adapters whose parameters are all away from their initial values.
+    """Returns a model with adapters whose parameters differ from their initial values.
 
-    With B = 0 an adapter would add nothing, and errors in it would go unnoticed.
+    With B = 0 the output of an adapter would be zero, and tests would not find errors in it.
     """
 
     def make() -> nn.Module:

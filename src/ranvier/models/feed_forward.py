@@ -1,4 +1,4 @@
-"""The MLP of a block, gated or not, and fused layers that read the same value.
+"""The MLP of a block, with and without a gate, and fused layers that read the same input.
 
 Shapes: b samples, s tokens, d embed, f mlp.
 """
@@ -31,15 +31,15 @@ UNGATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FusedLinear(nn.ModuleDict):
-    """Layers that read the same value; returns their outputs in order."""
+    """Layers that read the same input; returns their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply each to x."""
+        """Applies each layer to x."""
         return tuple(layer(x) for layer in self.values())
 
 
 class GatedMLP(nn.Module):
-    """down(f(gate(x)) · up(x))."""
+    """A gated MLP, y = down(f(gate(x)) · up(x))."""
 
     dims = {"enter.gate": ("mlp", "embed"), "enter.up": ("mlp", "embed"), "down": ("embed", "mlp")}
 
@@ -55,25 +55,25 @@ class GatedMLP(nn.Module):
         self.function = GATED_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[b, s, d]`."""
+        """Applies the MLP; x, y: `[b, s, d]`."""
         return self.project_down(self.compute_hidden(x))
 
-    # Split in two, so that an MoE layer can overlap each half of its shared expert with one of its
-    # all-to-alls.
+    # Two methods, so that an MoE layer can overlap each half of its shared expert with one
+    # all-to-all.
     def compute_hidden(self, x: Tensor) -> Tensor:
-        """The hidden layer, `[b, s, f]`."""
+        """Returns the hidden layer, `[b, s, f]`."""
         gate, up = apply_with_adapter(self, "enter", x)  # (b, s, f)
         hidden: Tensor = self.function(gate) * up
         return hidden
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """Project the hidden layer to the output, `[b, s, d]`."""
+        """Projects the hidden layer to the output, `[b, s, d]`."""
         out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
 
 class UngatedMLP(nn.Module):
-    """down(f(up(x)))."""
+    """An MLP without a gate, y = down(f(up(x)))."""
 
     dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
 
@@ -85,25 +85,25 @@ class UngatedMLP(nn.Module):
         self.function = UNGATED_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[b, s, d]`."""
+        """Applies the MLP; x, y: `[b, s, d]`."""
         return self.project_down(self.compute_hidden(x))
 
     def compute_hidden(self, x: Tensor) -> Tensor:
-        """The hidden layer, `[b, s, f]`."""
+        """Returns the hidden layer, `[b, s, f]`."""
         return self.function(apply_with_adapter(self, "up", x))
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """Project the hidden layer to the output, `[b, s, d]`."""
+        """Projects the hidden layer to the output, `[b, s, d]`."""
         out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
 
 def apply_with_adapter(module: nn.Module, name: str, x: Tensor) -> Any:
-    """Apply a layer of a module to x, plus the adapter attached to it, if there is one."""
+    """Applies a layer of a module to x, and its adapter if it has one."""
     layer = getattr(module, name)
     adapters = getattr(module, "adapters", None)
     y = layer(x)
     if adapters is None or name not in adapters:
         return y
-    # The adapter gets the layer itself, too: DoRA needs its weight.
+    # The adapter also gets the layer, as DoRA needs its weight.
     return adapters[name](x, y, layer)

@@ -1,13 +1,14 @@
-"""Adapters: small trained layers beside frozen ones (LoRA, DoRA); plain PyTorch, torch only.
+"""Adapters: small trained layers next to frozen ones (LoRA, DoRA); plain PyTorch.
 
     LoRA   y = W x + b + s · B A drop(x)
     DoRA   y = m / ‖W + s · B A‖ · (W x + s · B A drop(x)) + b
 
-with A `(rank, in)`, B `(out, rank)`, m `(out)` and s = alpha / rank or alpha / sqrt(rank); the norm
-is that of a row and treated as constant. Adapters are attached next to their layers
-(`module.adapters`), so that these keep their names. Layers that read the same value have one
-adapter: one dropout, and the outputs of their A matrices are concatenated. The names of dims follow
-from those of the layer; the rank dim is not split. Not handled: embeddings and heads.
+with A `(rank, in)`, B `(out, rank)`, m `(out)` and s = alpha / rank or alpha / sqrt(rank). The norm
+is computed per row and treated as constant. Adapters are attached next to their layers
+(`module.adapters`), so that the layers keep their names. Layers that read the same input share one
+adapter: it has one dropout, and the outputs of its A matrices are concatenated. The names of its
+dims are derived from the dims of the layer; the rank dim is not split. Not supported: adapters of
+embeddings and heads.
 
 Shapes: b samples, s tokens, r rank.
 """
@@ -33,13 +34,13 @@ class GroupedInputLinear(nn.ModuleDict):
     """Layers that each read one part of the input; returns their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x: `[b, s, n·r]`."""
+        """Applies each layer to its part of x, `[b, s, n·r]`."""
         parts = x.chunk(len(self), -1)
         return tuple(layer(part) for layer, part in zip(self.values(), parts, strict=True))
 
 
 class DoraMagnitude(nn.Module):
-    """m / ‖W + s · B A‖, the factor of each output of a layer."""
+    """The DoRA factor of each output feature of a layer, m / ‖W + s · B A‖."""
 
     def __init__(self, out: int, scale: float) -> None:
         super().__init__()
@@ -47,23 +48,24 @@ class DoraMagnitude(nn.Module):
         self.scale = scale
 
     def forward(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
-        """The factor `[out]`; the norm is treated as constant."""
-        # No gradient through the norm, as the DoRA paper suggests to save memory.
+        """Returns the factors `[out]`; the norm is treated as constant."""
+        # The norm gets no gradient, which the DoRA paper suggests to save memory.
         return self.weight / self.weight_norm(layer, a, b)
 
     @torch.no_grad()
     def weight_norm(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
-        """‖W + s · B A‖ of each row."""
+        """Returns ‖W + s · B A‖ of each row."""
         w, first, second = (one.get_parameter("weight") for one in (layer, a, b))
         return self.squared_row_norms(w, first, second, self.scale).sqrt().to(self.weight.dtype)
 
     @staticmethod
     def squared_row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Σ (W + s · B A)² of each row, without forming the sum; results of column ranges add up.
+        """Returns Σ (W + s · B A)² of each row without computing B A.
 
-        ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`.
+        ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`. The result for
+        all columns is the sum of the results for ranges of columns.
         """
-        # Sums of squares in fp32: in bf16 small terms would be lost.
+        # Squares are summed in fp32, as bf16 would lose small terms.
         wide = torch.promote_types(w.dtype, torch.float32)
         own: Tensor = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
         mixed = (b.to(wide) * (w @ a.T).to(wide)).sum(1)
@@ -72,7 +74,7 @@ class DoraMagnitude(nn.Module):
 
 
 class Adapter(nn.Module):
-    """What is added to the outputs of one layer, or of several that read the same value."""
+    """An adapter of one layer, or of several layers that read the same input."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Adapter(nn.Module):
         layers: Mapping[str, nn.Linear],
         dims: Mapping[str, tuple[str, str]],
     ) -> None:
-        """layers: all of them, in order; dims: (out, in) of those that are adapted."""
+        """layers: all layers with this input, in order; dims: (out, in) of the adapted layers."""
         super().__init__()
         self.scale, self.names = config.scale, tuple(dims)
         self.layer_indices = tuple(i for i, name in enumerate(layers) if name in dims)
@@ -88,7 +90,8 @@ class Adapter(nn.Module):
             {layer.in_features for layer in layers.values()},
             {into for _, into in dims.values()},
         )
-        # With a shared A all B read the same value (FusedLinear), otherwise each its own part.
+        # With a shared A all B matrices read the same input (FusedLinear), otherwise different
+        # parts of it.
         first = (SHARED_A,) if config.shared and len(layers) > 1 else self.names
         self.dropout = nn.Dropout(config.dropout)
         self.a = FusedLinear({name: nn.Linear(features, config.rank, bias=False) for name in first})
@@ -99,19 +102,19 @@ class Adapter(nn.Module):
         self.m = nn.ModuleDict(
             {n: DoraMagnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
         )
-        # Dims on the instance, as they follow from the adapted layers.
+        # Set on the instance, as they depend on the adapted layers.
         self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
         self.dims |= {f"a.{name}": ("rank", into) for name in first}
         self.dims |= {f"b.{name}": (out, "rank") for name, (out, _) in dims.items()}
         self.dims |= {f"m.{name}": dims[name] for name in self.m}
 
     def reset_parameters(self) -> None:
-        """Initial values: A as in a linear layer, B zero, so that nothing is added at first."""
+        """Sets B to zero, so that the output is initially zero; A keeps its initial values."""
         for layer in self.b.children():
             nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, y: Tensor | tuple[Tensor, ...], layer: nn.Module) -> object:
-        """Add the adapter's output to y, the output of the layer for x."""
+        """Adds the output of the adapter for x to y, the output of the layer."""
         parts = self.a(self.dropout(x))  # (b, s, r) each
         added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         if isinstance(y, tuple):
@@ -125,18 +128,18 @@ class Adapter(nn.Module):
         return ys[0]
 
     def _add_to_output(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
-        """One output plus the adapter's; the bias is not scaled by DoRA."""
+        """Adds the adapter's output `more` to y; DoRA does not scale the bias."""
         if name not in self.m:
             return y + more
         factor: Tensor = self.m[name](*self.layer_with_a_and_b(layer, name))
         bias: Tensor | None = getattr(self.adapted_layer(layer, name), "bias", None)
         if bias is None:
             return factor * (y + more)
-        # y already contains the bias: take it out before scaling.
+        # y includes the bias, which must not be scaled.
         return factor * (y - bias.flatten() + more) + bias.flatten()
 
     def adapted_layer(self, layer: nn.Module, name: str) -> nn.Module:
-        """The layer with a name: a child of a fused layer, or the layer itself."""
+        """Returns the child of a fused layer with this name, or the layer if it is not fused."""
         found = getattr(layer, name, layer)
         assert isinstance(found, nn.Module), name
         return found
@@ -144,20 +147,20 @@ class Adapter(nn.Module):
     def layer_with_a_and_b(
         self, layer: nn.Module, name: str
     ) -> tuple[nn.Module, nn.Module, nn.Module]:
-        """The adapted layer, its A and its B."""
+        """Returns the adapted layer, its A and its B."""
         a = getattr(self.a, SHARED_A, None) or self.a.get_submodule(name)
         return self.adapted_layer(layer, name), a, self.b.get_submodule(name)
 
     @torch.no_grad()
     def init_magnitudes(self, layer: nn.Module) -> None:
-        """Set the magnitudes of DoRA to the current row norms, so that nothing changes at first."""
+        """Sets the DoRA magnitudes to the current row norms, so that all factors are 1."""
         for name, magnitude in self.m.items():
             assert isinstance(magnitude.weight, nn.Parameter)
             magnitude.weight.copy_(magnitude.weight_norm(*self.layer_with_a_and_b(layer, name)))  # type: ignore[operator]
 
 
 def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
-    """Attach adapters to the layers that the config names; everything else is frozen."""
+    """Attaches adapters to the layers that the config selects, and freezes all other weights."""
     model.requires_grad_(False)
     init: dict[str, float | tuple[float, float]] = {}
     for i, block in enumerate(model.blocks):
@@ -174,12 +177,12 @@ def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
             for group, adapter in adapters.items():
                 adapter.reset_parameters()
                 init |= _initial_values(f".adapters.{group}", adapter)
-    # First match wins, so the adapters' entries come before the general ones.
+    # The first match counts, so the entries of adapters come before general ones.
     model.init = {**init, **model.init}
 
 
 def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of initial values by name suffix: A as in PEFT, B zero."""
+    """Returns mean and std of initial values by name suffix: A as in PEFT, B zero."""
     found = {f"{path}.b.{name}.weight": (0.0, 0.0) for name in adapter.names}
     found |= {f"{path}.m.{name}.weight": (1.0, 0.0) for name in adapter.m}
     for name, layer in adapter.a.items():
@@ -192,11 +195,11 @@ def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float
 def _adapter_groups(
     module: nn.Module, on: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[str, str]]]]:
-    """Name of a layer (or fused layer), its linear layers, and the dims of those to be adapted."""
+    """Yields the name of a (fused) layer, its linear layers, and the dims of the adapted ones."""
     chosen: dict[str, dict[str, tuple[str, str]]] = {}
     for key, dims in getattr(module, "dims", {}).items():
         group, _, name = key.partition(".")
-        # Two dims mark a matrix; a target is matched by the layer's name or by one of its dims.
+        # Matrices have two dims. A target matches the name of a layer or one of its dims.
         if len(dims) == 2 and {name or group, *dims} & {*on}:
             chosen.setdefault(group, {})[name or group] = dims
     for group, dims in chosen.items():
@@ -212,13 +215,13 @@ class AdaptedWeight:
     a: str
     b: str
     m: str
-    """Exists only with DoRA."""
+    """Only with DoRA."""
     shape: tuple[int, int]
-    """Features out and in."""
+    """(out, in) features of the layer."""
 
 
 def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, AdaptedWeight]:
-    """Adapter parameters of each adapted weight of a decoder, by the weight's name."""
+    """Returns the adapter parameters of each adapted weight of a decoder, by weight name."""
     # One block on the meta device is enough: all blocks have the same names.
     with torch.device("meta"):
         one = build_decoder(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
@@ -257,14 +260,14 @@ def _with_block_index(name: str, block: int) -> str:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
-    """Name, adapter and adapted layer of all adapters, also on a grid and in a pipeline stage."""
+    """Yields name, adapter and adapted layer of all adapters; also on a grid or a stage."""
     for path, module in model.named_modules():
         for group, adapter in (getattr(module, "adapters", None) or {}).items():
             yield f"{path}.adapters.{group}", adapter, getattr(module, group)
 
 
 def build_decoder(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
-    """A decoder, with adapters if the rank is not 0."""
+    """Returns a decoder, with adapters if `lora.rank` is not 0."""
     model = Decoder(config)
     if lora.rank > 0:
         attach_adapters(model, lora)

@@ -1,19 +1,20 @@
 """A mixture of experts: a router sends each token to a few of many MLPs; plain PyTorch.
 
-    p = softmax(l) or sigmoid(l), l = g x Wᵀ scores, in fp32 (float64 stays); g: router_logit_scale
-    experts = top k of p + bias              the bias chooses, it does not weight
-    y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen, divided by their sum
+    p = softmax(l) or sigmoid(l)             scores; l = g x Wᵀ with g = router_logit_scale, in
+                                             fp32 or float64
+    experts = top k of p + bias              the bias affects the choice, not the weights
+    y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen experts, divided by their sum
 
-All load balancing is defined per sequence (or, the bias, per step), so it depends neither on the
-grid nor on micro-batches. With f_e the fraction of the choices of a sequence of s tokens that went
-to expert e and P_e its mean score,
+The balancing losses are defined per sequence and the bias per step, so they do not depend on the
+grid or on micro-batches. With f_e the fraction of the choices of expert e in a sequence of s tokens
+and P_e its mean score,
 
     aux_loss = s · (aux_loss_coeff · E · Σ_e f_e P_e
                     + z_loss_coeff · mean_t logsumexp(logits_t)²)
 
 summed over sequences, is added to the loss, which is a sum over tokens.
 
-Shapes: b sequences, s tokens, t = b·s, d embed, E experts, k of them per token, f their mlp.
+Shapes: b sequences, s tokens, t = b·s, d embed, E experts, k experts per token, f expert mlp.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ class Routes:
     """The experts of each token and their weights."""
 
     scores: Tensor
-    """`[t, E]`."""
+    """Scores of all experts, `[t, E]`."""
     weights: Tensor
-    """Factors of the chosen experts' outputs, `[t, k]`."""
+    """Weights of the outputs of the chosen experts, `[t, k]`."""
     experts: Tensor
     """The chosen experts, `[t, k]`."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """How logits become routes; the same on one device and on a grid."""
+    """Chooses the experts of each token from logits; the same on one device and on a grid."""
 
     num_experts: int
     top_k: int
@@ -60,7 +61,7 @@ class Router:
 
     @classmethod
     def from_config(cls, config: DecoderConfig) -> Router:
-        """The router of a model."""
+        """Creates the router of a model."""
         return cls(
             config.experts,
             config.experts_per_token,
@@ -77,18 +78,21 @@ class Router:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether it adds to the loss."""
+        """Whether the router adds an auxiliary loss."""
         return self.aux_loss_coeff > 0.0 or self.z_loss_coeff > 0.0
 
     def expert_capacity(self, seq: int) -> int:
-        """Maximum number of tokens of a sequence that an expert takes."""
+        """Returns the maximum number of tokens of a sequence per expert."""
         if self.capacity_factor == 0.0:
             return seq
         # A token chooses an expert at most once, so `seq` slots are always enough.
         return min(math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts), seq)
 
     def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """gain · x Wᵀ in fp32 at least; from a part of the features, a partial sum. x: `[t, d]`."""
+        """Returns logit_scale · x Wᵀ, at least in fp32; x: `[t, d]`, y: `[t, E]`.
+
+        For a part of the features the result is a partial sum.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         found = F.linear(x.to(wide), weight.to(wide))  # (t, E)
         if self.logit_scale == 1.0:
@@ -96,7 +100,7 @@ class Router:
         return found * self.logit_scale
 
     def route_tokens(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
-        """Choose experts; logits: `[t, E]`, fp32 at least; bias: `[E]`."""
+        """Chooses experts. logits: `[t, E]`, at least fp32; bias: `[E]`."""
         if self.score_function == "softmax":
             scores = logits.softmax(-1)
         else:
@@ -104,13 +108,12 @@ class Router:
         if bias is None:
             wanted = scores.detach()
         else:
-            # The bias only affects which experts are chosen; weights come from the scores without
-            # it.
+            # The bias affects which experts are chosen; weights are the scores without it.
             wanted = scores.detach() + bias.to(scores.dtype)
         experts = wanted.topk(self.top_k, dim=-1).indices  # (t, k)
         weights = scores.gather(1, experts)
         if self.norm_topk_prob:
-            # Sigmoid scores may all underflow to 0.
+            # All sigmoid scores may underflow to 0.
             floor = torch.finfo(weights.dtype).tiny
             weights = weights / weights.sum(1, keepdim=True).clamp(min=floor)
         return Routes(
@@ -118,7 +121,7 @@ class Router:
         )
 
     def count_choices(self, routes: Routes, sequences: int) -> Tensor:
-        """Choices of each expert in each sequence (or the part of it on this rank): `[b, E]`."""
+        """Returns the choices per sequence (or its part on this rank) and expert, `[b, E]`."""
         chosen = routes.experts.new_zeros(sequences, self.num_experts)
         flat = routes.experts.view(sequences, -1)
         return chosen.scatter_add_(1, flat, torch.ones_like(flat))
@@ -126,11 +129,11 @@ class Router:
     def capacity_mask(
         self, routes: Routes, sequences: int, seq: int, before: Tensor | None
     ) -> Tensor:
-        """Which choices are within the capacity, `[t, k]`: the first ones in sequence order.
+        """Returns which choices are within the capacity, in sequence order, `[t, k]`.
 
-        seq: tokens of whole sequences; before: choices of earlier parts of them, `[b, E]`.
+        seq: tokens of whole sequences; before: choices in earlier parts of them, `[b, E]`.
         """
-        # Running count of the choices of each expert along the sequence.
+        # Cumulative number of choices of each expert along the sequence.
         hot = F.one_hot(routes.experts.view(sequences, -1), self.num_experts)  # (b, s·k, E)
         if before is None:
             place = hot.cumsum(1)
@@ -141,7 +144,7 @@ class Router:
         return mine <= self.expert_capacity(seq)
 
     def compute_aux_loss(self, logits: Tensor, routes: Routes, counts: Tensor, seq: int) -> Tensor:
-        """Auxiliary loss of these tokens: a sum over them.
+        """Returns the auxiliary loss, summed over the local tokens.
 
         counts: choices of whole sequences, `[b, E]`; logits: of the local tokens, `[t, E]`.
         """
@@ -150,7 +153,7 @@ class Router:
         if self.score_function == "sigmoid":
             # Sigmoid scores do not sum to 1; P_e must be comparable to f_e.
             scores = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-        # A sum rather than a mean of scores: s · P_e, as the loss is a sum over tokens.
+        # The sum of scores, s · P_e, instead of their mean, as the loss is a sum over tokens.
         sums = scores.view(len(counts), -1, self.num_experts).sum(1)  # (b, E)
         found = self.aux_loss_coeff * self.num_experts * (shares * sums).sum()
         if self.z_loss_coeff > 0.0:
@@ -159,7 +162,10 @@ class Router:
 
 
 class MoELayer(nn.Module):
-    """y = Σ_k w_k · down_k(f(gate_k x) · up_k x) + shared(x); without gates down_k(f(up_k x))."""
+    """A mixture of experts, y = Σ_k w_k · down_k(f(gate_k x) · up_k x) + shared(x).
+
+    Without gates an expert is down_k(f(up_k x)). x, y: `[b, s, d]`.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -191,12 +197,12 @@ class MoELayer(nn.Module):
             "bias", torch.zeros(e) if config.expert_bias_update_rate > 0.0 else None
         )
         self.aux_loss: Tensor | None = None
-        """Auxiliary loss of the last forward pass; whatever adds it to the loss resets it."""
+        """Auxiliary loss of the last forward pass; reset when it is added to the loss."""
         self.tokens_per_expert: Tensor | None = None
-        """Choices of each expert since the last step, `[E]`."""
+        """Number of choices of each expert since the last step, `[E]`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[b, s, d]`."""
+        """Routes tokens to experts and sums their outputs; x, y: `[b, s, d]`."""
         rule, (b, s, d) = self.rule, x.shape
         flat = x.reshape(-1, d)
         logits = rule.compute_logits(flat, self.router.weight)  # (t, E)
@@ -211,14 +217,14 @@ class MoELayer(nn.Module):
             self.aux_loss = rule.compute_aux_loss(logits, routes, counts, s)
         else:
             self.aux_loss = None
-        # Counted only where `update_expert_bias` will use it.
+        # Counted only if `update_expert_bias` will use it.
         if self.training and self.bias is not None:
             found = counts.sum(0)
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = found
             else:
                 self.tokens_per_expert = self.tokens_per_expert + found
-        # Summed in the dtype of the logits (fp32 at least), expert by expert.
+        # Summed over experts in the dtype of the logits, at least fp32.
         y = torch.zeros_like(flat, dtype=logits.dtype)  # (t, d)
         for e in range(rule.num_experts):
             token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)
@@ -228,7 +234,7 @@ class MoELayer(nn.Module):
         return found if self.shared is None else found + self.shared(x)
 
     def router_noise(self, logits: Tensor) -> Tensor:
-        """Random numbers in [-1, 1) from torch; on a grid, of (seed, layer, sample, token)."""
+        """Returns random numbers in [-1, 1). On a grid they depend on the sample instead."""
         return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
@@ -243,9 +249,9 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self) -> None:
-        """After a step: raise the bias of experts that got fewer tokens than the mean.
+        """Updates the bias after an optimizer step.
 
-        Lower that of the others.
+        It increases for experts with fewer tokens than the mean and decreases for the others.
         """
         if self.bias is not None and self.tokens_per_expert is not None:
             self.bias.copy_(
@@ -255,6 +261,6 @@ class MoELayer(nn.Module):
 
 
 def next_expert_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
-    """The bias after a step in which the experts got `loads` tokens: `[E]` each."""
+    """Returns the bias after a step in which the experts got `loads` tokens, `[E]` each."""
     wide = loads.to(torch.float64)
     return bias + rate * (wide.mean() - wide).sign().to(bias.dtype)

@@ -237,7 +237,7 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
     (
         "mixtral",
         {"num_local_experts": 2, "num_experts_per_tok": 3},
-        "experts_per_token=3 of experts=2",
+        "experts_per_token=3 is invalid for experts=2",
     ),
     ("mixtral", {"num_local_experts": "many"}, "num_local_experts='many'"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),

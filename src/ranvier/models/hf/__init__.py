@@ -1,4 +1,4 @@
-"""Hugging Face families: which of their configs map to a decoder, and the reverse.
+"""Hugging Face families: converts their configs to decoder configs, and back.
 
-Imports models only.
+Imports only models.
 """

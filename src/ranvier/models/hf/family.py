@@ -1,11 +1,10 @@
-"""Family: how published models name their settings and weights, and how we do.
+"""Family: maps the settings and weights of published models to ours.
 
-A family is one table (see `registry`): their keys and ours, its fixed settings, the defaults of
-missing keys, and the names of its layers. `config_from_hf` converts their config to ours and
-rejects, with key and value, whatever it does not know; `config_to_hf` is its inverse;
-`tensor_mappings` lists which of their tensors holds which of ours.
-
-MoE layers of published models: which layers have experts, and which widths count.
+In this module "their" settings and tensors are in the Hugging Face format and "our" settings are in
+`DecoderConfig`. A family is one table (see `registry`): pairs of their keys and ours, fixed
+settings, defaults of missing keys, and layer names. `config_from_hf` converts their config to ours
+and rejects all unknown keys with their values; `config_to_hf` is its inverse; `tensor_mappings`
+lists which of our tensors each of their tensors contains.
 """
 
 from __future__ import annotations
@@ -30,18 +29,19 @@ from ranvier.models.hf.family_rope import (
 )
 
 WIDTH_SETTINGS = ("mlp", "expert_mlp", "dense_first_layers", "moe_layer_interval")
-"""Settings that can express the same layers in several ways."""
+"""Settings with several combinations that describe the same layers."""
 
 
 def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
-    """Our dense_first_layers and moe_layer_interval: every step-th layer has experts, except those
-    listed.
+    """Returns dense_first_layers and moe_layer_interval.
+
+    In their config every `decoder_sparse_step`-th layer has experts, except `mlp_only_layers`.
     """
     layers = theirs.get("num_hidden_layers")
     step = theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        problems.append(describe_bad_key("decoder_sparse_step", step, "a whole number from 1"))
+        problems.append(describe_bad_key("decoder_sparse_step", step, "an integer of at least 1"))
         return {}
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         problems.append(describe_bad_key("mlp_only_layers", dense, "a list of layers"))
@@ -53,17 +53,15 @@ def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
     have = [i for i in range(layers) if (i + 1) % step == 0 and i not in left_out]
     found = _fit_layer_pattern(have, layers)
     if found is None:
-        rule = "such that, after some dense layers, the last of every few has experts"
+        rule = "a pattern of dense first layers, then experts in every n-th layer"
         problems.append(describe_bad_key("mlp_only_layers", dense, rule))
         return {}
     return {"dense_first_layers": found[0], "moe_layer_interval": found[1]}
 
 
 def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | None:
-    """(dense_first_layers, moe_layer_interval) that give exactly these layers; None: there is no
-    such pattern.
-    """
-    # No layer has experts: all `layers` layers are dense first layers.
+    """Returns (dense_first_layers, moe_layer_interval) for these MoE layers, or None."""
+    # No layer has experts: all layers are dense first layers.
     if not have:
         return layers, 1
     for every in range(1, have[0] + 2):
@@ -73,51 +71,51 @@ def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | No
 
 
 def write_moe_layers(config: DecoderConfig) -> dict[str, Any]:
-    """Inverse of `read_moe_layers`."""
+    """Returns their keys for our MoE layers; the inverse of `read_moe_layers`."""
     dense = [i for i in range(config.layers) if not config.has_experts(i)]
-    # Dense layers at the start shift the pattern, which a step alone cannot express.
+    # Dense layers at the start shift the pattern, which decoder_sparse_step cannot express.
     if config.dense_first_layers == 0:
         return {"decoder_sparse_step": config.moe_layer_interval, "mlp_only_layers": []}
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def has_same_widths(one: DecoderConfig, other: DecoderConfig) -> bool:
-    """Whether the layers of two models have equal widths, however the settings express it."""
+    """Whether the layers of two models have equal widths, even if their settings differ."""
     mine, others = ([_layer_width(c, i) for i in range(c.layers)] for c in (one, other))
     return mine == others
 
 
 def _layer_width(config: DecoderConfig, layer: int) -> tuple[int, int]:
-    """Number of experts and width of a layer."""
+    """Returns the number of experts and the width of a layer."""
     if config.has_experts(layer):
         return config.experts, config.expert_width
     return 0, config.mlp
 
 
 class UnsupportedModelError(ValueError):
-    """A config that cannot be converted; one line per problem with key, value and rule."""
+    """A config cannot be converted. The message has one line per problem: key, value, rule."""
 
 
 SPECIAL_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Their keys of the tokens that begin, end and pad a text. Our models do not use them, but they are
-copied from one config.json to the next."""
+"""Their keys of the tokens that begin, end and pad a text. Our models do not use them; they are
+copied when a config.json is written."""
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of their tensors, and those of ours that it holds, concatenated along a dim."""
+    """One of their tensors, and our tensors that it contains, concatenated along a dim."""
 
     name: str
     our_names: tuple[str, ...]
     is_transposed: bool = False
-    """Stored as (in, out)."""
+    """Whether it is stored as (in, out)."""
     expert_index: int = -1
-    """Holds only this expert of ours; -1: everything."""
+    """The only expert that it contains; -1 for all."""
     concat_dim: int = 0
-    """Dim along which ours are concatenated: 1 where dim 0 counts experts."""
+    """Dim along which our tensors are concatenated; 1 if dim 0 is the expert."""
 
     def compute_shape(self, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Its shape, from those of ours."""
+        """Returns the shape of their tensor from the shapes of ours."""
         parts = [ours[name] for name in self.our_names]
         if self.expert_index >= 0:
             return parts[0][1:]
@@ -128,59 +126,59 @@ class TensorMapping:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of published models."""
+    """A family of published models, identified by its `model_type`."""
 
     model_type: str
     """Their `model_type`."""
     architecture: str
     layer_names: Mapping[str, str]
-    """Our layers and theirs; several of ours joined by + are packed. [e]: a parameter that holds
-    all experts of a layer, of which theirs with {e} holds one."""
+    """Names of our layers and theirs. Several of our layers joined by + are packed into one tensor.
+    [e] marks a parameter with all experts of a layer; their name with {e} contains one expert."""
     config_keys: Mapping[str, str]
-    """Their settings that correspond to one of ours."""
+    """Their keys, and our settings with the same meaning."""
     default_config: HFConfig
     """Defaults of their keys that are missing in a config."""
     fixed_settings: HFConfig = field(default_factory=dict)
-    """Our settings that all models of the family have."""
+    """Our settings that are the same for all models of the family."""
     required_values: HFConfig = field(default_factory=dict)
-    """Their settings with the only value that we support."""
+    """Their keys for which only this value is supported."""
     bias_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Their settings that enable biases, and in which of our layers."""
+    """Their keys that enable biases, and our layers that get them."""
     activation_key: str = "hidden_act"
-    """Their key of the activation."""
+    """Their key for the activation."""
     window_rule: str = ""
-    """Which layers have a window by default: "" (none), "all", "first" or "even"; see
+    """Layers that have a window by default: "" (none), "all", "first" or "even"; see
     `read_window`."""
     is_transposed: bool = False
-    """Linear layers are stored as (in, out)."""
+    """Whether linear layers are stored as (in, out)."""
     body_prefix: str = "model."
     """Prefix of the names of the body; some checkpoints are published without it."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
-    """Kinds of RoPE that the family's own code supports."""
+    """Types of RoPE that the code of the family supports."""
     fused_layer_names: Mapping[str, str] = field(default_factory=dict)
-    """Names to use instead where one tensor holds all experts of a layer."""
+    """Layer names of checkpoints in which one tensor contains all experts of a layer."""
     key_aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative names of some of their keys."""
     token_ids: tuple[int | None, int | None, int | None] = (None, None, None)
-    """Their default ids of SPECIAL_TOKEN_KEYS."""
+    """Their default token ids for SPECIAL_TOKEN_KEYS."""
 
     @property
     def activation_names(self) -> Mapping[str, str]:
-        """Their activations and ours."""
+        """Names of their activations, and ours."""
         gated = any("gate" in name for name in self.layer_names)
         if gated:
             return HF_GATED_ACTIVATIONS
         return HF_ACTIVATIONS
 
     def config_from_hf(self, config: HFConfig) -> DecoderConfig:
-        """Our config from theirs; `UnsupportedModelError` names every key that cannot be read."""
+        """Converts their config to ours; raises `UnsupportedModelError` with all invalid keys."""
         config = {self.key_aliases.get(key, key): value for key, value in config.items()}
         theirs = {**self.default_config, **config}
         problems = list(self._find_unknown_keys(theirs))
         ours = dict(self.fixed_settings)
         for key, name in self.config_keys.items():
             ours[name] = theirs.get(key)
-        # Sizes first: defaults of other keys are derived from heads and embed.
+        # Sizes first, as defaults of other keys depend on heads and embed.
         heads = ours["heads"] = _read_size(theirs, self._hf_key("heads"), "heads", problems)
         embed = ours["embed"] = _read_size(theirs, self._hf_key("embed"), "embed", problems)
         if ours.get("kv_heads") is None:
@@ -202,14 +200,14 @@ class Family:
             ours[name] = _read_size(
                 {self._hf_key(name): ours[name]}, self._hf_key(name), name, problems
             )
-        # Windows and experts are checked layer by layer, which needs a valid number of layers.
+        # Windows and experts are checked per layer, which needs a valid number of layers.
         if not ours["layers"]:
             raise UnsupportedModelError("\n".join(problems))
         for name in ("norm_eps", "init_std"):
             ours[name] = _read_nonnegative(ours[name], self._hf_key(name), problems)
         for name in ("query_pre_attn_scalar", "attn_logit_softcap", "final_logit_softcap"):
             if name in ours:
-                # null disables a soft cap; an attention scale has no such meaning.
+                # null disables a soft cap, but is not valid for an attention scale.
                 none = ours[name] is None and name != "query_pre_attn_scalar"
                 if none:
                     ours[name] = 0.0
@@ -236,7 +234,7 @@ class Family:
         if ours.get("position_embedding", "rope") == "rope":
             ours |= self._read_rope(theirs, ours, problems)
         if "embed_scale" in self.fixed_settings:
-            # The table's 0.0 is only a marker: Gemma scales embeddings by sqrt(hidden_size).
+            # 0.0 in the table is a marker: Gemma scales embeddings by sqrt(hidden_size).
             ours["embed_scale"] = float(embed) ** 0.5
         if problems:
             raise UnsupportedModelError("\n".join(problems))
@@ -247,14 +245,14 @@ class Family:
         return made
 
     def config_to_hf(self, config: DecoderConfig) -> dict[str, Any]:
-        """Their config from ours; `UnsupportedModelError` names fields that they cannot have."""
+        """Converts our config to theirs; raises `UnsupportedModelError` if that is impossible."""
         ours = dataclasses.asdict(config)
         theirs: dict[str, Any] = {
             "model_type": self.model_type,
             "architectures": [self.architecture],
         }
         theirs |= {key: ours[name] for key, name in self.config_keys.items()}
-        # Some families have no key for the width of experts but that of the MLP.
+        # Some families use the key of the MLP for the width of experts.
         if config.experts and "experts" in self.config_keys.values():
             if "expert_mlp" in self.config_keys.values():
                 own = "expert_mlp"
@@ -273,7 +271,7 @@ class Family:
                 theirs["query_pre_attn_scalar"] = scale
         has = {layer for layer in BIAS_LAYERS if config.has_bias(layer)}
         theirs |= {key: set(some) <= has for key, some in self.bias_keys.items()}
-        # Reversed, so that the first of several names for the same activation wins.
+        # Reversed, so that the first of several names for the same activation is used.
         named = {ours: theirs for theirs, ours in reversed([*self.activation_names.items()])}
         theirs[self.activation_key] = named.get(config.activation)
         if self.window_rule:
@@ -284,14 +282,13 @@ class Family:
             theirs["rope_parameters"] = write_rope(config)
             if config.rope == "longrope":
                 theirs["original_max_position_embeddings"] = config.original_max_position
-        # Round trip: whatever does not survive the conversion back cannot be expressed by this
-        # family.
+        # Round trip: a setting that changes in the conversion back is not supported by the family.
         if theirs[self.activation_key]:
             again = self.config_from_hf(theirs)
         else:
             again = None
-        # With RMSNorm `bias` only concerns linear layers, so `bias` and `biases` may express the
-        # same; with LayerNorm it also means the norms.
+        # With RMSNorm `bias` applies only to linear layers, so `bias` and `biases` may mean the
+        # same; with LayerNorm it also applies to the norms.
         if config.norm == "rms" and again is not None:
             same = all(config.has_bias(layer) == again.has_bias(layer) for layer in BIAS_LAYERS)
             ours |= {"bias": again.bias, "biases": again.biases} if same else {}
@@ -302,15 +299,16 @@ class Family:
         if again is None or lost:
             words = ", ".join(f"{f}={ours[f]!r}" for f in lost if again is not None)
             raise UnsupportedModelError(
-                f"{self.model_type} has no {words or f'activation={config.activation!r}'}."
+                f"{self.model_type} does not support "
+                f"{words or f'activation={config.activation!r}'}."
             )
         return theirs
 
     def tensor_mappings(self, config: DecoderConfig, *, fused: bool = False) -> list[TensorMapping]:
-        """All their tensors, in model order. fused: one tensor holds all experts of a layer."""
+        """Returns their tensors, in model order. fused: one tensor has all experts of a layer."""
         found: list[TensorMapping] = []
         present = set(parameter_shapes(config))
-        # -1 stands for what is outside of the blocks.
+        # -1 stands for the layers outside of the blocks.
         for i in range(-1, config.layers):
             for ours, theirs in (self.fused_layer_names if fused else self.layer_names).items():
                 if ("{i}" not in ours) == (i < 0):
@@ -318,14 +316,14 @@ class Family:
         lost = present - {name for entry in found for name in entry.our_names}
         if lost:
             raise UnsupportedModelError(
-                f"{self.model_type} has no place for {', '.join(sorted(lost)[:5])}."
+                f"{self.model_type} has no tensors for {', '.join(sorted(lost)[:5])}."
             )
         return found
 
     def _layer_mappings(
         self, i: int, ours: str, theirs: str, experts: int, present: set[str]
     ) -> Iterator[TensorMapping]:
-        """The tensors of one of their layers, or of all experts of a block."""
+        """Yields the tensors of one of their layers, or of all experts of a block."""
         some = tuple(one.removesuffix("[e]").format(i=i) for one in ours.split("+"))
         if ours.endswith("[e]"):
             if not present.issuperset(some):
@@ -338,8 +336,7 @@ class Family:
         for end in ("weight", "bias"):
             held = tuple(f"{one}.{end}" for one in some)
             if present.issuperset(held):
-                # GPT-2's Conv1D: only linear layers inside of blocks are transposed, not embeddings
-                # or norms.
+                # In GPT-2 only linear layers inside of blocks are transposed (Conv1D).
                 turned = self.is_transposed and end == "weight" and "blocks" in ours
                 turned = turned and "norm" not in ours and "after" not in ours
                 yield TensorMapping(f"{theirs.format(i=i)}.{end}", held, turned)
@@ -348,7 +345,7 @@ class Family:
         return next((key for key, ours in self.config_keys.items() if ours == name), name)
 
     def _find_unknown_keys(self, theirs: HFConfig) -> list[str]:
-        """Keys of their config that are unknown here and might change the model."""
+        """Returns problems for unknown keys of their config that might change the model."""
         found = [
             describe_bad_key(key, theirs[key], repr(value))
             for key, value in {**REQUIRED_VALUES, **self.required_values}.items()
@@ -363,7 +360,7 @@ class Family:
             self.activation_key,
             *HARMLESS_KEYS,
         }
-        # Keys that other readers of this class handle.
+        # Keys that other methods of this class read.
         known |= {"sliding_window", "layer_types"} if self.window_rule else set()
         if "rope_theta" in self.default_config:
             known |= {"rope_parameters", "rope_scaling", "partial_rotary_factor"}
@@ -373,14 +370,14 @@ class Family:
             off = key in HARMLESS_WHEN_OFF and value in (False, 0)
             if key not in known and not key.startswith("_") and not empty and not off:
                 found.append(
-                    f"config.json has {key}={value!r:.80}, which is not known for "
-                    f"{self.model_type}. It may change what the model computes. If it does not, "
-                    "take it out of a copy of config.json."
+                    f"config.json has {key}={value!r:.80}, which is unknown for "
+                    f"{self.model_type}. It may change the results of the model. If it does not, "
+                    "remove it from a copy of config.json."
                 )
         return found
 
     def _read_moe(self, theirs: HFConfig, ours: HFConfig, problems: list[str]) -> dict[str, Any]:
-        """Settings of experts and router, and the layers that have experts."""
+        """Returns the settings of experts and router, and of the layers that have experts."""
         found: dict[str, Any] = {}
         for name in ("experts", "experts_per_token", "expert_mlp"):
             if name in ours:
@@ -409,14 +406,14 @@ class Family:
             return {}
         for key, value in table.items():
             if key not in ROPE_KEYS and value is not None:
-                problems.append(describe_bad_key(f"rope_parameters.{key}", value, "left out"))
+                problems.append(describe_bad_key(f"rope_parameters.{key}", value, "absent"))
         share = table.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
         if share != 1.0 and self.model_type != "phi3":
             problems.append(describe_bad_key("partial_rotary_factor", share, "1.0"))
         theta = table.get("rope_theta", theirs.get("rope_theta"))
         table = {**table, "rope_theta": theta, "partial_rotary_factor": share}
         if kind in ("llama3", "yarn", "longrope"):
-            # Top-level key first, then the table, then the model's maximum length.
+            # The top-level key first, then the table, then the maximum length of the model.
             before = theirs.get("original_max_position_embeddings")
             before = before or table.get("original_max_position_embeddings") or ours["max_seq"]
             table["original_max_position_embeddings"] = before
@@ -424,25 +421,25 @@ class Family:
             return read_rope(kind, table, ours["max_seq"])
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             problems.append(
-                describe_bad_key("rope_parameters", dict(table), f"complete and sound ({error})")
+                describe_bad_key("rope_parameters", dict(table), f"complete and valid ({error})")
             )
             return {}
 
 
 MAX_CONFIG_NUMBER = 1e30
-"""The largest accepted number in a config, sizes aside."""
+"""Maximum of a number in a config that is not a size."""
 BIAS_LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
 TRAINING_SETTINGS = ("dropout", "init_std", "aux_loss_coeff", "z_loss_coeff", "router_jitter")
-"""Settings of training, which need not be equal."""
+"""Settings of training, which a round trip may change."""
 HARMLESS_WHEN_OFF = (
     *("use_mrope", "n_special", "rope_interleaved", "is_encoder_decoder", "torchscript"),
     *("tie_encoder_decoder", "remove_invalid_values", "use_bfloat16", "tf_legacy_loss"),
     *("output_scores", "return_dict_in_generate", "use_bidirectional_attention", "pruned_heads"),
     *("cross_attention_hidden_size", "exponential_decay_length_penalty", "add_cross_attention"),
 )
-"""Keys that do not change a model while they are off."""
+"""Keys that do not change a model if they are off."""
 REQUIRED_VALUES = {"is_causal": True}
-"""Values that all families must have where they are given."""
+"""Values that these keys must have in all families, if they are given."""
 HARMLESS_KEYS = (
     *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache"),
     *(*SPECIAL_TOKEN_KEYS, "unk_token_id", "sep_token_id"),
@@ -459,10 +456,10 @@ HARMLESS_KEYS = (
     *("vocab_file", "tokenizer_class", "is_llama_config", "transformers.js_config"),
     *("sliding_window_size", "predict_special_tokens", "max_sequence_length"),
     *("unsloth_version", "unsloth_fixed", "output_router_logits", "router_jitter_noise"),
-    # An older key; Gemma reads hidden_activation, and other families map hidden_act themselves.
+    # An older key: Gemma reads hidden_activation, other families have hidden_act in their table.
     "hidden_act",
 )
-"""Keys that do not change what a trained model computes."""
+"""Keys that do not change the results of a trained model."""
 HF_ACTIVATIONS = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
@@ -491,9 +488,9 @@ assert set(HF_ACTIVATIONS.values()) <= set(UNGATED_FUNCTIONS) and set(
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a decoder by name; a tied one appears once."""
+    """Returns the shapes of all parameters of a decoder by name; a tied parameter appears once."""
     found: dict[str, tuple[int, ...]] = {}
-    # One dense and one MoE block on the meta device stand for all blocks: a config from a file may
+    # One dense and one MoE block on the meta device represent all blocks: a config from a file may
     # have up to 10,000 layers.
     for mixed in (False, True):
         layers = [i for i in range(config.layers) if config.has_experts(i) == mixed]
@@ -515,12 +512,12 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read_size(theirs: HFConfig, key: str, name: str, problems: list[str]) -> int:
-    """A plausible size; name: ours, which determines the limit."""
+    """Returns a size within its limit. name: our setting, which determines the limit."""
     value = theirs.get(key)
     most = SIZE_LIMITS[name]
     # In Python a bool is an int, so it is excluded explicitly (here and below).
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        problems.append(describe_bad_key(key, value, f"a whole number from 1 to {most:,}"))
+        problems.append(describe_bad_key(key, value, f"an integer from 1 to {most:,}"))
         return 0
     return value
 
@@ -533,13 +530,13 @@ def _read_flag(theirs: HFConfig, key: str, problems: list[str]) -> bool:
 
 
 def _read_positive(value: object, key: str, problems: list[str]) -> float:
-    """A number above 0."""
+    """Returns a number greater than 0."""
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or not 0 < value <= MAX_CONFIG_NUMBER
     ):
-        problems.append(describe_bad_key(key, value, "a number above 0"))
+        problems.append(describe_bad_key(key, value, "a number greater than 0"))
         return 1.0
     return float(value)
 
@@ -552,6 +549,6 @@ def _read_nonnegative(value: object, key: str, problems: list[str]) -> float:
         or not isinstance(value, (int, float))
         or not 0 <= value <= MAX_CONFIG_NUMBER
     ):
-        problems.append(describe_bad_key(key, value, "a number from 0"))
+        problems.append(describe_bad_key(key, value, "a number of at least 0"))
         return 0.0
     return float(value)

@@ -1,4 +1,4 @@
-"""Sliding windows and rotary embeddings as published models write them, and as we do."""
+"""Converts sliding windows and rotary embeddings from the Hugging Face format to ours, and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HFConfig = Mapping[str, Any]
 
 
 def describe_bad_key(key: str, value: object, rule: str) -> str:
-    """Error message for a key with an invalid value."""
+    """Returns the error message for a key with an invalid value."""
     return f"config.json has {key}={value!r:.120}. It must be {rule}."
 
 
@@ -20,31 +20,30 @@ def describe_bad_key(key: str, value: object, rule: str) -> str:
 
 
 def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, Any]:
-    """Our window, and the layers that have it.
+    """Returns our sliding_window and window_layers.
 
-    how: "all" layers, "first" (all but the first max_window_layers), or "even" ones.
+    how: which layers have a window: "all", "first" (all except the first max_window_layers), or
+    "even" (layers with even numbers).
     """
     size = theirs.get("sliding_window")
     layers = theirs.get("num_hidden_layers")
-    # Qwen configs carry a window size that this switch disables.
+    # Qwen configs have a window size even if use_sliding_window disables it.
     if how == "first" and not theirs.get("use_sliding_window"):
         size = None
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
         problems.append(
-            describe_bad_key(
-                "sliding_window", size, "a whole number from 1 and below 2^31, or null"
-            )
+            describe_bad_key("sliding_window", size, "an integer from 1 to 2^31 - 1, or null")
         )
         return {}
     if not isinstance(layers, int):
         return {}
-    # An explicit list of layer types takes precedence over the family's rule.
+    # An explicit list of layer types takes precedence over the rule of the family.
     kinds = theirs.get("layer_types")
     given = theirs.get("layer_types") is not None
     if kinds is None and how == "first":
         first = theirs.get("max_window_layers", 0)
         if isinstance(first, bool) or not isinstance(first, int):
-            problems.append(describe_bad_key("max_window_layers", first, "a whole number"))
+            problems.append(describe_bad_key("max_window_layers", first, "an integer"))
             return {}
         kinds = [_LAYER_TYPES[size is not None and i >= first] for i in range(layers)]
     elif kinds is None:
@@ -52,7 +51,9 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
     sound = isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)
     if not sound or len(kinds) != layers:
         problems.append(
-            describe_bad_key("layer_types", kinds, f"{layers} times {' or '.join(_LAYER_TYPES)}")
+            describe_bad_key(
+                "layer_types", kinds, f"a list of {layers} times {' or '.join(_LAYER_TYPES)}"
+            )
         )
         return {}
     if how == "all" and given and theirs.get("model_type") == "phi3":
@@ -61,7 +62,7 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
     if how == "all" and set(kinds) != {_LAYER_TYPES[1]}:
         problems.append(
             describe_bad_key(
-                "layer_types", kinds, f"all {_LAYER_TYPES[1]}: others are another family"
+                "layer_types", kinds, f"{_LAYER_TYPES[1]} for all layers in this family"
             )
         )
         return {}
@@ -69,7 +70,7 @@ def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, An
     if size is None or not slide:
         if slide and how != "all":
             problems.append(
-                describe_bad_key("sliding_window", size, "given where layer_types has windows")
+                describe_bad_key("sliding_window", size, "set, as layer_types has windows")
             )
         return {"sliding_window": 0, "window_layers": ()}
     return {"sliding_window": size, "window_layers": () if len(slide) == layers else slide}
@@ -79,7 +80,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
-    """Inverse of `read_window`."""
+    """Returns their keys for our window; the inverse of `read_window`."""
     size = config.sliding_window or None
     if how == "all":
         return {"sliding_window": size}
@@ -94,18 +95,18 @@ def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
 
 
 def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
-    """Our settings from their rotary parameters; raises ValueError on invalid ones."""
+    """Returns our settings for their rotary parameters; raises ValueError if they are invalid."""
 
     def number(key: str, most: float = math.inf) -> float:
-        """A number above 0."""
+        """Returns a number greater than 0."""
         value = table[key]
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not good or not 0 < value <= most or value > 1e30:
             if most < math.inf:
-                upto = f" up to {most:.0f}"
+                upto = f" and at most {most:.0f}"
             else:
                 upto = ""
-            raise ValueError(f"{key}={value!r:.80} is no number above 0{upto}")
+            raise ValueError(f"{key}={value!r:.80} is not a number greater than 0{upto}")
         return float(value)
 
     def given(key: str) -> bool:
@@ -122,14 +123,14 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
     if kind == "llama3":
         found |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
         return found | {"rope_scale": number("factor")}
-    # Without a factor the extension is the ratio of the new to the original length.
+    # Without a factor, the scale is the ratio of the new to the original length.
     if given("factor"):
         scale = number("factor")
     else:
         scale = longest / before
     if kind == "yarn":
         if table.get("beta_slow"):
-            # Defaults 1 and 32 are those of the YaRN paper.
+            # The defaults 1 and 32 are from the YaRN paper.
             low = number("beta_slow")
         else:
             low = 1.0
@@ -138,7 +139,7 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         else:
             high = 32.0
         found |= {"rope_scale": scale, "low_freq_factor": low, "high_freq_factor": high}
-        # attention_factor as transformers derives it where it is not given.
+        # The same default of attention_factor as in transformers.
         both = table.get("mscale") and table.get("mscale_all_dim")
         above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
         attention = _yarn_mscale(scale, above) / _yarn_mscale(scale, below)
@@ -146,10 +147,10 @@ def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
         for name, key in _ROPE_FACTOR_KEYS.items():
             factors = tuple(map(float, table[key]))
             if not all(0 < factor < math.inf for factor in factors):
-                raise ValueError(f"{key} has factors that are no numbers above 0")
+                raise ValueError(f"{key} has factors that are not numbers greater than 0")
             found[name] = factors
         if scale > 1.0:
-            # LongRoPE's attention factor.
+            # The default attention factor of LongRoPE.
             attention = math.sqrt(1.0 + math.log(scale) / math.log(before))
         else:
             attention = 1.0
@@ -168,7 +169,7 @@ def _yarn_mscale(scale: float, weight: float) -> float:
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Inverse of `read_rope`."""
+    """Returns their rotary parameters for our settings; the inverse of `read_rope`."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.partial_rotary_factor != 1.0:
         table["partial_rotary_factor"] = config.partial_rotary_factor

@@ -1,4 +1,4 @@
-"""Registry of the supported Hugging Face families, one table each; see `Family`."""
+"""Registry of the supported Hugging Face families, with one table each; see `Family`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _norm_names(**theirs: str) -> dict[str, str]:
 
 _PRE_NORMS = _norm_names(norm1="input_layernorm", norm2="post_attention_layernorm")
 _NAMES = {**_EMBED_NORM_HEAD, **_PRE_NORMS, **_ATTENTION, **_MLP}
-# Keys and defaults that most families share; those of LlamaConfig in transformers.
+# Keys and defaults that most families share; the same as in LlamaConfig of transformers.
 _KEYS = {
     "num_hidden_layers": "layers",
     "hidden_size": "embed",
@@ -78,7 +78,7 @@ _ATTENTION_LAYERS = ("qkv", "o")
 
 
 def _expert_names(home: str, router: str, *theirs: str) -> dict[str, str]:
-    """Names of a router, and of gate, up and down of the experts, in a module of a block."""
+    """Returns the names of router, gate, up and down of the experts in a module of a block."""
     ours = ("router", "gate[e]", "up[e]", "down[e]")
     both = zip(ours, (router, *theirs), strict=True)
     return {f"blocks.{{i}}.mlp.{a}": f"{_LAYER_PREFIX}{home}{b}" for a, b in both}
@@ -133,7 +133,7 @@ _FAMILIES = (
         layer_names=_NAMES,
         config_keys=_KEYS,
         default_config={**_DEFAULTS, **_QWEN_DEFAULTS},
-        # Qwen2 always has biases in q, k and v, without a key for it.
+        # Qwen2 always has biases in q, k and v, without a key for them.
         fixed_settings={"biases": ("qkv",)},
         window_rule="first",
     ),
@@ -241,7 +241,7 @@ _FAMILIES = (
         layer_names={**_NAMES_WITHOUT_MLP, **_MIXTRAL_EXPERTS},
         fused_layer_names={**_NAMES_WITHOUT_MLP, **_FUSED_EXPERTS},
         config_keys={**_KEYS, **_MOE_KEYS, "num_local_experts": "experts"},
-        # transformers has used both names of this key.
+        # transformers has used both names for this key.
         key_aliases={"num_experts": "num_local_experts"},
         default_config={
             **_DEFAULTS,
@@ -260,7 +260,7 @@ _FAMILIES = (
     Family(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        # With the MLP names, too: some layers may be dense (mlp_only_layers).
+        # Also with the names of a dense MLP, as some layers may be dense (mlp_only_layers).
         layer_names={**_NAMES, **_SEPARATE_EXPERTS},
         fused_layer_names={**_NAMES, **_FUSED_EXPERTS},
         config_keys={
@@ -373,11 +373,11 @@ _FAMILIES = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
-"""By model_type. A new family is one entry above."""
+"""Families by model_type. A new family needs one entry above."""
 
 
 def find_family(config: HFConfig | str) -> Family:
-    """The family of a config.json, or of a model_type."""
+    """Returns the family of a config.json or of a model_type."""
     kind = config if isinstance(config, str) else config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UnsupportedModelError(
@@ -387,7 +387,7 @@ def find_family(config: HFConfig | str) -> Family:
 
 
 def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family, dict[str, Any]]:
-    """The first family that can express a config of ours, and the config as their config.json."""
+    """Returns the first family that supports one of our configs, and the config in its format."""
     reasons = []
     # The sort is stable: `first` comes first, the others keep their order.
     names = sorted(FAMILIES, key=lambda kind: kind != first)
@@ -395,9 +395,9 @@ def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family,
         try:
             theirs = FAMILIES[kind].config_to_hf(config)
             family = FAMILIES[kind]
-            # Raises if a parameter of ours has no place among their tensors.
+            # Raises if none of their tensors contains one of our parameters.
             family.tensor_mappings(config)
             return family, theirs
         except UnsupportedModelError as reason:
             reasons.append(str(reason).splitlines()[0])
-    raise UnsupportedModelError("\n".join(["No family has such a model.", *reasons]))
+    raise UnsupportedModelError("\n".join(["No family supports this model.", *reasons]))
