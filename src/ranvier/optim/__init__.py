@@ -1,4 +1,4 @@
-"""Optimizers: update rules as pure functions, and the sharded states they work on.
+"""Optimizers: update rules as pure functions, and the sharded states that they update.
 
-Imports buckets, memory, comm and what is below.
+Imports buckets, memory, comm and the packages below them.
 """

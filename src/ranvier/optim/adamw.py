@@ -1,6 +1,6 @@
 """AdamW as a pure function of flat tensors, independent of the grid.
 
-A new optimizer is another such function. `low_precision_states` describes how moments that are
+A new optimizer needs another such function. `low_precision_states` describes how moments that are
 narrower than the weight are rounded.
 """
 
@@ -16,21 +16,21 @@ from ranvier.optim.low_precision_states import Moments, RoundingKey
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """The scalars of one update that are shared by all tensors, on the device."""
+    """The scalars of one update, which all tensors share, on the device."""
 
     step: Tensor
     """Number of the update, from 1 (float64)."""
     should_update: Tensor
-    """Whether to update at all (bool)."""
+    """Whether to apply the update (bool)."""
     grad_factor: Tensor | None
-    """Factor for gradients (clipping, unscaling); None: 1."""
+    """Factor of gradients (clipping, unscaling); None for 1."""
     betas: tuple[float, float]
     lr: Tensor
     """Learning rate (float64)."""
     step_int32: Tensor
-    """`step` as the kernel reads it (int32)."""
+    """`step` for the kernel (int32)."""
     kernel_scalars: Tensor
-    """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as the kernel reads them (fp32)."""
+    """Scalars for the kernel (fp32): good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr."""
 
     @classmethod
     def for_update(
@@ -41,7 +41,7 @@ class UpdateScalars:
         betas: tuple[float, float],
         lr: float | Tensor,
     ) -> UpdateScalars:
-        """Compute the scalars once for all tensors; bias corrections in float64."""
+        """Computes the scalars once for all tensors, bias corrections in float64."""
         step = step.double()
         if isinstance(lr, Tensor):
             rate = lr
@@ -70,22 +70,22 @@ def adamw_update(
     out: Tensor | None = None,
     key: RoundingKey | None = None,
 ) -> None:
-    """AdamW in place on tensors `[n]`: decoupled weight decay, bias-corrected moments.
+    """Applies AdamW in place to tensors `[n]`, with decoupled weight decay.
 
     g ← factor · g, m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g²,
     w ← (1 - lr · decay)w - lr / (1 - β₁ᵗ) · m / (√(v / (1 - β₂ᵗ)) + eps), in the dtype of `weight`.
 
-    Without `now.should_update` no bit changes. share: factor of the learning rate. out: receives
-    the new weight in its own dtype. key: source of the random bits for stochastic rounding of
-    narrower moments.
+    Without `now.should_update` all tensors remain bit-identical. share: factor of the learning
+    rate. out: the new weight is also written here, in the dtype of `out`. key: source of random
+    bits for the stochastic rounding of narrower moments.
     """
-    # Scalars stay in float64 on the device.
+    # Scalars are float64 tensors on the device.
     (beta1, beta2), lr = now.betas, now.lr * share
     grad = grad.to(weight.dtype)
     if now.grad_factor is not None:
         grad = grad * now.grad_factor
     mean, square = moments.dequantize(weight.dtype)
-    # 1 - (1 - β) instead of β, as in the fused kernel, so that both round alike.
+    # 1 - (1 - β) instead of β, as in the fused kernel, so that both round in the same way.
     mean = mean.mul(1.0 - (1.0 - beta1)).add_(grad, alpha=1.0 - beta1)
     square = square.mul(1.0 - (1.0 - beta2)).addcmul_(grad, grad, value=1.0 - beta2)
     root = square.sqrt().div_((1.0 - beta2**now.step).sqrt()).add_(eps)
@@ -93,7 +93,7 @@ def adamw_update(
     new = [weight.mul(1.0 - lr * decay).sub_(change)]
     new += moments.round_stochastically(mean, square, now.step, key).tensors
     for old, value in zip([weight, *moments.tensors], new, strict=True):
-        # A select instead of a branch: a skipped update costs no synchronization with the host.
+        # A select instead of a branch, which would synchronize with the host.
         old.copy_(torch.where(now.should_update, value, old))
     if out is not None:
         out.copy_(torch.where(now.should_update, weight.to(out.dtype), out))

@@ -1,12 +1,12 @@
 """Fused AdamW: the update as one kernel that reads and writes every byte once.
 
 With bf16 gradients and working weights AdamW moves 28 bytes per parameter, 20 with bf16 moments and
-16 with 8-bit ones, and takes about as long as a copy of as many bytes. Scalars that change from
-step to step are read on the device, so the host never waits. On a CPU torch's own fused kernel is
-used where moments are as wide as the weights. Where there is no kernel (no Triton, other dtypes)
-the reference `adamw_update` runs instead, with the same random bits.
+16 with 8-bit moments, and takes about as long as a copy of the same size. Scalars that change in
+each step are read on the device, so the host never waits. On a CPU torch's own fused kernel is used
+if moments and weights have the same dtype. In other cases (no Triton, other dtypes) the reference
+`adamw_update` runs instead, with the same random bits.
 
-Not handled: non-contiguous tensors.
+Not supported: non-contiguous tensors.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ triton: Any = importlib.import_module("triton") if HAS_TRITON else None
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
 BLOCK_ELEMENTS = 1024
 WARP_ELEMENTS = 128
-"""Elements per program (one quantization block where moments have 8 bits), and per warp. Four
-elements per thread are 16 bytes in fp32; with more, fp32 and bf16 would want different thread
-layouts and exchange elements through shared memory."""
+"""Elements per program (a quantization block for 8-bit moments) and per warp. Four elements per
+thread are 16 bytes in fp32; with more, fp32 and bf16 would need different thread layouts and
+exchange elements through shared memory."""
 MAX_LAUNCH_ELEMENTS = 1 << 30
-"""Elements of one kernel launch, which counts them in 32 bits."""
+"""Maximum number of elements of one kernel launch, which counts them in 32 bits."""
 NORM_PROGRAMS = 528
-"""Programs of the sum of squares: a few for each SM of a device."""
+"""Number of programs of the sum of squares: a few for each SM of a device."""
 VECTOR_MULTIPLE = 16
 """Sizes must be a multiple of this for 16-byte accesses."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 CPU_VECTOR_ELEMENTS = 64
-"""A multiple of the elements of a vector register of any CPU."""
+"""A multiple of the number of elements of a vector register of any CPU."""
 NORM_ROW = 1024
 """Elements per partial norm on a CPU."""
 
 
 def _jit_kernel(*still: str) -> Callable[[Any], Any]:
-    """`triton.jit` if Triton is installed. still: arguments that do not specialize the kernel."""
+    """Applies `triton.jit` if Triton is installed. still: arguments without specialization."""
     return lambda function: (
         triton.jit(function, do_not_specialize=list(still)) if HAS_TRITON else function
     )
@@ -95,11 +95,11 @@ def fused_adamw(
     out: Tensor | None = None,
     key: RoundingKey | None = None,
 ) -> None:
-    """`adamw.adamw_update` on tensors `[n]`, in one kernel where possible.
+    """`adamw.adamw_update` on tensors `[n]`, in one kernel if possible.
 
-    Elements after a multiple of 16, or after the last whole block, get a launch of their own.
+    Elements after the last multiple of 16, or after the last whole block, need a separate launch.
     """
-    # Meta tensors stand for a device with the kernel, which allocates nothing.
+    # Meta tensors represent a device with the kernel, which allocates nothing.
     if weight.is_meta:
         return
     rest: Any = {"share": share, "eps": eps, "decay": decay}
@@ -120,8 +120,8 @@ def fused_adamw(
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
     end = weight.numel()
     coded = moments.scales is not None
-    # Triton specializes on sizes divisible by 16 and then uses wide loads; the tail is separate so
-    # that the bulk keeps them.
+    # Triton uses wide loads for sizes divisible by 16; the tail is separate, so that the other
+    # elements use them.
     even = end - end % (BLOCK_SIZE if coded else VECTOR_MULTIPLE)
     if coded:
         size = BLOCK_SIZE
@@ -135,7 +135,7 @@ def fused_adamw(
         with torch.cuda.device_of(weight):
             _adamw_kernel[(triton.cdiv(stop - start, size),)](
                 *(weight[here], grad[here], part.mean, part.square),
-                # Unused pointer arguments still need a tensor: pass the weight.
+                # An unused pointer argument still needs a tensor: pass the weight.
                 weight if part.scales is None else part.scales,
                 weight if out is None else out[here],
                 *(now.kernel_scalars, now.step_int32, stop - start),
@@ -165,7 +165,7 @@ def can_use_cpu_kernel(weight: Tensor, moments: Moments) -> bool:
 
 @dataclass(frozen=True)
 class CpuUpdate:
-    """Tensors `[n]` for torch's fused CPU kernel; the gradient is already scaled by its factor."""
+    """Tensors `[n]` for torch's fused CPU kernel; the gradient includes its factor."""
 
     weight: Tensor
     grad: Tensor
@@ -173,18 +173,18 @@ class CpuUpdate:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What the kernel reads."""
+        """The tensors that the kernel reads."""
         return [self.weight, self.grad, self.moments.mean, self.moments.square]
 
 
 def cpu_adamw(
     updates: Sequence[CpuUpdate], *, now: UpdateScalars, share: float, eps: float, decay: float
 ) -> None:
-    """`adamw.adamw_update` of many tensors in one call of torch's fused CPU kernel.
+    """`adamw.adamw_update` for many tensors in one call of torch's fused CPU kernel.
 
-    It takes a twentieth of the time of the reference. That kernel rounds the last elements, which
-    do not fill a vector register, differently from the others. They are updated in padded buffers
-    instead, so that bits do not depend on how states are cut into tiles and ranges.
+    It is 20 times as fast as the reference. The kernel rounds the last elements, which do not fill
+    a vector register, differently from the others. They are updated in padded buffers, so that
+    results do not depend on the split of states into tiles and ranges.
     """
     states: list[list[Tensor]] = []
     ends: list[tuple[Tensor, Tensor]] = []
@@ -219,11 +219,11 @@ def cpu_adamw(
 
 
 def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
-    """Position arguments of the kernel: seed, base, column, row and how they wrap.
+    """Returns the position arguments of the kernel: seed, base, and how columns and rows wrap.
 
-    The box has dims (planes, rows, columns). The first element is at `base` in the whole and at
-    (row, column) in its plane; at the end of a row the index advances by another `skip`, at the end
-    of a plane by another `jump`.
+    The box has dims (planes, rows, columns). The first element is at `base` in the whole weight and
+    at (row, column) in its plane. At the end of a row the index increases by another `skip`, at the
+    end of a plane by another `jump`.
     """
     if key is None:
         return [0] * 8
@@ -239,15 +239,15 @@ def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements, in fp32 (float64 if one of them is), as a 0-dim tensor.
+    """Returns the sum of the squares of all elements in fp32 or float64, as a 0-dim tensor.
 
-    On CUDA every element is read once and no tensor of squares is materialized.
+    On CUDA every element is read once, and no tensor of squares is stored.
     """
     if any(x.dtype == torch.float64 for x in tensors):
         wide = torch.float64
     else:
         wide = torch.float32
-    # Meta tensors stand for a device with the kernel.
+    # Meta tensors represent a device with the kernel.
     if tensors[0].is_meta:
         return torch.zeros((), dtype=wide, device=tensors[0].device)
     if not tensors[0].is_cuda:
@@ -262,9 +262,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _row_norms(x: Tensor) -> Tensor:
-    """Norms of rows of NORM_ROW elements, the last one of the remainder.
+    """Returns the norms of rows of NORM_ROW elements; the last one is the norm of the remainder.
 
-    A single norm over all elements would add up squares one by one and accumulate rounding errors.
+    A single norm would add all squares one by one and accumulate rounding errors.
     """
     rest = x.numel() % NORM_ROW
     flat = x.reshape(-1)
@@ -275,12 +275,12 @@ def _row_norms(x: Tensor) -> Tensor:
 
 
 def can_sum_squares(x: Tensor) -> bool:
-    """Whether there is a kernel for the sum of its squares."""
+    """Whether the kernel supports the sum of squares of a tensor."""
     return HAS_TRITON and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64
 
 
 def partial_square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Partial sums of squares of each tensor, `[tensors, NORM_PROGRAMS]`."""
+    """Returns partial sums of squares of each tensor, `[tensors, NORM_PROGRAMS]`."""
     sums = torch.empty(len(tensors), NORM_PROGRAMS, device=tensors[0].device)
     with torch.cuda.device_of(sums):
         for x, row in zip(tensors, sums, strict=True):
@@ -293,7 +293,7 @@ def partial_square_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 @_jit_kernel()
 def _square_sum_kernel(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum of squares of every `num_programs`-th block."""
+    """Sums the squares of every `num_programs`-th block."""
     total = tl.zeros([BLOCK], tl.float32)
     offsets = tl.arange(0, BLOCK)
     for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
@@ -318,7 +318,7 @@ def _round_to_bf16(x, bits):  # type: ignore[no-untyped-def]
     """`stochastic_round_bf16`."""
     pattern = x.to(tl.uint32, bitcast=True)
     rounded = ((pattern + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    # All exponent bits set: inf or NaN, which must not be changed by the added bits.
+    # If all exponent bits are set, x is inf or NaN and must not change.
     finite = (pattern & 0x7F800000) != 0x7F800000
     return tl.where(finite, rounded, x).to(tl.bfloat16)
 
@@ -333,7 +333,7 @@ def _random_bits(index, step, seed):  # type: ignore[no-untyped-def]
 
 @_jit_kernel()
 def _global_index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`RoundingKey.global_index`; offsets are below 2³¹, so that divisions are 32-bit."""
+    """`RoundingKey.global_index` for offsets below 2³¹, with 32-bit divisions."""
     index = base + offsets
     if DIMS > 1:
         ended = (offsets.to(tl.uint32) + column.to(tl.uint32)) // columns.to(tl.uint32)
@@ -356,7 +356,7 @@ def _decode_moments(mean, square, scale1, scale2):  # type: ignore[no-untyped-de
 
 @_jit_kernel()
 def _encode_block(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`_encode_blocks` of one block: its codes and its scale."""
+    """`_encode_blocks` for one block; returns its codes and its scale."""
     size = tl.abs(x)
     scale = tl.max(size, 0)
     if MEAN:
@@ -391,7 +391,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     share, decay, fresh1, kept1, fresh2, kept2, eps,
     DIMS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Update of consecutive elements; with 8-bit moments a program has exactly one block."""
+    """Updates consecutive elements; with 8-bit moments a program has exactly one block."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start
@@ -408,8 +408,8 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     root = tl.sqrt(v) * tl.load(numbers + 3) + eps
     lr = tl.load(numbers + 4) * share
     w = w * (1.0 - lr * decay) - m / root * (lr * tl.load(numbers + 2))
-    # A skipped update writes nothing. A mask instead of a branch: all loads above would have to
-    # wait for the flag.
+    # A skipped update writes nothing. A mask is used instead of a branch, for which all loads above
+    # would have to wait.
     left = tl.where(tl.load(numbers) != 0.0, size - start, 0)
     here = offsets < left
     tl.store(weight + start + offsets, w, mask=here)
@@ -422,7 +422,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
             m = _round_to_bf16(m, bits >> 16)
             v = _round_to_bf16(v, bits & 0xFFFF)
         else:
-            # Lanes beyond the end hold garbage, which must not enter the maximum of the block.
+            # Values after the end are undefined and must not affect the maximum of the block.
             m, scale1 = _encode_block(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
             v, scale2 = _encode_block(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
             tl.store(scales, scale1, mask=left > 0)

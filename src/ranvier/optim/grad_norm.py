@@ -1,10 +1,9 @@
-"""Gradient norm: squares of gradients are summed while the backward pass still runs.
+"""Gradient norm: sums the squares of gradients during the backward pass.
 
-The gradient of a bucket that no other rank holds is complete once another bucket begins to fill. On
-CUDA its squares are then summed on a side stream, in parallel with the matmuls of the preceding
-layers; the norm at the end of the step only adds up these partial sums.
-
-Not handled: buckets that have to be reduced first; they are summed once the reduction is done.
+If no other rank has a bucket, its gradient is complete when another bucket begins to fill. On CUDA
+its squares are then summed on a side stream, in parallel with the matmuls of earlier layers; the
+norm at the end of the step only adds these partial sums. Squares of buckets that must be reduced
+are summed after the reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class GradNormAccumulator:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, bucket: Bucket) -> None:
-        """Start to sum the squares of a complete gradient."""
+        """Starts summing the squares of a complete gradient."""
         assert bucket.grad is not None, bucket.name
         grads = [grad for grad in bucket.grad.parts.values() if fused_adamw.can_sum_squares(grad)]
         if not grads:
@@ -34,21 +33,21 @@ class GradNormAccumulator:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        # The partial sums are allocated on the side stream, so its order guards their reuse.
+        # The partial sums are allocated on the side stream, whose order protects their memory.
         with torch.cuda.stream(self._stream):
             bucket.grad_squares += zip(grads, fused_adamw.partial_square_sums(grads), strict=True)
         bucket.squares_event = self._stream.record_event()
 
     def sum_of_squares(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
-        """Sum of the squares of all elements of `grads`; some sums may have been started.
+        """Returns the sum of the squares of all elements of `grads`; uses sums that were started.
 
-        A gradient that was added to since then is another tensor and is summed anew.
+        If a gradient has changed since then, it is another tensor and is summed again.
         """
         begun = {_tensor_id(x): row for bucket in buckets for x, row in bucket.grad_squares}
         rows = [begun[_tensor_id(x)] for x in grads if _tensor_id(x) in begun]
         left = [x for x in grads if _tensor_id(x) not in begun]
         if rows and not left:
-            # An empty tensor on the right device: the gradients themselves may have been offloaded.
+            # An empty tensor on the right device, as the gradients may be offloaded.
             left = [rows[0][:0]]
         rest = fused_adamw.sum_of_squares(left)
         if not rows:
@@ -59,6 +58,6 @@ class GradNormAccumulator:
 
 
 def _tensor_id(x: Tensor) -> tuple[int, int, torch.dtype]:
-    """Identity of a tensor among those that are alive at the same time."""
-    # Not `id()`: views of the same memory are made anew by `Bucket.owned_pieces`.
+    """Returns the identity of a tensor among all live tensors."""
+    # Not `id()`, as `Bucket.owned_pieces` creates new views of the same memory.
     return x.data_ptr(), x.numel(), x.dtype

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the rate at each step as a fraction of its maximum."""
+"""Learning-rate schedules: the learning rate of each step as a fraction of its maximum."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Schedule = Literal["cosine", "wsd"]
 
 
 def cosine_decay(done: float, *, floor: float) -> float:
-    """Cosine from 1 to `floor` as `done` goes from 0 to 1."""
+    """Returns a cosine decay from 1 to `floor` for `done` from 0 to 1."""
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
-    """1 until the last fraction `cooldown` of the steps, then linear decay to `floor`."""
+    """Returns 1, then in the last fraction `cooldown` of the steps a linear decay to `floor`."""
     if cooldown > 0.0:
         left = min((1.0 - done) / cooldown, 1.0)
     else:
@@ -25,7 +25,10 @@ def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
 def lr_factor(
     step: int, *, kind: Schedule, steps: int, warmup: int, cooldown: float, floor: float
 ) -> float:
-    """Linear warmup to 1 in `warmup` steps, then the schedule over the rest; steps count from 0."""
+    """Returns the factor of the learning rate at a step, counted from 0.
+
+    It increases linearly to 1 in `warmup` steps, then follows the schedule in the remaining steps.
+    """
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)

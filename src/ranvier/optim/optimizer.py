@@ -1,9 +1,9 @@
-"""Optimizer: AdamW on the flat range of each bucket owned by this data rank (ZeRO-1).
+"""Optimizer: AdamW on the data shard of each bucket (ZeRO-1).
 
-Gradients arrive summed over all ranks that hold the same shard and reduce-scattered over data. Each
-rank updates its range in at least fp32 (with master weights where the working weights are 16-bit)
-and the new values are all-gathered over data. The gradient norm counts each shard once and costs
-one all-reduce of one number.
+Gradients are summed over all ranks with the same shard and reduce-scattered over data. Each rank
+updates its data shard at least in fp32 (with master weights if the working weights are 16-bit), and
+the new values are all-gathered over data. The gradient norm counts each shard once and needs one
+all-reduce of one number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ranvier.optim.state_tiles import StatePlacement, Tile
 from ranvier.sharding import ShardedStateDict
 
 MASK = "mask"
-"""Key suffix in a saved state for the mask of a pruned weight: 1 where an element is kept."""
+"""Key suffix in a saved state for the mask of a pruned weight, which is 1 for kept elements."""
 
 
 def gradient_norm(
@@ -51,33 +51,49 @@ def gradient_norm(
     none: Tensor,
     votes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Euclidean norm of the gradient of the whole model, and which votes some rank has cast.
+    """Returns the norm of the gradient of the whole model, and which votes any rank has cast.
 
-    Ranges over data are disjoint; of the ranks that hold the same shard only the first counts it.
+    Data shards are disjoint; if several ranks have the same shard, only the first counts it.
     none: an empty tensor in the reduction dtype, for a rank that counts no gradient.
-    Communicates: all-reduce of one number, plus one per vote, over all axes.
+    Communicates: all-reduce of one number, and one per vote, over all axes.
     """
     mine = [part for bucket, pieces in grads for part in bucket.owned_pieces(pieces)]
     square = early.sum_of_squares([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.named_scope("norm"):
-        # Votes share the all-reduce of the norm: a vote is 0 or 1, so a sum above 0 means that some
-        # rank voted for it.
+        # Votes share the all-reduce of the norm: a vote is 0 or 1, so a sum above 0 means that at
+        # least one rank has cast it.
         numbers = [square[None], *([] if votes is None else [votes.to(square.dtype)])]
         total = collectives.all_reduce(torch.cat(numbers), grid.axis(*grid.degrees)).wait()
     return total[0].sqrt(), total[1:] > 0.0
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Factor that scales gradients so that their norm is at most `limit`."""
-    # The epsilon is that of torch.nn.utils.clip_grad_norm_.
+    """Returns the factor that scales gradients to a norm of at most `limit`."""
+    # The same epsilon as in torch.nn.utils.clip_grad_norm_.
     return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 class Optimizer:
-    """AdamW with sharded states for the parameters of a `BucketScheduler`.
+    """AdamW with sharded states (ZeRO-1), gradient clipping and mixed precision.
 
-    An update with a non-finite gradient norm is skipped: it is masked on the device, so the host
-    does not have to wait for the norm.
+    Master weights are stored in fp32 if the working weights are 16-bit. An update with a non-finite
+    gradient norm is skipped; it is masked on the device, so the host does not wait for the norm.
+    Weight decay applies to matrices, i.e. parameters with at least two named dims, excluding
+    embeddings.
+
+    Args:
+        queue: The bucket scheduler of the model, `model.parallel.bucket_scheduler`.
+        lr: Learning rate, if `step` is called without one.
+        betas: Decay rates of the two moments.
+        eps: Term that is added to the root of the second moment.
+        decay: Weight decay of matrices.
+        clip: Maximum gradient norm; 0 disables clipping.
+        factors: Factor of the learning rate of each parameter group ("matrix", "embedding",
+            "vector"); 1 by default.
+        scale: Scaler of the loss, for fp16.
+        moments: Dtype of the moments of matrices and embeddings: "master" (the dtype of the master
+            weights), "bf16" or "int8". The last two use stochastic rounding.
+        home: Where states are stored and updated; on the device by default.
     """
 
     def __init__(
@@ -94,12 +110,7 @@ class Optimizer:
         moments: MomentKind = "master",
         home: StatePlacement | None = None,
     ) -> None:
-        """Build the states of all trainable buckets.
-
-        factors: learning-rate factor of each parameter group. scale: scaler of the loss (fp16).
-        moments: dtype of the moments; narrow ones use stochastic rounding. home: where states are
-        stored.
-        """
+        """Allocates the states of all trainable buckets."""
         self.bucket_scheduler = queue
         self.grid = queue.grid
         self.lr = lr
@@ -109,30 +120,30 @@ class Optimizer:
         self.lr_factors = dict(factors or {})
         self.grad_scaler = scale
         self.weight_decays: dict[ParamGroup, float] = {"matrix": decay}
-        """Weight decay of each parameter group; groups that are not listed have none."""
+        """Weight decay of each parameter group; 0 for groups that are not listed."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
-        # The scheduler calls the accumulator during backward, as soon as a gradient is final.
+        # The scheduler calls the accumulator during backward, as soon as a gradient is complete.
         self._norm_accumulator = queue.on_bucket_complete = GradNormAccumulator()
         device = queue.device
         self.moment_kind, self.state_placement = moments, home or StatePlacement()
         self.state_store = self._build_store()
         """Master weights and moments."""
         self._exported_states: dict[Bucket, StateTensors] = {}
-        """Decoded copies of 8-bit or pruned states that were handed out and may be filled by a
-        loader."""
+        """Decoded copies of 8-bit or pruned states that were exported and that a loader may
+        fill."""
         self._rounding_keys: dict[ShardedParameter, RoundingKey] = {}
         self.reload_master_weights()
-        # On the device and in float64: a skipped update must not be counted, and whether it is
-        # skipped is only known on the device.
+        # On the device, as only the device knows whether an update is skipped and must not be
+        # counted.
         self.num_updates = torch.zeros((), dtype=torch.float64, device=device)
-        """Number of updates applied; skipped ones do not count."""
+        """Number of applied updates, without skipped ones."""
         self.is_norm_finite = torch.ones((), dtype=torch.bool, device=device)
         """Whether the last gradient norm was finite."""
         self.before_update: Callable[[], None] | None = None
-        """Called before weights and moments change, so that pending readers (an async save) can
-        finish."""
+        """Called before weights and moments change, so that pending readers (e.g. an async save)
+        can finish."""
         self.vote_results = torch.zeros(0, dtype=torch.bool, device=device)
-        """Which votes some rank has cast in the last step."""
+        """Which votes at least one rank has cast in the last step."""
 
     def _build_store(self) -> StateStore:
         kinds = {
@@ -143,7 +154,7 @@ class Optimizer:
 
     @property
     def master_weights(self) -> dict[Bucket, Tensor]:
-        """The weights that are updated: my range itself, or an fp32 copy of 16-bit weights."""
+        """Data shards of the weights that are updated: an fp32 copy for 16-bit weights."""
         held = self.state_store.states
         return {
             b: x["master"] if "master" in x else b.take_data_shard(b.data) for b, x in held.items()
@@ -157,44 +168,49 @@ class Optimizer:
         votes: Tensor | None = None,
         vetoes: int = 0,
     ) -> Tensor:
-        """Update the weights with the gradients of this step; returns the norm before clipping.
+        """Updates the weights with the accumulated gradients, and clears the gradients.
 
-        votes: bools on the device that are reduced together with the norm, so that all ranks see
-        them and decide alike. vetoes: the update is skipped if any rank casts one of the first
-        `vetoes` votes.
-        Communicates: the rest of the gradient reductions, the norm, all-gather of weights over
-        data.
+        Communicates: the remaining gradient reductions, the norm, all-gather of weights over data.
+
+        Args:
+            lr: Learning rate of this step; the optimizer's `lr` by default.
+            votes: Bools on the device that are reduced together with the norm. `vote_results`
+                contains, on all ranks, whether any rank has cast each vote.
+            vetoes: The update is skipped if any rank has cast one of the first `vetoes` votes.
+
+        Returns:
+            The gradient norm before clipping, as a tensor on the device.
         """
-        # Values were loaded into the working weights since the last step; master weights are stale.
+        # If values were loaded into the working weights since the last step, reload the masters.
         if self._loads != self.bucket_scheduler.load_count:
             self.reload_master_weights()
         grads = self.bucket_scheduler.finish_gradients()
         norm, factor = self._norm_and_factor(grads, votes)
         self.is_norm_finite = norm.isfinite()
         if vetoes:
-            # `good` stays a device tensor: the kernels mask the update with it, and nothing here
-            # syncs.
+            # `good` remains a device tensor: the kernels mask the update with it, without a
+            # synchronization.
             good = self.is_norm_finite & ~self.vote_results[:vetoes].any()
         else:
             good = self.is_norm_finite
         lr = self.lr if lr is None else lr
-        # AdamW's bias correction counts updates from one.
+        # The bias correction of AdamW counts updates from one.
         now = UpdateScalars.for_update(self.num_updates + 1.0, good, factor, self.betas, lr)
         if self.before_update is not None:
             self.before_update()
-        # Copies to and from the host still read the weights and gradients that are about to change.
+        # Copies to and from the host still read the weights and gradients that will change.
         if self.bucket_scheduler.host_offload is not None:
             wait_for_event(
                 self.bucket_scheduler.host_offload.finish_transfers(), self.bucket_scheduler.device
             )
         self._update_buckets(grads, now)
-        # Copies that were handed out before describe the states of an earlier step.
+        # Exported copies contain the states of an earlier step.
         self._exported_states = {}
         self.num_updates += good
         if self.bucket_scheduler.on_optimizer_step is not None:
             self.bucket_scheduler.on_optimizer_step(good)
         if self.grad_scaler is not None:
-            # Only an overflow lowers the loss scale; a veto says nothing about it.
+            # Only an overflow reduces the loss scale, not a veto.
             self.grad_scaler.update(self.is_norm_finite)
         self._all_gather_weights()
         self.bucket_scheduler.begin_step("")
@@ -202,7 +218,7 @@ class Optimizer:
 
     @torch.no_grad()
     def reload_master_weights(self) -> None:
-        """Refresh the master weights after the working weights were changed from outside."""
+        """Updates the master weights after the working weights were changed from outside."""
         self._loads = self.bucket_scheduler.load_count
         self.state_store.invalidate_slots()
         for bucket, held in self.state_store.states.items():
@@ -213,23 +229,23 @@ class Optimizer:
                 self._copy_by_tiles(held["master"], bucket.take_data_shard(bucket.storage))
 
     def _copy_by_tiles(self, to: Tensor, x: Tensor) -> None:
-        """Copy to another dtype and device tile by tile, to bound the size of temporary buffers."""
+        """Copies to another dtype and device in tiles, to limit the size of temporary buffers."""
         size = self.state_store.placement.tile_elements
         for into, part in zip(to.split(size), x.split(size), strict=True):
             into.copy_(part)
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """Norm of the gradients accumulated so far.
+        """Returns the norm of the gradients accumulated so far.
 
-        Communicates: the rest of their reductions, one number.
+        Communicates: the remaining gradient reductions, all-reduce of one number.
         """
         return self._norm_and_factor(self.bucket_scheduler.finish_gradients(), None)[0]
 
     def _norm_and_factor(
         self, grads: Sequence[tuple[Bucket, Pieces]], votes: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Norm of the unscaled gradient, and the factor to multiply gradients by (None: 1)."""
+        """Returns the norm of the unscaled gradient, and the factor of gradients (None for 1)."""
         none = torch.zeros(
             0, dtype=self.bucket_scheduler.reduce_dtype, device=self.bucket_scheduler.device
         )
@@ -243,15 +259,15 @@ class Optimizer:
         else:
             factor = None
         if self.grad_scaler is not None:
-            # Unscaling is folded into the clip factor, which saves a pass over the gradients.
+            # Unscaling is part of the clip factor, which saves a pass over the gradients.
             factor = (1.0 if factor is None else factor) / self.grad_scaler.scale
         return norm, factor
 
     def _update_buckets(self, grads: Sequence[tuple[Bucket, Pieces]], now: UpdateScalars) -> None:
-        """Update all buckets: first those with states on the device, then the offloaded ones."""
+        """Updates all buckets, first those with states on the device, then the offloaded ones."""
         rule = partial(self._update_tile, now)
         if self._updates_on_cpu:
-            # Start the copy of the scalars now; the host waits for them only before its first tile.
+            # Start copying the scalars now; the host waits for them only before its first tile.
             known = HostScalars.copy_from(now)
         else:
             known = None
@@ -269,7 +285,7 @@ class Optimizer:
         self.state_store.update_offloaded(streamed, UpdateRules(rule, host))
 
     def _host_rule(self, known: HostScalars | None) -> UpdateRule:
-        """Update rule for the CPU; waits until the norm has arrived on the host."""
+        """Returns the update rule for the CPU; waits until the norm is on the host."""
         assert known is not None
         return partial(self._update_tile, known.wait())
 
@@ -282,7 +298,7 @@ class Optimizer:
         grad: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Queue an update that the CPU kernel can batch with others; apply any other at once."""
+        """Queues an update if the CPU kernel can batch it with others, or else applies it."""
         bucket = tile.bucket
         if out is None and bucket.sparsity_mask is None and "master" not in held:
             master = bucket.take_data_shard(bucket.data)[tile.as_slice]
@@ -296,12 +312,12 @@ class Optimizer:
     def _apply_cpu_batches(
         self, together: Mapping[ParamGroup, Sequence[fused_adamw.CpuUpdate]], now: UpdateScalars
     ) -> None:
-        """Apply the queued CPU updates."""
+        """Applies the queued CPU updates."""
         if not together or not now.should_update:
             return
         for group, updates in together.items():
             if now.grad_factor is not None and now.grad_factor != 1.0:
-                # Not in place: a gradient that arrived once is stored uncopied and is not ours.
+                # Not in place, as the first gradient of a step is stored without a copy.
                 grads = torch._foreach_mul([update.grad for update in updates], now.grad_factor)
                 updates = [replace(one, grad=x) for one, x in zip(updates, grads, strict=True)]
             fused_adamw.cpu_adamw(
@@ -315,12 +331,11 @@ class Optimizer:
     def _update_tile(
         self, now: UpdateScalars, tile: Tile, held: StateTensors, grad: Tensor, out: Tensor | None
     ) -> None:
-        """Update the states of a tile, and its working weights."""
+        """Updates the states of a tile and its working weights."""
         bucket = tile.bucket
         group = tile.bucket.weights[0].param_group
-        # Three places for the new weights: `out` (the caller copies them), the bucket itself, or,
-        # for a pruned bucket, a compressed master copy that is scattered into the bucket
-        # afterwards.
+        # The new weights are written to `out` (which the caller copies), to the bucket, or, for a
+        # pruned bucket, to a compressed master copy that is then written to the bucket.
         working = out
         if out is None and bucket.sparsity_mask is None:
             working = bucket.take_data_shard(bucket.data)[tile.as_slice]
@@ -339,7 +354,7 @@ class Optimizer:
             eps=self.eps,
             decay=self.weight_decays.get(group, 0.0),
         )
-        # Copy even if the update is skipped: the buffer still holds the weights of another tile.
+        # Copy even if the update is skipped: the buffer may contain the weights of another tile.
         if out is not None:
             out.copy_(master)
         elif bucket.sparsity_mask is not None:
@@ -353,7 +368,7 @@ class Optimizer:
         )
 
     def _rounding_key(self, tile: Tile) -> RoundingKey | None:
-        """Seed of the stochastic rounding of the moments of a tile."""
+        """Returns the source of random bits for the stochastic rounding of a tile."""
         if tile.weight is None:
             return None
         bucket = tile.bucket
@@ -362,12 +377,11 @@ class Optimizer:
             self._rounding_keys[weight] = RoundingKey.for_weight(
                 weight.name, bucket.state_shard(weight)
             )
-        # The key counts elements of the whole weight, so the bits do not depend on tiles or the
-        # grid.
+        # The key counts elements of the whole weight, so the bits depend on neither tiles nor grid.
         return self._rounding_keys[weight].at_offset(tile.start - bucket.state_range(weight)[0])
 
     def _all_gather_weights(self) -> None:
-        """Give all data ranks the updated working weights of my range.
+        """Sends the updated working weights of each data shard to all data ranks.
 
         Communicates: all-gather over data, by bucket.
         """
@@ -388,14 +402,14 @@ class Optimizer:
     # ---- to and from checkpoints ----------------------------------------------------------
 
     def sharded_state(self) -> ShardedStateDict:
-        """My part of master weights and moments, by parameter name.
+        """Returns this rank's part of master weights and moments, by parameter name.
 
-        8-bit moments are returned dequantized. Pruned weights are dense with zeros, plus a mask.
+        8-bit moments are dequantized. States of pruned weights are dense with zeros, plus a mask.
         """
         return self._export_states(self.buckets)
 
     def sparse_state(self) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
-        """`sharded_state` with pruned weights as kept values and bit masks, not dense copies."""
+        """Returns `sharded_state` with pruned weights as kept values and bit masks."""
         state = self._export_states([b for b in self.buckets if b.sparsity_mask is None])
         sparse = {}
         for bucket in self.buckets:
@@ -415,25 +429,24 @@ class Optimizer:
                         values = flat[span]
                     name = f"{weight.name}.{kind}"
                     size = len(here)
-                    # A meta tensor carries shape and dtype of the dense state without memory.
+                    # A meta tensor has the shape and dtype of the dense state, but no memory.
                     dense = torch.empty(size, dtype=values.dtype, device="meta")
                     state[name] = dense, bucket.state_shard(weight)
                     sparse[name] = CompressedTensor(values, bits, size)
         return state, sparse
 
     def iter_restore_parts(self) -> Iterator[ShardedStateDict]:
-        """State tensors to be filled from a checkpoint, a part at a time.
+        """Yields state tensors to be filled from a checkpoint, one part at a time.
 
-        All states that are views come in the first part; those that are copies (8-bit, pruned)
-        follow bucket by bucket, which bounds the memory of the copies. A part is read back when the
-        next one is requested, the last one by `finish_restore`.
+        The first part contains all states that are views. States that are copies (8-bit, pruned)
+        follow one bucket at a time, which limits the memory of the copies. A part is read back when
+        the next one is requested, the last part by `finish_restore`.
         """
         copied = [bucket for bucket in self.buckets if self._exports_copies(bucket)]
         for some in ([b for b in self.buckets if b not in copied], *([b] for b in copied)):
             self._import_states()
             state = self._export_states(some)
-            # Masks are not restored here: they are set by `prune_weights` before the states are
-            # loaded.
+            # Masks are not restored here: `prune_weights` sets them before states are loaded.
             yield {name: x for name, x in state.items() if not name.endswith(f".{MASK}")}
 
     def _exports_copies(self, bucket: Bucket) -> bool:
@@ -444,7 +457,7 @@ class Optimizer:
         )
 
     def _export_states(self, buckets: Sequence[Bucket]) -> ShardedStateDict:
-        # Offloaded states may still be in flight from the last update.
+        # Wait for offloaded states of the last update.
         self.bucket_scheduler.wait_for_updates()
         self.state_store.synchronize()
         found: ShardedStateDict = {}
@@ -456,13 +469,13 @@ class Optimizer:
         return found
 
     def weight_states(self, weight: ShardedParameter) -> StateTensors:
-        """My part of a weight's states as stored: 8-bit codes, pruned ones compressed."""
+        """Returns this rank's states of a weight as stored: 8-bit codes, compressed if pruned."""
         bucket = weight.bucket
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         return {kind: flat[slice(*bucket.state_range(weight))] for kind, flat in held.items()}
 
     def _export_bucket(self, bucket: Bucket) -> StateTensors:
-        """The states of a bucket as they are saved; copies are on the host."""
+        """Returns the states of a bucket in the saved format; copies are on the host."""
         numbers = self._decoded_states(bucket)
         if not self._exports_copies(bucket):
             return numbers
@@ -478,7 +491,7 @@ class Optimizer:
         }
 
     def _decoded_states(self, bucket: Bucket) -> StateTensors:
-        """The states of my range `[data_shard_size]`, dequantized."""
+        """Returns the states of the data shard `[data_shard_size]`, dequantized."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         if held["mean"].dtype != torch.uint8:
             return held
@@ -493,7 +506,7 @@ class Optimizer:
         return Moments(held["mean"], held["square"], held.get("scales"))
 
     def _store_states(self, bucket: Bucket, numbers: StateTensors) -> None:
-        """Write values to the states of my range `[data_shard_size]`, quantizing where needed."""
+        """Writes values to the states of the data shard, quantized where needed."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         for kind, values in numbers.items():
             if held[kind].dtype != torch.uint8:
@@ -510,15 +523,15 @@ class Optimizer:
 
     @torch.no_grad()
     def _import_states(self) -> None:
-        """Read back the exported copies, which a loader has filled."""
+        """Writes the exported copies, which a loader has filled, to the states."""
         for bucket, given in self._exported_states.items():
             self._store_states(bucket, {kind: bucket.to_compressed(x) for kind, x in given.items()})
         self._exported_states = {}
 
     def load_full_state(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
-        """Load my part of a full state, taken after `steps` updates.
+        """Loads this rank's part of a full state, which was saved after `steps` updates.
 
-        Communicates: as `finish_restore`.
+        Communicates: all-gather of weights over data.
         """
         for state in self.iter_restore_parts():
             for name, (part, place) in state.items():
@@ -528,11 +541,12 @@ class Optimizer:
 
     @torch.no_grad()
     def finish_restore(self) -> None:
-        """Finish a restore, after `num_updates` and the tensors of `sharded_state` were filled.
+        """Finishes a restore, after `num_updates` and the tensors of `sharded_state` were filled.
 
-        Working weights are recomputed from the master weights. Communicates: all-gather over data.
+        Working weights are recomputed from the master weights.
+        Communicates: all-gather of weights over data.
         """
-        # Restored master weights are authoritative: do not overwrite them with the working weights.
+        # The restored master weights count: do not overwrite them with the working weights.
         self._loads = self.bucket_scheduler.load_count
         self.state_store.invalidate_slots()
         self._import_states()
@@ -547,9 +561,14 @@ class Optimizer:
 
     @torch.no_grad()
     def prune_weights(self, choice: MaskFunction, *, keep: bool = True) -> None:
-        """Prune weights to what `choice` keeps; states are pruned too, or reset (not keep).
+        """Prunes weights and their optimizer states.
 
-        Communicates: as `pruning.bucket_masks`; mask bits over depth; kept states over data.
+        Communicates: the collectives of `pruning.bucket_masks`; mask bits over depth; with `keep`,
+        states over data.
+
+        Args:
+            choice: Returns the mask of each weight.
+            keep: Whether to keep the states of the remaining elements; otherwise they are reset.
         """
         if self.before_update is not None:
             self.before_update()
@@ -557,7 +576,7 @@ class Optimizer:
         self.state_store.synchronize()
         self._exported_states = {}
         self._rounding_keys = {}
-        # Free the old states before new ones are allocated, to stay below the peak of training.
+        # Free the old states before new ones are allocated, to limit peak memory.
         if not keep:
             del self.state_store
         for bucket, mask in pruning.bucket_masks(self.bucket_scheduler, choice):
@@ -568,15 +587,15 @@ class Optimizer:
         if not keep:
             self.state_store = self._build_store()
             self.reload_master_weights()
-        # Gradients and gathered weights still have the old compressed size.
+        # Drop gradients and gathered weights, which have the old compressed size.
         self.bucket_scheduler.begin_step("")
 
     def _prune_with_states(self, bucket: Bucket, mask: Tensor | None) -> None:
-        """Prune a bucket and its states."""
+        """Prunes a bucket and its states."""
         wholes = StateTensors()
         device = self.bucket_scheduler.device
-        # A new mask moves the bounds of the data ranges, so each state is gathered, made dense and
-        # compressed anew.
+        # A new mask changes the bounds of the data shards, so each state is gathered, made dense
+        # and compressed again.
         for kind, part in self._decoded_states(bucket).items():
             with self.grid.trace.named_scope(bucket.name):
                 whole = collectives.all_gather(
@@ -598,18 +617,18 @@ class Optimizer:
 def _state_dtypes(
     bucket: Bucket, moments: MomentKind, home: StatePlacement
 ) -> dict[str, torch.dtype]:
-    """Dtypes of the states of a bucket; fp32 weights on the device need no master copy."""
+    """Returns the dtypes of the states of a bucket; fp32 weights on the device need no master."""
     working = bucket.data.dtype
     if working in (torch.bfloat16, torch.float16):
         master = torch.float32
     else:
         master = working
-    # Vectors are too few for narrow moments to save much memory.
+    # Vectors are too small for narrow moments to save much memory.
     if bucket.weights[0].param_group != "vector":
         kind = moments
     else:
         kind = "master"
-    # Without device weights to update in place, or with compressed ones, a copy is needed anyway.
+    # Weights that are offloaded or compressed cannot be updated in place and need a copy.
     away = bucket.host_data is not None or (home.update_device == "cpu" and home.states != "device")
     away = away or bucket.sparsity_mask is not None
     if master != working or away:

@@ -1,13 +1,13 @@
-"""Pruning: which elements of matrices are kept, identical on every grid, and the memory it takes.
+"""Pruning: chooses the kept elements of matrices, identical on every grid, and predicts memory.
 
-By magnitude: of each whole matrix of n elements the k = round((1 - p) n) largest are kept, ties
-broken by index. No rank has the whole matrix, so the threshold is found by a distributed radix
-select: each rank builds a histogram (256 bins) of 8 bits of the fp32 magnitudes of its elements,
-the histograms are summed, and the next 8 bits are counted among the elements that match so far.
-N:M: of each M neighbours in a row the N largest are kept.
+By magnitude: of each whole matrix of n elements the k = round((1 - p) n) largest are kept; of equal
+elements those with the lowest index. No rank has the whole matrix, so a distributed radix select
+finds the threshold: each rank builds a histogram (256 bins) of 8 bits of the fp32 magnitudes of its
+elements, the histograms are summed, and the next 8 bits are counted among the elements that match
+so far. By N:M pattern: of each M neighbours in a row the N largest are kept.
 
 The weights of all experts of a layer are one tensor `[experts, n, m]`, in which each expert is a
-matrix of its own: k elements of each are kept.
+separate matrix: k elements of each expert are kept.
 
 Pruned elements remain zero: later masks are subsets of earlier ones. Embeddings, heads, vectors and
 frozen weights are not pruned.
@@ -29,9 +29,9 @@ from ranvier.errors import PlanError
 from ranvier.grid import Axis
 
 MaskFunction = Callable[[ShardedParameter], Tensor | None]
-"""Returns which elements of my shard of a weight are kept, as flat bools; None: all."""
+"""Returns which elements of this rank's shard of a weight are kept, as flat bools; None for all."""
 SortKeyFunction = Callable[[ShardedParameter, int, int], Tensor]
-"""Integer sort keys of the elements [a, b) of my flat shard; 0: not an element."""
+"""Returns integer sort keys of the elements [a, b) of this rank's flat shard; 0 for padding."""
 TRACE_NAME = "prune"
 """Name of the histogram reductions in a trace."""
 DIGIT_BITS = 8
@@ -41,7 +41,7 @@ INF_BITS = 0x7F800000
 
 
 def is_prunable(weight: ShardedParameter) -> bool:
-    """Whether a weight is a trainable matrix of a layer, or the matrices of its experts."""
+    """Whether a weight is a trainable matrix of a layer, or of its experts."""
     if weight.dims[:1] == ("expert",):
         dims = 3
     else:
@@ -57,19 +57,19 @@ def _prunable_weights(queue: BucketScheduler) -> list[ShardedParameter]:
 
 
 def num_matrices(weight: ShardedParameter) -> int:
-    """Number of matrices in a weight: one, or one per expert."""
+    """Returns the number of matrices in a weight: one, or one per expert."""
     if weight.dims[0] == "expert":
         return weight.shard.global_shape[0]
     return 1
 
 
 def num_kept_elements(elements: int, sparsity: float) -> int:
-    """Number of elements of a whole matrix that are kept."""
+    """Returns the number of kept elements of a whole matrix."""
     return round((1.0 - sparsity) * elements)
 
 
 def sparsity_at(step: int, sparsity: float, until: int) -> float:
-    """Sparsity after `step` steps: s (1 - (1 - t / until)³), fast at first, then slower."""
+    """Returns the sparsity after t steps, s (1 - (1 - t / until)³), which grows fast at first."""
     if until:
         return sparsity * (1.0 - (1.0 - min(step / until, 1.0)) ** 3)
     return sparsity
@@ -82,8 +82,8 @@ def sparsity_at(step: int, sparsity: float, until: int) -> float:
 class PruneThresholds:
     """Pruning thresholds of each matrix of a weight, both `[matrices]`.
 
-    The smallest magnitude key that is kept, and the smallest tie-break key among elements equal to
-    it.
+    `min_key` is the smallest kept magnitude key, and `min_tie_key` is the smallest kept position
+    key among elements with that magnitude.
     """
 
     min_key: Tensor
@@ -91,14 +91,14 @@ class PruneThresholds:
 
 
 def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
-    """Prune the smallest magnitudes of each whole matrix.
+    """Returns masks that prune the smallest magnitudes of each whole matrix.
 
-    Communicates: histograms, over all axes but pipe.
+    Communicates: all-reduce of histograms over all axes except pipe.
     """
     weights = _prunable_weights(queue)
     if not weights:
         return lambda weight: None
-    # Offloaded weights may still be in flight.
+    # Wait for offloaded weights in flight.
     queue.wait_for_updates()
     counts = [num_matrices(weight) for weight in weights]
     sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
@@ -106,7 +106,7 @@ def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
     wanted = torch.tensor(each).repeat_interleave(torch.tensor(counts)).to(queue.device)
     keys, left, equal = _find_thresholds(weights, _magnitude_keys, wanted, queue, bits=32)
     turns = torch.ones_like(keys)
-    # Some matrix has more elements at the threshold than may stay: select among them by position.
+    # If a matrix has more elements at the threshold than may be kept, select them by position.
     if bool((left != equal).any()):
         among = dict(zip(weights, keys.split(counts), strict=True))
 
@@ -127,16 +127,17 @@ def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
 
 
 def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
-    """Keep the `stay` largest of each `of` neighbours in a row."""
+    """Returns masks that keep the `stay` largest of each `of` neighbours in a row."""
     odd = [
-        f"{weight.name} has rows of {weight.sharding.local_shape[-1]} elements on a rank"
+        f"{weight.name} has rows of {weight.sharding.local_shape[-1]} elements per rank"
         for weight in _prunable_weights(queue)
         if weight.sharding.local_shape[-1] % of
     ]
     if odd:
         raise PlanError(
-            f"prune.n_m_pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
-            f"Groups of {of} lie on one rank each. Use other degrees of row and col, or another M."
+            f"prune.n_m_pattern={stay}:{of} does not divide the rows of all matrices: "
+            f"{', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. Each group of {of} elements must be "
+            "on one rank. Use other degrees of row and col, or another M."
         )
     queue.wait_for_updates()
 
@@ -146,10 +147,10 @@ def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
         found = []
         for a, b in _shard_chunks(weight, of):
             keys = _magnitude_keys(weight, a, b).view(-1, of)
-            # A stable sort breaks ties by index, so that the mask is deterministic.
+            # A stable sort orders equal elements by index, so that the mask is deterministic.
             order = keys.sort(dim=1, descending=True, stable=True).indices[:, :stay]
             mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order, True)
-            # Key 0 is padding or an element pruned before: it is never revived.
+            # Key 0 is padding or an element that is already pruned; it remains pruned.
             found.append((mask & (keys > 0)).view(-1))
         return torch.cat(found)
 
@@ -159,9 +160,9 @@ def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
 def bucket_masks(
     queue: BucketScheduler, choice: MaskFunction
 ) -> Iterator[tuple[Bucket, Tensor | None]]:
-    """Each bucket with matrices and its mask `[size]`; None: all are kept, on all ranks.
+    """Yields each bucket with matrices and its mask `[size]`, or None if no rank prunes it.
 
-    Communicates: one number per bucket over all axes but pipe.
+    Communicates: all-reduce of one number per bucket over all axes except pipe.
     """
     axis = _weight_axis(queue)
     for bucket in queue.buckets:
@@ -180,16 +181,16 @@ def bucket_masks(
             else:
                 mask[weight.offset : weight.offset + weight.num_elements] = chosen
         with queue.grid.trace.named_scope(bucket.name):
-            # All ranks must agree whether the bucket is compressed: its collectives have other
-            # sizes then.
+            # All ranks must agree whether the bucket is compressed, as that changes the sizes of
+            # its collectives.
             anywhere = collectives.all_reduce(gone, axis, "max").wait()
         yield bucket, mask if int(anywhere) else None
 
 
 def prune_buckets(queue: BucketScheduler, choice: MaskFunction) -> None:
-    """Prune weights that have no optimizer states yet.
+    """Prunes weights that have no optimizer states yet.
 
-    Communicates: as `bucket_masks`; mask bits over depth.
+    Communicates: the collectives of `bucket_masks`; mask bits over depth.
     """
     for bucket, mask in bucket_masks(queue, choice):
         bucket.set_sparsity_mask(mask)
@@ -197,7 +198,7 @@ def prune_buckets(queue: BucketScheduler, choice: MaskFunction) -> None:
 
 
 def _weight_axis(queue: BucketScheduler) -> Axis:
-    """Ranks that hold shards of the same weights."""
+    """Returns the axis of all ranks with shards of the same weights."""
     return queue.grid.axis(*(axis for axis in queue.grid.degrees if axis != "pipe"))
 
 
@@ -205,15 +206,15 @@ def _weight_axis(queue: BucketScheduler) -> Axis:
 
 
 def _shard_chunks(weight: ShardedParameter, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Ranges of my flat shard of at most `CHUNK` elements, a multiple of `multiple`."""
+    """Yields ranges of this rank's flat shard with at most `CHUNK` elements, in `multiple`s."""
     step = CHUNK // multiple * multiple
-    # At least one chunk, perhaps an empty one: callers concatenate the results.
+    # At least one chunk, which may be empty, as callers concatenate the results.
     for a in range(0, max(weight.num_elements, 1), step):
         yield a, min(a + step, weight.num_elements)
 
 
 def _element_indices(weight: ShardedParameter, a: int, b: int) -> Iterator[tuple[Tensor, int]]:
-    """For each dim the indices within my shard of the flat elements [a, b), and the dim."""
+    """Yields, for each dim, the indices of the flat elements [a, b) in the shard, and the dim."""
     flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
     for dim, size in reversed(list(enumerate(weight.shard.local_shape))):
         yield flat % size, dim
@@ -221,7 +222,7 @@ def _element_indices(weight: ShardedParameter, a: int, b: int) -> Iterator[tuple
 
 
 def _valid_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Which elements of my flat shard are not padding."""
+    """Returns which elements of this rank's flat shard are not padding."""
     place = weight.shard
     found = torch.ones(b - a, dtype=torch.bool, device=weight.bucket.bucket_scheduler.device)
     if place.valid_shape != place.local_shape:
@@ -231,7 +232,7 @@ def _valid_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _unpruned_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Which of them are not pruned yet."""
+    """Returns which elements of this rank's flat shard are not pruned yet."""
     kept = weight.bucket.sparsity_mask
     if kept is None:
         return _valid_mask(weight, a, b)
@@ -239,15 +240,16 @@ def _unpruned_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _magnitude_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Sort keys in the order of fp32 magnitudes."""
+    """Returns sort keys in the order of fp32 magnitudes."""
     values = weight.storage.view(-1)[a:b].to(weight.bucket.bucket_scheduler.device)
-    # Bit patterns of non-negative floats sort like the floats. NaN counts as inf; + 1 frees key 0.
+    # Bit patterns of non-negative floats have the order of the floats. NaN counts as inf; + 1
+    # reserves key 0.
     keys = values.float().abs().view(torch.int32).clamp(max=INF_BITS) + 1
     return keys.masked_fill_(~_unpruned_mask(weight, a, b), 0)
 
 
 def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Sort keys by position in the whole matrix, largest for the first element."""
+    """Returns sort keys by position in the whole matrix, largest for the first element."""
     place = weight.shard
     number = torch.zeros((), dtype=torch.int64)
     stride = 1
@@ -259,18 +261,18 @@ def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
 
 
 def _matrix_index(weight: ShardedParameter, a: int, b: int) -> Tensor:
-    """Matrix index of each element of my flat shard; `[1]`, to broadcast, if there is one."""
+    """Returns the matrix index of each element of the shard; `[1]` if there is one matrix."""
     if num_matrices(weight) == 1:
         return torch.zeros(1, dtype=torch.int64, device=weight.bucket.bucket_scheduler.device)
     place = weight.shard
     flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
     expert = flat // torch.Size(place.local_shape[1:]).numel() + place.global_offset[0]
-    # Padding belongs to no expert; its key is 0, so any valid index will do.
+    # Padding belongs to no expert; its key is 0, so it may have any valid index.
     return expert.clamp_(max=place.global_shape[0] - 1)
 
 
 def _mask_above(weight: ShardedParameter, limits: PruneThresholds) -> Tensor:
-    """Which elements of my shard are kept."""
+    """Returns which elements of this rank's shard are kept."""
     found = []
     ties = bool((limits.min_tie_key > 1).any())
     for a, b in _shard_chunks(weight):
@@ -292,18 +294,19 @@ def _find_thresholds(
     *,
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Smallest key that is kept if the `wanted` largest of each matrix are, as far as there are.
+    """Returns the smallest kept key of each matrix, if its `wanted` largest keys are kept.
 
-    Also how many of the elements equal to it are kept, and how many there are; all `[matrices]`.
-    Communicates: a histogram per matrix and digit over all axes but pipe.
+    Also returns how many elements with that key are kept, and how many there are; all
+    `[matrices]`.
+    Communicates: all-reduce of a histogram per matrix and digit over all axes except pipe.
     """
     sizes = [num_matrices(weight) for weight in weights]
     axis = _weight_axis(queue)
     low = torch.zeros_like(wanted)
     left = wanted
     equal = wanted
-    # Most significant digit first: `low` is the prefix of the threshold, `left` the number still to
-    # be kept among the elements with that prefix.
+    # Most significant digit first: `low` is the prefix of the threshold, and `left` is the number
+    # of elements to keep among those with that prefix.
     for shift in reversed(range(0, bits, DIGIT_BITS)):
         known = zip(weights, low.split(sizes), strict=True)
         counts = torch.cat([_digit_histogram(w, keys, prefix, shift) for w, prefix in known])
@@ -321,9 +324,9 @@ def _find_thresholds(
 def _digit_histogram(
     weight: ShardedParameter, keys: SortKeyFunction, prefix: Tensor, shift: int
 ) -> Tensor:
-    """Histogram of one digit of the keys of my shard, among keys with the higher digits `prefix`.
+    """Returns the histogram of one digit of this rank's keys with the higher digits `prefix`.
 
-    prefix: `[matrices]`; counts: `[matrices, digits]`. Of the ranks that hold the same shard only
+    prefix: `[matrices]`; counts: `[matrices, digits]`. If several ranks have the same shard, only
     the first counts it.
     """
     bucket = weight.bucket
@@ -358,13 +361,13 @@ def pruned_bucket_bytes(
     master: int = 4,
     moments: int = 8,
 ) -> int:
-    """Bytes of a pruned bucket on a rank: values, gradient, master weights, moments, mask.
+    """Returns the bytes of a pruned bucket on a rank: values, gradient, master, moments, mask.
 
     working · size + gradient · count + (master + moments) · count / data
     + min(depth · ceil(size / 8), 4 · sum(rows)), with count = max(rows), a multiple of data.
 
     size: elements on the rank. rows: number of kept elements on each rank of its depth axis. The
-    other arguments are bytes per element; moments: of both together.
+    other arguments are bytes per element; `moments` is for both moments together.
     """
     count = -(-max(rows) // data) * data
     mask = min(len(rows) * -(-size // 8), 4 * sum(rows))

@@ -1,16 +1,16 @@
-"""State store: where master weights and moments are kept between updates, and how they move.
+"""State store: stores master weights and moments between updates, and streams offloaded ones.
 
 The states of a bucket are stored on the device, in host memory or in a memory-mapped file.
-Offloaded states are cut into tiles, which pass through a ring of a few buffers on the device:
+Offloaded states are split into tiles, which pass through a ring of a few buffers on the device:
 
     in      load tile i + 4          (the first four were loaded during the backward pass)
     update  tile i                   after the norm of all gradients is known
     out     write back tile i - 1
 
-Each line is a CUDA stream of its own. Buckets are updated in the order in which the next forward
-pass uses them, and a block waits only for its own update: the rest continues in the background.
-Gradients are kept until then. Alternatively the CPU updates the tiles where they are stored; then
-gradients are copied to the host and weights back. Where the host has to wait (for a disk, for the
+Each line is a separate CUDA stream. Buckets are updated in the order in which the next forward pass
+uses them, and a block waits only for its own update, while the rest continues in the background.
+Gradients are kept until then. Alternatively the CPU updates the tiles in host memory; then
+gradients are copied to the host and new weights back. If the host must wait (for a disk or for the
 norm), a thread does all this.
 """
 
@@ -40,24 +40,24 @@ from ranvier.optim.state_tiles import (
 )
 
 NUM_SLOTS = 4
-"""Tiles in flight: one loading, one updating, one writing back, and one spare for uneven times."""
+"""Number of tiles in flight: one is loaded, one updated, one written back, and one is spare."""
 STREAM_NAMES = ("in", "update", "out")
 MAX_QUEUED_TILES = 128
-"""Tiles queued on the device from the main thread. A CUDA stream accepts a limited number of
-launches before it blocks the host, which could start the next forward pass; with more tiles a
-thread queues them as earlier ones complete."""
+"""Maximum number of tiles that the main thread queues on the device. A CUDA stream accepts a
+limited number of launches before it blocks the host, which would delay the next forward pass; with
+more tiles a thread queues them as earlier tiles complete."""
 StateTensors = dict[str, Tensor]
 """States by kind (master, mean, square), flat; scales `[2, blocks]`."""
 
 
 UpdateRule = Callable[[Tile, StateTensors, Tensor, Tensor | None], None]
-"""Updates the states of a tile with a gradient. The last argument receives the new working weights,
-even if the update is skipped; None: they are written to the bucket directly."""
+"""Updates the states of a tile with a gradient. The new working weights are written to the last
+argument, even if the update is skipped; if it is None, they are written to the bucket."""
 
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """How tiles are updated: on the device, and on the host once it knows the norm."""
+    """The update rules for tiles, on the device and on the host (which needs the norm first)."""
 
     device: UpdateRule
     host: Callable[[], UpdateRule]
@@ -85,9 +85,9 @@ class StateStore:
         home: StatePlacement,
         device: torch.device,
     ) -> None:
-        """Allocate all states. kinds: dtypes of the states of each bucket.
+        """Allocates all states; raises if they do not fit in their memory.
 
-        Raises at once if the states do not fit in their memory.
+        kinds: dtypes of the states of each bucket.
         """
         self.placement, self.device, self.state_dtypes = home, device, dict(kinds)
         self.locations = state_locations(kinds, home)
@@ -104,8 +104,7 @@ class StateStore:
             self.scales |= self._allocate_scales(bucket)
         self._slots: list[TileSlot] = []
         if away:
-            # Updates get a high-priority stream: they are short and the next forward pass waits for
-            # them.
+            # Updates have a high-priority stream, as the next forward pass waits for them.
             self._streams = [SideStream(device, first=name == "update") for name in STREAM_NAMES]
         else:
             self._streams = []
@@ -124,12 +123,12 @@ class StateStore:
         return Arena(size, self.device)
 
     def _arena_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the states of a bucket in an arena."""
+        """Returns the bytes of the states of a bucket in an arena."""
         flat = sum(
             align_size(bucket.data_shard_size * dtype.itemsize)
             for dtype in self.state_dtypes[bucket].values()
         )
-        # A block has two fp32 scales: 8 bytes.
+        # A block has two fp32 scales, i.e. 8 bytes.
         return flat + sum(align_size(8 * tile.num_blocks) for tile in self.tiles[bucket])
 
     def _allocate_states(self, bucket: Bucket) -> StateTensors:
@@ -147,12 +146,12 @@ class StateStore:
         }
 
     def resize_bucket(self, bucket: Bucket, types: Mapping[str, torch.dtype]) -> None:
-        """Resize the states of a bucket that was pruned; their contents are undefined afterwards.
+        """Resizes the states of a pruned bucket; their contents are undefined afterwards.
 
-        Offloaded states keep their memory, since pruning only shrinks them.
+        Offloaded states keep their memory, as pruning only makes them smaller.
         """
         self.invalidate_slots()
-        # Slots are sized for the largest tile and the dtypes of the states, which change here.
+        # The size of slots depends on the largest tile and the dtypes of states, which change here.
         self._slots = []
         before = self.states.pop(bucket)
         self.state_dtypes[bucket] = types
@@ -171,7 +170,7 @@ class StateStore:
             blocks = [align_size(8 * tile.num_blocks) for tile in self.tiles[bucket]]
             sizes = [align_size(bucket.data_shard_size * dtype.itemsize) for dtype in new.values()]
             more = sum(sizes) + sum(blocks)
-            # A pruned bucket may need a master copy that it did not have before.
+            # A pruned bucket may need a master copy, which it did not have before.
             if more:
                 self._arena = self._allocate_arena(more)
             self.states[bucket] = lasting | {
@@ -186,7 +185,7 @@ class StateStore:
         if self.locations[bucket] == "device":
             return torch.zeros(shape, dtype=dtype, device=self.device)
         assert self._arena is not None, bucket.name
-        # Fresh host memory and fresh files are zero already.
+        # New host memory and new files are already zero.
         return self._arena.allocate_tensor(shape, dtype)
 
     def is_offloaded(self, bucket: Bucket) -> bool:
@@ -194,14 +193,14 @@ class StateStore:
         return self.locations[bucket] != "device"
 
     def tile_states(self, tile: Tile) -> StateTensors:
-        """The states of a tile, as views of their storage."""
+        """Returns the states of a tile, as views of their storage."""
         found = {kind: x[tile.as_slice] for kind, x in self.states[tile.bucket].items()}
         if tile.num_blocks:
             found["scales"] = self.scales[tile]
         return found
 
     def bytes_by_kind(self) -> dict[str, tuple[int, int]]:
-        """Bytes of each kind of state as (on device, offloaded); `staging`: the tile buffers."""
+        """Returns the bytes of each state as (on device, offloaded); `staging`: tile buffers."""
         found: dict[str, tuple[int, int]] = {}
         kept = [(bucket, kind, x) for bucket, h in self.states.items() for kind, x in h.items()]
         kept += [(tile.bucket, "scales", x) for tile, x in self.scales.items()]
@@ -222,11 +221,11 @@ class StateStore:
     # ---- update -------------------------------------------------------------------------
 
     def update_resident_tile(self, tile: Tile, pieces: Pieces, rule: UpdateRule) -> None:
-        """Update a tile whose states are on the device."""
+        """Updates a tile whose states are on the device."""
         held = self.tile_states(tile)
         bucket = tile.bucket
         out = None
-        # The weights are offloaded though their states are not: update a buffer and copy it over.
+        # If the weights are offloaded but their states are not, update a buffer and copy it.
         if bucket.host_data is not None:
             out = torch.empty(tile.stop - tile.start, dtype=bucket.data.dtype, device=self.device)
         for at, grad in grads_in_tile(tile, pieces):
@@ -235,15 +234,15 @@ class StateStore:
             bucket.write_data_shard(tile.start, out)
 
     def update_offloaded(self, work: Sequence[tuple[Bucket, Pieces]], rules: UpdateRules) -> None:
-        """Update buckets with offloaded states; returns before it is done.
+        """Starts the update of buckets with offloaded states.
 
-        Each bucket gets a `pending_update` that its next use waits for.
+        Each bucket gets a `pending_update`, for which its next use waits.
         """
         if not work:
             return
         self.join_thread()
         for bucket, _ in work:
-            # A bucket that was not used since the last step may still have an update pending.
+            # A bucket that was not used since the last step may still have a pending update.
             bucket.wait_for_update()
         # Keep the tensors that the rules read alive until the update is done.
         self._rules = rules
@@ -255,7 +254,7 @@ class StateStore:
         how = partial(
             self._update_on_host if hosted else self._update_on_device, parts, rules, begin
         )
-        # Without a reason to block (disk, norm on the host, full launch queue) no thread is needed.
+        # A thread is needed only if the host blocks (disk, norm on the host, full launch queue).
         many = self.device.type == "cuda" and len(self._offloaded_tiles) > MAX_QUEUED_TILES
         if not (hosted or many or self.placement.states == "disk"):
             self._run_inline(how)
@@ -263,12 +262,12 @@ class StateStore:
         for updating in self._updating.values():
             updating.event_ready = threading.Event()
             updating.raise_failure = self._raise_error
-        # Not a daemon: a thread that copies during interpreter shutdown would crash the process.
+        # Not a daemon, as a thread that copies during interpreter shutdown would crash the process.
         self._thread = threading.Thread(target=self._run_in_thread, args=(how,))
         self._thread.start()
 
     def _run_inline(self, how: Callable[[], None]) -> None:
-        """Run the update in this thread; later users of the buckets get its error, too."""
+        """Runs the update in this thread; later uses of the buckets also raise its error."""
         try:
             how()
         except BaseException as error:
@@ -278,7 +277,7 @@ class StateStore:
             raise
 
     def _run_in_thread(self, how: Callable[[], None]) -> None:
-        """Run the update in the background thread."""
+        """Runs the update in the background thread."""
         try:
             # The current device and grad mode are thread-local.
             on = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
@@ -287,7 +286,7 @@ class StateStore:
         except BaseException as error:
             self._error = error
         finally:
-            # Wake all waiters even after a failure; they raise it themselves.
+            # Wake all waiting threads even after a failure; they raise the error.
             for updating in self._updating.values():
                 if updating.event_ready is not None:
                     updating.event_ready.set()
@@ -299,9 +298,9 @@ class StateStore:
     def _update_on_device(
         self, parts: dict[Bucket, Pieces], rules: UpdateRules, begin: StreamEvent
     ) -> None:
-        """Stream tiles in, update and write them back; then prefetch those of the next step.
+        """Loads, updates and writes back tiles; then prefetches the first tiles of the next step.
 
-        Gradients are released bucket by bucket: the next pass needs their memory.
+        The gradients of each bucket are released after its update, as the next pass needs memory.
         """
         order, (_, middle, outward) = self._offloaded_tiles, self._streams
         for i, tile in enumerate(order[:NUM_SLOTS]):
@@ -309,7 +308,7 @@ class StateStore:
         for i, tile in enumerate(order):
             slot = self._slots[i % NUM_SLOTS]
             if self._thread is not None:
-                # Throttle the thread so that the launch queue of the device stays short.
+                # Limit the thread, so that the launch queue of the device stays short.
                 _wait_on_host(slot.free_event)
             with middle.run_after(slot.ready_event, begin):
                 for at, grad in slot.grads:
@@ -325,41 +324,41 @@ class StateStore:
             if i + NUM_SLOTS < len(order):
                 follows = order[i + NUM_SLOTS]
                 self._load_tile(i, follows, parts[follows.bucket], begin)
-            # The last tile of a bucket. Weights on the device are new after the update itself;
-            # weights on the host only after the copy back.
+            # This is the last tile of its bucket. Weights on the device are complete after the
+            # update, weights on the host after the copy.
             if i + 1 == len(order) or order[i + 1].bucket is not tile.bucket:
                 home = tile.bucket.host_data is not None
                 del parts[tile.bucket]
                 self._finish_bucket(tile.bucket, slot.free_event if home else done)
-        # These copies run during the next forward and backward pass.
+        # These copies run during the next forward and backward passes.
         for i, tile in enumerate(order[:NUM_SLOTS]):
             self._load_tile(i, tile)
 
     def _finish_bucket(self, bucket: Bucket, mark: StreamEvent) -> None:
-        """Mark a bucket as updated once the event `mark` has completed."""
-        # The bucket may have dropped its reference already: a waiter takes it before it waits.
+        """Sets the event `mark` after which a bucket is updated."""
+        # The bucket may no longer have a reference, as a waiting thread takes it.
         updating = self._updating.pop(bucket)
         updating.done_event = mark
         if updating.event_ready is not None:
             updating.event_ready.set()
 
     def _get_slot(self, i: int) -> TileSlot:
-        """The buffers of the i-th tile, allocated on first use."""
+        """Returns the buffers for the i-th tile, which are allocated at their first use."""
         if len(self._slots) < NUM_SLOTS:
             memory = torch.empty(self.slot_bytes(), dtype=torch.uint8, device=self.device)
             for lane in self._streams:
                 lane.record_use(memory)
-            # The allocator may hand out memory that queued work of this stream still uses.
+            # The allocator may return memory that queued work of this stream still uses.
             self._slots.append(TileSlot(memory, free_event=record_current_event(self.device)))
         return self._slots[i % NUM_SLOTS]
 
     def slot_bytes(self) -> int:
-        """Bytes of a slot: those of the largest tile."""
+        """Returns the bytes of a slot, which are the bytes of the largest tile."""
         sizes = (self._slot_shapes(tile).values() for tile in self._offloaded_tiles)
         return max(sum(align_size(n * dtype.itemsize) for n, dtype in one) for one in sizes)
 
     def _slot_shapes(self, tile: Tile) -> dict[str, tuple[int, torch.dtype]]:
-        """Element counts and dtypes of a tile's states and of the extra buffers of its update."""
+        """Returns element counts and dtypes of a tile's states and of its additional buffers."""
         bucket = tile.bucket
         count = tile.stop - tile.start
         extra = {
@@ -371,13 +370,13 @@ class StateStore:
         shapes = {kind: (count, dtype) for kind, dtype in self.state_dtypes[bucket].items()}
         if tile.num_blocks:
             shapes["scales"] = (2 * tile.num_blocks, torch.float32)
-        # With offloaded weights, gradients and new weights are not on the device either.
+        # If weights are offloaded, gradients and new weights are also not on the device.
         if bucket.host_data is None:
             return shapes
         return {**shapes, **extra}
 
     def _carve_tensors(self, memory: Tensor, tile: Tile) -> StateTensors:
-        """Tensors for a tile, laid out one after the other in the memory of a slot."""
+        """Returns tensors for a tile, one after the other in the memory of a slot."""
         found = StateTensors()
         at = 0
         for name, (count, dtype) in self._slot_shapes(tile).items():
@@ -390,13 +389,13 @@ class StateStore:
     def _load_tile(
         self, i: int, tile: Tile, pieces: Pieces | None = None, begin: StreamEvent = None
     ) -> None:
-        """Start to copy the states of a tile into the i-th slot, unless they are there already.
+        """Starts copying the states of a tile to the i-th slot, unless it already has them.
 
-        pieces: gradients, once they are known; those on the host are copied as well.
+        pieces: gradients, if they are known; gradients on the host are also copied.
         """
         slot = self._get_slot(i)
         inward = self._streams[0]
-        # False for the first tiles of a step: their states were prefetched during the last one.
+        # False for the first tiles of a step, whose states were prefetched in the last step.
         if slot.tile is not tile:
             slot.tile, slot.tensors = tile, self._carve_tensors(slot.memory, tile)
             with inward.run_after(slot.free_event):
@@ -412,14 +411,14 @@ class StateStore:
             slot.ready_event = inward.record_event()
 
     def _write_back_tile(self, slot: TileSlot, tile: Tile) -> None:
-        """Copy the states of a tile back, and its new weights if they are offloaded."""
+        """Copies the states of a tile back, and its new weights if they are offloaded."""
         for name, mine in self.tile_states(tile).items():
             mine.copy_(slot.tensors[name], non_blocking=True)
         if tile.bucket.host_data is not None:
             tile.bucket.write_data_shard(tile.start, slot.tensors["out"])
 
     def _grad_on_device(self, slot: TileSlot, at: int, grad: Tensor) -> tuple[int, Tensor]:
-        """A gradient on the device, with its offset in the tile."""
+        """Returns a gradient on the device, with its offset in the tile."""
         if grad.device == self.device:
             return at, grad
         room = _view_as_dtype(slot.tensors["grad"][at : at + grad.numel()], grad)
@@ -434,12 +433,12 @@ class StateStore:
         grad: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Update the part of a tile that a gradient covers."""
+        """Updates the part of a tile that a gradient covers."""
         span = slice(at, at + grad.numel())
         start = tile.start + at
         held = {kind: states[kind][span] for kind in self.state_dtypes[tile.bucket]}
         if tile.num_blocks:
-            # Scales belong to blocks of the whole tile; a partial gradient would cut a block.
+            # Scales belong to blocks of the whole tile; a partial gradient would split a block.
             assert at == 0 and start + grad.numel() == tile.stop, (at, grad.shape, tile)
             held["scales"] = states["scales"]
         part = replace(tile, start=start, stop=start + grad.numel())
@@ -450,7 +449,7 @@ class StateStore:
     def _update_on_host(
         self, parts: dict[Bucket, Pieces], rules: UpdateRules, begin: StreamEvent
     ) -> None:
-        """Copy gradients to the host, update states there on the CPU, copy new weights back."""
+        """Copies gradients to the host, updates states on the CPU, and copies weights back."""
         jobs = [
             (tile, *x)
             for tile in self._offloaded_tiles
@@ -459,13 +458,13 @@ class StateStore:
         tiles = [tile for tile, _, _ in jobs]
         waiting = deque(jobs)
         del jobs
-        # Only `waiting` references the gradients now, so each is freed once it is copied.
+        # Only `waiting` references the gradients now, so each is freed after its copy.
         parts.clear()
         slots = self._host_slots()
-        # Keep gradients of NUM_SLOTS - 2 tiles ahead; the other slots are updated or written back.
+        # Copy gradients NUM_SLOTS - 2 tiles ahead; the other slots are updated or written back.
         for slot in slots[: NUM_SLOTS - 2]:
             self._copy_grad_to_host(slot, waiting, begin)
-        # Blocks until the norm is known on the host; the copies above run meanwhile.
+        # Blocks until the norm is on the host, while the copies above run.
         rule = rules.host()
         for i, tile in enumerate(tiles):
             self._copy_grad_to_host(slots[(i + NUM_SLOTS - 2) % NUM_SLOTS], waiting, begin)
@@ -481,14 +480,13 @@ class StateStore:
     def _copy_grad_to_host(
         self, slot: TileSlot, waiting: deque[tuple[Tile, int, Tensor]], begin: StreamEvent
     ) -> None:
-        """Start to copy the next gradient to the host."""
+        """Starts copying the next gradient to the host."""
         if not waiting:
             return
         (tile, at, grad), outward = waiting.popleft(), self._streams[2]
         _wait_on_host(slot.free_event)
         if not grad.is_cuda:
-            # A gradient in host memory was copied there on a stream; the CPU must not read it
-            # earlier.
+            # A gradient in host memory was copied on a stream; the CPU must wait for the copy.
             _wait_on_host(begin)
         slot.tensors = self._carve_tensors(slot.memory, tile)
         with outward.run_after(begin):
@@ -497,7 +495,7 @@ class StateStore:
         slot.ready_event = outward.record_event()
 
     def _copy_weights_back(self, slot: TileSlot, tile: Tile, at: int, new: Tensor) -> StreamEvent:
-        """Start to copy new weights to where they are stored."""
+        """Starts copying new weights to their storage."""
         inward = self._streams[0]
         start = tile.start + at
         with inward.run_after():
@@ -506,7 +504,7 @@ class StateStore:
         return slot.free_event
 
     def _host_slots(self) -> list[TileSlot]:
-        """Tile buffers in pinned host memory."""
+        """Returns the tile buffers in pinned host memory."""
         if not self._slots:
             arena = Arena(NUM_SLOTS * align_size(self.slot_bytes()), self.device)
             memory = [
@@ -518,31 +516,31 @@ class StateStore:
     # ---- synchronization ----------------------------------------------------------------
 
     def join_thread(self) -> None:
-        """Wait for the thread, if there is one, and raise its error."""
+        """Waits for the thread, if there is one, and raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._raise_error()
 
     def synchronize(self) -> None:
-        """Wait until all states are written back and visible to the host."""
+        """Waits until all states are written back and visible to the host."""
         self.join_thread()
         for lane in self._streams:
             lane.synchronize()
 
     def invalidate_slots(self) -> None:
-        """Drop prefetched tiles after states were changed in their storage."""
+        """Drops prefetched tiles, after states have changed in their storage."""
         self.synchronize()
         for slot in self._slots:
             slot.tile = None
 
 
 def _view_as_dtype(room: Tensor, like: Tensor) -> Tensor:
-    """The first bytes of a buffer as a flat tensor with the size and dtype of `like`."""
+    """Returns the first bytes of a buffer as a flat tensor with the size and dtype of `like`."""
     return room.view(torch.uint8)[: like.nbytes].view(like.dtype)
 
 
 def _wait_on_host(mark: StreamEvent) -> None:
-    """Block the host until an event has completed."""
+    """Blocks the host until an event has completed."""
     if mark is not None:
         mark.synchronize()

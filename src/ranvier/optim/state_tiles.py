@@ -1,4 +1,4 @@
-"""State tiles: bucket states cut into parts that are updated at once, and their placement."""
+"""State tiles: parts of bucket states that are updated together, and where they are stored."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ StateLocation = Literal["device", "host", "disk"]
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Where optimizer states are stored, and how much of each memory they may use."""
+    """Where optimizer states are stored and updated, and how much memory they may use."""
 
     states: Literal["device", "host", "disk", "split"] = "device"
+    """Where states are stored; "split": as many as fit on the device, the rest on the host."""
     device_bytes: int = 0
-    """Bytes of states that remain on the device with `split`."""
+    """Bytes of states that remain on the device with "split"."""
     host_bytes: int = 2**62
-    """Upper limit on host memory in bytes."""
+    """Maximum bytes of host memory."""
     path: str = ""
-    """Directory of the file."""
+    """Directory of the file for "disk"."""
     update_device: Literal["device", "cpu"] = "device"
     """Where offloaded states are updated."""
     tile_elements: int = 2**24
-    """Elements of a tile."""
+    """Maximum number of elements of a tile."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A range of my states of a bucket."""
+    """A range of this rank's states of a bucket."""
 
     bucket: Bucket
     start: int
     stop: int
     weight: ShardedParameter | None = None
-    """The weight it belongs to, where that matters."""
+    """The weight of the tile, if its rounding depends on the weight."""
     num_blocks: int = 0
     """Number of 8-bit quantization blocks, each with two scales."""
 
@@ -54,13 +55,13 @@ class Tile:
 def state_locations(
     kinds: Mapping[Bucket, Mapping[str, torch.dtype]], home: StatePlacement
 ) -> dict[Bucket, StateLocation]:
-    """Where the states of each bucket are stored; vectors are too small to be worth offloading."""
+    """Returns where the states of each bucket are stored; vectors stay on the device."""
     found: dict[Bucket, StateLocation] = {}
     if home.states == "split":
         left = home.device_bytes
     else:
         left = 0
-    # First fit in the order of the buckets: the first ones stay on the device while there is room.
+    # First fit: buckets stay on the device, in order, as long as there is room.
     for bucket, types in kinds.items():
         size = sum(bucket.data_shard_size * dtype.itemsize for dtype in types.values())
         small = bucket.weights[0].param_group == "vector" or size == 0
@@ -76,14 +77,15 @@ def state_locations(
 
 
 def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
-    """My range of a bucket in tiles of at most `size` elements.
+    """Yields the data shard of a bucket in tiles of at most `size` elements.
 
-    With narrow moments no tile spans two weights: rounding is keyed by weight and element index.
+    With narrow moments no tile contains two weights, as rounding depends on the weight and the
+    element index.
     """
     spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.data_shard_size, None)]
     if types["mean"].itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize:
         spans = [(*bucket.state_range(weight), weight) for weight in bucket.weights]
-    # Whole quantization blocks per tile, so that a scale belongs to exactly one tile.
+    # Tiles contain whole quantization blocks, so that a scale belongs to exactly one tile.
     step = max(size // BLOCK_SIZE, 1) * BLOCK_SIZE
     for start, stop, weight in spans:
         for at in range(start, stop, step):
@@ -96,7 +98,7 @@ def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int
 
 
 def grads_in_tile(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
-    """The parts of a gradient that fall into a tile, with their offsets in the tile."""
+    """Yields the parts of a gradient in a tile, with their offsets in the tile."""
     for start, grad in pieces:
         low = max(start, tile.start)
         high = min(start + grad.numel(), tile.stop)
