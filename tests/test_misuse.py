@@ -169,7 +169,7 @@ def test_dropout_without_a_name_is_refused() -> None:
             self.sizes = {"mlp": 8, "embed": 8}
             self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
 
-    with pytest.raises(ShardingError, match=r"drops elements without named dim.*drop \(p=0.1\)"):
+    with pytest.raises(ShardingError, match=r"dropout layers without named dim.*drop \(p=0.1\)"):
         parallelize(Hidden(), Grid({}))
 
 
@@ -184,9 +184,9 @@ def test_attention_and_mlp_drop_different_elements() -> None:
 def test_mixed_types_and_second_calls_are_refused() -> None:
     mixed = Decoder(SMALL)
     mixed.norm.double()
-    with pytest.raises(ShardingError, match=r"float32, torch.float64.*Give parallelize dtype="):
+    with pytest.raises(ShardingError, match=r"float32, torch.float64.*Pass dtype= to parallelize"):
         parallelize(mixed, Grid({}))
-    with pytest.raises(ShardingError, match="parallel already"):
+    with pytest.raises(ShardingError, match="already parallel"):
         parallelize(lone(), Grid({}))
 
 

@@ -354,14 +354,16 @@ def feed_wrongly(grid: Grid) -> list[str]:
 def test_debug_mode_compares_what_ranks_were_given(pool: Pool) -> None:
     for said in pool.on_grid({"data": 2, "row": 2}, feed_wrongly):
         assert said[:4] == [""] * 4
-        assert "Ranks 0 and 2 were given the same 'x'" in said[4] and "axis data" in said[4]
+        assert "Ranks 0 and 2 received the same values of 'x'" in said[4] and "axis data" in said[4]
         assert "count 2 times" in said[4] and "call_on_full_batch" in said[4]
-        assert "Ranks 0 and 2 were given the same 'tokens'" in said[5]
-        assert "Rank 1 was given another 'tokens' than rank 0" in said[6] and "row" in said[6]
-        assert "Rank 1 was given another 'tokens' than rank 0" in said[7]
-        assert "Rank 2 was given another 'x' than rank 0" in said[8] and "axis data" in said[8]
+        assert "Ranks 0 and 2 received the same values of 'tokens'" in said[5]
+        assert "Ranks 0 and 1 received different values of 'tokens'" in said[6] and "row" in said[6]
+        assert "Ranks 0 and 1 received different values of 'tokens'" in said[7]
+        assert (
+            "Ranks 0 and 2 received different values of 'x'" in said[8] and "axis data" in said[8]
+        )
         assert "the same full batch on every rank" in said[8]
-        assert "Rank 1 was given another 'up.weight' than rank 0" in said[9]
+        assert "Ranks 0 and 1 received different values of 'up.weight'" in said[9]
         assert "manual_seed" in said[9]
 
 
@@ -376,7 +378,9 @@ def feed_stages_wrongly(grid: Grid) -> list[str]:
 
 def test_debug_mode_compares_what_stages_were_given(pool: Pool) -> None:
     for same, good in pool.on_grid({"pipe": 2, "data": 2}, feed_stages_wrongly):
-        assert "Ranks 0 and 1 were given the same 'tokens', 'targets'" in same and good == ""
+        assert (
+            "Ranks 0 and 1 received the same values of 'tokens', 'targets'" in same and good == ""
+        )
 
 
 # ---- what cannot be told ------------------------------------------------------------------------
@@ -400,10 +404,10 @@ def ask_too_much(grid: Grid) -> list[str]:
 def test_what_shapes_do_not_tell_is_asked_for(pool: Pool) -> None:
     words = [
         ("output has the shape", "after the call"),
-        ("one number", "output_dims = 'mean'"),
-        ("3 samples", "another batch size"),
+        ("returned a scalar", "output_dims = 'mean'"),
+        ("3 samples", "Use a batch size that the grid divides"),
         ("reads x as 'mlp'", "input_dims = {'x': ('batch', 'seq', 'mlp')}"),
-        ("row splits tokens", "reduce it after"),
+        ("row splits the tokens", "reduce it after"),
     ]
     for said in pool.on_grid({"data": 2, "row": 2}, ask_too_much):
         for text, (problem, remedy) in zip(said, words, strict=True):
@@ -412,7 +416,7 @@ def test_what_shapes_do_not_tell_is_asked_for(pool: Pool) -> None:
 
 def test_inputs_that_no_grid_can_divide_are_refused() -> None:
     row, pipe = Grid({"row": 2}), Grid({"pipe": 2})
-    with pytest.raises(DataError, match=r"7 tokens.*Fill it up to 8 tokens"):
+    with pytest.raises(DataError, match=r"7 tokens.*Pad it to 8 tokens"):
         call_on_full_batch(parallelize(Features(), row), torch.zeros(2, 7, EMBED))
     with pytest.raises(ShardingError, match=r"24 features, but embed=16.*input_dims"):
         call_on_full_batch(parallelize(Features(), row), torch.zeros(2, SEQ, MLP))

@@ -155,7 +155,11 @@ def refused(
 
 @pytest.mark.parametrize("model", HF_MODELS)
 def test_samples_over_col_are_refused(model: str) -> None:
-    words = ("col_splits='samples' with col=2", "col splits features", "Use col_splits='features'")
+    words = (
+        "col_splits='samples' with col=2",
+        "col must split features",
+        "Use col_splits='features'",
+    )
     refused(HF_MODELS[model](), *words, degrees={"col": 2}, col_splits="samples")
 
 
@@ -174,7 +178,7 @@ def test_all_problems_come_at_once() -> None:
 
 def test_model_without_head_is_refused() -> None:
     model = LlamaForSequenceClassification(llama().config)  # type: ignore[arg-type]
-    refused(model, "no head over the vocabulary", "ForCausalLM")
+    refused(model, "no language-model head", "ForCausalLM")
 
 
 def test_unknown_type_is_refused() -> None:

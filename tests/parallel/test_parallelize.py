@@ -194,7 +194,7 @@ def test_unnamed_weights_are_refused_all_at_once() -> None:
 def test_a_name_the_model_has_not_is_refused() -> None:
     model = Unnamed()
     names = {"up": ("mlp", "embed"), "upp": ("mlp", "embed")}
-    with pytest.raises(ShardingError, match=r"dims names 'upp'.*has .*up, gate"):
+    with pytest.raises(ShardingError, match=r"dims contains 'upp'.*has .*up, gate"):
         parallelize(model, Grid({}), dims=names)
 
 
@@ -205,7 +205,7 @@ def test_linear_layers_that_stay_inside_are_refused() -> None:
 
 def test_a_layer_without_leaf_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(1, 1, 1))
-    with pytest.raises(ShardingError, match="0 is a Conv2d, which has no leaf"):
+    with pytest.raises(ShardingError, match="0 is a Conv2d, which has no parallel version"):
         parallelize(model, Grid({}), dims={"0": ("embed",)})
 
 
@@ -296,7 +296,7 @@ def test_stages_are_balanced_for_the_length_of_samples() -> None:
 
 @pytest.mark.parametrize("plan", [Plan(row=4), Plan(row=2, data=3), Plan(), Plan(row=2, depth=2)])
 def test_a_plan_of_another_grid_is_refused(plan: Plan) -> None:
-    rule = r"The plan has .*, the grid .*A plan has the degrees of its grid\. Use Plan\("
+    rule = r"The plan has .*, but the grid has .*must have the same degrees\. Use Plan\("
     with pytest.raises(PlanError, match=rule):
         parallelize(small_decoder(), Grid({"row": 2}), plan)
 
@@ -305,7 +305,7 @@ def test_a_degree_that_is_left_open_is_that_of_the_grid() -> None:
     model = parallelize(small_decoder(), Grid({"data": 2, "row": 2}), Plan(row=2))
     assert model.parallel.grid.degrees["data"] == 2
     with pytest.raises(
-        PlanError, match=r"has row=1, col=4, the grid row=2, col=1.*Plan\(row=2, col=1"
+        PlanError, match=r"has row=1, col=4, but the grid has row=2, col=1.*Plan\(row=2, col=1"
     ):
         parallelize(small_decoder(), Grid({"row": 2}), Plan(col=4))
 

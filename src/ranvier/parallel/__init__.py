@@ -1,4 +1,4 @@
-"""Parallelize: a plain PyTorch model becomes a parallel one from outside.
+"""Turns a plain PyTorch model into a parallel one, without changes to the model.
 
-Imports pipeline, nn and what is below.
+Imports pipeline, nn and the packages below them.
 """

@@ -1,25 +1,26 @@
-"""Full batch: call a parallel model as if there were one process.
+"""Full batch: calls a parallel model in the same way as a model in one process.
 
 Every rank passes the same full inputs and gets back the same full outputs, so a loop written for
 one process computes its loss as before:
 
     y = call_on_full_batch(model, x)        # x, y: the same on every rank
     loss = F.mse_loss(y, target)            # the same on every rank
-    loss.backward()                         # gradients are left in the buckets of the model
-    norm = optimizer.step()                 # of the package's optimizer
+    loss.backward()                         # gradients accumulate in the model's buckets
+    norm = optimizer.step()                 # optimizer: ranvier's Optimizer
 
-Losses, gradients and the gradient norm are those of one process on any grid of data, expert, depth,
-row and col. The cost: each rank holds the full inputs and outputs, and outputs are gathered. A loop
-that loads only the samples of its rank calls the model itself.
+Losses, gradients and the gradient norm equal the results of one process on any grid of data,
+expert, depth, row and col. The cost is that each rank holds the full inputs and outputs, and that
+outputs are gathered. A training loop that loads only the samples of its rank calls the model
+directly.
 
 The layout of inputs and outputs is inferred from their dtypes and shapes. Where that is ambiguous,
-the model names it, next to its `dims`:
+the model declares it next to its `dims`:
 
-    input_dims = {"x": ("batch", "seq", "mlp")}     # by the argument of forward; default: embed
-    output_dims = ("batch", "seq", "mlp")           # default: from the shape
-    output_dims = "mean"                            # or "sum": forward returns a loss, one number
+    input_dims = {"x": ("batch", "seq", "mlp")}     # by argument of forward; the default is embed
+    output_dims = ("batch", "seq", "mlp")           # the default is inferred from the shape
+    output_dims = "mean"                            # or "sum", if forward returns a scalar loss
 
-Not handled: pipeline parallelism (pipe > 1).
+Pipeline parallelism (pipe > 1) is not supported.
 """
 
 from __future__ import annotations
@@ -48,18 +49,39 @@ from ranvier.sharding import Sharding, round_up
 
 LOSS_REDUCTIONS = ("sum", "mean")
 SAME_BATCH_REMEDY = (
-    "Give call_on_full_batch the same full batch on every rank: seed what draws it alike."
+    "Pass call_on_full_batch the same full batch on every rank, e.g. with the same seed in the "
+    "data loader."
 )
 
 
 def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """The full output of a parallel model for full inputs, the same on every rank.
+    """Calls a parallel model with the full batch and returns the full output on every rank.
 
-    Tensors among the arguments have the batch as their first dim: integers `[b, s]` (tokens,
-    targets), features `[b, s, d]`, or rows `[b, d]`. A batch that the grid does not divide is
-    padded with copies of its last sample, which are removed from the output.
-    Communicates: as the model; all-gather of outputs, and backward of inputs that need gradients;
-    in debug mode a digest of each input over all axes.
+    Every rank passes the same inputs and gets the same output, so a training loop for one process
+    needs no other change. Losses and gradients equal the results of one process.
+
+    Communicates: the collectives of the model; all-gather of the outputs; backward: all-gather of
+    the gradients of inputs that require them. In debug mode (`Grid(..., debug=True)`) also a digest
+    of each input over all axes.
+
+    Args:
+        model: A model returned by `parallelize`, on a grid with pipe=1.
+        *args: Positional arguments of `model.forward`. The first dim of each tensor is the batch:
+            integers `[b, s]` (tokens, targets), features `[b, s, d]`, or rows `[b, d]`. A batch
+            whose size the grid does not divide is padded with copies of its last sample; the
+            output does not include them.
+        **kwargs: Keyword arguments of `model.forward`, with the same shapes.
+
+    Returns:
+        The output of `model.forward` with all tensors gathered. Tuples, lists and dicts of tensors
+        keep their structure. A scalar loss is summed or averaged over the ranks.
+
+    Raises:
+        PlanError: The grid has pipe > 1.
+        DataError: The inputs disagree in their number of samples or tokens, or the grid cannot
+            split them.
+        ShardingError: The layout of an input or output cannot be inferred. Declare `input_dims` or
+            `output_dims` in the model.
     """
     parallel = get_parallel_model(model)
     _refuse_stages(parallel)
@@ -68,7 +90,7 @@ def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     named = dict(list(bound.arguments.items())[1:])
     inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
     device = parallel.pipeline.executor.device
-    # Debug mode: all ranks must have been given the same full batch.
+    # Debug mode: all ranks must have received the same full batch.
     if parallel.grid.trace.check_collectives:
         same = [InputExpectation(name, equal_over=AXES) for name in inputs]
         check_inputs(inputs, same, parallel.grid, device, remedy=SAME_BATCH_REMEDY)
@@ -85,8 +107,9 @@ def _refuse_stages(parallel: ParallelModel) -> None:
     stages = parallel.grid.degrees["pipe"]
     if stages > 1:
         raise PlanError(
-            f"pipe={stages} in a call on a full batch. Stages take turns, so no rank has the "
-            "output when it is called. Use pipe=1, or ranvier.train.step.forward_backward."
+            f"call_on_full_batch does not support pipe={stages}. With pipeline parallelism the "
+            "output is not available when the model is called. Use pipe=1, or run the schedule "
+            "with ranvier.train.step.forward_backward."
         )
 
 
@@ -97,18 +120,17 @@ class FullBatchInputs:
     parallel: ParallelModel
     layouts: dict[str, ActivationLayout]
     num_samples: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     padded_samples: int
-    """Samples after padding."""
+    """Number of samples after padding."""
     fold_shape: tuple[int, int] | None
-    """Rows `[b, d]` are folded to `[samples, tokens, d]`: (samples, tokens); None: they stay rows.
-    """
+    """(samples, tokens) if rows `[b, d]` are folded to `[samples, tokens, d]`, else None."""
     seq_len: int | None
-    """Tokens of a sample, if any input has them."""
+    """Tokens per sample, if an input has a sequence dim."""
 
     @classmethod
     def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> FullBatchInputs:
-        """How these inputs are split."""
+        """Returns how these inputs are split."""
         parallel = get_parallel_model(model)
         named: Mapping[str, Sequence[str]] = getattr(model, "input_dims", {})
         dims = {name: _input_dims(name, x, named, parallel) for name, x in inputs.items()}
@@ -116,10 +138,10 @@ class FullBatchInputs:
         lengths = {x.shape[1] for name, x in inputs.items() if "seq" in dims[name][1:2]}
         if len(counts) != 1 or len(lengths) > 1:
             raise DataError(
-                f"{type(model).__name__} was given inputs of the shapes "
-                f"{', '.join(f'{name} {list(x.shape)}' for name, x in inputs.items())}. All have "
-                "the same number of samples (dim 0) and of tokens (dim 1). Give what has no "
-                "samples as a buffer of the model."
+                f"The inputs of {type(model).__name__} have different shapes: "
+                f"{', '.join(f'{name} {list(x.shape)}' for name, x in inputs.items())}. All inputs "
+                "must have the same number of samples (dim 0) and tokens (dim 1). Register a "
+                "tensor without a batch dim as a buffer of the model."
             )
         degrees = parallel.grid.degrees
         table = parallel.table
@@ -149,7 +171,7 @@ class FullBatchInputs:
         return cls(parallel, layouts, batch, filled, fold, seq)
 
     def local_part(self, name: str, x: Tensor) -> Tensor:
-        """My part of an input, padded."""
+        """Returns this rank's part of an input, after padding."""
         layout = self.layouts[name]
         if layout.dims[:1] == ("batch",) and self.padded_samples > self.num_samples:
             more = self.padded_samples - self.num_samples
@@ -159,21 +181,23 @@ class FullBatchInputs:
         for dim, parts in enumerate(layout.parts_per_dim(self.parallel.grid)):
             if x.shape[dim] % parts:
                 raise ShardingError(
-                    f"Dim {dim} ({layout.dims[dim]}) of {name} has {x.shape[dim]} elements, which "
-                    f"{'·'.join(layout.axes[dim])}={parts} does not divide. A split dimension must "
-                    "be a multiple of its axes. Use other sizes or degrees."
+                    f"{'·'.join(layout.axes[dim])}={parts} does not divide dim {dim} "
+                    f"({layout.dims[dim]}) of {name}, which has {x.shape[dim]} elements. A sharded "
+                    "dimension must be a multiple of the product of its axis sizes. Use another "
+                    "size or other degrees."
                 )
         return layout.scatter_to_ranks(x, self.parallel.grid)
 
     def sample_numbers(self, model: nn.Module) -> Tensor | None:
-        """The numbers of my samples in the run, which dropout depends on, if the model is training.
+        """Returns the global indices of this rank's samples, which dropout depends on.
 
-        Rows have none: how they are folded into samples depends on the grid.
+        Returns None in evaluation, and for rows `[b, d]`: how rows are folded into samples depends
+        on the grid.
         """
         if not model.training or self.fold_shape is not None:
             return None
         first = self.parallel.samples_seen
-        # Padding does not count, so that the numbers are those of any other grid.
+        # Padding does not count, so that a sample has the same index on every grid.
         self.parallel.samples_seen += self.num_samples
         numbers = torch.arange(first, first + self.padded_samples)
         mine = ActivationLayout.from_dims(("batch",), self.parallel.table)
@@ -181,7 +205,7 @@ class FullBatchInputs:
 
     @property
     def model_samples(self) -> int:
-        """Samples as the model sees them, of all ranks."""
+        """Number of samples that the model receives, over all ranks."""
         if self.fold_shape is None:
             return self.padded_samples
         return self.fold_shape[0]
@@ -190,21 +214,21 @@ class FullBatchInputs:
 def _input_dims(
     name: str, x: Tensor, named: Mapping[str, Sequence[str]], parallel: ParallelModel
 ) -> tuple[str, ...]:
-    """The dims of an input: as the model names them, else by its dtype and shape."""
+    """Returns the dims of an input as declared by the model, or inferred from dtype and shape."""
     dims = tuple(named.get(name, default_input_dims(x)))
     if len(dims) != x.dim():
         raise ShardingError(
-            f"input_dims names {len(dims)} dims of {name}, which has the shape {list(x.shape)}. "
-            f"Every dim has a name. Name {x.dim()}, '' for one that nothing splits."
+            f"input_dims has {len(dims)} names for {name}, which has the shape {list(x.shape)}. "
+            f"Every dim must have a name. Give {x.dim()} names; use '' for a dim that is not split."
         )
-    # An input that is not as wide as the residual stream is probably of another region.
+    # An input that is not as wide as the residual stream probably has another feature dim.
     width = parallel.sizes.get("embed")
     wrong = name not in named and "embed" in dims and width not in (None, x.shape[-1])
     if wrong and parallel.grid.world_size > 1:
         raise ShardingError(
-            f"{name} has {x.shape[-1]} features, but embed={width}. Features of an input are those "
-            "of 'embed' unless the model says otherwise. Name them: input_dims = "
-            f"{{{name!r}: {(*dims[:-1], 'mlp')}}} beside dims."
+            f"{name} has {x.shape[-1]} features, but embed={width}. The feature dim of an input is "
+            "'embed' unless the model declares another one. Add input_dims = "
+            f"{{{name!r}: {(*dims[:-1], 'mlp')}}} next to dims."
         )
     return dims
 
@@ -214,15 +238,16 @@ def _refuse_uneven(
 ) -> None:
     if seq is not None and seq % tokens:
         raise DataError(
-            f"A sample has {seq} tokens, which row·context={tokens} does not divide. Each rank "
-            f"gets an equal part of the sequence. Fill it up to {-(-seq // tokens) * tokens} "
-            "tokens, in a way that your model ignores, or use a smaller row."
+            f"row·context={tokens} does not divide the {seq} tokens of a sample. Each rank gets an "
+            f"equal part of the sequence. Pad it to {-(-seq // tokens) * tokens} tokens that your "
+            "model ignores, or use a smaller row."
         )
-    # Outputs of padding are cut off, but its tokens would still be routed and counted.
+    # Outputs of padded samples are removed, but their tokens would still be routed and counted.
     if filled > batch and parallel.load_balancer is not None:
         raise DataError(
-            f"A batch of {batch} samples, of which the grid needs a multiple ({filled}). Copies of "
-            "samples would count in the balance of experts. Use another batch size."
+            f"The batch has {batch} samples, which the grid would pad to {filled}. Padding would "
+            "count in the load balance of the experts. Use a batch size that the grid divides, "
+            f"e.g. {filled}."
         )
 
 
@@ -236,16 +261,16 @@ class LastLayerOutput:
     layer: ParallelLayer | None = None
     output: Any = field(default=None, repr=False)
     has_loss: bool = False
-    """Whether a layer returned a vocabulary loss: the sum over the tokens of this rank."""
+    """Whether a layer returned a vocabulary loss, i.e. the sum over the tokens of this rank."""
 
 
 @contextmanager
 def _observe_layers(
     parallel: ParallelModel, feed: FullBatchInputs, parts: Mapping[str, Tensor]
 ) -> Iterator[LastLayerOutput]:
-    """Record which layer reads an input, and which runs last; compiled blocks get no hooks."""
+    """Checks the layers that read an input and records the last layer; skips compiled blocks."""
     seen = LastLayerOutput()
-    # By identity: a layer that reads an input gets the very tensor that was passed to the model.
+    # By identity: a layer that reads an input gets the same tensor object as the model.
     names = {id(x): name for name, x in parts.items()}
 
     def before(leaf: nn.Module, args: tuple[Any, ...]) -> None:
@@ -266,7 +291,7 @@ def _observe_layers(
     for name, leaf in parallel.layers.items():
         if parallel.compiled_blocks is None or not parallel.block_of(name):
             handles += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
-    # Padding repeats a sample, so that parts may be equal: skip the check for distinct parts.
+    # Padding repeats a sample, so parts may be equal: skip the check for distinct parts.
     checked, parallel.parts_checked = parallel.parts_checked, True
     try:
         yield seen
@@ -277,15 +302,15 @@ def _observe_layers(
 
 
 def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None:
-    """Refuse an input whose layout differs from what the layer that reads it expects."""
+    """Raises if the layout of an input differs from the layout that its layer expects."""
     have = feed.layouts[name]
     parallel = feed.parallel
     want = ActivationLayout.from_dims((*have.dims[:-1], leaf.in_dim), parallel.table)
     if have.parts_per_dim(parallel.grid) != want.parts_per_dim(parallel.grid):
         raise ShardingError(
-            f"{leaf.site.name} reads {name} as {leaf.in_dim!r}, but it was divided as "
-            f"{have.dims[-1]!r}. Features of an input are those of 'embed' unless the model says "
-            f"otherwise. Name them: input_dims = {{{name!r}: {want.dims}}} beside dims."
+            f"{leaf.site.name} reads {name} as {leaf.in_dim!r}, but it was split as "
+            f"{have.dims[-1]!r}. The feature dim of an input is 'embed' unless the model declares "
+            f"another one. Add input_dims = {{{name!r}: {want.dims}}} next to dims."
         )
 
 
@@ -293,7 +318,7 @@ def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None
 
 
 def _full_output(output: Any, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Any:
-    """The full output; dims: a tuple names one tensor, a list or a dict several."""
+    """Returns the full output. dims: a tuple for one tensor; a list or dict of them for several."""
     if isinstance(output, Tensor):
         return _full_tensor(output, dims, feed, seen)
     if isinstance(output, Mapping):
@@ -315,7 +340,7 @@ def _full_output(output: Any, dims: Any, feed: FullBatchInputs, seen: LastLayerO
 
 
 def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
-    """The full tensor of which each rank has a part. Communicates: all-gather over its axes."""
+    """Returns the full tensor from one part per rank. Communicates: all-gather over its axes."""
     if y.dim() == 0:
         return _full_number(y, dims, feed, seen)
     if dims is None:
@@ -327,7 +352,7 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
     else:
         vocab = None
     if vocab is not None:
-        # A gather needs equal parts: pad the last one, gather, then cut the padding off.
+        # A gather needs equal parts: pad the last one, gather, then remove the padding.
         y = _pad_vocabulary(y, feed.parallel)
     y = layout.gather_from_ranks(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
@@ -339,7 +364,7 @@ def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
 
 
 def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
-    """Sum or mean of the losses of the ranks. Communicates: all-reduce."""
+    """Returns the sum or mean of the losses of all ranks. Communicates: all-reduce."""
     parallel = feed.parallel
     grid = parallel.grid
     if grid.world_size == 1:
@@ -351,16 +376,17 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
         word = dims
     if word not in LOSS_REDUCTIONS:
         raise ShardingError(
-            "The model returned one number. Each rank has computed it from its own part of the "
-            "batch, as a sum or as a mean. Say which: output_dims = 'sum' or output_dims = 'mean' "
-            "beside dims; or return the outputs and compute the loss from the full ones."
+            "The model returned a scalar. Each rank has computed it from its own part of the "
+            "batch, either as a sum or as a mean. Set output_dims = 'sum' or output_dims = 'mean' "
+            "next to dims, or return the outputs and compute the loss after the call."
         )
-    # A loss that is reduced already cannot be corrected for padding.
+    # A loss that is already reduced cannot be corrected for padding.
     if feed.padded_samples > feed.num_samples:
         raise DataError(
-            f"A batch of {feed.num_samples} samples, of which the grid needs a multiple "
-            f"({feed.padded_samples}). Copies of samples would count in the loss. Use another "
-            "batch size, or return the outputs and compute the loss from the full ones."
+            f"The batch has {feed.num_samples} samples, which the grid would pad to "
+            f"{feed.padded_samples}. Padding would count in the loss. Use a batch size that the "
+            f"grid divides, e.g. {feed.padded_samples}, or return the outputs and compute the "
+            "loss after the call."
         )
     # A vocabulary loss is identical on the ranks that split the vocabulary; any other number
     # differs on every rank.
@@ -372,7 +398,7 @@ def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOut
 
 
 def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> ActivationLayout:
-    """The layout of an output whose dims the model names."""
+    """Returns the layout of an output whose dims the model declares."""
     parallel = feed.parallel
     names = tuple(dims)
     if feed.fold_shape is not None and names[:1] == ("batch",) and "seq" not in names:
@@ -380,22 +406,22 @@ def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> 
     if len(names) != y.dim():
         raise ShardingError(
             f"output_dims is {names}, but the output has the shape {list(y.shape)} on rank "
-            f"{parallel.grid.rank}. Every dim has a name. Name {y.dim()}, '' for one that nothing "
-            "splits."
+            f"{parallel.grid.rank}. Every dim must have a name. Give {y.dim()} names; use '' for a "
+            "dim that is not split."
         )
     layout = ActivationLayout.from_dims(names, parallel.table)
     missing = layout.missing_axes(parallel.grid, parallel.table)
     if missing:
         raise ShardingError(
-            f"output_dims is {names}, but {'·'.join(missing)} splits tokens there. A rank would "
-            "have reduced its own tokens only. Return the output of each token and reduce it after "
-            "the call."
+            f"output_dims is {names}, but {'·'.join(missing)} splits the tokens that it was "
+            "reduced over. Each rank has reduced only its own tokens. Return one output per token "
+            "and reduce it after the call."
         )
     return layout
 
 
 def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) -> ActivationLayout:
-    """The layout inferred from the shape of an output: residual stream, or inside of a block."""
+    """Infers from its shape whether an output is split like the residual stream or a block."""
     parallel = feed.parallel
     if isinstance(seen.layer, Linear):
         # The first guess is the output of the last layer that ran.
@@ -419,15 +445,15 @@ def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) 
         f"The output has the shape {list(y.shape)} on rank {parallel.grid.rank}, for "
         f"{feed.model_samples} "
         f"samples{'' if feed.seq_len is None else f' of {feed.seq_len} tokens'} on all "
-        f"ranks. Of those it should be {' or '.join(dict.fromkeys(expected))}, so how it is "
-        "divided is not known. Return what the model has for each token, and reduce over tokens "
-        "and features after the call; or name the dims: output_dims = ('batch', 'seq', 'embed') "
-        "beside dims."
+        f"ranks. The expected shape is {' or '.join(dict.fromkeys(expected))}; for any other "
+        "shape the layout is unknown. Return one output per token and reduce over tokens and "
+        "features after the call, or set output_dims, e.g. ('batch', 'seq', 'embed'), next to "
+        "dims."
     )
 
 
 def _pad_vocabulary(y: Tensor, parallel: ParallelModel) -> Tensor:
-    """My part of a vocabulary with its padding, which layers omit."""
+    """Pads this rank's part of the vocabulary to the size of a shard; layers omit the padding."""
     degrees = parallel.grid.degrees
     region = parallel.table.activation_rule("vocab")
     sharding = Sharding.from_dims([parallel.sizes["vocab"]], ["vocab"], region, degrees)

@@ -1,17 +1,17 @@
-"""Hugging Face models: their `dims` tables, derived from the tensor-parallel plan they ship.
+"""Hugging Face models: derives their `dims` tables from the tensor-parallel plan they ship with.
 
-The plan says which layers are column-parallel (`colwise`) and row-parallel (`rowwise`), their names
-over which dim. GPT-2 ships none and has its table here. The model is unchanged but for three
-things:
+The plan lists the column-parallel (`colwise`) and row-parallel (`rowwise`) layers; the names of the
+layers give their dims. GPT-2 ships without a plan; its table is in this module. Three things change
+in the model:
 
-* Its attention reads shapes from its input, so the sequence is gathered over row once, where an
-  attention or MLP module begins (`SequenceGather`), and the layers inside do not gather it
-  themselves. For the same reason col splits features inside, never samples.
+* Its attention reads shapes from its input. The sequence is therefore gathered over row once, at
+  the input of each attention or MLP module (`SequenceGather`), and the layers inside do not gather
+  it again. For the same reason col splits features inside these modules, never samples.
 * Its body would derive positions and mask from its input, which is a part of the sequence here.
-  Both come from the whole sequence instead.
-* Its `forward` becomes that of our models: (tokens, targets, positions, documents) to a loss.
+  Both are computed from the whole sequence instead.
+* Its `forward` gets the signature of our models: (tokens, targets, positions, documents) to a loss.
 
-Names of parameters stay those of Hugging Face. transformers itself is never imported. Not handled:
+Parameters keep their Hugging Face names. This module never imports transformers. Not supported:
 sliding windows, attention dropout, caches and generation, attention other than `sdpa` and `eager`.
 """
 
@@ -51,7 +51,7 @@ TP_STYLES = {
     "replicated_with_grad_allreduce": PER_HEAD,
     "embedding_rowwise": EMBEDDING,
 }
-"""Meaning of the styles of a tensor-parallel plan on the grid."""
+"""What each style of a tensor-parallel plan means on the grid."""
 INNER_DIMS = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
@@ -62,9 +62,9 @@ INNER_DIMS = {
     "down_proj": "mlp",
     "lm_head": "vocab",
 }
-"""The inner dim of a layer in the plan, by the end of its name."""
+"""The inner dim of a layer in the plan, by the last part of its name."""
 TYPES_WITH_TP_PLAN = ("llama", "qwen3")
-"""Types whose plan is sufficient; their other weights are norms and the embedding."""
+"""Model types whose plan is sufficient; their other weights are norms and the embedding."""
 GPT2_DIMS: LayerDims = {
     "transformer.wte": ("vocab", "embed"),
     "transformer.wpe": ("position", "embed"),
@@ -77,16 +77,16 @@ GPT2_DIMS: LayerDims = {
     "transformer.ln_f": ("embed",),
     "lm_head": ("vocab", "embed"),
 }
-"""Dims of GPT-2, which ships no plan; its Conv1D weights are (in, out)."""
+"""Dims of GPT-2, which ships without a plan; its Conv1D weights are (in, out)."""
 HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
     "LlamaRMSNorm": RMSNorm,
     "Qwen3RMSNorm": RMSNorm,
     "Conv1D": Conv1D,
 }
 """Layers of transformers and their parallel versions, by class name."""
-REMEDY = "Give the dims of all layers: parallelize(dims={layer: dims})."
+REMEDY = "Pass the dims of all layers to parallelize(dims={layer: dims})."
 ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-"""Attention implementations that accept a mask of the whole sequence."""
+"""Attention implementations that accept a mask for the whole sequence."""
 
 
 class SequenceGatherPlaceholder(torch.nn.Module):
@@ -109,7 +109,7 @@ class SequenceGather(ParallelLayer):
         self.axis = site.axis("row")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gather the sequence."""
+        """Gathers the sequence: `[b, s/row, d/col]` to `[b, s, d/col]`."""
         with self.trace_scope():
             return all_gather(x, self.axis, 1)
 
@@ -120,14 +120,14 @@ class SequenceGather(ParallelLayer):
 
 
 def local_units(units: int, dim: str, table: ShardingTable, grid: Grid) -> int:
-    """Units of `dim` on a rank; several ranks may share a kv head."""
+    """Returns the number of units of `dim` per rank; several ranks may share a kv head."""
     return Sharding.from_dims([units], [dim], table.activation_rule(dim), grid.degrees).local_shape[
         0
     ]
 
 
 def is_huggingface_model(model: torch.nn.Module) -> bool:
-    """Whether this is a Hugging Face model: it has a config with a type and an input embedding."""
+    """Whether a model is from Hugging Face: its config has a type, and it has input embeddings."""
     config = getattr(model, "config", None)
     return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings")
 
@@ -141,9 +141,10 @@ def adapt_model(
     layers: LayerFactories | None,
     device: torch.device | str | None,
 ) -> tuple[LayerDims, LayerFactories]:
-    """Dims of all layers and parallel layers of their types; adds `forward`, `sizes` and `init`.
+    """Returns the dims of all layers and their parallel layer types, and adapts the model.
 
-    dims, layers: given by the caller; without dims they are derived from the plan or table.
+    Sets `forward`, `sizes` and `init` of the model. dims, layers: arguments of `parallelize`;
+    without dims they are derived from the tensor-parallel plan or the table of the model type.
     Communicates: nothing.
     """
     problems = _find_problems(model, grid, inner)
@@ -161,7 +162,7 @@ def adapt_model(
         module.add_module("entrance", SequenceGatherPlaceholder())
         module.register_forward_pre_hook(_gather_input, with_kwargs=True)
         names[f"{path}.entrance"] = ("embed",)
-        # Modules read their number of heads from attributes; set them to those of this rank.
+        # Modules read their number of heads from attributes; set them to this rank's numbers.
         _set_local_heads(module, sizes, ShardingTable(inner), grid)
     model.loss = LossPlaceholder()
     names["loss"] = ("vocab",)
@@ -181,57 +182,57 @@ def adapt_model(
 
 
 def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
-    """All reasons why a model cannot run on the grid."""
+    """Returns all reasons why a model cannot run on the grid."""
     config = model.config
     name = type(model).__name__
     problems = []
-    # Collect all problems, so that one run reports every one of them.
+    # Collect all problems, so that one error reports all of them.
     if inner == "samples" and grid.degrees["col"] > 1:
         problems.append(
-            f"col_splits='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging "
-            "Face reads the samples from its input, so col splits features there. Use "
-            "col_splits='features'."
+            f"{name} does not support col_splits='samples' with col={grid.degrees['col']}. "
+            "Hugging Face attention reads the number of samples from its input, so col must split "
+            "features. Use col_splits='features'."
         )
     if grid.degrees["context"] > 1:
         problems.append(
-            f"context={grid.degrees['context']} for {name}. Attention of Hugging Face works on "
-            "whole sequences. Use context=1 and more of row."
+            f"{name} does not support context={grid.degrees['context']}. Hugging Face attention "
+            "needs whole sequences. Use context=1 and a larger row."
         )
     if model.get_output_embeddings() is None:
         problems.append(
-            f"{name} has no head over the vocabulary. The loss is that of the next token. "
-            "Use the class for causal language models (...ForCausalLM)."
+            f"{name} has no language-model head. The loss predicts the next token. "
+            "Use a causal language model class (...ForCausalLM)."
         )
     windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if windows or getattr(config, "sliding_window", None) is not None:
         problems.append(
-            f"{name} has sliding-window attention. Attention here is full and causal. "
-            "Build it without (use_sliding_window=False, sliding_window=None)."
+            f"{name} uses sliding-window attention. Only full causal attention is supported for "
+            "Hugging Face models. Build it with use_sliding_window=False and sliding_window=None."
         )
     if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problems.append(
-            f"attn_implementation={config._attn_implementation!r} for {name}. Attention must take "
-            f"a mask of the whole sequence ({', '.join(ATTENTION_IMPLEMENTATIONS)}). Build the "
-            "model with 'sdpa'."
+            f"{name} does not support attn_implementation={config._attn_implementation!r}. "
+            "Attention must accept a mask for the whole sequence "
+            f"({', '.join(ATTENTION_IMPLEMENTATIONS)}). Build the model with 'sdpa'."
         )
     if _recomputes_layers(model):
         problems.append(
-            f"{name} recomputes its layers itself. Recomputation is a setting of the plan. "
-            "Call gradient_checkpointing_disable() and use Plan(recompute=...)."
+            f"{name} has gradient checkpointing enabled. Activation checkpointing is set in the "
+            "plan. Call gradient_checkpointing_disable() and use Plan(recompute=...)."
         )
     return problems + list(_find_attention_dropout(model))
 
 
 def _recomputes_layers(model: Any) -> bool:
-    """Whether activation checkpointing of transformers is enabled."""
-    # Transformers 5.23 renamed the property; reading the old name warns since then.
+    """Whether transformers' own activation checkpointing is enabled."""
+    # transformers 5.23 renamed the property; reading the old name emits a warning since then.
     if hasattr(model, "is_activation_checkpointing"):
         return bool(model.is_activation_checkpointing)
     return bool(getattr(model, "is_gradient_checkpointing", False))
 
 
 def _find_attention_dropout(model: Any) -> Iterator[str]:
-    """A problem for the first module that drops attention probabilities."""
+    """Yields a problem for the first module with attention dropout."""
     for path, module in model.named_modules():
         layer = getattr(module, "attn_dropout", None)
         p = getattr(module, "attention_dropout", getattr(layer, "p", 0.0))
@@ -241,8 +242,8 @@ def _find_attention_dropout(model: Any) -> Iterator[str]:
             else:
                 key = "attn_pdrop"
             yield (
-                f"{path} drops attention probabilities ({key}={p}). Their random masks would "
-                f"depend on the grid. Build the model with {key}=0.0."
+                f"{path} uses attention dropout ({key}={p}). Its random masks would depend on the "
+                f"grid. Build the model with {key}=0.0."
             )
             return
 
@@ -251,7 +252,7 @@ def _find_attention_dropout(model: Any) -> Iterator[str]:
 
 
 def derive_dims(model: Any) -> LayerDims:
-    """Dims of all layers: from the plan, or from the table of the type."""
+    """Returns the dims of all layers, from the plan or from the table of the model type."""
     kind = model.config.model_type
     if kind == "gpt2":
         return {
@@ -259,24 +260,24 @@ def derive_dims(model: Any) -> LayerDims:
         }
     if kind not in TYPES_WITH_TP_PLAN:
         raise ShardingError(
-            f"{type(model).__name__} is of the type {kind!r}, whose dims are not known. "
+            f"{type(model).__name__} has model_type {kind!r}, whose dims are unknown. "
             f"Known types are gpt2, {', '.join(TYPES_WITH_TP_PLAN)}. {REMEDY}"
         )
     prefix = model.base_model_prefix
-    # The plan of the config is relative to the body; that of the class covers the head.
+    # The plan in the config is relative to the body; the plan of the class covers the head.
     plan = {f"{prefix}.{key}": s for key, s in (model.config.base_model_tp_plan or {}).items()}
     plan |= model._tp_plan or {}
     if not plan:
         raise ShardingError(
-            f"{type(model).__name__} ships no tensor-parallel plan (base_model_tp_plan is empty). "
-            f"The dims of a {kind} come from it. {REMEDY}"
+            f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan is empty). "
+            f"The dims of {kind} models are derived from it. {REMEDY}"
         )
     names = {
         path: _dims_from_style(path, plan[key])
         for key in plan
         for path in _matching_layers(model, key)
     }
-    # A plan omits norms and may omit the embedding.
+    # A plan does not list norms and may not list the embedding.
     for path, module in model.named_modules():
         if type(module).__name__ in HF_LAYERS and path not in names:
             names[path] = ("embed",)
@@ -288,19 +289,20 @@ def derive_dims(model: Any) -> LayerDims:
 
 
 def _matching_layers(model: Any, pattern: str) -> list[str]:
-    """Names of the layers that match a pattern in which `*` is a number."""
+    """Returns the names of the layers that match a pattern in which `*` stands for a number."""
     regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return [path for path, _ in model.named_modules() if regex.fullmatch(path)]
 
 
 def _dims_from_style(path: str, style: str) -> tuple[Dim, ...]:
-    """Dims of a layer from its style and the end of its name."""
+    """Returns the dims of a layer from its style and the last part of its name."""
     move = TP_STYLES.get(style)
     inside = INNER_DIMS.get(path.rpartition(".")[2])
     if move is None or (move in (COLUMN_PARALLEL, ROW_PARALLEL) and inside is None):
         raise ShardingError(
-            f"The tensor-parallel plan says {style!r} of {path}. Known styles are "
-            f"{', '.join(TP_STYLES)}, known layers {', '.join(INNER_DIMS)}. {REMEDY}"
+            f"The tensor-parallel plan has the style {style!r} for {path}, which is not supported. "
+            f"Known styles are {', '.join(TP_STYLES)}; known layers are {', '.join(INNER_DIMS)}. "
+            f"{REMEDY}"
         )
     if move == PER_HEAD:
         return ("head_dim",)
@@ -313,13 +315,13 @@ def _dims_from_style(path: str, style: str) -> tuple[Dim, ...]:
 
 
 def _is_inner_layer(dims: tuple[Dim, ...]) -> bool:
-    """Whether a layer leads from the residual stream into attention or MLP, or back."""
+    """Whether a layer maps between the residual stream and the inside of attention or MLP."""
     inside = {dim if isinstance(dim, str) else dim[1] for dim in dims} - {"embed"}
     return len(dims) == 2 and inside <= {"heads", "kv_heads", "mlp"}
 
 
 def dim_units(config: Any) -> dict[str, int]:
-    """Units of each dim, as our models have them in `sizes`."""
+    """Returns the number of units of each dim, in the format of `sizes` of our models."""
     heads = config.num_attention_heads
     embed = config.hidden_size
     # GPT-2 calls it n_inner and leaves it None for 4 · hidden_size.
@@ -334,7 +336,7 @@ def dim_units(config: Any) -> dict[str, int]:
 
 
 def initial_stds(config: Any) -> dict[str, float]:
-    """Standard deviation of initial weights, by the end of a layer's name, for models on meta."""
+    """Returns the std of initial weights by the suffix of a layer's name, for models on meta."""
     std = float(config.initializer_range)
     # GPT-2 scales projections onto the residual stream by 1 / √(2 · layers).
     out = std / float(2 * config.num_hidden_layers) ** 0.5
@@ -349,13 +351,13 @@ def initial_stds(config: Any) -> dict[str, float]:
 def _set_local_heads(
     module: Any, sizes: Mapping[str, int], table: ShardingTable, grid: Grid
 ) -> None:
-    """Set the number of heads of an attention module to that of this rank."""
+    """Sets the number of heads of an attention module to the number on this rank."""
     if not hasattr(module, "head_dim"):
         return
     heads = local_units(sizes["heads"], "heads", table, grid)
     kv_heads = local_units(sizes["kv_heads"], "kv_heads", table, grid)
     width = heads * module.head_dim
-    # Attributes differ by model: the first is of Llama and Qwen, the others are of GPT-2.
+    # Attributes differ by model: the first is for Llama and Qwen, the others are for GPT-2.
     here = {
         "num_key_value_groups": heads // kv_heads,
         "num_heads": heads,
@@ -368,16 +370,16 @@ def _set_local_heads(
 
 
 def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
-    """Move buffers to the device; rotary buffers on meta are computed anew."""
+    """Moves buffers to the device; rotary buffers on meta are recomputed."""
     for path, module in list(model.named_modules()):
         buffers = dict(module.named_buffers(recurse=False))
         if any(buffer.is_meta for buffer in buffers.values()):
             if "inv_freq" not in buffers:
                 raise ShardingError(
                     f"{path} has buffers without values: {', '.join(buffers)}. Only rotary "
-                    "frequencies can be made again. Build the model with values, not on meta."
+                    "frequencies can be recomputed. Do not build the model on the meta device."
                 )
-            # The config is all that a rotary embedding needs.
+            # A rotary embedding needs only the config.
             with torch.device(device or "cpu"):
                 made = type(module)(config=module.config)
             model.set_submodule(path, made)
@@ -393,10 +395,11 @@ def forward(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Logits `[b, s, V/(row·col)]`, or with targets the sum of the token losses. Inputs: `[b, s]`.
+    """Returns logits `[b, s, V/(row·col)]`, or the sum of the token losses if targets are given.
 
-    documents: attention stays inside equal numbers; positions: default 0, 1, 2, ...
-    Communicates: as its layers.
+    All inputs: `[b, s]`. documents: tokens attend only to tokens with the same number.
+    positions: 0, 1, 2, ... by default.
+    Communicates: the collectives of its layers.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -420,11 +423,11 @@ def forward(
 def _attention_mask(
     tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, implementation: str
 ) -> Tensor:
-    """Mask `[b or 1, 1, s, s]` of the whole sequence; empty where attention itself is causal.
+    """Returns a mask `[b or 1, 1, s, s]` of the whole sequence, or an empty one for causal SDPA.
 
-    The body passes on any 4-D mask unchanged. Without one it creates its own, of the length of its
-    input (a part of the sequence) and, where positions restart, within documents that were not
-    asked for: hence the empty one, which `_gather_input` replaces by None.
+    The body forwards any 4-D mask unchanged. Without a mask it creates one itself, with the length
+    of its input (a part of the sequence) and, where positions restart, with document boundaries
+    that are not wanted. An empty mask prevents that; `_gather_input` replaces it by None.
     """
     if documents is None and implementation == "sdpa":
         return torch.empty(0, 0, 0, 0, device=tokens.device)
@@ -441,16 +444,16 @@ def _attention_mask(
 
 
 def _gather_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Forward pre-hook of an attention or MLP module: gather its input.
+    """Gathers the input of an attention or MLP module; a forward pre-hook.
 
-    Communicates: as `SequenceGather`.
+    Communicates: all-gather seq over row (`SequenceGather`).
     """
     if args:
         args = (module.entrance(args[0]), *args[1:])
     else:
         kwargs = {**kwargs, "hidden_states": module.entrance(kwargs["hidden_states"])}
     mask = kwargs.get("attention_mask")
-    # The empty mask of `_attention_mask`: SDPA runs with is_causal instead.
+    # The mask of `_attention_mask` is empty: SDPA runs with is_causal instead.
     if mask is not None and mask.numel() == 0:
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs

@@ -1,9 +1,9 @@
-"""Input check: whether ranks have the inputs that their positions on the grid require.
+"""Input check: compares the inputs of all ranks with what their positions on the grid require.
 
 A rank with the wrong part of a batch computes losses that look right: four ranks with the same
 samples have the same mean loss, but the sum of their gradients is four times too large. In debug
-mode a digest of every input is compared over the axes of the grid: over some axes all ranks must
-have the same values (`equal_over`), over others each rank must have different ones
+mode a digest of every input is compared over the axes of the grid. Over some axes all ranks must
+have the same values (`equal_over`); over others each rank must have different values
 (`distinct_over`).
 """
 
@@ -26,14 +26,14 @@ from ranvier.grid import Grid
 
 Digests = npt.NDArray[np.int64]
 CONSTANT_FLAG = 1
-"""Flag of an input whose elements are all equal: its parts cannot be told apart."""
+"""Flag of an input whose elements are all equal; its parts cannot be distinguished."""
 
 
 @dataclass(frozen=True)
 class InputExpectation:
-    """What must hold of one input, by the axes of the grid.
+    """Axes over which one input must be equal, and over which it must be distinct.
 
-    Where several inputs should be distinct over an axis, one of them has to be.
+    If several inputs should be distinct over an axis, it is sufficient that one of them is.
     """
 
     name: str
@@ -44,19 +44,19 @@ class InputExpectation:
 
 
 def tensor_digest(x: Tensor) -> int:
-    """A 62-bit hash of the shape, dtype and elements of a tensor."""
+    """Returns a 62-bit hash of the shape, dtype and elements of a tensor."""
     held = x.detach().cpu().contiguous()
     text = f"{tuple(held.shape)} {held.dtype}".encode()
     if held.numel():
         data = held.view(-1).view(torch.uint8).numpy().tobytes()
     else:
         data = b""
-    # Shifted to be a non-negative int64.
+    # The shift makes it a non-negative int64.
     return int.from_bytes(hashlib.sha256(text + data).digest()[:8], "big") >> 2
 
 
 def is_constant(x: Tensor) -> bool:
-    """Whether all elements are equal: two parts of such a tensor cannot be told apart."""
+    """Whether all elements are equal, so that parts of the tensor cannot be distinguished."""
     flat = x.detach().flatten()
     return flat.numel() == 0 or bool((flat == flat[0]).all())
 
@@ -69,10 +69,10 @@ def check_inputs(
     *,
     remedy: str,
 ) -> None:
-    """Raise on all ranks if an input is equal or different over the wrong axis.
+    """Raises on all ranks if an input is equal or different over the wrong axis.
 
-    remedy: the last sentences of the error. Communicates: all-gather of two numbers per input over
-    all axes.
+    remedy: the last sentence of the error.
+    Communicates: all-gather of two numbers per input over all axes.
     """
     if grid.world_size == 1 or not grid.connected or not expected:
         return
@@ -84,7 +84,7 @@ def check_inputs(
     axis = world_axis(grid)
     every = collectives.all_gather(mine, axis, 0).wait().cpu().numpy()
     by_rank = np.empty((grid.world_size, len(expected), 2), dtype=np.int64)
-    # The order along the axis need not be that of the global ranks.
+    # The order along the axis may differ from the order of the global ranks.
     by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
     places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
     digests = places[..., 0]
@@ -105,23 +105,26 @@ def check_inputs(
 
 
 def _check_equal_over_axis(name: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
-    """All ranks of an axis must have the same digest."""
+    """Raises unless all ranks of an axis have the same digest."""
     first = np.take(values, [0], AXES.index(axis))
     odd = np.argwhere(values != first)
     if len(odd) == 0:
         return
     one, other = _coordinate_pair(odd[0], axis)
     raise DataError(
-        f"Rank {grid.ranks[other]} was given another {name!r} than rank {grid.ranks[one]}; they "
-        f"differ only in their place on the axis {axis} (size {grid.degrees[axis]}). All ranks of "
-        f"{axis} must be given the same values of it. {remedy}"
+        f"Ranks {grid.ranks[one]} and {grid.ranks[other]} received different values of {name!r}. "
+        f"They differ only in their index on the axis {axis} (size {grid.degrees[axis]}), and all "
+        f"ranks of {axis} must receive the same values. {remedy}"
     )
 
 
 def _check_distinct_over_axis(
     names: str, values: Digests, axis: str, grid: Grid, remedy: str
 ) -> None:
-    """No rank of an axis may have all digests of the first one; positions alone may be equal."""
+    """Raises if a rank of an axis has the same digests as the first rank for all inputs.
+
+    Some inputs, e.g. positions, may be equal.
+    """
     along = AXES.index(axis)
     size = grid.degrees[axis]
     if size == 1:
@@ -134,15 +137,15 @@ def _check_distinct_over_axis(
         return
     one, other = _coordinate_pair(odd[0], axis)
     raise DataError(
-        f"Ranks {grid.ranks[one]} and {grid.ranks[other]} were given the same {names}; they differ "
-        f"only in their place on the axis {axis} (size {size}). Each rank of {axis} must be given "
-        f"its own part: gradients are summed over {axis}, so equal parts count {size} times. "
-        f"{remedy}"
+        f"Ranks {grid.ranks[one]} and {grid.ranks[other]} received the same values of {names}. "
+        f"They differ only in their index on the axis {axis} (size {size}), and each rank of "
+        f"{axis} must receive its own part: gradients are summed over {axis}, so equal parts would "
+        f"count {size} times. {remedy}"
     )
 
 
 def _coordinate_pair(place: Digests, axis: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Coordinates of the first rank of an axis, and of the one at `place`."""
+    """Returns the coordinates of the first rank of an axis, and of the rank at `place`."""
     other = tuple(int(i) for i in place)
     along = AXES.index(axis)
     return (*other[:along], 0, *other[along + 1 :]), other

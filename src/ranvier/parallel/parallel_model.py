@@ -1,6 +1,6 @@
 """The parallel model: layers, weights, buckets and pipeline of a model on a grid.
 
-It also predicts what a step communicates and computes, from the cost models of its layers.
+It also predicts the communication of a step from the cost models of its layers.
 """
 
 from __future__ import annotations
@@ -34,30 +34,41 @@ from ranvier.trace import Event
 
 @dataclass(eq=False)
 class ParallelModel:
-    """The parallel state of a model, stored as `model.parallel`."""
+    """The parallel state of a model: its layers, sharded weights, buckets and pipeline.
+
+    `parallelize` creates it and stores it as `model.parallel`. It gives access to this rank's
+    shards (`sharded_state`, `load_full_state`) and predicts the communication of a step (`events`,
+    `update_events`).
+    """
 
     grid: Grid
+    """The grid of ranks."""
     table: ShardingTable
+    """Which axes split each named dim of weights and activations."""
     bucket_scheduler: BucketScheduler
+    """The buckets of weights and gradients, and when they communicate."""
     step_context: StepContext
+    """State of the current step that all layers share."""
     weights: dict[str, ShardedParameter]
+    """The sharded weights of this rank's stages, by name."""
     layers: dict[str, ParallelLayer]
+    """The parallel layers of this rank's stages, by name."""
     pipeline: Pipeline
-    """Which stages of the model are on this rank, and their schedule."""
+    """The stages of the model on this rank, and their schedule."""
     sizes: Mapping[str, int]
     """Number of units of each named dim."""
     weight_summaries: dict[str, tuple[ParamGroup, bool, int]]
-    """Parameter group, trainable, and number of elements of every weight, of all stages."""
+    """(parameter group, trainable, number of elements) of every weight of all stages."""
     compiled_blocks: CompiledBlocks | None = None
-    """The compiled function of its blocks."""
+    """The compiled blocks; None without compilation."""
     load_balancer: LoadBalancer | None = None
-    """Of its MoE layers; None: it has none."""
+    """Balances the experts of all MoE layers; None for a dense model."""
     recompute_modes: dict[str, Recompute] = field(default_factory=dict)
-    """Activation checkpointing of each block, in order; read at each call."""
+    """Activation checkpointing mode of each block, in order; read at each call."""
     samples_seen: int = 0
-    """Training samples in full batches so far: dropout depends on their numbers."""
+    """Training samples in full batches so far; dropout depends on the index of a sample."""
     parts_checked: bool = False
-    """The inputs of the current call are already checked, or need no check."""
+    """Whether the inputs of the current call are already checked or need no check."""
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -65,18 +76,18 @@ class ParallelModel:
         return tuple(self.recompute_modes)
 
     def block_of(self, name: str) -> str:
-        """The block of a layer or weight; empty: it is outside of blocks."""
+        """Returns the block of a layer or weight, or "" if it is outside of all blocks."""
         return enclosing_block(name, self.recompute_modes)
 
     def __post_init__(self) -> None:
-        """Create the process groups that steps use in addition to those of layers."""
+        """Creates the process groups that a step uses in addition to the groups of the layers."""
         # Creating groups is collective, so it is done here on all ranks, not lazily in a step.
         for axis in (self.token_axis, world_axis(self.grid), self.grid.axis("pipe")):
             assert axis.size == 1 or not self.grid.connected or axis.group is not None, axis
 
     @property
     def token_axis(self) -> Axis:
-        """Ranks with losses of different tokens: the sum over it is the loss of the batch."""
+        """The axis over which token losses differ; the loss of the batch is the sum over it."""
         region = self.table.activation_rule("vocab")
         return self.grid.axis(*region["batch"], *region["seq"])
 
@@ -95,7 +106,7 @@ class ParallelModel:
         )
 
     def sharded_state(self) -> ShardedStateDict:
-        """My shard of every parameter."""
+        """Returns this rank's shard of every parameter, as (tensor, shard) by name."""
         self.bucket_scheduler.wait_for_updates()
         state = {name: (weight.storage, weight.shard) for name, weight in self.weights.items()}
         if self.load_balancer is None:
@@ -103,12 +114,19 @@ class ParallelModel:
         return {**state, **self.load_balancer.sharded_state}
 
     def load_full_state(self, whole: Mapping[str, Tensor]) -> None:
-        """Load my shards from full tensors."""
+        """Loads this rank's shards from full tensors.
+
+        Args:
+            whole: The full tensor of every weight, by name. Other entries are ignored.
+
+        Raises:
+            ShardingError: A weight is missing.
+        """
         missing = sorted(set(self.weights) - set(whole))
         if missing:
             raise ShardingError(
-                f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
-                "Every weight must be there. Load the state of the same model."
+                f"The state has no values for {len(missing)} weights: {', '.join(missing)}. "
+                "It must contain every weight. Load the state of the same model."
             )
         self.bucket_scheduler.wait_for_updates()
         with torch.no_grad():
@@ -117,21 +135,26 @@ class ParallelModel:
             for name, (bias, _) in (
                 self.load_balancer.sharded_state if self.load_balancer else {}
             ).items():
-                # A state without router biases (of a dense model) starts them from zero.
+                # Router biases start from zero if the state has none, e.g. from a dense model.
                 bias.copy_(whole.get(name, torch.zeros_like(bias)))
         # The optimizer compares this counter and refreshes its master weights at the next step.
         self.bucket_scheduler.load_count += 1
         self.bucket_scheduler.begin_step("")
 
     def events(self, flow: ActivationShape, *, micro_batches: int = 1) -> list[Event]:
-        """Predicted communication of the forward and backward passes of a step."""
+        """Predicts the communication of the forward and backward passes of a step.
+
+        Args:
+            flow: The shape of the activations of one micro-batch.
+            micro_batches: Number of micro-batches per step.
+        """
         events: list[Event] = []
         for name, leaf in self.communicating_layers.items():
             events += leaf.events(flow, recomputed=self._is_recomputed(name))
         events += self.pipeline.micro_batch_events(flow)
         gathers, scatters = self._depth_events()
         if self.bucket_scheduler.keep_unsharded:
-            # Gathered weights that are kept are gathered once per step.
+            # Unsharded weights are kept, so they are gathered once per step.
             kept = 1
         else:
             kept = micro_batches
@@ -144,10 +167,10 @@ class ParallelModel:
         return self.recompute_modes.get(self.block_of(name), "none") != "none"
 
     def _depth_events(self) -> tuple[list[Event], list[Event]]:
-        """Weight gathers of a micro-batch (forward, then backward), and gradient reductions.
+        """Returns the weight gathers (forward, then backward) and gradient reductions per pass.
 
-        Embedding and head need their weights in forward only. A bucket's gradients are reduced
-        once.
+        Embedding and head need their weights in forward only. The gradients of a bucket are
+        reduced once.
         """
         queue = self.bucket_scheduler
         line = AxisGroup(queue.gather_axis.names, queue.gather_axis.size)
@@ -181,13 +204,17 @@ class ParallelModel:
         )
 
     def _block_use_order(self, which: Callable[[ParallelLayer], bool]) -> list[str]:
-        """Blocks in the order in which layers use their depth-sharded weights."""
+        """Returns the blocks in the order in which layers use their depth-sharded weights."""
         leaves = [leaf for leaf in self.layers.values() if which(leaf)]
         weights = [weight for leaf in leaves for weight in leaf.handles.values()]
         return [weight.bucket.name for weight in weights if weight.is_depth_sharded]
 
     def update_events(self, *, votes: int = 0) -> list[Event]:
-        """Predicted communication of the optimizer step: gradients, norm, updated weights."""
+        """Predicts the communication of the optimizer step: gradients, norm, updated weights.
+
+        Args:
+            votes: How many more numbers are reduced together with the gradient norm.
+        """
         queue = self.bucket_scheduler
         depth, data = (AxisGroup(x.names, x.size) for x in (queue.gather_axis, queue.data_axis))
         found = [
@@ -201,19 +228,19 @@ class ParallelModel:
             numbers = len(self.load_balancer.layer_names) * (
                 self.load_balancer.num_experts + len(ROUTING_STATS)
             )
-            # Loads and routing statistics are summed in 8-byte numbers.
+            # Loads and routing statistics are summed as 8-byte numbers.
             found.append(Event("all_reduce", self.load_balancer.axis.names, numbers * 8, "experts"))
         return found + spec.grad_norm_events(self.grid.degrees, self._element_sizes, votes=votes)
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks of a model: the elements of its module lists."""
+    """Returns the names of the blocks of a model, i.e. the elements of its module lists."""
     lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
 
 
 def enclosing_block(name: str, blocks: Container[str]) -> str:
-    """The block that a layer or weight is in, of nested ones the innermost; empty: none."""
+    """Returns the innermost block that contains a layer or weight, or "" if there is none."""
     while name := name.rpartition(".")[0]:
         if name in blocks:
             return name
@@ -221,7 +248,7 @@ def enclosing_block(name: str, blocks: Container[str]) -> str:
 
 
 def get_parallel_model(model: nn.Module) -> ParallelModel:
-    """The `ParallelModel` of a model."""
+    """Returns the `ParallelModel` of a model."""
     parallel = model.parallel
     assert isinstance(parallel, ParallelModel), type(model)
     return parallel

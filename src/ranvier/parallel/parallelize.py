@@ -1,9 +1,9 @@
-"""parallelize: replace the layers of a plain model by parallel ones and shard its weights.
+"""parallelize: replaces the layers of a plain model by parallel ones and shards its weights.
 
-The model is read, not rewritten: each module may carry an inert table `dims` that names the dims of
-the layers (or parameters) below it, and the model a dict `sizes` with the number of units of each
-dim. Parameters without named dims are refused. Everything a run needs afterwards (buckets,
-gradients, predictions, state) is in `model.parallel`.
+The source of the model does not change. A module may have a table `dims` with the dim names of the
+layers (or parameters) below it, and the model may have a dict `sizes` with the number of units of
+each dim. Parameters without named dims raise an error. The parallel state (buckets, gradients,
+predictions, shards) is stored in `model.parallel`.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ PARALLEL_LAYERS: dict[type[nn.Module], Callable[..., ParallelLayer]] = {
     decoder.LMHead: LMHead,
     decoder.CrossEntropy: CrossEntropy,
 }
-"""Serial layers and their parallel versions: a new layer is one file and one line here."""
+"""Serial layers and their parallel versions. A new layer needs one file and one line here."""
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 INPUT_PARTS_REMEDY = (
-    "Give each rank its part, or give ranvier.call_on_full_batch(model, ...) the full batch on "
-    "every rank."
+    "Pass each rank its part, or pass the full batch on every rank to "
+    "ranvier.call_on_full_batch(model, ...)."
 )
-"""Remedy in errors about inputs that are not the part of their rank."""
+"""Remedy in errors about inputs that are not the rank's part of the batch."""
 
 
 SEED_REMEDY = (
-    "Call torch.manual_seed with the same number on every rank before the model is built, or load "
-    "the same values."
+    "Call torch.manual_seed with the same seed on every rank before you build the model, or load "
+    "the same weights on every rank."
 )
-"""Remedy in errors about models whose values differ between ranks."""
+"""Remedy in errors about models whose initial weights differ between ranks."""
 
 
 LayerDims = dict[str, tuple[Dim, ...]]
@@ -113,15 +113,39 @@ def parallelize(
     layers: LayerFactories | None = None,
     materialize: bool = True,
 ) -> ModelT:
-    """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
+    """Replaces the layers of a model by parallel layers and shards its weights over the grid.
 
-    plan: its degrees are those of the grid (-1: as on the grid), and blocks are compiled with
-    compile='on' only; None: all settings but the degrees have their defaults. dtype, device: of the
-    weights; None: as they are. seed: of initial values and dropout. seq_len: tokens per sample for
-    which pipeline stages are balanced. dims: those of layers by full name, for models without
-    `dims` tables. layers: additional parallel layers by the type of their serial twin.
-    materialize=False: weights get no memory before `materialize_parameters`.
+    The model is modified in place and returned. Weights keep their values; a model on the meta
+    device gets initial values, without ever storing a full weight. Afterwards `model.parallel` is
+    its `ParallelModel`, and the inputs of the model are this rank's part of the batch (see
+    `call_on_full_batch` for full batches).
+
     Communicates: creation of process groups.
+
+    Args:
+        model: A model with `dims` tables that name the dims of its weights, or a Hugging Face
+            causal language model.
+        grid: The grid of ranks.
+        plan: Settings such as `recompute`, `overlap`, `compile` and the pipeline schedule. Its
+            degrees must equal the degrees of the grid; -1 takes the degree from the grid. Blocks
+            are compiled only with compile='on'. By default all settings except the degrees have
+            their default values.
+        dtype: Dtype of the weights. By default they keep their dtype.
+        device: Device of the weights. By default they stay on their device.
+        seed: Seed for initial values and dropout.
+        seq_len: Tokens per sample, used to balance pipeline stages.
+        dims: Dim names of the layers by full layer name, for models without `dims` tables.
+        layers: Additional parallel layers, by the type of the serial layer that they replace.
+        materialize: Whether to allocate and fill the weights now. If False, weights have no memory
+            until `materialize_parameters` is called.
+
+    Returns:
+        The same model.
+
+    Raises:
+        PlanError: The plan does not match the grid.
+        ShardingError: A weight has no named dims, a layer has no parallel version, or an axis does
+            not divide the dim that it splits.
 
     Example:
         >>> from ranvier import Grid, Plan, parallelize
@@ -133,7 +157,7 @@ def parallelize(
     plan = _resolve_plan(plan, grid)
     _refuse_bad_arguments(model, plan)
     pipeline = PipelineConfig.from_plan(plan, seq_len=seq_len)
-    # Groups that span stages are created first: later each stage creates those of its own layers.
+    # Groups that span stages are created first; later each stage creates the groups of its layers.
     create_stage_groups(grid, pipeline)
     dtype = _resolve_dtype(model, dtype)
     where = _resolve_device(device, model)
@@ -172,7 +196,7 @@ def parallelize(
     )
     made = _build_parallel_model(model, site, found, blocks, plan.recompute, pipeline, where)
     model.parallel = made  # type: ignore[assignment]
-    # Pipeline stages never call the whole model, so the hook would not run.
+    # With pipeline stages the whole model is never called, so the hook would not run.
     if grid.trace.check_collectives and grid.degrees["pipe"] == 1:
         model.register_forward_pre_hook(_check_parts_hook, with_kwargs=True)
     if materialize:
@@ -183,9 +207,9 @@ def parallelize(
 
 
 def _check_same_values(model: nn.Module, grid: Grid, device: torch.device) -> None:
-    """Refuse models that were built with different values on different ranks, in debug mode.
+    """Raises if ranks have built the model with different values; used in debug mode.
 
-    Communicates: two numbers for each parameter over all axes.
+    Communicates: all-gather of two numbers per parameter over all axes.
     """
     values = {name: param for name, param in model.named_parameters() if not param.is_meta}
     same = [InputExpectation(name, equal_over=AXES) for name in values]
@@ -195,7 +219,7 @@ def _check_same_values(model: nn.Module, grid: Grid, device: torch.device) -> No
 def _check_parts_hook(
     model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Compare the inputs of all ranks, in debug mode, before the model is called."""
+    """Compares the inputs of all ranks before the model is called; used in debug mode."""
     parallel = get_parallel_model(model)
     if not parallel.parts_checked:
         bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
@@ -205,11 +229,11 @@ def _check_parts_hook(
 def check_input_parts(
     parallel: ParallelModel, inputs: Mapping[str, object], named: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse inputs that are not the part of the batch that each rank should have.
+    """Raises unless each rank has its part of the batch.
 
-    All ranks of an axis that splits none of the dims of an input must have the same values; where
-    gradients are computed, ranks of the other axes must have different parts.
-    Communicates: two numbers for each input over all axes.
+    Along an axis that splits no dim of an input all ranks must have the same values. Along the
+    other axes ranks must have different parts if gradients are computed.
+    Communicates: all-gather of two numbers per input over all axes.
     """
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     expected = []
@@ -220,24 +244,24 @@ def check_input_parts(
         splits = {axis for axes in layout.axes for axis in axes}
         own = tuple(axis for axis in AXES if axis in splits)
         same = tuple(axis for axis in AXES if axis not in splits)
-        # Without gradients equal parts do no harm: an evaluation may repeat samples.
+        # Without gradients equal parts are harmless: an evaluation may repeat samples.
         expected.append(InputExpectation(name, same, own if torch.is_grad_enabled() else ()))
     device = parallel.pipeline.executor.device
     check_inputs(tensors, expected, parallel.grid, device, remedy=INPUT_PARTS_REMEDY)
 
 
 def _resolve_plan(plan: Plan | None, grid: Grid) -> Plan:
-    """The plan with the degrees of the grid; a plan of another grid is refused."""
+    """Returns the plan with the degrees of the grid; raises if the plan is for another grid."""
     if plan is None:
         plan = Plan().with_degrees(grid.degrees)
-    # A degree of -1 takes what the others leave, which is the grid's if the others are.
+    # A degree of -1 uses the remaining ranks: the degree of the grid if the other degrees agree.
     wrong = [axis for axis, n in plan.degrees.items() if n not in (-1, grid.degrees[axis])]
     if wrong:
         have = ", ".join(f"{axis}={plan.degrees[axis]}" for axis in wrong)
         want = ", ".join(f"{axis}={grid.degrees[axis]}" for axis in wrong)
         raise PlanError(
-            f"The plan has {have}, the grid {want}. A plan has the degrees of its grid. Use "
-            f"Plan({want}, ...) or make the grid with Grid.from_plan."
+            f"The plan has {have}, but the grid has {want}. They must have the same degrees. Use "
+            f"Plan({want}, ...), or create the grid with Grid.from_plan."
         )
     if sum(n == -1 for n in plan.degrees.values()) > 1:
         plan.resolve(grid.world_size)
@@ -245,16 +269,19 @@ def _resolve_plan(plan: Plan | None, grid: Grid) -> Plan:
     placed = Grid.from_plan(plan, rank=0, connected=False)
     if plan.rank_order and (placed.ranks != grid.ranks).any():
         raise PlanError(
-            f"The plan has rank_order={list(plan.rank_order)}, but the ranks of the grid are in "
-            "another order. A plan has the order of its grid. Make the grid with Grid.from_plan."
+            f"The plan has rank_order={list(plan.rank_order)}, but the grid orders its ranks "
+            "differently. They must have the same order. Create the grid with Grid.from_plan."
         )
     return plan
 
 
 def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
-    """Refuse arguments that `parallelize` does not support."""
+    """Raises if `parallelize` does not support the arguments."""
     if hasattr(model, "parallel"):
-        raise ShardingError("The model is parallel already. Build a new one for another grid.")
+        raise ShardingError(
+            "The model is already parallel. A model can be parallelized once. Build a new model "
+            "for another grid."
+        )
     if plan.recompute == "memory_budget":
         raise ShardingError(
             "recompute='memory_budget' is only available through `ranvier train`, which measures "
@@ -262,13 +289,13 @@ def _refuse_bad_arguments(model: nn.Module, plan: Plan) -> None:
         )
     if plan.compile == "on" and huggingface.is_huggingface_model(model):
         raise ShardingError(
-            f"compile='on' for {type(model).__name__}. Blocks of Hugging Face models are not "
-            "compiled here. Use compile='off'."
+            f"compile='on' is not supported for {type(model).__name__}. Blocks of Hugging Face "
+            "models cannot be compiled. Use compile='off'."
         )
 
 
 def _resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
-    """The device with an explicit index: each thread has its own current device."""
+    """Returns the device with an explicit index, as each thread has its own current device."""
     first = list(model.parameters())[:1]
     where = torch.device(device or next((p.device for p in first if not p.is_meta), "cpu"))
     if where == torch.device("cuda"):
@@ -277,18 +304,18 @@ def _resolve_device(device: torch.device | str | None, model: nn.Module) -> torc
 
 
 def _resolve_dtype(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of all weights: the requested one, or the one they have."""
+    """Returns the dtype of all weights: the requested dtype, or the one that they have."""
     dtypes = {param.dtype for param in model.parameters()}
     if dtype is None and len(dtypes) > 1:
         raise ShardingError(
-            f"The parameters are of the types {', '.join(sorted(map(str, dtypes)))}. All weights "
-            "of a parallel model have one. Give parallelize dtype=."
+            f"The parameters have different dtypes: {', '.join(sorted(map(str, dtypes)))}. All "
+            "weights of a parallel model must have the same dtype. Pass dtype= to parallelize()."
         )
     return dtype or next(iter(dtypes), torch.float32)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which gradients are accumulated."""
+    """Returns the dtype in which gradients are accumulated."""
     if dtype in (torch.bfloat16, torch.float16):
         return torch.float32
     return dtype
@@ -303,10 +330,10 @@ def _build_parallel_model(
     how: PipelineConfig,
     device: torch.device,
 ) -> ParallelModel:
-    """Assign the weights of the swapped layers to buckets and build the `ParallelModel`."""
+    """Assigns the weights of the swapped layers to buckets and builds the `ParallelModel`."""
     _refuse_unnamed(model, site)
     balance = _build_load_balancer(site, found)
-    # Before `build_stage` drops the layers of other stages: these are facts of the whole model.
+    # Summarize the whole model before `build_stage` drops the layers of other stages.
     shapes: dict[str, tuple[ParamGroup, bool, int]] = {
         name: (weight.param_group, weight.trainable, math.prod(weight.sharding.shape))
         for name, weight in site.weights.items()
@@ -320,7 +347,7 @@ def _build_parallel_model(
         site.step_context,
         device,
     )
-    # After `build_stage` only the layers of this stage are left; take them in model order.
+    # After `build_stage` only the layers of this stage remain; take them in model order.
     here = dict(model.named_modules())
     order = {name: leaf for name, leaf in here.items() if name in found}
     assign_buckets(
@@ -337,13 +364,13 @@ def _build_parallel_model(
         compiled = CompiledBlocks(site.grid.trace, site.step_context)
     else:
         compiled = None
-    # A norm outside of any block (the final one) is compiled on its own.
+    # A norm outside of all blocks (the final one) is compiled separately.
     norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
     outside = [name for name in norms if compiled is not None and not found[name].site.block_name]
     for name in [*kinds, *outside]:
         block = model.get_submodule(name)
-        # `kinds` is shared, not copied: changing `recompute_modes` later takes effect at the next
-        # call.
+        # `kinds` is shared, not copied: a later change of `recompute_modes` takes effect at the
+        # next call.
         block.forward = partial(run_block, block, block.forward, name, kinds, site, compiled)
     return ParallelModel(
         grid=site.grid,
@@ -369,14 +396,14 @@ def _build_parallel_model(
 def _build_load_balancer(
     site: LayerContext, found: Mapping[str, ParallelLayer]
 ) -> LoadBalancer | None:
-    """The balancer that sums expert loads, if there are MoE layers.
+    """Returns the balancer that sums expert loads, or None without MoE layers.
 
     Communicates: creation of process groups.
     """
     leaves = {name: leaf for name, leaf in found.items() if isinstance(leaf, MoELayer)}
     if not leaves:
         return None
-    # All MoE layers have the same number of experts, so that one tensor holds all loads.
+    # All MoE layers have the same number of experts, so one tensor holds all loads.
     (count,) = {leaf.rule.num_experts for leaf in leaves.values()}
     return LoadBalancer(list(leaves), leaves, count, site.grid.axis(*balances.LOAD_SUM_AXES))
 
@@ -384,8 +411,8 @@ def _build_load_balancer(
 def _keep_local_layers(
     balance: LoadBalancer, here: Mapping[str, ParallelLayer], queue: BucketScheduler
 ) -> LoadBalancer:
-    """Restrict the balancer to the layers of this stage and run it after each optimizer step."""
-    # Names of all stages are kept: the summed tensor has the same shape on every rank.
+    """Restricts the balancer to the layers of this stage and runs it after each optimizer step."""
+    # The names of all stages are kept: the summed tensor has the same shape on every rank.
     balance.local_layers = {
         name: leaf for name, leaf in balance.local_layers.items() if name in here
     }
@@ -394,7 +421,7 @@ def _keep_local_layers(
 
 
 def named_dims(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
-    """Full names and dims of everything in the `dims` tables of a model."""
+    """Yields the full name and dims of every entry in the `dims` tables of a model."""
     for path, module in model.named_modules():
         for key, dims in getattr(module, "dims", {}).items():
             yield f"{path}.{key}".lstrip("."), tuple(dims)
@@ -407,9 +434,9 @@ def _swap_layers(
     names: LayerDims,
     blocks: Container[str],
 ) -> Iterator[tuple[str, ParallelLayer]]:
-    """Replace serial layers by parallel ones.
+    """Replaces serial layers by parallel ones and yields their names.
 
-    Parameters that are named themselves are sharded as they are.
+    Parameters that are listed in `dims` are sharded without a layer.
     """
     modules = dict(model.named_modules())
     groups = (feed_forward.FusedLinear, lora.GroupedInputLinear)
@@ -423,14 +450,15 @@ def _swap_layers(
     ]
     entered = tuple(path.removesuffix("entrance") for path in entries)
     order = {path: i for i, path in enumerate(modules)}
-    # In the order of the model: a tied weight gets its first name, as in named_parameters().
+    # In model order: a tied weight gets its first name, as in named_parameters().
     for path in sorted(names, key=lambda name: order.get(name, order.get(_parent_path(name), 0))):
         parent = model.get_submodule(_parent_path(path))
         attribute = path.rpartition(".")[2]
         if not hasattr(parent, attribute):
             raise ShardingError(
-                f"dims names {path!r}, which the model has not. A name in dims is a layer or a "
-                f"parameter. {type(parent).__name__} has {', '.join(_member_names(parent))}."
+                f"dims contains {path!r}, which the model does not have. A key of dims must be the "
+                f"name of a layer or parameter. {type(parent).__name__} has "
+                f"{', '.join(_member_names(parent))}."
             )
         child = getattr(parent, attribute)
         if isinstance(child, nn.Parameter):
@@ -438,8 +466,7 @@ def _swap_layers(
                 parent, attribute, child, names[path], site.for_layer(_parent_path(path))
             )
         elif child is not None and not isinstance(child, nn.Identity):
-            # Layers after a `SequenceGather` get the whole sequence and must not gather it
-            # themselves.
+            # Layers after a `SequenceGather` get the whole sequence and must not gather it again.
             here = site.for_layer(
                 path,
                 block_name=enclosing_block(path, blocks),
@@ -461,7 +488,7 @@ def _shard_lone_parameter(
     dims: tuple[Dim, ...],
     site: LayerContext,
 ) -> None:
-    """Shard a parameter outside of any layer like the activations it is combined with."""
+    """Shards a parameter outside of all layers like the activations it is combined with."""
     # The first named feature dim decides which activations it is combined with.
     region = next((dim for dim in dims if dim in sharding.WEIGHT_RULE), "embed")
     assert isinstance(region, str), dims
@@ -472,12 +499,12 @@ def _shard_lone_parameter(
 def _build_layer(
     child: nn.Module, site: LayerContext, table: LayerFactories, dims: tuple[Dim, ...]
 ) -> ParallelLayer:
-    """The parallel version of a layer; members of a `FusedLinear` are replaced next."""
+    """Returns the parallel version of a layer; members of a `FusedLinear` are replaced next."""
     if type(child) not in table:
         raise ShardingError(
-            f"{site.name} is a {type(child).__name__}, which has no leaf. Layers with leaves are "
-            f"{', '.join(sorted(t.__name__ for t in table))}. Write one (nn/, one file) or use one "
-            "of them."
+            f"{site.name} is a {type(child).__name__}, which has no parallel version. Supported "
+            f"layers are {', '.join(sorted(t.__name__ for t in table))}. Use one of them, or pass "
+            "your own to parallelize(layers={type: parallel layer})."
         )
     leaf = table[type(child)](site, child, dims)
     for name, grandchild in child.named_children() if isinstance(leaf, FusedLinear) else ():
@@ -490,8 +517,8 @@ def _member_names(module: nn.Module) -> list[str]:
 
 
 def _refuse_unnamed(model: nn.Module, site: LayerContext) -> None:
-    """Check that every parameter is sharded."""
-    # By identity, so that a tied parameter counts under each of its names.
+    """Raises if a parameter or dropout has no named dims."""
+    # By identity, so that a tied parameter is found under each of its names.
     placed = {id(getattr(owner, name)) for w in site.weights.values() for owner, name in w.owners}
     lost = [
         f"{name} {tuple(param.shape)}"
@@ -505,24 +532,25 @@ def _refuse_unnamed(model: nn.Module, site: LayerContext) -> None:
     ]
     if dropping:
         raise ShardingError(
-            f"{type(model).__name__} drops elements without named dimensions: "
-            f"{', '.join(dropping)}. A mask depends on where in the whole an element lies. "
-            "Add them to dims of their class, as ('embed',) in the residual stream, or set p to 0."
+            f"{type(model).__name__} has dropout layers without named dimensions: "
+            f"{', '.join(dropping)}. A dropout mask depends on the global position of each "
+            "element. Add the layers to dims of their class, e.g. as ('embed',) in the residual "
+            "stream, or set p=0."
         )
     if lost:
         raise ShardingError(
             f"{type(model).__name__} has {len(lost)} weights without named dimensions: "
-            f"{', '.join(lost)}. Every weight must say which dims it has. Add them to dims of "
-            "their class, or () to replicate."
+            f"{', '.join(lost)}. Every weight must have named dims. Add each weight to dims of "
+            "its class; use () to replicate it."
         )
 
 
 def _bucket_of_each_weight(
     model: nn.Module, weights: Mapping[str, ShardedParameter], blocks: Container[str]
 ) -> dict[str, str]:
-    """The bucket of each weight: that of its block, outside of blocks that of its layer.
+    """Returns the bucket of each weight: its block, or outside of blocks its layer.
 
-    All vectors share one.
+    All vectors share one bucket.
     """
     buckets = {}
     for name, weight in weights.items():
@@ -539,9 +567,9 @@ def _bucket_of_each_weight(
 
 
 def _numbered_element(name: str) -> str:
-    """The outermost element of a container that a weight is in, by its number; empty: none.
+    """Returns the outermost numbered module that contains a weight, or "" if there is none.
 
-    An `nn.Sequential` of blocks has a bucket for each of them, as a module list has.
+    An `nn.Sequential` of blocks thus has one bucket per block, as a module list does.
     """
     found = re.match(r"((?:.*?\.)?\d+)\.", name)
     return found.group(1) if found else ""
