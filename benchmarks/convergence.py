@@ -46,7 +46,7 @@ def settings() -> argparse.Namespace:
 
 
 def losses(asked: argparse.Namespace, shape: Shape, changes: dict[str, str]) -> list[float]:
-    """The loss of each step of a variant."""
+    """Returns the loss of each step of a variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     options = {
         "train.steps": str(asked.steps),
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def judged(tails: dict[str, list[float]]) -> bool:
-    """Whether every variant is near enough, in words."""
+    """Returns whether every variant is near enough, in words."""
     means = {name: statistics.mean(curve) for name, curve in tails.items()}
     gaps = {
         name: statistics.mean(abs(a - b) for a, b in zip(curve, tails["eager"], strict=True))

@@ -108,7 +108,7 @@ class Plain(nn.Module):
 
 
 def train_plain(steps: int, threads: int, out: Path, *, fused: bool) -> None:
-    """Write the seconds of each step into a file, a row of JSON each, as `ranvier train` does."""
+    """Writes the seconds of each step into a file, a row of JSON each, as `ranvier train` does."""
     torch.set_num_threads(threads)
     run = RunConfig()
     folders = cache_corpora(
@@ -152,30 +152,30 @@ class Contestant:
 
     @classmethod
     def start(cls, name: str, words: list[str], metrics: Path) -> Contestant:
-        """Start a command of Python in a session of its own."""
+        """Starts a command of Python in a session of its own."""
         command = [sys.executable, *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         return cls(name, process, metrics)
 
     def seconds(self) -> list[float]:
-        """Seconds of the steps so far."""
+        """Returns the seconds of the steps so far."""
         if not self.metrics.exists():
             return []
         rows = self.metrics.read_text().split("\n")[:-1]
         return [float(json.loads(row)["step_seconds"]) for row in rows]
 
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Returns whether it has not ended yet."""
         return self.process.poll() is None
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it is there."""
+        """Sends it a signal, if it is there."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def take_turns(contestants: Sequence[Contestant], turn: float) -> None:
-    """Let them run to their ends, one at a time."""
+    """Lets them run to their ends, one at a time."""
     while any(one.running() for one in contestants):
         for one in contestants:
             if one.running():
@@ -193,7 +193,7 @@ def take_turns(contestants: Sequence[Contestant], turn: float) -> None:
 
 
 def main() -> None:
-    """Take turns; print medians."""
+    """Takes turns; print medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -88,12 +88,12 @@ def called(run: RunConfig, *, duplicated: bool = False) -> list[launch.CommCall]
 
 
 def swapped(calls: list[launch.CommCall]) -> int:
-    """Bytes of all-to-alls."""
+    """Returns the bytes of all-to-alls."""
     return sum(call.bytes for call in calls if call.op == "all_to_all")
 
 
 def rows(size: str, expert: int, seq: int) -> list[Row]:
-    """Bytes of every grid, without and with duplicates."""
+    """Returns the bytes of every grid, without and with duplicates."""
     found = []
     for row, col in GRIDS:
         run = run_of(size, expert=expert, row=row, col=col, seq=seq, keep=False, full=False)

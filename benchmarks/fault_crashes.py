@@ -32,12 +32,14 @@ before(Trainer, "issue_step", lambda self, *_, **__: NOW.__setitem__(0, self.sta
 
 
 def at_step(name: str, step: int = 5, who: int = 1) -> dict[str, str]:
-    """Kill a rank when it calls a method of its trainer."""
+    """Kills a rank when it calls a method of its trainer."""
     return {TRAINER: KILL.format(name=name, step=step, who=who)}
 
 
 def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2) -> str:
-    """A run that goes on by itself after a kill, to the bit, from the last save or better."""
+    """Returns a run that goes on by itself after a kill, to the bit, from the last save or
+    better.
+    """
     ended = stage.run(*RUN, *SAVED, *words, faults=faults, ranks=ranks)
     ended.expect(0, "SIGKILL", "Restarting all ranks from the latest checkpoint")
     run, whole = stage.folder / "run", stage.whole(*words, ranks=ranks)
@@ -213,7 +215,7 @@ for _name in CALLS:
 
 
 def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
-    """Kill a rank at the n-th call to the disk of saves of these steps; the run goes on."""
+    """Kills a rank at the n-th call to the disk of saves of these steps; the run goes on."""
     words = ["--checkpoint.interval=2", "--checkpoint.keep-latest=2", f"--train.steps={total}"]
     faults = {TRAINER: POINTS.format(steps=steps, who=who)}
     process = stage.start(*RUN, *words, faults=faults)

@@ -40,7 +40,7 @@ def _mounted(*words: str) -> int:
 
 
 def again(stage: Stage, run: Path, *words: str) -> str:
-    """What was committed is whole, and the run goes on from it to the bit."""
+    """Returns what was committed is whole, and the run goes on from it to the bit."""
     kept = folders.find_checkpoints(run / "checkpoints")
     for path in kept:
         with Path(os.devnull).open("w") as null, redirect_stdout(null):
@@ -57,7 +57,7 @@ def clean(ended: Ended) -> None:
 
 
 def full(stage: Stage, background: str) -> str:
-    """A disk on which the third checkpoint does not fit."""
+    """Returns a disk on which the third checkpoint does not fit."""
     with disk(stage.folder / "disk", "size=8m") as where:
         words = [*WIDE, f"--checkpoint.async-save={background}"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK)
@@ -118,7 +118,7 @@ for _name in PLACES:
 
 
 def error(stage: Stage, number: str) -> str:
-    """An error of the system when a part is written."""
+    """Returns an error of the system when a part is written."""
     ended = stage.run(*RUN, *SAVED, faults=failing("os", "pwrite", number, who=1))
     text = os.strerror(getattr(errno, number))
     ended.expect(73, text)

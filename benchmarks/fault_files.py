@@ -38,7 +38,9 @@ FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 
 
 def base(stage: Stage, *words: str, ranks: int = 2) -> Path:
-    """The directory of a run with checkpoints of steps 2, 4 and 6, two steps from its end."""
+    """Returns the directory of a run with checkpoints of steps 2, 4 and 6, two steps from its
+    end.
+    """
     run = stage.folder / "run"
     shutil.copytree(stage.whole(*SAVED, *words, ranks=ranks), run)
     shutil.rmtree(run / "checkpoints" / "step-00000008")
@@ -54,7 +56,7 @@ def flipped(path: Path, at: int) -> None:
 
 
 def within(checkpoint: Path, end: str) -> tuple[Path, int]:
-    """The file and a byte of the first tensor whose name ends so."""
+    """Returns the file and a byte of the first tensor whose name ends so."""
     manifest = manifests.read_manifest(checkpoint)
     name = next(name for name in manifest.tensors if name.endswith(end))
     part = manifest.tensors[name].shards[0]
@@ -112,7 +114,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def damaged(stage: Stage, name: str) -> str:
-    """Damage the newest checkpoint; the one before is taken."""
+    """Damages the newest checkpoint; the one before is taken."""
     run = base(stage)
     before = (run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME).read_bytes()
     DAMAGE[name][1](run / "checkpoints" / NEWEST)
@@ -236,7 +238,7 @@ GRIDS = {
 
 
 def axes(grid: str) -> list[str]:
-    """A grid as options."""
+    """Returns a grid as options."""
     batch = ["--plan.global-batch=12"] if "4" in grid or "3" in grid or "," in grid else []
     return [*(f"--plan.{one}" for one in grid.split(",")), *batch]
 
@@ -361,7 +363,7 @@ def _many(stage: Stage) -> str:
 
 
 def linked(stage: Stage, kind: str) -> str:
-    """A part that is no plain file of its own."""
+    """Returns a part that is no plain file of its own."""
     run = base(stage)
     path = run / "checkpoints" / NEWEST / SECOND
     path.rename(stage.folder / "moved")

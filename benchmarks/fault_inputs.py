@@ -13,7 +13,7 @@ from ranvier.checkpoint import directory as folders
 
 
 def corpus(stage: Stage, times: int = 200) -> list[str]:
-    """A text of one's own, as options."""
+    """Returns a text of one's own, as options."""
     stage.folder.mkdir(exist_ok=True)
     lines = (f"Line {n} of {times} says {n * n}.\n" for n in range(times))
     (stage.folder / "text.txt").write_text("".join(lines))
@@ -42,7 +42,7 @@ def _changed(stage: Stage) -> str:
 
 
 def no_text(stage: Stage, what: str) -> str:
-    """A corpus that cannot be read."""
+    """Returns a corpus that cannot be read."""
     words = corpus(stage)
     path = stage.folder / "text.txt"
     path.unlink()
@@ -68,7 +68,7 @@ def _short(stage: Stage) -> str:
 
 
 def loading(stage: Stage, action: str, code: int) -> str:
-    """The thread that reads data on rank 1 fails."""
+    """Returns the thread that reads data on rank 1 fails."""
     text = f"""
 _loaded = Trainer._batch_maker
 def _bad(self):
@@ -95,7 +95,7 @@ case("E8 hang", "reading data hangs on rank 1, timeout 6 s", "72, rank named")(
 
 
 def refused(stage: Stage, words: tuple[str, ...], says: str) -> str:
-    """Settings that cannot be."""
+    """Returns the settings that cannot be."""
     ended = stage.run(*RUN, *words).expect(64, says)
     check("Traceback" not in ended.errors, ended.errors[-500:])
     check(not (stage.folder / "run").exists(), "a directory was made")
@@ -198,7 +198,7 @@ before(Trainer, "compare_replicas", _flip)
 
 
 def resumed(stage: Stage, grid: str) -> str:
-    """A run that is stopped and goes on, on one grid."""
+    """Returns a run that is stopped and goes on, on one grid."""
     code = "before(Trainer, 'issue_step', at(3, 1, lambda: kill(signal.SIGTERM)))"
     stage.run(*RUN, f"--plan.{grid}", faults={TRAINER: code}).expect(75)
     stage.run("train", "run").expect(0, "Going on after step")

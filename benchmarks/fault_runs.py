@@ -164,7 +164,7 @@ class Process:
     began: float = field(default_factory=time.monotonic)
 
     def when(self, name: str = "there", seconds: float = 40.0) -> int:
-        """Wait until a process of the run has reached a mark; its id."""
+        """Waits until a process of the run has reached a mark; its id."""
         limit = time.monotonic() + seconds * PATIENCE[0]
         while not (self.folder / name).exists():
             if self.child.poll() is not None or time.monotonic() > limit:
@@ -174,12 +174,12 @@ class Process:
         return int((self.folder / name).read_text())
 
     def tell(self, number: int) -> float:
-        """Send a signal to the launcher; when."""
+        """Sends a signal to the launcher; when."""
         self.child.send_signal(number)
         return time.monotonic()
 
     def end(self, seconds: float = HANG_SECONDS) -> Ended:
-        """Wait for the end; a hang and orphans are wrong."""
+        """Waits for the end; a hang and orphans are wrong."""
         try:
             out, errors = self.child.communicate(timeout=seconds * PATIENCE[0])
         except subprocess.TimeoutExpired:
@@ -217,7 +217,7 @@ class Stage:
         environment: Mapping[str, str] | None = None,
         begin: Callable[[], None] | None = None,
     ) -> Process:
-        """Begin a command; faults: code by the module whose import it follows."""
+        """Begins a command; faults: code by the module whose import it follows."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / "injected.py").write_text(INJECTED)
         (self.folder / "sitecustomize.py").write_text(SITE.format(faults=dict(faults or {})))
@@ -236,11 +236,11 @@ class Stage:
         return Process(self.folder, child)
 
     def run(self, *words: str, **how: Any) -> Ended:
-        """Run a command to its end."""
+        """Runs a command to its end."""
         return self.start(*words, **how).end()
 
     def whole(self, *words: str, ranks: int = 2) -> Path:
-        """The directory of a run that nobody disturbs, made once."""
+        """Returns the directory of a run that nobody disturbs, made once."""
         words = tuple(word for word in words if not word.startswith("--launch"))
         name = "whole-" + "-".join(word.lstrip("-").replace("/", "_") for word in words)
         stage = Stage(self.root / f"{name}-{ranks}", self.root)
@@ -252,30 +252,30 @@ class Stage:
 
 
 def _paths() -> list[str]:
-    """Where the package is, also for processes of another directory."""
+    """Returns where the package is, also for processes of another directory."""
     package = str(Path(folders.__file__).resolve().parents[2])
     return [package, *filter(None, [os.environ.get("PYTHONPATH", "")])]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run."""
+    """Returns the metrics of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> list[float]:
-    """The losses of a run."""
+    """Returns the losses of a run."""
     return [row["loss"] for row in rows(run)]
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint of a run."""
+    """Returns all tensors of the newest checkpoint of a run."""
     found = folders.find_checkpoints(run / "checkpoints")
     check(found, f"{run} has no checkpoint")
     return read(found[-1])
 
 
 def read(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, moments and random states included."""
+    """Returns all tensors of a checkpoint, moments and random states included."""
     manifest = manifests.read_manifest(checkpoint)
     state = {name: load.empty_shard(entry) for name, entry in manifest.tensors.items()}
     load.fill_tensors(checkpoint, manifest, state)
@@ -283,7 +283,7 @@ def read(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not the same bits."""
+    """Returns the names of tensors that are not the same bits."""
     return [
         name
         for name in sorted({*one, *other})
@@ -292,7 +292,7 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def soon(began: float, limit: float) -> float:
-    """Seconds since a moment; refused if they are too many."""
+    """Returns the seconds since a moment; refused if they are too many."""
     seconds = time.monotonic() - began
     check(seconds < limit * PATIENCE[0], f"took {seconds:.1f} s, not {limit:g}")
     return seconds
@@ -337,7 +337,7 @@ CASES: list[Case] = []
 def case(
     name: str, done: str, expected: str
 ) -> Callable[[Callable[[Stage], str]], Callable[[Stage], str]]:
-    """Add a case."""
+    """Adds a case."""
 
     def add(play: Callable[[Stage], str]) -> Callable[[Stage], str]:
         CASES.append(Case(name, done, expected, play))

@@ -38,7 +38,7 @@ THERE = SLOW + "before(Trainer, 'issue_step', at(3, 1, mark))\n"
 
 
 def stopped(stage: Stage, ended: Ended) -> str:
-    """A run that stopped: saved once, and going on to the bit."""
+    """Returns a run that stopped: saved once, and going on to the bit."""
     ended.expect(75, "saved in")
     run = stage.folder / "run"
     done = len(rows(run))
@@ -49,7 +49,7 @@ def stopped(stage: Stage, ended: Ended) -> str:
 
 
 def told(stage: Stage, number: int, *, worker: bool) -> str:
-    """A signal to the launcher or to a rank in a step."""
+    """Returns a signal to the launcher or to a rank in a step."""
     process = stage.start(*RUN, faults={TRAINER: THERE})
     pid = process.when()
     if worker:
@@ -215,7 +215,7 @@ def _stopped(stage: Stage) -> str:
 
 
 def hung(stage: Stage, action: str) -> str:
-    """A rank that does not come back."""
+    """Returns a rank that does not come back."""
     code = f"before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), {action})))"
     process = stage.start(*RUN, *SAVED, "--launch.watchdog-seconds=8", faults={TRAINER: code})
     process.when()

@@ -32,7 +32,7 @@ GROUPS = (fault_crashes, fault_signals, fault_disks, fault_files, fault_inputs)
 
 
 def wanted(names: str) -> list[Case]:
-    """The cases of these names or groups, all if none is named."""
+    """Returns the cases of these names or groups, all if none is named."""
     if not names:
         return CASES
     words = [word.strip() for word in names.split(",")]
@@ -60,7 +60,7 @@ def played(case: Case, root: Path, seed: int) -> tuple[str, str]:
 
 
 def table(results: list[tuple[Case, str, str]]) -> str:
-    """All results, one line each."""
+    """Returns all results, one line each."""
     lines = ["| case | what was done | expected | what happened | |", "|---|---|---|---|---|"]
     for case, verdict, words in results:
         short = " ".join(words.split())[:160].replace("|", "/")

@@ -27,7 +27,7 @@ from ranvier.errors import CheckpointError, RanvierError
 
 
 def noticed(checkpoint: Path) -> tuple[bool, bool]:
-    """Whether `verify` finds damage, and whether a load of all tensors does."""
+    """Returns whether `verify` finds damage, and whether a load of all tensors does."""
     with open(os.devnull, "w") as null, redirect_stdout(null):
         try:
             seen = show.verify_checkpoints(checkpoint) == CheckpointError.exit_code

@@ -60,7 +60,7 @@ TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager"
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +74,7 @@ def settings() -> argparse.Namespace:
 
 
 def foretold(run: RunConfig, made: Cluster) -> dict[str, Any]:
-    """What the planner says of a run on one device of a cluster."""
+    """Returns what the planner says of a run on one device of a cluster."""
     from ranvier.planner.model_spec import resolve_model_spec
     from ranvier.planner.predict import Candidate, Workload, predict_step
     from ranvier.planner.time.compute import FP8_SCALING
@@ -109,7 +109,7 @@ class Taken:
         trainer.grid.trace.waited_events = []
 
     def facts(self) -> dict[str, Any]:
-        """Seconds and bytes of steps, and where the seconds go."""
+        """Returns the seconds and bytes of steps, and where the seconds go."""
         cuda = self.device.type == "cuda"
         for _ in range(3):
             self.step()
@@ -129,7 +129,7 @@ class Taken:
         return found | {"kernels": self.kernels() if cuda else {}}
 
     def kernels(self) -> dict[str, Any]:
-        """Milliseconds of a step by group, and the longest kernels."""
+        """Returns the milliseconds of a step by group, and the longest kernels."""
         _annotate_optimizer(self.bench.trainer.state.optimizer)
         both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with tempfile.TemporaryDirectory() as folder, _record_triton():
@@ -153,7 +153,7 @@ class Taken:
 def one_row(
     one: Config, made: Cluster, device: torch.device, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Predict and measure a configuration."""
+    """Predicts and measure a configuration."""
     row: dict[str, Any] = {"name": one.name, "settings": dict(one.settings), "batch": one.batch}
     begun, taken = time.perf_counter(), None
     try:
@@ -172,7 +172,7 @@ def one_row(
 
 
 def told(row: Mapping[str, Any]) -> str:
-    """A row for people."""
+    """Returns a row for people."""
     words = f"{row['name']:44}"
     measured, predicted = row.get("measured"), row.get("predicted")
     if measured:
@@ -191,7 +191,7 @@ def errors(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Print which are good; whether all are."""
+    """Prints which are good; whether all are."""
     good = True
     for row in rows:
         fine = "failed" not in row
@@ -204,7 +204,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def main() -> int:
-    """Measure, predict, compare; 0 if all is good."""
+    """Measures, predict, compare; 0 if all is good."""
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")
     if device.type == "cuda":

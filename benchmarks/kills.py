@@ -65,7 +65,7 @@ KINDS = (
 
 
 def state(rank: int, ranks: int, value: float) -> ShardedStateDict:
-    """A part of two tensors, one of which is large enough for several blocks."""
+    """Returns a part of two tensors, one of which is large enough for several blocks."""
     rows, width = 4, 70_000
     large = Shard((rows * ranks, width), (rows * rank, 0), (rows, width), (rows, width))
     small = Shard((ranks, 3), (rank, 0), (1, 3), (1, 3))
@@ -76,7 +76,7 @@ def state(rank: int, ranks: int, value: float) -> ShardedStateDict:
 
 
 def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None:
-    """Save as all ranks of a kind do, in one process."""
+    """Saves as all ranks of a kind do, in one process."""
     with (
         mock.patch.object(async_saver, "broadcast_text", lambda *_: nonce),
         mock.patch.object(async_saver, "run_and_raise_together", lambda work, *_: work()),
@@ -103,7 +103,9 @@ def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None
 
 
 def killed_at(number: int, half: bool) -> Callable[[str, Any], Any]:
-    """A wrapper of calls that ends the process at the n-th of all; half of a write is done."""
+    """Returns a wrapper of calls that ends the process at the n-th of all; half of a write is
+    done.
+    """
     counter = itertools.count(1)
 
     def wrap(name: str, call: Any) -> Any:
@@ -122,7 +124,7 @@ def killed_at(number: int, half: bool) -> Callable[[str, Any], Any]:
 
 
 def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
-    """Save k, then k + 1 in a child that is killed at a call; that call, empty if it ended."""
+    """Saves k, then k + 1 in a child that is killed at a call; that call, empty if it ended."""
     shutil.rmtree(folder, ignore_errors=True)
     before = Kind(kind.name, kind.ranks)
     saved(folder, 1, 1.0, before, "aaaa")
@@ -151,7 +153,9 @@ def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
 
 
 def check(folder: Path, kind: Kind) -> int:
-    """The value of what is left; an AssertionError if it is no whole checkpoint of k or k + 1."""
+    """Returns the value of what is left; an AssertionError if it is no whole checkpoint of k or
+    k + 1.
+    """
     paths, _ = folders.newest_checkpoints(folder)
     for path in paths:
         try:
@@ -195,7 +199,7 @@ def trials(
 
 
 def removed(folder: Path, step: int) -> Path:
-    """What must not be done: make room for a checkpoint by removing the one before."""
+    """Returns what must not be done: make room for a checkpoint by removing the one before."""
     path = folder / f"step-{step:08d}"
     shutil.rmtree(path, ignore_errors=True)
     return path

@@ -57,7 +57,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,12 +70,12 @@ def settings() -> argparse.Namespace:
 
 
 def named(degrees: Mapping[str, Any]) -> str:
-    """A layout in words."""
+    """Returns a layout in words."""
     return " ".join(f"{key}={value}" for key, value in degrees.items())
 
 
 def run_of(degrees: Mapping[str, Any]) -> ResolvedRun:
-    """The default job in a layout."""
+    """Returns the default job in a layout."""
     plan = Plan(**{"data": 1, **degrees})
     run = RunConfig(plan=plan)
     quiet = replace(run.train, device="cpu", dtype="fp32", backend="gloo")
@@ -95,7 +95,7 @@ class Crew:
     members: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start them."""
+        """Starts them."""
         context = multiprocessing.get_context("spawn")
         for me in local_process_infos(self.size):
             here, there = context.Pipe()
@@ -105,7 +105,9 @@ class Crew:
             self.members.append((one, here))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What rank 0 gives back for `function(worker, *arguments)`, once all have done it."""
+        """Returns what rank 0 gives back for `function(worker, *arguments)`, once all have done
+        it.
+        """
         for _, pipe in self.members:
             pipe.send((function, arguments))
         results = [pipe.recv() for _, pipe in self.members]
@@ -151,7 +153,7 @@ def _serve(me: ProcessInfo, pipe: Connection) -> None:
 
 
 def build(worker: Worker, degrees: Mapping[str, Any]) -> None:
-    """Put a layout together and warm it up."""
+    """Puts a layout together and warm it up."""
     import torch
 
     from ranvier.grid import Grid
@@ -185,7 +187,7 @@ def _batch(run: RunConfig) -> Any:
 
 
 def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:
-    """Seconds a step of some steps, after one that is not timed."""
+    """Returns the seconds a step of some steps, after one that is not timed."""
     trainer, batches = worker.seats[named(degrees)]
     began = time.perf_counter()
     for i in range(steps + 1):
@@ -227,7 +229,7 @@ class Row:
         return self.predicted / self.median - 1.0
 
     def ties(self, other: Row) -> bool:
-        """Whether the medians lie within each other's interquartile range."""
+        """Returns whether the medians lie within each other's interquartile range."""
         (a, b), (c, d) = self.quartiles, other.quartiles
         return c <= self.median <= d or a <= other.median <= b
 
@@ -242,7 +244,7 @@ def kendall(rows: Sequence[Row]) -> tuple[float, int]:
 
 
 def foretell(rows: Sequence[Row], path: str) -> None:
-    """Fill in predictions."""
+    """Fills in predictions."""
     from ranvier.planner import cluster
     from ranvier.tools.local_cluster import predict_run
 
@@ -256,7 +258,7 @@ def foretell(rows: Sequence[Row], path: str) -> None:
 
 
 def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
-    """Let all layouts take their turns."""
+    """Lets all layouts take their turns."""
     worlds = {named(row.degrees): run_of(row.degrees).plan.world_size for row in rows}
     crews = {size: Crew(size) for size in sorted({*worlds.values()})}
     try:
@@ -275,7 +277,7 @@ def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
 
 
 def report(rows: Sequence[Row]) -> bool:
-    """Print the table and the verdict; whether all is good."""
+    """Prints the table and the verdict; whether all is good."""
     for row in sorted(rows, key=lambda row: row.median):
         low, high = row.quartiles
         parts = " ".join(f"{k} {v * 1e3:.0f}" for k, v in row.parts.items() if v > 5e-4)
@@ -298,7 +300,7 @@ def report(rows: Sequence[Row]) -> bool:
 
 
 def main() -> int:
-    """Measure, predict, compare; 0 if all is good."""
+    """Measures, predict, compare; 0 if all is good."""
     asked = settings()
     rows = [Row(dict(degrees)) for degrees in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:

@@ -76,12 +76,12 @@ class Theirs:
         self.loss = loss.detach()
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Lets go of all memory."""
         self.__dict__.clear()
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -99,7 +99,7 @@ def settings() -> argparse.Namespace:
 
 
 def timed(one: Contestant, steps: int, first: int, device: torch.device) -> float:
-    """Seconds of a step."""
+    """Returns the seconds of a step."""
     _wait(device)
     began = time.perf_counter()
     for i in range(first, first + steps):
@@ -120,7 +120,7 @@ def operations(shape: Shape) -> int:
 
 
 def main() -> None:
-    """Build both, let them take turns, print a table."""
+    """Builds both, let them take turns, print a table."""
     words = settings()
     shape = {**SIZES, **TOY}[words.size][0]
     if words.seq:

@@ -101,7 +101,7 @@ TINY_LIMITS = [("toy", 4, 0.01), ("toy-tied", 4, 0.003)]
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -136,7 +136,7 @@ class Bench:
         )
 
     def predicted(self) -> MemoryTracker:
-        """The account of the trainer."""
+        """Returns the account of the trainer."""
         trainer = self.trainer
         if trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
@@ -145,7 +145,7 @@ class Bench:
         return trainer.memory_tracker
 
     def measured(self, steps: int) -> MemoryBreakdown:
-        """Take steps; what all but the first have held."""
+        """Takes steps; what all but the first have held."""
         trainer, account = self.trainer, self.trainer.memory_tracker
         if self.device.type == "cpu":
             return self._counted()
@@ -170,7 +170,7 @@ class Bench:
         return MemoryBreakdown({**known.device, "activations": rest}, known.host)
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Lets go of all memory."""
         self.__dict__.clear()
         gc.collect()
         if torch.cuda.is_available():
@@ -181,12 +181,12 @@ class Bench:
 
 
 def shape_of(size: str) -> Shape:
-    """The shape of a named size."""
+    """Returns the shape of a named size."""
     return {**SIZES, **TOY}[size][0]
 
 
 def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Predict and measure each configuration."""
+    """Predicts and measure each configuration."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for one in chosen(TINY if asked.tiny else CONFIGS, asked, folder):
@@ -215,7 +215,7 @@ def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, An
 
 
 def chosen(configs: Sequence[Config], asked: argparse.Namespace, folder: str) -> list[Config]:
-    """The configurations that were asked for, with the settings of all."""
+    """Returns the configurations that were asked for, with the settings of all."""
     more = dict(text.split("=", 1) for text in asked.ours)
     found = []
     for one in configs:
@@ -278,7 +278,7 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
 
 
 def main() -> int:
-    """Run what was asked for; 0 if all is good."""
+    """Runs what was asked for; 0 if all is good."""
     use_expandable_segments()
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")

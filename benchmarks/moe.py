@@ -143,7 +143,7 @@ class Contestant:
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The one loop."""
+        """Returns the one loop."""
         loss = self.learn(tokens, targets)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -193,7 +193,7 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
 
 
 def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **rest: Any) -> Any:
-    """A model with weights of its own."""
+    """Returns a model with weights of its own."""
     model.train()
 
     def learn(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ CONTESTANTS: dict[str, Callable[[Task], Contestant]] = {
 
 
 def tried(make: Callable[[Task], Contestant], task: Task, asked: Any) -> dict[str, Any]:
-    """Build, warm and time one; what it needs of memory, and why it failed if it did."""
+    """Builds, warm and time one; what it needs of memory, and why it failed if it did."""
     if task.cuda:
         torch.cuda.reset_peak_memory_stats()
     one: Contestant | None = None
@@ -369,7 +369,7 @@ def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
 
 
 def line(name: str, row: dict[str, Any], best: float | None) -> str:
-    """A contestant's numbers for people."""
+    """Returns a contestant's numbers for people."""
     if "failed" in row:
         return f"{name:12} failed: {row['failed']}"
     mfu = "     -" if row["mfu"] is None else f"{row['mfu']:6.1%}"
@@ -383,7 +383,7 @@ def line(name: str, row: dict[str, Any], best: float | None) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Whether we are as fast and as small as asked for."""
+    """Returns whether we are as fast and as small as asked for."""
     done = {name: row for name, row in rows.items() if "failed" not in row}
     mine = [row for name, row in done.items() if name.startswith("ranvier")]
     if not mine:
@@ -408,7 +408,7 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, Any]:
-    """One shape: all contestants, ours once more at the end."""
+    """Returns one shape: all contestants, ours once more at the end."""
     shape = task.shape
     assert isinstance(shape, Mixed), shape
     print(
@@ -431,7 +431,7 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -472,7 +472,7 @@ def compare(asked: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Compare; a mistake of the user is told without a traceback."""
+    """Compares; a mistake of the user is told without a traceback."""
     try:
         compare(settings())
     except RanvierError as error:

@@ -66,7 +66,7 @@ class Curve:
 
 
 def settings(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,7 +106,7 @@ def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
 
 
 def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
-    """One run of one model."""
+    """Returns one run of one model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables: dict[str, dict[str, Any]] = {
         "model": {"size": model, **({"layers": 1} if asked.tiny else {})},
@@ -153,7 +153,7 @@ def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]
 
 
 def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
-    """Whether the mixture learns more and is balanced, in words."""
+    """Returns whether the mixture learns more and is balanced, in words."""
     dense, mixture = (told(curves, model) for model in (asked.dense, asked.mixture))
     better = mixture[0] < dense[0] and mixture[1] < dense[1]
     balanced = max(mixture[2]) < LIMIT
@@ -165,7 +165,7 @@ def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Train all, print a table."""
+    """Trains all, print a table."""
     asked = settings(words)
     check(MODEL_SIZES[asked.dense], MODEL_SIZES[asked.mixture])
     tokens = asked.steps * asked.batch * asked.seq

@@ -152,7 +152,7 @@ class ProcessStatus:
 
     @classmethod
     def read(cls, pid: int) -> ProcessStatus | None:
-        """The status of a process; None if there is none."""
+        """Returns the status of a process; None if there is none."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
@@ -169,7 +169,7 @@ class Process:
     start_ticks: int
 
     def is_alive(self) -> bool:
-        """Whether it runs or is stopped.
+        """Returns whether it runs or is stopped.
 
         A process that is exiting has no environment any more but may still hold its GPU memory.
         """
@@ -206,7 +206,7 @@ def find_processes(token: str) -> list[Process]:
 
 
 def find_rank_number(process: Process) -> int | None:
-    """The rank of a process that leads a session and maps the heartbeat of one rank."""
+    """Returns the rank of a process that leads a session and maps the heartbeat of one rank."""
     status = ProcessStatus.read(process.pid)
     if status is None or status.session != process.pid:
         return None
@@ -263,12 +263,12 @@ class TrainCommand:
                 self.others.discard(process)
 
     def find_ranks(self) -> dict[int, Process]:
-        """The ranks that are alive, by their number."""
+        """Returns the ranks that are alive, by their number."""
         self.observe_processes()
         return {rank: process for process, rank in self.rank_of.items() if process.is_alive()}
 
     def wait_until(self, is_met: Callable[[], bool], seconds: float) -> bool:
-        """Wait for a condition and observe processes meanwhile; whether it was met in time."""
+        """Waits for a condition and observe processes meanwhile; whether it was met in time."""
         limit = time.monotonic() + seconds
         while not is_met():
             if time.monotonic() > limit:
@@ -278,11 +278,11 @@ class TrainCommand:
         return True
 
     def has_exited(self) -> bool:
-        """Whether the launcher has ended."""
+        """Returns whether the launcher has ended."""
         return self.child.poll() is not None
 
     def list_alive(self) -> list[Process]:
-        """All processes of the command that are alive."""
+        """Returns all processes of the command that are alive."""
         self.observe_processes()
         return [process for process in (*self.rank_of, *self.others) if process.is_alive()]
 
@@ -299,7 +299,7 @@ class TrainCommand:
             self.child.wait(timeout=1.0)
 
     def read_errors(self) -> str:
-        """What it has written to stderr."""
+        """Returns what it has written to stderr."""
         return self._errors.read_text(errors="replace")
 
 
@@ -327,7 +327,7 @@ def read_gpu_memory() -> list[int] | None:
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """Ranks on each axis: `pipe=2,row=2`."""
+    """Returns the ranks on each axis: `pipe=2,row=2`."""
     try:
         grid = {axis: int(size) for axis, size in (word.split("=") for word in text.split(","))}
     except ValueError:
@@ -336,7 +336,7 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def format_grid(grid: Mapping[str, int]) -> str:
-    """The opposite of `parse_grid`."""
+    """Returns the opposite of `parse_grid`."""
     return ",".join(f"{axis}={size}" for axis, size in grid.items())
 
 
@@ -351,7 +351,7 @@ class Setup:
     """MiB in use on each GPU before any run; None: not checked."""
 
     def build_arguments(self, grid: Mapping[str, int], out: Path) -> list[str]:
-        """The arguments of `ranvier train`."""
+        """Returns the arguments of `ranvier train`."""
         arguments = [*MODEL, "--train.steps", str(self.steps), "--train.output-dir", str(out)]
         arguments += ["--nproc", str(math.prod(grid.values()))]
         for axis, size in grid.items():
@@ -369,7 +369,7 @@ class Setup:
         folder: Path,
         environment: Mapping[str, str] | None = None,
     ) -> TrainCommand:
-        """Start a command whose output goes to a folder; all of them share one cache."""
+        """Starts a command whose output goes to a folder; all of them share one cache."""
         cache = {"RANVIER_CACHE": str(self.root / "cache")}
         return TrainCommand(arguments, folder, {**cache, **(environment or {})})
 
@@ -397,7 +397,7 @@ def count_rows(out: Path) -> int:
 
 
 def is_finished(out: Path) -> bool:
-    """Whether a run has written that it has taken all its steps."""
+    """Returns whether a run has written that it has taken all its steps."""
     try:
         status = json.loads((out / "run.json").read_text())["status"]
     except (OSError, ValueError, KeyError):
@@ -406,7 +406,7 @@ def is_finished(out: Path) -> bool:
 
 
 def read_losses(out: Path) -> Iterator[tuple[int, float]]:
-    """Step and loss of each row of the metrics of a run."""
+    """Yields the step and loss of each row of the metrics of a run."""
     for line in (out / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         yield int(row["step"]), row["loss"]
@@ -429,7 +429,9 @@ class Reference:
         return 60.0 + 4.0 * self.end_seconds
 
     def find_differences(self, out: Path) -> list[str]:
-        """What is wrong with the losses of a run: they must be the same bits in every row."""
+        """Returns what is wrong with the losses of a run: they must be the same bits in every
+        row.
+        """
         try:
             rows = list(read_losses(out))
         except (OSError, ValueError, KeyError) as error:
@@ -451,7 +453,7 @@ class FailedReferenceError(Exception):
 
 
 def run_reference(setup: Setup, grid: Mapping[str, int]) -> Reference:
-    """Run a grid without a fault."""
+    """Runs a grid without a fault."""
     folder = setup.root / f"reference-{format_grid(grid)}"
     folder.mkdir()
     out = folder / "run"
@@ -482,7 +484,7 @@ def run_reference(setup: Setup, grid: Mapping[str, int]) -> Reference:
 
 
 def format_errors(text: str) -> str:
-    """The last lines of a stderr, indented."""
+    """Returns the last lines of a stderr, indented."""
     lines = text.splitlines()[-ERROR_LINES:]
     return "\n".join(f"    | {line}" for line in lines)
 
@@ -524,7 +526,7 @@ class Trial:
     """The stderr of the command that failed, or of the last one."""
 
     def play(self, reference: Reference) -> None:
-        """Start the run, inject the fault, continue the run, and check everything."""
+        """Starts the run, inject the fault, continue the run, and check everything."""
         self.reference = reference
         self.start_seconds = reference.first_seconds - reference.ranks_seconds
         for attempt in range(ATTEMPTS):
@@ -548,7 +550,7 @@ class Trial:
             self.problems.append(f"{self.memory} MiB of GPU memory were not given back")
 
     def format_line(self, trials: int) -> str:
-        """What happened, in one line."""
+        """Returns what happened, in one line."""
         seconds = "-" if self.end_seconds is None else f"{self.end_seconds:.2f} s"
         codes = ", then ".join("none" if code is None else str(code) for code in self.exit_codes)
         memory = "-" if self.memory is None else f"{self.memory:+d} MiB"
@@ -566,7 +568,7 @@ class Trial:
         return arguments
 
     def _interrupt_run(self, folder: Path) -> bool:
-        """Start the run and inject the fault; whether the run was still there for it."""
+        """Starts the run and inject the fault; whether the run was still there for it."""
         environment = {}
         if self.kind.name == "exception":
             (folder / "sitecustomize.py").write_text(PATCH)
@@ -591,7 +593,7 @@ class Trial:
         return True
 
     def _wait_for_moment(self, command: TrainCommand, out: Path) -> bool:
-        """Wait until the fault is due; whether the run was still under way then."""
+        """Waits until the fault is due; whether the run was still under way then."""
         world = math.prod(self.grid.values())
         steps = 1 + int(self.share * self.setup.steps)
 
@@ -613,7 +615,7 @@ class Trial:
         return not command.has_exited()
 
     def _note_early_end(self, command: TrainCommand) -> bool:
-        """Check that a run that came to its end before the fault has finished; False."""
+        """Checks that a run that came to its end before the fault has finished; False."""
         # The reference was slower, perhaps as the machine did other things, too.
         self.start_seconds = min(self.start_seconds, time.monotonic() - self.start_began)
         command.wait_until(command.has_exited, self.reference.patience_seconds)
@@ -628,7 +630,7 @@ class Trial:
     def _inject_fault(
         self, command: TrainCommand, ranks: Mapping[int, Process], folder: Path
     ) -> float | None:
-        """Do what the kind of the trial says; when, or None if the run had ended."""
+        """Does what the kind of the trial says; when, or None if the run had ended."""
         name = self.kind.name
         if not ranks:  # only the launcher is left, which is about to end
             return None
@@ -657,7 +659,7 @@ class Trial:
         return float(raised.read_text()) if raised.exists() else None
 
     def _check_end(self, command: TrainCommand, known: set[Process], struck: float) -> None:
-        """Check how a run ends after its fault. known: the ranks that had been started before."""
+        """Checks how a run ends after its fault. known: the ranks that had been started before."""
         kind = self.kind
 
         def is_ended() -> bool:
@@ -690,7 +692,7 @@ class Trial:
                 self.problems.append(f"the message of the hang does not name rank {self.rank}")
 
     def _check_exit(self, command: TrainCommand) -> None:
-        """Wait for the end of a command and of all its processes."""
+        """Waits for the end of a command and of all its processes."""
         if not command.wait_until(command.has_exited, self.reference.patience_seconds):
             seconds = time.monotonic() - command.began
             self.problems.append(f"the command has not ended {seconds:.0f} s after its start")
@@ -701,7 +703,7 @@ class Trial:
             self.problems.append(f"processes are left: {', '.join(left)}")
 
     def _continue_run(self, folder: Path) -> None:
-        """Give the same command again; it must finish, unless it had before the fault."""
+        """Gives the same command again; it must finish, unless it had before the fault."""
         finished = is_finished(folder / "run") and self.exit_codes[-1] != KINDS["term"].exit_code
         with self.setup.start_command(self._build_arguments(folder), folder) as command:
             self._check_exit(command)
@@ -773,7 +775,7 @@ class Session:
             print(format_errors(trial.errors), flush=True)
 
     def _get_reference(self, grid: Mapping[str, int]) -> Reference | None:
-        """The uninterrupted run of a grid, which is run once; None if it failed."""
+        """Returns the uninterrupted run of a grid, which is run once; None if it failed."""
         name = format_grid(grid)
         if name in self.references:
             return self.references[name]
@@ -795,7 +797,7 @@ class Session:
 
 
 def parse_options() -> argparse.Namespace:
-    """The options of the command line."""
+    """Returns the options of the command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -60,7 +60,7 @@ class Ended:
 
 
 def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ended:
-    """Train in one process, or on all ranks of the grid."""
+    """Trains in one process, or on all ranks of the grid."""
     device = "cuda" if backend == "nccl" else "cpu"
     command = [sys.executable, "-m", "ranvier", "train", *COMMON, *words, "--train.device", device]
     command += ["--train.output-dir", str(folder)]
@@ -83,12 +83,14 @@ def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ende
 
 
 def largest_difference(have: Sequence[float], want: Sequence[float]) -> float:
-    """The largest relative difference of two lists of numbers."""
+    """Returns the largest relative difference of two lists of numbers."""
     return max(abs(a - b) / abs(b) for a, b in zip(have, want, strict=True))
 
 
 def compare_weights(have: Path, want: Path) -> float:
-    """The largest difference of two runs' last weights, relative to the largest of each tensor."""
+    """Returns the largest difference of two runs' last weights, relative to the largest of each
+    tensor.
+    """
     mine, whole = (
         load_full_tensors(find_checkpoints(folder / "checkpoints")[-1]) for folder in (have, want)
     )
@@ -99,7 +101,7 @@ def compare_weights(have: Path, want: Path) -> float:
 
 
 def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
-    """A run against that of one process: in words, and whether it is good."""
+    """Returns a run against that of one process: in words, and whether it is good."""
     if ended.code:
         return f"exit code {ended.code}\n{ended.output[-2000:]}", False
     rows, whole = ended.rows, one.rows
@@ -116,7 +118,7 @@ def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Run, compare, print."""
+    """Runs, compare, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

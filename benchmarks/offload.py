@@ -50,12 +50,12 @@ WEIGHTS = {**HOST, "memory.parameters": "host"}
 
 
 def device() -> torch.device:
-    """Where it runs."""
+    """Returns where it runs."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def synchronize() -> None:
-    """Wait for the device."""
+    """Waits for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -66,7 +66,7 @@ def peak() -> int:
 
 
 def cleared() -> None:
-    """Let go of what nobody holds."""
+    """Lets go of what nobody holds."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -74,7 +74,7 @@ def cleared() -> None:
 
 
 def bandwidth(size: int = GIB) -> float:
-    """Bytes a second that go each way at once between host and device."""
+    """Returns the bytes a second that go each way at once between host and device."""
     if not torch.cuda.is_available():
         return 1e10
     host = Arena(2 * size, device())
@@ -95,7 +95,7 @@ def bandwidth(size: int = GIB) -> float:
 
 
 def timed(one: Contestant, steps: int) -> float:
-    """Seconds of a step."""
+    """Returns the seconds of a step."""
     synchronize()
     begun = time.perf_counter()
     for i in range(steps):
@@ -105,7 +105,9 @@ def timed(one: Contestant, steps: int) -> float:
 
 
 def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[str, float]:
-    """Seconds of a step, bytes at the peak and parameters of a contestant, alone on the device."""
+    """Returns the seconds of a step, bytes at the peak and parameters of a contestant, alone on
+    the device.
+    """
     cleared()
     one = make()
     for i in range(warm):
@@ -131,7 +133,9 @@ def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[s
 
 
 def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second with states on the device and on the host, by tokens of a step."""
+    """Returns the tokens a second with states on the device and on the host, by tokens of a
+    step.
+    """
     link, rows = bandwidth(), []
     print(f"link: {link / 1e9:.1f} GB/s each way at once")
     for name, shape in shapes(arguments):
@@ -152,7 +156,7 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def told(row: Mapping[str, Any], link: float) -> None:
-    """Print a row."""
+    """Prints a row."""
     rates = {way: row["tokens"] / row[way]["seconds"] for way in ("plain", "host") if row[way]}
     words = [f"{row['size']:>6} {row['tokens']:>8} tokens"]
     words += [
@@ -169,7 +173,7 @@ def told(row: Mapping[str, Any], link: float) -> None:
 def attempt(
     make: Callable[[], Contestant], arguments: argparse.Namespace
 ) -> dict[str, float] | None:
-    """What was measured; None if it does not fit."""
+    """Returns what was measured; None if it does not fit."""
     try:
         return measured(make, warm=arguments.warm, steps=arguments.steps)
     except torch.OutOfMemoryError as error:
@@ -274,7 +278,7 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The most blocks of each way by its predicted table, confirmed by running.
+    """Returns the most blocks of each way by its predicted table, confirmed by running.
 
     Each way has a process of its own: threads of the last update hold what they work on.
     """
@@ -294,7 +298,7 @@ def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The most blocks of one way."""
+    """Returns the most blocks of one way."""
     if arguments.limit and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
@@ -317,12 +321,12 @@ def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def wide(layers: int) -> Shape:
-    """A model of so many blocks of the width of Llama 3 8B."""
+    """Returns a model of so many blocks of the width of Llama 3 8B."""
     return Shape.of(layers, 4096, 32, 14336, max_seq=2048)
 
 
 def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
-    """The most blocks that fit, as predicted."""
+    """Returns the most blocks that fit, as predicted."""
     limits = MemoryLimits(available_bytes(0.0, device(), 1), host_bytes_per_rank(1))
     if arguments.smoke:
         limit = 10 * offload_search.min_device_bytes(fit_problem(shape, where, limits, 3))
@@ -342,7 +346,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
 def fit_problem(
     shape: Shape, where: Mapping[str, str], limits: MemoryLimits, blocks: int
 ) -> FitProblem:
-    """The placements of a model of so many blocks."""
+    """Returns the placements of a model of so many blocks."""
     run = run_of(replace(shape, layers=blocks), 1, where, device().type)
     run = resolve_run(run, ResolveContext(world_size=1, device=device()))
     free = open_settings(run) if run.memory.auto else frozenset[str]()
@@ -350,7 +354,7 @@ def fit_problem(
 
 
 def fitting(case: FitProblem) -> bool:
-    """Whether a placement fits."""
+    """Returns whether a placement fits."""
     if not case.open_settings:
         shown = offload_search.predict_breakdown(case, case.given_placement)
         return shown.total_bytes <= case.device_limit
@@ -358,7 +362,9 @@ def fitting(case: FitProblem) -> bool:
 
 
 def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:
-    """What a model of so many blocks needs and takes; a twentieth less where it does not fit."""
+    """Returns what a model of so many blocks needs and takes; a twentieth less where it does not
+    fit.
+    """
     for _ in range(3):
         try:
             cleared()
@@ -386,7 +392,7 @@ def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, 
 
 
 def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
-    """The models that were asked for."""
+    """Returns the models that were asked for."""
     known = TOY if arguments.smoke else SIZES
     names = list(TOY)[:1] if arguments.smoke else arguments.sizes.split(",")
     found = []
@@ -398,7 +404,7 @@ def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -423,7 +429,7 @@ def settings() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what was asked for."""
+    """Runs what was asked for."""
     use_expandable_segments()
     arguments, found = settings(), {}
     if arguments.smoke:

@@ -58,7 +58,7 @@ GIB = 2**30
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,7 +111,7 @@ class Seat:
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Let go of the contestant and its memory."""
+        """Lets go of the contestant and its memory."""
         if self.live is not None:
             self.live.close()
         self.live, self.cold, self.held = None, True, 0
@@ -120,7 +120,7 @@ class Seat:
             torch.cuda.empty_cache()
 
     def against(self, peer: str) -> list[float]:
-        """Milliseconds a step in the windows interleaved with a peer."""
+        """Returns the milliseconds a step in the windows interleaved with a peer."""
         return [window["ms"] for window in self.windows if window["against"] == peer]
 
 
@@ -166,7 +166,7 @@ class Arena:
                 break
 
     def attempt(self, seat: Seat, action: Callable[[Seat], None]) -> None:
-        """Do something with a contestant; if memory is short, once more without the others."""
+        """Does something with a contestant; if memory is short, once more without the others."""
         others = [one for one in (*self.ours, *self.peers) if one is not seat]
         for again in (False, True):
             for other in others:
@@ -191,7 +191,7 @@ class Arena:
             self.alone = True
 
     def ready(self, seat: Seat) -> None:
-        """Build and warm a contestant."""
+        """Builds and warm a contestant."""
         if seat.live is not None and not seat.cold:
             return
         torch.manual_seed(0)
@@ -234,11 +234,11 @@ class Arena:
         )
 
     def beside(self, seat: Seat) -> int:
-        """Bytes that the others hold."""
+        """Returns the bytes that the others hold."""
         return sum(one.held for one in (*self.ours, *self.peers) if one is not seat)
 
     def allocated(self) -> int:
-        """Bytes in use now."""
+        """Returns the bytes in use now."""
         return torch.cuda.memory_allocated() if self.task.cuda else 0
 
     def wait(self) -> None:
@@ -293,7 +293,7 @@ def _seconds(a: Tensor, b: Tensor, device: torch.device) -> float:
 
 
 def summary(arena: Arena, rate: float) -> dict[str, Any]:
-    """All numbers of a size and batch."""
+    """Returns all numbers of a size and batch."""
     task, shape = arena.task, arena.task.shape
     tokens, peak = task.batch * shape.max_seq, peak_flops(task.device, torch.bfloat16)
     matmuls = sum(6.0 * tokens * k * n * count for k, n, count in shape.matmuls.values())
@@ -335,7 +335,7 @@ def ratio(ours: Seat, peer: Seat) -> float | None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The numbers of a size and batch for people."""
+    """Returns the numbers of a size and batch for people."""
     ours = [row["name"] for row in result["contestants"] if row["settings"] is not None]
     head = ["", "tok/s", "ms", "MFU", "full", "ceiling", "GiB", "loss", "build s"]
     lines = [[*head, *(f"{name} is" for name in ours)]]
@@ -382,7 +382,7 @@ def versions() -> dict[str, str | None]:
 
 
 def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
-    """The names in a comma-separated list."""
+    """Returns the names in a comma-separated list."""
     names = list(known) if text is None else [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -392,7 +392,7 @@ def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
 
 
 def pairs_of(texts: Sequence[str]) -> dict[str, str]:
-    """Settings from KEY=VALUE."""
+    """Returns the settings from KEY=VALUE."""
     for text in texts:
         if "=" not in text:
             raise PlanError(f"{text!r} sets nothing. A setting is KEY=VALUE. Give it a value.")
@@ -400,7 +400,7 @@ def pairs_of(texts: Sequence[str]) -> dict[str, str]:
 
 
 def variants(asked: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """Settings of each variant of ours by its name."""
+    """Returns the settings of each variant of ours by its name."""
     found = {}
     for text in asked.variant or ["ranvier:"]:
         name, colon, rest = text.partition(":")
@@ -489,7 +489,7 @@ def play(
 
 
 def main() -> int:
-    """Compare; a mistake of the user is told without a traceback."""
+    """Compares; a mistake of the user is told without a traceback."""
     try:
         compare(settings())
     except RanvierError as error:

@@ -68,7 +68,7 @@ def wait(trainer: Trainer) -> float:
 
 
 def bare(trainer: Trainer, steps: int) -> float:
-    """Seconds of a step of the bare loop."""
+    """Returns the seconds of a step of the bare loop."""
     load = trainer._batch_maker()
     first = trainer.state.step  # the steps that the trainer takes next
     ready = [[batch.to(trainer.device) for batch in load(first + i)] for i in range(steps)]
@@ -85,7 +85,7 @@ def bare(trainer: Trainer, steps: int) -> float:
 
 
 def full(rows: Iterator[dict[str, object]], sink: object, trainer: Trainer, steps: int) -> float:
-    """Seconds of a step of the trainer's loop, metrics written and shown."""
+    """Returns the seconds of a step of the trainer's loop, metrics written and shown."""
     start = wait(trainer)
     for _ in range(steps):
         sink(next(rows))  # type: ignore[operator]

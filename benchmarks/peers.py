@@ -126,11 +126,13 @@ class Contestant(Protocol):
         """One optimizer step on batch number i."""
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Lets go of all memory."""
 
 
 def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> RunConfig:
-    """The run of a shape on one device; settings are dotted, as `plan.recompute` and `full`."""
+    """Returns the run of a shape on one device; settings are dotted, as `plan.recompute` and
+    `full`.
+    """
     tables: dict[str, dict[str, Any]] = {
         "model": asdict(shape),
         "data": {"seq_len": shape.max_seq},
@@ -146,7 +148,7 @@ def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> 
 
 
 def _value(text: str) -> Any:
-    """A setting as TOML reads it; what TOML cannot read is a text."""
+    """Returns a setting as TOML reads it; what TOML cannot read is a text."""
     lower = text.lower()
     try:
         return tomllib.loads(f"x = {lower if lower in ('true', 'false') else text}")["x"]
@@ -178,7 +180,7 @@ class Ours:
         trainer.grid.trace.waited_events = []  # as the trainer does
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Lets go of all memory."""
         self.__dict__.clear()
 
 
@@ -213,7 +215,7 @@ class Peer:
         self.loss = loss.detach()
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Lets go of all memory."""
         self.undo()
         self.__dict__.clear()
 
@@ -409,14 +411,14 @@ def litgpt(task: Task) -> Peer:
 
 
 def import_transformers() -> Any:
-    """The module of transformers' Llama."""
+    """Returns the module of transformers' Llama."""
     from transformers.models.llama import modeling_llama
 
     return modeling_llama
 
 
 def import_liger() -> Any:
-    """What puts Liger's kernels into transformers' Llama."""
+    """Returns what puts Liger's kernels into transformers' Llama."""
     import_transformers()
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -481,7 +483,7 @@ PACKAGES = ("torchtitan", "torchao", "litgpt", "liger-kernel", "transformers")
 
 
 def missing(name: str) -> str:
-    """Why a peer cannot be imported; empty if it can."""
+    """Returns why a peer cannot be imported; empty if it can."""
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
     try:
@@ -492,6 +494,6 @@ def missing(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """Returns what an error says, in a line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]

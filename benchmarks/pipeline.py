@@ -104,7 +104,7 @@ LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jit
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,14 +202,14 @@ class Nap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, block: Block, micro: int) -> Tensor:
-        """Sleep."""
+        """Sleeps."""
         ctx.block, ctx.micro = block, micro
         time.sleep(block.seconds(micro, "F"))
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sleep for dx, and now or later for the weights."""
+        """Sleeps for dx, and now or later for the weights."""
         block: Block = ctx.block
         time.sleep(block.seconds(ctx.micro, "B"))
         block.moment.run_or_defer(partial(time.sleep, block.seconds(ctx.micro, "W")))
@@ -228,7 +228,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
-        """The gradient of x, and now or later that of the weight."""
+        """Returns the gradient of x, and now or later that of the weight."""
         (x,), weight, dy = ctx.saved_tensors, ctx.weight, dys[0]
 
         def deliver() -> None:
@@ -399,7 +399,7 @@ class Field:
         return contestant
 
     def torchs(self, name: str) -> Contestant:
-        """One of torch's schedules."""
+        """Returns one of torch's schedules."""
         (kind, chunks), setting = TORCH[name], self.setting
         count = setting.ranks * chunks
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
@@ -465,18 +465,18 @@ class Counted(PipelineStage):
     log: list[int]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep an activation."""
+        """Keeps an activation."""
         self.log.append(1)
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Free it, unless the weights are to follow."""
+        """Frees it, unless the weights are to follow."""
         result = super().backward_one_chunk(*args, **kwargs)
         self.log.append(-1 if kwargs.get("full_backward", True) else 0)
         return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Free it."""
+        """Frees it."""
         result = super().backward_weight_one_chunk(*args, **kwargs)
         self.log.append(-1)
         return result
@@ -486,21 +486,21 @@ class Counted(PipelineStage):
 
 
 def everyone(value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Returns the values of all ranks."""
     values: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, value)
     return values
 
 
 def told(value: Any) -> Any:
-    """The value of rank 0."""
+    """Returns the value of rank 0."""
     box = [value]
     distributed.broadcast_object_list(box)
     return box[0]
 
 
 def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
-    """All steps of all contestants on all ranks."""
+    """Returns all steps of all contestants on all ranks."""
     field = Field(setting, grid, rank, torch.device("cpu"))
     found: list[Contestant] = []
     known: dict[int, JobTimes] = {}
@@ -596,7 +596,7 @@ def times_of(
 
 
 def slow(setting: Setting, rank: int) -> float:
-    """The factor that all jobs of a rank have: it belongs to their time, not to luck."""
+    """Returns the factor that all jobs of a rank have: it belongs to their time, not to luck."""
     return (
         Effort(replace(setting, case="slow"), 1).factor(rank, 0, 0, "F")
         if (setting.case == "slow")
@@ -690,7 +690,7 @@ def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, JobTimes]]:
 def prediction(
     setting: Setting, chunks: int, policy: SchedulingPolicy, times: JobTimes, seed: int
 ) -> float:
-    """Seconds of a repetition, as the simulator sees it."""
+    """Returns the seconds of a repetition, as the simulator sees it."""
     effort = Effort(setting, chunks, seed)
     shape = PipelineShape(setting.ranks, setting.micros, chunks, policy.split_backward)
     table = draw_job_seconds(replace(shape, split_backward=True), times)
@@ -722,7 +722,7 @@ def bound(setting: Setting, chunks: int, times: JobTimes) -> float:
 
 
 def ratio(peer: Row, ours: Row) -> float:
-    """How many times as fast ours is: median over repetitions."""
+    """Returns how many times as fast ours is: median over repetitions."""
     return median(a / b for a, b in zip(peer.seconds, ours.seconds, strict=True))
 
 
@@ -909,7 +909,7 @@ def compare_orders(
     shape: PipelineShape,
     differences: list[str],
 ) -> OrderRow:
-    """The last step of a runtime against the simulator."""
+    """Returns the last step of a runtime against the simulator."""
     stage, kinds = runtime.stage.index, {"forward": "F", "backward": "B"}
     arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.arrival_log]  # type: ignore[arg-type]
     for way, chunk in {key for key, _, _ in runtime.arrival_log}:
@@ -964,7 +964,7 @@ def serve_orders(me: ProcessInfo, setting: Setting, backend: str, pipe: Any) -> 
 
 
 def check_orders(asked: argparse.Namespace) -> int:
-    """Show, of each policy, whether all stages chose as in the simulator."""
+    """Shows, of each policy, whether all stages chose as in the simulator."""
     backend, bad = "nccl" if asked.nccl else "gloo", 0
     for ranks in asked.ranks:
         setting = Setting.all(argparse.Namespace(**{**vars(asked), "ranks": [ranks]}))[0]
@@ -1011,7 +1011,7 @@ def commit() -> str:
 
 
 def main() -> int:
-    """Measure, show, judge."""
+    """Measures, show, judge."""
     asked = settings()
     if asked.nccl or asked.rendezvous:
         return check_orders(asked)

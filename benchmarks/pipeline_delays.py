@@ -31,7 +31,7 @@ FIRST_SEED = 1_000_000
 
 
 def settings() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,7 +47,7 @@ def drawn(number: int) -> tuple[dict[str, int], Case]:
 
 
 def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
-    """What is not as in one process."""
+    """Returns what is not as in one process."""
     whole = serial(case.model, case.packed)
     try:
         return compare(whole, pool.on_grid(grid, run_case, case, whole.batch, LR, CLIP))

@@ -61,7 +61,9 @@ class Guess:
 
 
 def guess(row: Row, terms: Terms | None = None, runs: Framework | None = None) -> Guess:
-    """The prediction for a run; terms: None for the shipped ones; runs: None for its own row."""
+    """Returns the prediction for a run; terms: None for the shipped ones; runs: None for its own
+    row.
+    """
     runs = runs or published.framework(row)
     found = fits.prediction(row, terms or fits.shipped(row), runs)
     size = found.memory.total_bytes
@@ -83,7 +85,7 @@ def measured(rows: Iterable[Row]) -> list[Row]:
 
 @cache
 def given() -> tuple[Row, ...]:
-    """The runs that constants are fitted to."""
+    """Returns the runs that constants are fitted to."""
     return tuple(timed(published.rows()))
 
 
@@ -102,7 +104,7 @@ def _fitted(rows: tuple[Row, ...]) -> Terms:
 def left_out(
     rows: Sequence[Row], group: str = "source", *, common: bool = False
 ) -> list[tuple[Guess, bool]]:
-    """Each run with its group left out, and whether no other source has its chip.
+    """Returns each run with its group left out, and whether no other source has its chip.
 
     common: its framework counts as unknown.
     """
@@ -119,7 +121,7 @@ def left_out(
 
 
 def work(row: Row) -> float:
-    """FLOPs of a device with what is computed again, and the bubble."""
+    """Returns the FLOPs of a device with what is computed again, and the bubble."""
     plan = published.layout(row, "none").plan
     again = 4 / 3 if plan.recompute == "full" else 1.0
     flops = guess(row).prediction.flops * again / plan.world_size
@@ -127,7 +129,7 @@ def work(row: Row) -> float:
 
 
 def null_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """The null model's error of each run, its constants fitted to all of them."""
+    """Returns the null model's error of each run, its constants fitted to all of them."""
     by = defaultdict(list)
     for row in rows:
         by[chip(row), row.narrow].append(row)
@@ -157,7 +159,7 @@ def tau(measured: Sequence[float], guessed: Sequence[float]) -> float:
 
 
 def is_sweep(row: Row) -> bool:
-    """Whether a run is one of the layout sweep."""
+    """Returns whether a run is one of the layout sweep."""
     date, layers, hidden, batches = SWEEP
     same = row.number("layers") == layers and row.number("hidden") == hidden
     dated = date in row.facts["source_locator"] and row.number("heads") == 64
@@ -165,7 +167,7 @@ def is_sweep(row: Row) -> bool:
 
 
 def verdict(text: str, value: float, limit: float, *, least: bool = False) -> bool:
-    """Print a figure with its limit."""
+    """Prints a figure with its limit."""
     good = value >= limit if least else value <= limit
     sign = ">=" if least else "<="
     print(f"{text:<58}{value:8.2f}  ({sign} {limit:g})  {'pass' if good else 'FAIL'}")
@@ -208,7 +210,7 @@ def times(guesses: Sequence[tuple[Guess, bool]], null: dict[str, float]) -> None
 
 
 def width(one: Guess) -> float:
-    """The upper end of its interval over the lower."""
+    """Returns the upper end of its interval over the lower."""
     low, high = one.prediction.interval
     return high / low
 
@@ -262,7 +264,7 @@ def memory(rows: Sequence[Row]) -> None:
 
 
 def without_it(one: Guess, several: Sequence[Guess]) -> Guess:
-    """The guess for a run with the reserve that the other runs of its framework need."""
+    """Returns the guess for a run with the reserve that the other runs of its framework need."""
     runs = published.framework(one.row)
     others = [other.row for other in several if other.row.name != one.row.name]
     reserve = fits.reserves(others).get(runs.name, runs.allocator_reserve)
@@ -308,7 +310,7 @@ def unknown(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Print all figures."""
+    """Prints all figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--show", default="", help="print each run of a source")
     parser.add_argument("--fit", action="store_true", help="print constants fitted to all sources")

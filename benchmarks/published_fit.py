@@ -53,25 +53,25 @@ class Terms:
     """Of each chip that there are runs of; others have the usual one."""
 
     def of(self, name: str) -> Efficiency:
-        """The numbers of a chip."""
+        """Returns the numbers of a chip."""
         return dict(self.reach).get(name, Efficiency())
 
 
 def chip(row: Row) -> str:
-    """The chip of a run: parts with other memory or power are the same."""
+    """Returns the chip of a run: parts with other memory or power are the same."""
     assert row.device is not None
     name = row.device.name.split("-")[0]
     return CHIPS.get(name, name)
 
 
 def framework(row: Row) -> str:
-    """The framework of a run; years of one are the same."""
+    """Returns the framework of a run; years of one are the same."""
     name = published.framework(row).name
     return "Megatron-LM" if name.startswith("Megatron-LM") else name
 
 
 def machine(row: Row) -> str:
-    """The machine of a run: device, devices of a node, network."""
+    """Returns the machine of a run: device, devices of a node, network."""
     facts = row.facts
     network = facts["inter_node_gbs_per_node"]
     return f"{facts['gpu']} x {facts['gpus_per_node']}, {network} GB/s" + row.source * (not network)
@@ -87,7 +87,7 @@ GROUPS: dict[str, Callable[[Row], str]] = {
 
 
 def shipped(row: Row) -> Terms:
-    """The constants of the package, for a run."""
+    """Returns the constants of the package, for a run."""
     assert row.device is not None
     own = ((chip(row), row.device.reach),)
     return Terms(frameworks.EAGER, frameworks.HIDDEN, published.machine(row).straggle, own)
@@ -97,7 +97,7 @@ def shipped(row: Row) -> Terms:
 
 
 def with_terms(runs: Framework, terms: Terms) -> Framework:
-    """A runtime with fitted numbers in place of the shipped ones."""
+    """Returns a runtime with fitted numbers in place of the shipped ones."""
     eager = {frameworks.EAGER: terms.eager, frameworks.PARTLY: (1 + terms.eager) / 2}
     passes = eager.get(runs.elementwise_passes, runs.elementwise_passes)
     row = terms.hidden if runs.row_overlap == frameworks.HIDDEN else runs.row_overlap
@@ -106,7 +106,7 @@ def with_terms(runs: Framework, terms: Terms) -> Framework:
 
 
 def place(row: Row, terms: Terms) -> Cluster:
-    """The machine of a run with fitted numbers."""
+    """Returns the machine of a run with fitted numbers."""
     found = published.machine(row)
     device = replace(found.device, reach=terms.of(chip(row)))
     return replace(found, device=device, straggle=terms.straggle)
@@ -114,7 +114,7 @@ def place(row: Row, terms: Terms) -> Cluster:
 
 @cache
 def settled(row: Row, way: Ways, runs: Framework) -> str:
-    """What is computed again where a run does not say: the least that fits."""
+    """Returns what is computed again where a run does not say: the least that fits."""
     for word in ("none", "selective"):
         layout = published.layout(row, word, way)
         if predict_step(published.job(row), layout, published.machine(row), runs).fits_memory:
@@ -123,7 +123,9 @@ def settled(row: Row, way: Ways, runs: Framework) -> str:
 
 
 def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
-    """The prediction for a run: over all layouts that it may have had, where it does not say."""
+    """Returns the prediction for a run: over all layouts that it may have had, where it does not
+    say.
+    """
     cluster, used, found = place(row, terms), with_terms(runs, terms), []
     for way in published.ways(row):
         again = "" if row.facts["recompute"] else settled(row, way, runs)
@@ -200,7 +202,7 @@ def _neighbours(terms: Terms, step: float) -> Iterator[Terms]:
 
 
 def fit(rows: Sequence[Row]) -> Terms:
-    """The numbers that fit best, by steps along each in turn that get shorter."""
+    """Returns the numbers that fit best, by steps along each in turn that get shorter."""
     used = _spread(rows)
     best = Terms(reach=tuple((name, Efficiency()) for name in sorted({chip(row) for row in used})))
     least, step = loss(used, best), 0.16
@@ -216,7 +218,7 @@ def fit(rows: Sequence[Row]) -> Terms:
 
 
 def without(rows: Sequence[Row], group: str) -> dict[str, Terms]:
-    """Numbers fitted to the runs outside of each group, by its name."""
+    """Returns the numbers fitted to the runs outside of each group, by its name."""
     of = GROUPS[group]
     return {
         name: fit([row for row in rows if of(row) != name])
@@ -232,7 +234,9 @@ UNDER = 0.02
 
 @cache
 def reserve_needed(row: Row) -> float:
-    """The reserve with which a run's memory is under by `UNDER`: tensors · (1 + reserve)."""
+    """Returns the reserve with which a run's memory is under by `UNDER`: tensors · (1 +
+    reserve).
+    """
     runs = published.framework(row)
     table = prediction(row, shipped(row), replace(runs, allocator_reserve=0.0)).memory
     fixed = runs.context_bytes if "nvidia-smi" in row.facts["mem_basis"] else 0.0
@@ -240,7 +244,7 @@ def reserve_needed(row: Row) -> float:
 
 
 def reserves(rows: Iterable[Row]) -> dict[str, float]:
-    """The least reserve of each framework, by its name."""
+    """Returns the least reserve of each framework, by its name."""
     found: dict[str, float] = defaultdict(float)
     for row in rows:
         name = published.framework(row).name

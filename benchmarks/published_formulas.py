@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 def kept(
     part: BlockSpec, setup: ComputeContext, runtime: Framework, recompute: str
 ) -> tuple[float, float]:
-    """Bytes that a block keeps of a micro-batch, and that it has while it runs backward."""
+    """Returns the bytes that a block keeps of a micro-batch, and that it has while it runs
+    backward.
+    """
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0) / setup.col
     outer = setup.row if runtime.sequence_parallel else 1
     narrow = 0.5 if setup.fp8 and runtime.fp8_casts == "fused" else 1.0  # what products read
@@ -83,7 +85,7 @@ def flights(pipe: int, chunks: int, micro: int) -> float:
 
 
 def memory(job: Workload, layout: Candidate, runtime: Framework) -> MemoryBreakdown:
-    """Bytes of the worst stage by category."""
+    """Returns the bytes of the worst stage by category."""
     plan, model = layout.plan, job.model
     setup = ComputeContext(
         samples=plan.micro_batch,
@@ -104,7 +106,7 @@ def memory(job: Workload, layout: Candidate, runtime: Framework) -> MemoryBreakd
 def _stage(
     job: Workload, layout: Candidate, runtime: Framework, setup: ComputeContext, where: str
 ) -> MemoryBreakdown:
-    """Bytes of the first or the last stage."""
+    """Returns the bytes of the first or the last stage."""
     plan, model = layout.plan, job.model
     split = plan.row * plan.col
     blocks = [part for part in model.parts if part.is_block]
@@ -186,7 +188,7 @@ def spoken(
     runtime: Framework,
     places: RankGroups,
 ) -> CommTime:
-    """Seconds that another framework communicates in a step."""
+    """Returns the seconds that another framework communicates in a step."""
     found, row = CommTime(), places["row",]
     block = next(part for part in model.parts if part.is_block)
     size = 2 * setup.tokens * model.units["embed"]

@@ -75,7 +75,7 @@ class Framework(Foreign):
     """Gathered blocks that are there at once."""
 
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
-        """Bytes of its worst stage by category."""
+        """Returns the bytes of its worst stage by category."""
         return formulas.memory(job, layout, self)
 
     def spoken(
@@ -86,7 +86,7 @@ class Framework(Foreign):
         cluster: Cluster,
         places: RankGroups,
     ) -> CommTime:
-        """Seconds that a rank communicates in a step."""
+        """Returns the seconds that a rank communicates in a step."""
         return formulas.spoken(model, plan, setup, cluster, self, places)
 
 

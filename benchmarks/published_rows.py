@@ -77,7 +77,7 @@ class Split:
 
 
 def known_framework(name: str) -> Framework | None:
-    """The row of a framework; None: there is none, and it is not read as another."""
+    """Returns the row of a framework; None: there is none, and it is not read as another."""
     plain = " + ".join(part.strip() for part in re.sub(r"\(.*?\)", "", name).split("+"))
     found = re.fullmatch(rf"(?P<name>.*?)(?:[ -](?P<version>{VERSION}))?", plain)
     assert found is not None
@@ -90,7 +90,9 @@ def known_framework(name: str) -> Framework | None:
 
 
 def known_split(row: Row) -> Split | None:
-    """What the sharding word of a run means; None: it is not known, and not read as another."""
+    """Returns what the sharding word of a run means; None: it is not known, and not read as
+    another.
+    """
     dp = row.number("dp")
     plain = re.sub(r"\(.*?\)", "", row.facts["sharding"]).lower().replace("-", " ")
     word = " ".join(plain.split())
@@ -121,7 +123,7 @@ class Row:
     facts: dict[str, str]
 
     def number(self, name: str, usual: int = 1) -> int:
-        """A whole number of the run; what is not published has its usual value."""
+        """Returns a whole number of the run; what is not published has its usual value."""
         text = self.facts.get(name, "")
         return int(float(text)) if text else usual
 
@@ -189,14 +191,14 @@ class Row:
 
 
 def rows(path: Path = DATA / "published_runs.csv") -> list[Row]:
-    """All runs of a file."""
+    """Returns all runs of a file."""
     with path.open(encoding="utf-8") as file:
         return [Row(facts) for facts in csv.DictReader(file)]
 
 
 @cache
 def model(row: Row) -> ModelSpec:
-    """The model of a run."""
+    """Returns the model of a run."""
     heads, gated = row.number("heads"), row.facts["gated_mlp"] == "1"
     hidden = row.number("hidden")
     return dense_decoder(
@@ -216,7 +218,7 @@ def model(row: Row) -> ModelSpec:
 
 @cache
 def job(row: Row) -> Workload:
-    """What is trained."""
+    """Returns what is trained."""
     return Workload(model(row), row.number("seq"), row.number("global_batch"))
 
 
@@ -230,7 +232,9 @@ class Ways:
 
 @cache
 def ways(row: Row) -> tuple[Ways, ...]:
-    """All that are plausible: chunks that divide a stage, micro-batches of powers of two."""
+    """Returns all that are plausible: chunks that divide a stage, micro-batches of powers of
+    two.
+    """
     pipe, dp, batch = row.number("pp"), row.number("dp"), row.number("global_batch")
     own, runs = max(batch // dp, 1), framework(row)
     micros = [min(row.number("micro_batch"), own)]
@@ -253,7 +257,7 @@ def ways(row: Row) -> tuple[Ways, ...]:
 
 @cache
 def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Candidate:
-    """How it is laid out; recompute, way: where the run does not say."""
+    """Returns how it is laid out; recompute, way: where the run does not say."""
     split, dp = known_split(row) or Split(1, None), row.number("dp")
     pipe, batch = row.number("pp"), row.number("global_batch")
     word = row.facts["recompute"].split(" ")[0] or recompute or "none"
@@ -282,7 +286,9 @@ def _compiled(row: Row) -> bool:
 
 @cache
 def machine(row: Row) -> Cluster:
-    """The machine of a run: its device and network, links of a machine with such devices."""
+    """Returns the machine of a run: its device and network, links of a machine with such
+    devices.
+    """
     device = row.device
     assert device is not None, row.name
     return _machine(
@@ -323,12 +329,14 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
 
 @cache
 def framework(row: Row) -> Framework:
-    """The runtime of a run, with what its own columns and notes say; `COMMON` if it has no row."""
+    """Returns the runtime of a run, with what its own columns and notes say; `COMMON` if it has
+    no row.
+    """
     return stated(row, known_framework(row.facts["framework"]) or frameworks.COMMON)
 
 
 def stated(row: Row, found: Framework) -> Framework:
-    """A runtime with what a run says of itself, whichever framework it is."""
+    """Returns a runtime with what a run says of itself, whichever framework it is."""
     note, precision = row.facts["notes"].lower(), row.facts["precision"]
     found = replace(found, sequence_parallel=row.facts["seq_parallel"] == "1")
     split = known_split(row)

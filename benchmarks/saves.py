@@ -79,7 +79,9 @@ def now(trainer: Trainer) -> float:
 
 
 def window(rows: Iterator[object], trainer: Trainer, steps: int, *, save: bool) -> float:
-    """Seconds of so many steps, after a fifth of which a checkpoint is due; it may end later."""
+    """Returns the seconds of so many steps, after a fifth of which a checkpoint is due; it may
+    end later.
+    """
     due = trainer.state.step + max(steps // 5, 1) if save else NEVER
     _every(trainer, due)
     start = now(trainer)
@@ -96,14 +98,14 @@ def _every(trainer: Trainer, steps: int) -> None:
 
 
 def written(trainer: Trainer) -> float:
-    """Seconds until the save behind the run has ended."""
+    """Returns the seconds until the save behind the run has ended."""
     start = time.perf_counter()
     trainer.checkpointer.saver.finish_saving()
     return time.perf_counter() - start
 
 
 def peer(trainer: Trainer, folder: Path) -> float:
-    """Seconds of torch's distributed checkpoint of the same tensors."""
+    """Returns the seconds of torch's distributed checkpoint of the same tensors."""
     tensors = {name: x for name, (x, _) in checkpointing.state_tensors(trainer.state).items()}
     start = now(trainer)
     dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
@@ -151,7 +153,7 @@ def main() -> int:
 def verdict(
     asked: argparse.Namespace, times: list[tuple[float, float]], theirs: list[float]
 ) -> bool:
-    """Print what was found, and whether it is good enough."""
+    """Prints what was found, and whether it is good enough."""
     step = statistics.median(a for a, _ in times) / asked.steps
     stall = statistics.median(b - a for a, b in times)
     best = min(theirs)

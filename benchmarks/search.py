@@ -33,7 +33,7 @@ TIMES = 10
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'a second':>9}")
     for size, machine, nodes, batch in JOBS:
         wish = SearchRequest(
@@ -56,7 +56,9 @@ def main() -> None:
 
 
 def started(words: Sequence[str]) -> float:
-    """Seconds of a command from the shell besides its search; models are listed anew."""
+    """Returns the seconds of a command from the shell besides its search; models are listed
+    anew.
+    """
     with tempfile.TemporaryDirectory() as cache:
         began = time.perf_counter()
         out = subprocess.run(

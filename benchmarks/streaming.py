@@ -41,7 +41,7 @@ GRIDS: dict[str, dict[str, int]] = {"one rank": {}, "2·2·2": {"depth": 2, "row
 
 
 def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderConfig:
-    """A Llama of at least so many bytes: its layers are made wide before they are many.
+    """Returns a Llama of at least so many bytes: its layers are made wide before they are many.
 
     experts: of a Mixtral in its place, each as wide as the MLP divided by their number.
     """
@@ -67,7 +67,7 @@ def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderCo
 
 
 def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) -> int:
-    """Write a model with random weights, one tensor at a time; its bytes."""
+    """Writes a model with random weights, one tensor at a time; its bytes."""
     config = config_of(num_bytes, dtype, experts)
     family = find_family("mixtral" if experts else "llama")
     sizes = model.shapes_of(config)
@@ -100,13 +100,13 @@ class Read:
 
 
 def anonymous() -> int:
-    """Bytes of anonymous memory of this process."""
+    """Returns the bytes of anonymous memory of this process."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def watched(work: Callable[[], int]) -> Read:
-    """Do work that returns the bytes of a shard; what it took."""
+    """Does work that returns the bytes of a shard; what it took."""
     before, over = anonymous(), threading.Event()
     most = [before]
 
@@ -126,7 +126,7 @@ def watched(work: Callable[[], int]) -> Read:
 
 
 def load(folder: Path, axes: dict[str, int]) -> Read:
-    """Read a model on the grid of all ranks that were started."""
+    """Reads a model on the grid of all ranks that were started."""
     from ranvier import from_pretrained
     from ranvier.comm.collectives import all_gather
     from ranvier.comm.consensus import world_axis
@@ -146,7 +146,7 @@ def load(folder: Path, axes: dict[str, int]) -> Read:
 
 
 def imported(folder: Path, out: Path) -> Read:
-    """Make it a run."""
+    """Makes it a run."""
     from ranvier.train import import_export
 
     torch.set_num_threads(1)
@@ -159,7 +159,7 @@ def imported(folder: Path, out: Path) -> Read:
 
 
 def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
-    """What each of new processes has to tell."""
+    """Returns what each of new processes has to tell."""
     world = torch.Size(axes.values()).numel()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     words = [sys.executable, __file__, "--folder", str(folder), "--rank", what]
@@ -179,7 +179,7 @@ def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
 
 
 def shown(name: str, reads: list[Read]) -> bool:
-    """Print one line a rank; whether all kept the bound."""
+    """Prints one line a rank; whether all kept the bound."""
     for rank, one in enumerate(reads):
         print(
             f"{name:22} rank {rank}: shard {one.shard / MIB:8.1f} MiB, above before "

@@ -13,7 +13,7 @@ RELATIVE_TOLERANCE = 1e-9
 
 @cache
 def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
-    """Return the first part of each of `count` ranges, minimizing the largest cost of a range.
+    """Returns the first part of each of `count` ranges, minimizing the largest cost of a range.
 
     Of several such partitions, returns the one with the smallest sum of squares. Dynamic program;
     ranges above the limit of `_max_range_cost`, and starts that cannot reach it, are pruned.
@@ -43,7 +43,9 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
 
 
 def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) -> float:
-    """Return the smallest possible largest cost of `count` ranges, by bisection, slightly above."""
+    """Returns the smallest possible largest cost of `count` ranges, by bisection, slightly
+    above.
+    """
 
     def fits(most: float) -> bool:
         start = 0
@@ -64,5 +66,5 @@ def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) 
 
 
 def part_ranges(firsts: Sequence[int], parts: int) -> list[slice]:
-    """Return the range of parts of each virtual stage."""
+    """Returns the range of parts of each virtual stage."""
     return [slice(a, b) for a, b in pairwise([*firsts, parts])]

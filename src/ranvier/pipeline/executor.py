@@ -89,7 +89,7 @@ class PipelineExecutor:
             )
 
     def open_transport(self, ahead: int) -> Transport:
-        """Return the transport for the messages of one step."""
+        """Returns the transport for the messages of one step."""
         # The threads of a failed step may still take messages of the next one, so do not continue.
         if self.rendezvous_links is not None and self.rendezvous_links.is_broken:
             raise CommunicationError(
@@ -126,7 +126,7 @@ class PipelineExecutor:
         factor: Tensor,
         plain: bool = False,
     ) -> None:
-        """Run forward and backward of all micro-batches.
+        """Runs forward and backward of all micro-batches.
 
         scored: called with the loss of each micro-batch, on the last stage. factor: the loss scale.
         plain: whether the head may apply `factor` itself.
@@ -136,7 +136,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def run_forward(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Return the outputs of all micro-batches, on the last stage.
+        """Returns the outputs of all micro-batches, on the last stage.
 
         Communicates: as `forward_backward`.
         """

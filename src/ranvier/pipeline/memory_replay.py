@@ -32,7 +32,7 @@ T = TypeVar("T")
 def late_gradient_schedule(
     policy: SchedulingPolicy, shape: PipelineShape, stage: int
 ) -> FixedSchedule:
-    """Return the order in which a stage runs its jobs under a policy if gradients arrive late.
+    """Returns the order in which a stage runs its jobs under a policy if gradients arrive late.
 
     Other stages have no jobs. `is_dynamic` is that of the policy, so that leaders send orders.
     """
@@ -41,7 +41,7 @@ def late_gradient_schedule(
 
 
 def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> Iterator[Job]:
-    """Yield the jobs of a stage; gradients of other stages arrive when nothing else can run."""
+    """Yields the jobs of a stage; gradients of other stages arrive when nothing else can run."""
     now = StageProgress(shape, stage)
     seen = dict[Job, int]()
     while not now.is_complete:
@@ -59,7 +59,7 @@ def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> I
 
 
 def _next_jobs(now: StageProgress) -> Iterator[Job]:
-    """Yield the next job of each kind and chunk, in the order of `PipelineStep._ready_jobs`."""
+    """Yields the next job of each kind and chunk, in the order of `PipelineStep._ready_jobs`."""
     shape = now.shape
     for chunk in range(shape.chunks):
         f, b, w = (now.count_done(kind, chunk) for kind in ("F", "B", "W"))
@@ -72,12 +72,14 @@ def _next_jobs(now: StageProgress) -> Iterator[Job]:
 
 
 def _is_last_chunk(shape: PipelineShape, stage: int, chunk: int) -> bool:
-    """Whether a chunk is the last of the model, which computes its own gradient."""
+    """Returns whether a chunk is the last of the model, which computes its own gradient."""
     return stage == shape.stages - 1 and chunk == shape.chunks - 1
 
 
 def _can_run(job: Job, now: StageProgress) -> bool:
-    """Whether the micro-batch has passed the chunks of this stage that come before the job."""
+    """Returns whether the micro-batch has passed the chunks of this stage that come before the
+    job.
+    """
     if job.kind == "F" and job.chunk > 0:
         return now.count_done("F", job.chunk - 1) > job.micro
     if job.kind == "B" and job.chunk < now.shape.chunks - 1:
@@ -162,7 +164,7 @@ def peak_snapshots(
     groups: tuple[int, ...],
     moves: bool,
 ) -> SnapshotGroups:
-    """Return the snapshots of a stage at which the memory peak may occur.
+    """Returns the snapshots of a stage at which the memory peak may occur.
 
     groups: the group of each chunk. moves: whether gradients are moved between jobs.
     """
@@ -174,7 +176,7 @@ def peak_snapshots(
 def one_f_one_b_snapshots(
     stages: int, micro_batches: int, chunks: int, stage: int, groups: tuple[int, ...], moves: bool
 ) -> SnapshotGroups:
-    """Return the peak snapshots of (interleaved) 1F1B; with one stage of gradient accumulation.
+    """Returns the peak snapshots of (interleaved) 1F1B; with one stage of gradient accumulation.
 
     More than three rounds of micro-batches add no further snapshots.
     """
@@ -197,7 +199,7 @@ def _interleaved_snapshots(
 
 
 def _drop_covered(found: Iterable[JobSnapshot]) -> SnapshotGroups:
-    """Drop snapshots that another one of the same kind covers (a Pareto front)."""
+    """Drops snapshots that another one of the same kind covers (a Pareto front)."""
     alike: dict[tuple[object, ...], dict[tuple[int, ...], JobSnapshot]] = {}
     for one in dict.fromkeys(found):
         some = alike.setdefault(one.kind_key, {})
@@ -220,7 +222,7 @@ def _covers_all(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
 def _iterate_snapshots(
     jobs: Iterable[Job], shape: PipelineShape, stage: int, groups: tuple[int, ...], moves: bool
 ) -> Iterator[JobSnapshot]:
-    """Yield one snapshot per job."""
+    """Yields one snapshot per job."""
     each = shape.micro_batches
     # `final` is the kind of job that adds to the weight gradients; `ends` are stage and chunk of
     # embedding and head.
@@ -267,7 +269,7 @@ def _iterate_snapshots(
 
 
 def _pass_level(count: int, each: int) -> int:
-    """Return the code of `JobSnapshot.passes_before` for a number of passes."""
+    """Returns the code of `JobSnapshot.passes_before` for a number of passes."""
     if count == each:
         return ALL_PASSES
     return min(count, SEVERAL_PASSES)

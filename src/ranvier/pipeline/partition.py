@@ -31,7 +31,7 @@ class OtherStageLayer(nn.Module):
     """Placeholder for a layer of another stage."""
 
     def forward(self, *_: Any) -> Any:
-        """Raise: the layer is not on this stage."""
+        """Raises: the layer is not on this stage."""
         raise AssertionError("a layer of another stage was called")
 
 
@@ -58,7 +58,7 @@ class PipelineConfig:
 
     @classmethod
     def from_plan(cls, plan: Plan, *, seq_len: int = TYPICAL_SEQ_LEN) -> PipelineConfig:
-        """Return the configuration of a plan; reads its stage profile, if it names one."""
+        """Returns the configuration of a plan; reads its stage profile, if it names one."""
         return cls(
             chunks=plan.virtual_stages,
             stage_starts=plan.stage_starts,
@@ -95,19 +95,19 @@ class ModelStage:
     """First part of each virtual stage."""
 
     def virtual_stage(self, chunk: int) -> int:
-        """Return the number of the virtual stage of a chunk."""
+        """Returns the number of the virtual stage of a chunk."""
         return chunk * self.num_stages + self.index
 
     def is_first_chunk(self, chunk: int) -> bool:
-        """Whether a chunk is the first of the model."""
+        """Returns whether a chunk is the first of the model."""
         return self.virtual_stage(chunk) == 0
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether a chunk is the last of the model."""
+        """Returns whether a chunk is the last of the model."""
         return self.virtual_stage(chunk) == self.num_stages * len(self.chunks) - 1
 
     def describe_stages(self) -> list[str]:
-        """Return one line per virtual stage: its parts and its fraction of the work."""
+        """Returns one line per virtual stage: its parts and its fraction of the work."""
         total = sum(self.stage_costs) or 1.0
         bounds = [*self.stage_starts, len(self.part_names)]
         return [
@@ -119,7 +119,7 @@ class ModelStage:
 
 
 def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the names of the layers of each part."""
+    """Returns the names of the layers of each part."""
     parts = getattr(model, "parts", None)
     if parts is not None:
         return list(parts)
@@ -132,7 +132,7 @@ def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
-    """Return the function that runs a range of parts."""
+    """Returns the function that runs a range of parts."""
     own: Any = getattr(model, "segment", None)
     if own is not None:
         _refuse_other_forward(type(model))
@@ -161,7 +161,7 @@ def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _refuse_other_forward(kind: type) -> None:
-    """Raise if `forward` is overridden without `segment`, as stages only run `segment`."""
+    """Raises if `forward` is overridden without `segment`, as stages only run `segment`."""
     # Whichever is found first in the MRO is the more derived one.
     for one in kind.__mro__:
         if "segment" in vars(one):
@@ -176,7 +176,7 @@ def _refuse_other_forward(kind: type) -> None:
 def partition_model(
     model: nn.Module, costs: Sequence[float], how: PipelineConfig, index: int, count: int
 ) -> ModelStage:
-    """Return stage `index` of `count`; costs: of each part."""
+    """Returns stage `index` of `count`; costs: of each part."""
     parts = part_layer_names(model)
     costs = how.part_costs or tuple(costs)
     virtual = count * how.chunks

@@ -30,12 +30,12 @@ class Pipeline:
     """The policy for each number of micro-batches."""
 
     def step_shape(self, micro_batches: int) -> PipelineShape:
-        """Return the shape of a step of `micro_batches`."""
+        """Returns the shape of a step of `micro_batches`."""
         stage = self.executor.stage
         return PipelineShape(stage.num_stages, micro_batches, len(stage.chunks))
 
     def policy_for_step(self, micro_batches: int) -> SchedulingPolicy:
-        """Return the policy for a step of `micro_batches`; all ranks compute the same one."""
+        """Returns the policy for a step of `micro_batches`; all ranks compute the same one."""
         # The search takes a second or two, so its result is cached.
         if micro_batches not in self.policies:
             shape = self.step_shape(micro_batches)
@@ -46,7 +46,7 @@ class Pipeline:
         return self.policies[micro_batches]
 
     def _choose_policy(self, shape: PipelineShape) -> SchedulingPolicy:
-        """Return the policy named in the plan; `message` may split backward."""
+        """Returns the policy named in the plan; `message` may split backward."""
         splits = (
             self.can_split_backward
             and self.executor.step_context.overlapped_autograd
@@ -61,7 +61,9 @@ class Pipeline:
         )
 
     def expected_times(self) -> JobTimes:
-        """Return expected job times: backward takes twice as long as forward, half of it for dW."""
+        """Returns expected job times: backward takes twice as long as forward, half of it for
+        dW.
+        """
         return expected_times(self.executor.stage.stage_costs, self.config.jitter)
 
     @property
@@ -71,12 +73,12 @@ class Pipeline:
         return StageSpec(stage.index, stage.num_stages, len(stage.chunks), bool(stage.vocab_layers))
 
     def micro_batch_events(self, flow: ActivationShape) -> list[Event]:
-        """Return the messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
+        """Returns the messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
         ground = LayoutContext(self.executor.grid.degrees, ShardingTable(), {"embed": self.embed})
         return traffic.micro_batch_events(self.stage_spec, traffic.message_bytes(ground, flow))
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
-        """Return the orders inside the stage and the broadcast of the loss of a step."""
+        """Returns the orders inside the stage and the broadcast of the loss of a step."""
         policy = self.policy_for_step(micro_batches)
         seat = self.stage_spec
         count = traffic.count_orders(
@@ -90,6 +92,6 @@ class Pipeline:
 
 
 def accumulation_schedule(micro_batches: int) -> FixedSchedule:
-    """Return the schedule of one stage: forward and backward of each micro-batch in turn."""
+    """Returns the schedule of one stage: forward and backward of each micro-batch in turn."""
     jobs = [job for m in range(micro_batches) for job in (Job("F", m), Job("B", m))]
     return FixedSchedule("accumulation", (tuple(jobs),))

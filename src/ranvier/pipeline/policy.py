@@ -70,11 +70,11 @@ class StageProgress:
     """Total number of jobs done."""
 
     def count_done(self, kind: JobKind, chunk: int = 0) -> int:
-        """Return the number of jobs of a kind and chunk that are done."""
+        """Returns the number of jobs of a kind and chunk that are done."""
         return self.done_counts.get((kind, chunk), 0)
 
     def finish_job(self, job: Job) -> None:
-        """Mark a job as done; it must be the next of its kind and chunk."""
+        """Marks a job as done; it must be the next of its kind and chunk."""
         assert job.micro == self.count_done(job.kind, job.chunk), (job, self.done_counts)
         self.done_counts[job.kind, job.chunk] = job.micro + 1
         self.num_done += 1
@@ -104,7 +104,7 @@ class SchedulingPolicy(Protocol):
         """Whether its choice depends on arrival times."""
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Return one of the ready jobs (in the order in which they became ready); None: wait."""
+        """Returns one of the ready jobs (in the order in which they became ready); None: wait."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class FixedSchedule:
         return f"the order of {self.name}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Return the next job of the schedule, once it is ready."""
+        """Returns the next job of the schedule, once it is ready."""
         job = self.jobs[now.stage][now.num_done]
         if job in ready:
             return job
@@ -166,7 +166,7 @@ class MessageDrivenPolicy:
         return f"{first}, at most {held} micro-batches a stage{waiting}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Return the first job by priority that has credit; else weight gradients; else None."""
+        """Returns the first job by priority that has credit; else weight gradients; else None."""
         chunks = now.shape.chunks
         order = [job for job in ready if job.kind != "W"]
         if len(order) > 1 and self.priority != "first":
@@ -177,14 +177,16 @@ class MessageDrivenPolicy:
         return next((job for job in ready if job.kind == "W"), None)
 
     def _priority_rank(self, job: Job, chunks: int) -> int:
-        """Return the sort key; within a kind the job nearest to the end of the model is first."""
+        """Returns the sort key; within a kind the job nearest to the end of the model is first."""
         # Early chunks are nearest to the end in backward, late chunks in forward.
         if job.kind == "B":
             return job.chunk + (0 if self.priority == "backward" else chunks)
         return chunks - 1 - job.chunk + (chunks if self.priority == "backward" else 0)
 
     def _has_credit(self, job: Job, now: StageProgress) -> bool:
-        """Whether there is credit for a forward, with enough left for all older micro-batches."""
+        """Returns whether there is credit for a forward, with enough left for all older
+        micro-batches.
+        """
         chunks = range(now.shape.chunks)
         limit = max(self.credits[now.stage], now.shape.chunks)
         held = now.held_activations

@@ -51,7 +51,7 @@ FIRST_SEED = 1 << 20
 
 
 def expected_times(costs: Sequence[float], jitter: float) -> JobTimes:
-    """Return job times for virtual stages with these forward costs.
+    """Returns job times for virtual stages with these forward costs.
 
     Backward takes twice as long as forward, half of it for weight gradients.
     """
@@ -69,7 +69,7 @@ def choose_policy(
     seeds: int = 64,
     splits: bool = False,
 ) -> SchedulingPolicy:
-    """Return the policy of a name.
+    """Returns the policy of a name.
 
     limit: maximum number of activations per stage, each chunk's counts as one; 0: no limit.
     seeds: number of steps simulated with different seeds, if times have jitter.
@@ -129,7 +129,7 @@ def policy_from_text(text: str, shape: PipelineShape) -> SchedulingPolicy:
 
 
 def credits_for(shape: PipelineShape, times: JobTimes) -> int:
-    """Return the micro-batches in flight needed to hide links: `S + ceil(2(S - 1)c / (f + b))`.
+    """Returns the micro-batches in flight needed to hide links: `S + ceil(2(S - 1)c / (f + b))`.
 
     With chunks S is replaced by what the interleaved schedule holds, and times are per chunk.
     """
@@ -146,7 +146,7 @@ def credits_for(shape: PipelineShape, times: JobTimes) -> int:
 
 
 def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[SchedulingPolicy]:
-    """Return the policies that `message_driven` chooses from, with at most `room` activations.
+    """Returns the policies that `message_driven` chooses from, with at most `room` activations.
 
     Fixed schedules come first.
     """
@@ -187,7 +187,7 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
 def _fastest_policy(
     shape: PipelineShape, times: JobTimes, room: int, seeds: int
 ) -> SchedulingPolicy:
-    """Return the fastest candidate; of equally fast ones the one with the fewest activations."""
+    """Returns the fastest candidate; of equally fast ones the one with the fewest activations."""
     options = [PolicyCandidate(policy) for policy in list_candidates(shape, times, room)]
     trials = PolicyTrials(shape, times)
     if not times.jitter:
@@ -227,7 +227,7 @@ class PolicyTrials:
         self.job_seconds: dict[tuple[bool, int], JobSeconds] = {}
 
     def step_seconds(self, option: PolicyCandidate, seed: int) -> float:
-        """Return the seconds of a step with this seed."""
+        """Returns the seconds of a step with this seed."""
         policy = option.policy
         shape = replace(self.shape, split_backward=policy.split_backward)
         key = policy.split_backward, seed
@@ -243,7 +243,9 @@ class PolicyTrials:
     def best_candidate(
         self, options: Sequence[PolicyCandidate], seeds: Sequence[int], *, margin: float
     ) -> PolicyCandidate:
-        """Return the one that holds least of those whose mean is within `margin` of the fastest."""
+        """Returns the one that holds least of those whose mean is within `margin` of the
+        fastest.
+        """
         means = [fmean(self.step_seconds(option, seed) for seed in seeds) for option in options]
         enough = min(means) * (1 + margin)
         good = [o for o, mean in zip(options, means, strict=True) if mean <= enough]

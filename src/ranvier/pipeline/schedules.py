@@ -15,7 +15,7 @@ from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape
 
 
 def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Return all forwards, chunk after chunk, then all backwards; holds every activation."""
+    """Returns all forwards, chunk after chunk, then all backwards; holds every activation."""
     micros = range(shape.micro_batches)
     chunks = range(shape.chunks)
     jobs = [Job("F", m, c) for c in chunks for m in micros]
@@ -24,7 +24,7 @@ def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Return warm-up forwards until the first gradient can arrive, then 1F1B, then backwards."""
+    """Returns warm-up forwards until the first gradient can arrive, then 1F1B, then backwards."""
     if shape.chunks > 1:
         raise PlanError(
             f"1f1b has virtual_stages={shape.chunks}. It knows one chunk per stage. "
@@ -39,7 +39,7 @@ def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Return 1F1B over chunks: `stages` micro-batches of a chunk, then of the next chunk.
+    """Returns 1F1B over chunks: `stages` micro-batches of a chunk, then of the next chunk.
 
     Bubble `(stages - 1)(f + b) / chunks` if stages divide the micro-batches.
     """
@@ -58,7 +58,8 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Return 1F1B (interleaved, with chunks) with weight gradients delayed more on later stages.
+    """Returns 1F1B (interleaved, with chunks) with weight gradients delayed more on later
+    stages.
 
     Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and at least as many micro-batches
     as stages. Later stages hold fewer activations, so they can delay: none holds more than the
@@ -72,7 +73,7 @@ def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
-    """Return the maximum number of activations held by each stage, whatever the job times."""
+    """Returns the maximum number of activations held by each stage, whatever the job times."""
     last = "W" if order.split_backward else "B"
     found = []
     for row in order.jobs:
@@ -87,7 +88,7 @@ def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
 def _alternate_jobs(
     forwards: Sequence[Job], backwards: Sequence[Job], lead: int
 ) -> tuple[Job, ...]:
-    """Return `lead` forwards, then forward and backward alternating, then the other backwards."""
+    """Returns `lead` forwards, then forward and backward alternating, then the other backwards."""
     lead = min(lead, len(forwards))
     jobs = list(forwards[:lead])
     for forward, backward in zip(forwards[lead:], backwards, strict=False):
@@ -96,7 +97,7 @@ def _alternate_jobs(
 
 
 def _delay_weight_grads(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
-    """Insert after each backward the weight gradients of the `lag`-th backward before it."""
+    """Inserts after each backward the weight gradients of the `lag`-th backward before it."""
     weights = [Job("W", job.micro, job.chunk) for job in jobs if job.kind == "B"]
     row = []
     seen = 0

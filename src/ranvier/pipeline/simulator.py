@@ -49,7 +49,7 @@ class JobTimes:
     """Factor on all jobs of a stage."""
 
     def problems(self, shape: PipelineShape) -> list[str]:
-        """Return what does not match the shape, as error messages."""
+        """Returns what does not match the shape, as error messages."""
         size = shape.stages * shape.chunks
         given = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         wanted = {name: size for name, values in given.items() if name != "weight" or values}
@@ -70,7 +70,7 @@ class JobTimes:
 def even_times(
     shape: PipelineShape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
 ) -> JobTimes:
-    """Return equal times for all stages; the given ones are per stage, all chunks together."""
+    """Returns equal times for all stages; the given ones are per stage, all chunks together."""
     size = shape.stages * shape.chunks
     chunks = shape.chunks
     return JobTimes(
@@ -127,7 +127,7 @@ class Timeline:
 def simulate_step(
     shape: PipelineShape, policy: SchedulingPolicy, times: JobTimes, seed: int = 0
 ) -> Timeline:
-    """Simulate a step under a policy, which also decides whether backward is split."""
+    """Simulates a step under a policy, which also decides whether backward is split."""
     shape = replace(shape, split_backward=policy.split_backward)
     play = Simulation(
         shape, policy, draw_job_seconds(shape, times, seed), link_seconds(shape, times)
@@ -157,7 +157,7 @@ def replay_choices(
     arrivals: Sequence[Job],
     known: Sequence[int],
 ) -> list[Job | None]:
-    """Return the choices of the policy on one stage for the message arrivals of a real step.
+    """Returns the choices of the policy on one stage for the message arrivals of a real step.
 
     arrivals: the job that each message is for, in order of arrival. known: number of messages that
     had arrived at each choice. A choice is None where the policy would wait.
@@ -185,7 +185,7 @@ def replay_choices(
 
 
 def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> JobSeconds:
-    """Return the seconds of every job, which are the same for all policies with the same split."""
+    """Returns the seconds of every job, which are the same for all policies with the same split."""
     if problems := times.problems(shape):
         raise PlanError(problems)
     weight = times.weight or (0.0,) * len(times.forward)
@@ -208,7 +208,7 @@ def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> Jo
 
 
 def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Random) -> list[float]:
-    """Return times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
+    """Returns times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
     if not sigma:
         return [base] * count
     # Local names for speed: this is the inner loop of a policy search.
@@ -219,7 +219,7 @@ def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Rand
 
 
 def link_seconds(shape: PipelineShape, times: JobTimes) -> list[float]:
-    """Return the seconds from each virtual stage to the next; 0 if both are on one stage."""
+    """Returns the seconds from each virtual stage to the next; 0 if both are on one stage."""
     size = shape.stages * shape.chunks
     if shape.stages == 1:
         return [0.0] * size
@@ -273,7 +273,7 @@ class Simulation:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Run to the end; raises a PlanError that names the waiting stage on a deadlock."""
+        """Runs to the end; raises a PlanError that names the waiting stage on a deadlock."""
         # The inputs of the model are all there: stage 0 can start with F(0).
         self.arrived[0][0] = self.shape.micro_batches
         self.ready[0].append(self.jobs[0][0])
@@ -301,7 +301,7 @@ class Simulation:
                 raise PlanError(self._describe_deadlock(progress))
 
     def _start_job(self, stage: int, time: float) -> None:
-        """Start the job that the policy chooses, if any."""
+        """Starts the job that the policy chooses, if any."""
         ready = self.ready[stage]
         if not ready:
             return

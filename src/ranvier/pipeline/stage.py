@@ -33,7 +33,7 @@ VOCAB_LAYERS = ("embed", "head")
 
 
 def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
-    """Create the groups that several stages share, before the programs of stages diverge.
+    """Creates the groups that several stages share, before the programs of stages diverge.
 
     Communicates: creation of groups.
     """
@@ -55,7 +55,7 @@ def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
 def build_stage(
     model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer], how: PipelineConfig
 ) -> ModelStage:
-    """Return this rank's stage; removes layers and weights of other stages from model and site.
+    """Returns this rank's stage; removes layers and weights of other stages from model and site.
 
     Communicates: creation of groups.
     """
@@ -116,13 +116,13 @@ def build_stage(
 
 
 def _has_layer(model: nn.Module, name: str) -> bool:
-    """Whether a model has a layer of this name; some are optional."""
+    """Returns whether a model has a layer of this name; some are optional."""
     parent, _, attribute = name.rpartition(".")
     return isinstance(getattr(model.get_submodule(parent), attribute, None), nn.Module)
 
 
 def _stage_of_module(path: str, owner: Mapping[str, int]) -> int:
-    """Return the stage of a module: that of its enclosing layer."""
+    """Returns the stage of a module: that of its enclosing layer."""
     while path and path not in owner:
         path = path.rpartition(".")[0]
     return owner[path]
@@ -134,7 +134,7 @@ def _part_flops(
     site: LayerContext,
     how: PipelineConfig,
 ) -> list[float]:
-    """Return the FLOPs of each part per sample, by its layers; a part without any has a little."""
+    """Returns the FLOPs of each part per sample, by its layers; a part without any has a little."""
     # As many samples as every region splits without a remainder.
     degrees = site.grid.degrees
     samples = site.table.batch_multiple(degrees) * site.table.seq_multiple(degrees)

@@ -16,7 +16,7 @@ JOB_KINDS = ("forward", "backward", "weight")
 
 
 def load_stage_times(path: Path) -> tuple[float, ...]:
-    """Seconds per part of a model, from the timeline of a run or from a TOML table."""
+    """Returns the seconds per part of a model, from the timeline of a run or from a TOML table."""
     remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():

@@ -100,7 +100,7 @@ class ForwardOnlyPolicy:
     is_dynamic: bool = False
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Return the next job of the order if it is ready; the order is the same on all ranks."""
+        """Returns the next job of the order if it is ready; the order is the same on all ranks."""
         each = self.shape.micro_batches
         job = Job("F", now.num_done % each, now.num_done // each)
         if job in ready:
@@ -172,7 +172,7 @@ class PipelineStep:
         self.follows_leader = runtime.stage_axis.size > 1 and dynamic
 
     def run(self) -> None:
-        """Run all jobs of the step, then wait until all messages are sent."""
+        """Runs all jobs of the step, then wait until all messages are sent."""
         at = self.executor
         stage = self.executor.stage
         if self.record_times:
@@ -232,7 +232,7 @@ class PipelineStep:
         transport.start_listening()
 
     def _receiver_key(self, way: str, chunk: int) -> Key:
-        """Return the key under which the receiving stage knows the result of a job."""
+        """Returns the key under which the receiving stage knows the result of a job."""
         # Virtual stages are dealt out round-robin, so virtual stage v is chunk v // num_stages.
         away = 1 if way == FORWARD else -1
         return way, (
@@ -249,7 +249,7 @@ class PipelineStep:
         return self.progress.is_complete and scored
 
     def _run_job(self, job: Job) -> None:
-        """Run a job and note its end."""
+        """Runs a job and note its end."""
         if job.kind == "H":
             assert self.vocab_parallel is not None
             self.vocab_parallel.run_head()
@@ -267,7 +267,7 @@ class PipelineStep:
     # ---- what to do next ----------------------------------------------------------------
 
     def _next_job(self) -> Job:
-        """Return the job chosen by the policy or by the leader of the stage, once it is ready.
+        """Returns the job chosen by the policy or by the leader of the stage, once it is ready.
 
         Posts all transfers that come before it.
         """
@@ -305,7 +305,7 @@ class PipelineStep:
             self._post_transfer(chosen)
 
     def _choose_transfer(self, good: Callable[[], bool], needs: Key | None) -> Transfer | None:
-        """Return the next transfer to post, or None once `good()` holds."""
+        """Returns the next transfer to post, or None once `good()` holds."""
         found: list[Transfer | None] = [None]
 
         def choose() -> bool:
@@ -318,7 +318,7 @@ class PipelineStep:
         return found[0]
 
     def _follow_leader(self, chosen: Job | Transfer | None) -> Job | Transfer | None:
-        """Return what the leader has chosen. Communicates: broadcast inside the stage."""
+        """Returns what the leader has chosen. Communicates: broadcast inside the stage."""
         order = torch.tensor(self._encode_order(chosen))
         with self.executor.grid.trace.named_scope("pipeline.order"):
             told = collectives.broadcast(order, self.executor.stage_axis).wait()
@@ -368,13 +368,13 @@ class PipelineStep:
             raise CommunicationError(words) from error
 
     def _needed_key(self, job: Job) -> Key:
-        """Return the key of the message that is the input of a job."""
+        """Returns the key of the message that is the input of a job."""
         if job.kind == "H":
             return HEAD_INPUT, self.executor.stage.num_stages - 1
         return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
     def _choose_work(self) -> Job | Transfer:
-        """Wait for and return a transfer that can be posted, else the job the policy chooses."""
+        """Waits for and return a transfer that can be posted, else the job the policy chooses."""
         found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
@@ -393,7 +393,7 @@ class PipelineStep:
         return found[0]
 
     def _choose_job(self) -> Job | None:
-        """Return the job the policy chooses now, if one may be launched."""
+        """Returns the job the policy chooses now, if one may be launched."""
         if not self.transport.can_compute:
             return None
         # Messages that arrive from here on are ignored: the choice is a function of the messages
@@ -423,18 +423,18 @@ class PipelineStep:
         return job
 
     def _needs_message(self, job: Job) -> bool:
-        """Whether the input of a job is a message from another stage."""
+        """Returns whether the input of a job is a message from another stage."""
         stage = self.executor.stage
         if job.kind == "F":
             return not stage.is_first_chunk(job.chunk)
         return job.kind == "B" and not stage.is_last_chunk(job.chunk)
 
     def _input_message(self, job: Job) -> tuple[Key, int]:
-        """Return key and number of the message that is the input of a job."""
+        """Returns key and number of the message that is the input of a job."""
         return (FORWARD if job.kind == "F" else BACKWARD, job.chunk), job.micro
 
     def _ready_since(self, job: Job) -> float:
-        """Return when a job became ready: its input had arrived and its predecessor was done."""
+        """Returns when a job became ready: its input had arrived and its predecessor was done."""
         before = self.last_end_times.get((job.kind, job.chunk), 0.0)
         if self._needs_message(job):
             return max(before, self.known_arrivals[self._input_message(job)])
@@ -442,7 +442,7 @@ class PipelineStep:
         return max(before, self.job_end_times.get((cause, job.chunk, job.micro), 0.0))
 
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
-        """Wait for messages until `good()` holds; fail if none arrives within the time limit."""
+        """Waits for messages until `good()` holds; fail if none arrives within the time limit."""
         at = self.executor
         start = time.perf_counter()
         limit = at.grid.timeout_seconds
@@ -475,7 +475,7 @@ class PipelineStep:
             )
 
     def _wait_cause(self, start: float) -> tuple[Key, int]:
-        """Return the message that ended a wait: the last one that arrived."""
+        """Returns the message that ended a wait: the last one that arrived."""
         log = [entry for entry in self.transport.arrival_log if entry[2] >= start]
         if log:
             key = log[-1][0]
@@ -484,7 +484,7 @@ class PipelineStep:
         return key, log[-1][1] if log else self.transport.num_arrived.get(key, 0)
 
     def _first_missing_key(self) -> Key:
-        """Return the key of the first missing message, for errors and the trace."""
+        """Returns the key of the first missing message, for errors and the trace."""
         stage = self.executor.stage
         each = len(self.micro_batches)
         for chunk in range(len(stage.chunks)):
@@ -507,11 +507,13 @@ class PipelineStep:
         return BACKWARD, 0
 
     def has_arrived(self, way: str, chunk: int, number: int) -> bool:
-        """Whether a message has arrived."""
+        """Returns whether a message has arrived."""
         return self.transport.num_arrived.get((way, chunk), 0) > number
 
     def _ready_jobs(self) -> list[Job]:
-        """Return the jobs that can run now: the next of each kind and chunk, if its input is in."""
+        """Returns the jobs that can run now: the next of each kind and chunk, if its input is
+        in.
+        """
         stage = self.executor.stage
         each = len(self.micro_batches)
         found = list[Job]()
@@ -530,13 +532,13 @@ class PipelineStep:
         return found
 
     def _can_forward(self, chunk: int, m: int) -> bool:
-        """Whether the input of a forward pass is there."""
+        """Returns whether the input of a forward pass is there."""
         if not self.executor.stage.is_first_chunk(chunk):
             return self.has_arrived(FORWARD, chunk, m)
         return self.vocab_parallel is None or self.vocab_parallel.has_embedding_rows(m)
 
     def _can_backward(self, chunk: int, m: int) -> bool:
-        """Whether the gradient for a backward pass is there."""
+        """Returns whether the gradient for a backward pass is there."""
         if not self.executor.stage.is_last_chunk(chunk):
             return self.has_arrived(BACKWARD, chunk, m)
         return self.vocab_parallel is None or self.vocab_parallel.has_head_grads(m)
@@ -544,7 +546,7 @@ class PipelineStep:
     # ---- jobs ---------------------------------------------------------------------------
 
     def begin_micro_batch(self, m: int, *, last: bool = False) -> MicroBatch:
-        """Set the step context and the buckets to a micro-batch and return it."""
+        """Sets the step context and the buckets to a micro-batch and return it."""
         at = self.executor
         micro = self.micro_batches[m]
         at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
@@ -676,17 +678,17 @@ class PipelineStep:
     # ---- messages -----------------------------------------------------------------------
 
     def take_message(self, way: str, chunk: int) -> Tensor:
-        """Take and return the next message of a key."""
+        """Takes and return the next message of a key."""
         value = self.transport.take_message((way, chunk))
         self._trace_message("receive", way, value)
         return value
 
     def send_to(self, way: str, to: int, value: Tensor, number: int) -> None:
-        """Send a message to any stage, keyed by this stage."""
+        """Sends a message to any stage, keyed by this stage."""
         self._send_message((way, self.executor.stage.index), number, value, to)
 
     def _send_result(self, way: str, job: Job, value: Tensor) -> None:
-        """Send the result of a job to the next (forward) or previous (backward) virtual stage."""
+        """Sends the result of a job to the next (forward) or previous (backward) virtual stage."""
         stage = self.executor.stage
         to = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages
         self._send_message(self._receiver_key(way, job.chunk), job.micro, value, to)

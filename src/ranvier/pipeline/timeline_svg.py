@@ -102,7 +102,7 @@ class TimelineChart:
 
 
 def chart_of_simulation(name: str, timeline: Timeline, *, unit: str = "s") -> TimelineChart:
-    """Return the chart of a simulated step."""
+    """Returns the chart of a simulated step."""
     shape = timeline.shape
     bars: list[list[TimelineBar]] = [[] for _ in range(shape.stages)]
     for stage, kind, micro, chunk, start, stop in timeline.spans:
@@ -116,7 +116,7 @@ def chart_of_simulation(name: str, timeline: Timeline, *, unit: str = "s") -> Ti
 
 
 def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
-    """Return the chart of a step of a real run, from its timeline.json."""
+    """Returns the chart of a step of a real run, from its timeline.json."""
     # The file may be damaged or edited, so every value is checked.
     try:
         rows = [[TimelineBar(*entry) for entry in stage] for stage in table["stages"]]
@@ -138,14 +138,14 @@ def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
 
 
 def _is_valid_bar(bar: TimelineBar, chunks: int) -> bool:
-    """Whether the values of a bar that was read are valid."""
+    """Returns whether the values of a bar that was read are valid."""
     whole = type(bar.micro) is int and type(bar.chunk) is int and 0 <= bar.chunk < chunks
     known = bar.kind in JOB_NAMES or bar.kind in RECORDED_CAUSES
     return known and whole and 0.0 <= float(bar.start) <= float(bar.stop) < math.inf
 
 
 def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
-    """Return the lane of a real stage; activations held and waits are derived from its jobs."""
+    """Returns the lane of a real stage; activations held and waits are derived from its jobs."""
     jobs = tuple(sorted((bar for bar in bars if bar.kind in JOB_NAMES), key=lambda bar: bar.start))
     pauses = tuple(bar for bar in bars if bar.kind not in JOB_NAMES)
     if any(bar.kind == "W" for bar in jobs):
@@ -168,7 +168,7 @@ def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
 
 
 def format_time(value: float, unit: str = "s") -> str:
-    """Format a time with its unit."""
+    """Formats a time with its unit."""
     if unit != "s":
         return f"{value:.4g} {unit}".strip()
     if not value:
@@ -184,7 +184,7 @@ def format_time(value: float, unit: str = "s") -> str:
 
 
 def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table: busy and waiting times and activations of each stage."""
+    """Returns head and rows of a table: busy and waiting times and activations of each stage."""
     used = [
         cause for cause in WAIT_CAUSES if any(cause in lane.wait_seconds for lane in picture.lanes)
     ]
@@ -200,7 +200,7 @@ def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
 
 
 def _format_share(time: float, picture: TimelineChart) -> str:
-    """Format a time and its fraction of the step."""
+    """Formats a time and its fraction of the step."""
     if not time:
         return "–"
     size = "s" if picture.unit == "s" else ""
@@ -208,7 +208,7 @@ def _format_share(time: float, picture: TimelineChart) -> str:
 
 
 def text_table(picture: TimelineChart) -> str:
-    """Return the table as text: busy time, waits by cause, activations and those of 1F1B."""
+    """Returns the table as text: busy time, waits by cause, activations and those of 1F1B."""
     head, rows = table_cells(picture)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
@@ -222,7 +222,7 @@ def text_table(picture: TimelineChart) -> str:
 
 
 def chrome_trace(pictures: Sequence[TimelineChart]) -> dict[str, Any]:
-    """Return a trace for Perfetto or Chrome: a process per step, a thread per stage."""
+    """Returns a trace for Perfetto or Chrome: a process per step, a thread per stage."""
     events: list[dict[str, Any]] = []
     for number, picture in enumerate(pictures):
         events.append(_metadata_event("process_name", number, 0, picture.caption))
@@ -257,7 +257,7 @@ def _metadata_event(what: str, process: int, thread: int, name: str) -> dict[str
 
 
 def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") -> str:
-    """Draw steps one above the other on a common time axis."""
+    """Draws steps one above the other on a common time axis."""
     rows = sum(len(picture.lanes) for picture in pictures)
     jobs = sum(len(lane.jobs) for picture in pictures for lane in picture.lanes)
     high = min(22.0, max(5.0, 600 / max(rows, 1)))
@@ -297,7 +297,7 @@ def _escape_xml(text: str) -> str:
 
 
 def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str]:
-    """Draw the legend: the colour of each kind of job."""
+    """Draws the legend: the colour of each kind of job."""
     used = {bar.kind for picture in pictures for lane in picture.lanes for bar in lane.jobs}
     out = []
     x = 8.0
@@ -319,7 +319,7 @@ def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str
 
 
 def _stage_labels(stages: int, y: float, high: float) -> Iterator[str]:
-    """Draw the numbers of the stages, as many as fit, and a line below each."""
+    """Draws the numbers of the stages, as many as fit, and a line below each."""
     stride = math.ceil(14 / high)
     for stage in range(stages):
         low = y + (stage + 1) * high
@@ -331,12 +331,12 @@ def _stage_labels(stages: int, y: float, high: float) -> Iterator[str]:
 
 
 def _chunk_opacity(chunk: int, chunks: int) -> float:
-    """Return the opacity of a chunk: later ones are lighter."""
+    """Returns the opacity of a chunk: later ones are lighter."""
     return 1 - (1 - LIGHTEST_OPACITY) * chunk / max(chunks - 1, 2)
 
 
 def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> Iterator[str]:
-    """Draw a box per job, with the number of its micro-batch where it fits."""
+    """Draws a box per job, with the number of its micro-batch where it fits."""
     # Boxes of a kind and chunk share one group, which carries class and opacity.
     groups: dict[tuple[str, int], list[str]] = defaultdict(list)
     texts: dict[str, list[str]] = defaultdict(list)
@@ -366,7 +366,7 @@ def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> 
 
 
 def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
-    """Return the tooltip of a job."""
+    """Returns the tooltip of a job."""
     unit = "s" if picture.unit == "s" else ""
     if picture.chunks > 1:
         chunk = f", chunk {bar.chunk}"
@@ -380,7 +380,7 @@ def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
 def _draw_cells(
     picture: TimelineChart, y: float, high: float, scale: float, cell: float
 ) -> Iterator[str]:
-    """Draw a row of cells of equal time per stage, filled by the fraction of each kind of job."""
+    """Draws a row of cells of equal time per stage, filled by the fraction of each kind of job."""
     wide = cell * scale
     for stage, lane in enumerate(picture.lanes):
         shares: dict[str, dict[int, float]] = {kind: defaultdict(float) for kind in JOB_NAMES}
@@ -409,7 +409,7 @@ def _draw_cells(
 
 
 def _draw_time_axis(y: float, scale: float, longest: float, unit: str) -> Iterator[str]:
-    """Draw the time axis with about five round times."""
+    """Draws the time axis with about five round times."""
     # The smallest of 1, 2, 5 or 10 times a power of ten that gives at most five intervals.
     power = 10.0 ** math.floor(math.log10(longest / 5))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= longest / 5 * (1 - 1e-9))

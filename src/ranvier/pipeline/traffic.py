@@ -34,16 +34,16 @@ class StageSpec:
     """Whether all stages share the vocabulary."""
 
     def is_first_chunk(self, chunk: int) -> bool:
-        """Whether a chunk is the first of the model."""
+        """Returns whether a chunk is the first of the model."""
         return chunk == self.index == 0
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether a chunk is the last of the model."""
+        """Returns whether a chunk is the last of the model."""
         return chunk == self.chunks - 1 and self.index == self.num_stages - 1
 
 
 def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
-    """Return the messages of one micro-batch, of `size` bytes each."""
+    """Returns the messages of one micro-batch, of `size` bytes each."""
     found = list[Event]()
     if seat.num_stages == 1:
         return found
@@ -72,13 +72,13 @@ def micro_batch_events(seat: StageSpec, size: int) -> list[Event]:
 
 
 def message_bytes(ground: LayoutContext, flow: ActivationShape) -> int:
-    """Bytes of a message in the outer layout `[b, s/row, d/col]`."""
+    """Returns the bytes of a message in the outer layout `[b, s/row, d/col]`."""
     embed = ground.units.get("embed", 0) // ground.table.num_parts("embed", "embed", ground.degrees)
     return ground.local_tokens(flow, "embed") * embed * flow.itemsize
 
 
 def step_events(seat: StageSpec, inside: tuple[str, ...], wide: int, *, orders: int) -> list[Event]:
-    """Return the orders inside the stage, if there are any, and the broadcast of the loss."""
+    """Returns the orders inside the stage, if there are any, and the broadcast of the loss."""
     if seat.num_stages == 1:
         return []
     # Orders are int64.
@@ -90,7 +90,7 @@ def step_events(seat: StageSpec, inside: tuple[str, ...], wide: int, *, orders: 
 def count_orders(
     seat: StageSpec, micro_batches: int, *, dynamic: bool, split: bool, rendezvous: bool
 ) -> int:
-    """Return the number of orders that the leader of a stage broadcasts per step.
+    """Returns the number of orders that the leader of a stage broadcasts per step.
 
     rendezvous: there is an order for each transfer, and one when all are posted.
     """
@@ -106,7 +106,7 @@ def count_orders(
 
 
 def link_channel(count: int, way: str, sender: int, to: int) -> str:
-    """Return the channel of messages from one of `count` stages to another, over NCCL.
+    """Returns the channel of messages from one of `count` stages to another, over NCCL.
 
     Operations of one communicator run in the order in which each rank posts them. If all messages
     of a communicator go in one direction and the stages that use it form a tree (a chain, or a star
@@ -124,7 +124,7 @@ def link_channel(count: int, way: str, sender: int, to: int) -> str:
 
 
 def channel_links(count: int, chunks: int, *, spread: bool) -> dict[str, list[tuple[int, int]]]:
-    """Return the pairs of stages (from, to) that use each channel."""
+    """Returns the pairs of stages (from, to) that use each channel."""
     last = count - 1
     found = dict[str, dict[tuple[int, int], None]]()
 

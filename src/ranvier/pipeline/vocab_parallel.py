@@ -80,7 +80,7 @@ class VocabParallel:
                 self.step.send_to(EMBEDDING_ROWS, 0, self.rows[m].detach(), m)
 
     def sum_embedding_rows(self, m: int) -> Tensor:
-        """Return the sum of the rows of all stages, on the first one."""
+        """Returns the sum of the rows of all stages, on the first one."""
         # A row is zero on all stages but the one that holds its word. The sum is a new leaf of the
         # graph; `send_embedding_grad` passes its gradient to all stages.
         total = self.rows[m].detach()
@@ -91,17 +91,17 @@ class VocabParallel:
         return total.requires_grad_(not self.step.shape.forward_only)
 
     def has_embedding_rows(self, m: int) -> bool:
-        """Whether the rows of a micro-batch have arrived."""
+        """Returns whether the rows of a micro-batch have arrived."""
         return all(self.step.has_arrived(EMBEDDING_ROWS, sender, m) for sender in self.other_stages)
 
     def send_head_input(self, m: int, y: Tensor) -> None:
-        """Send the input of the head to all stages."""
+        """Sends the input of the head to all stages."""
         self.head_inputs[m] = y
         for other in self.other_stages:
             self.step.send_to(HEAD_INPUT, other, y, m)
 
     def can_run_head(self) -> bool:
-        """Whether the input of the head for the next micro-batch is there."""
+        """Returns whether the input of the head for the next micro-batch is there."""
         if self.num_scored == len(self.step.micro_batches):
             return False
         if self.is_last_stage:
@@ -115,7 +115,7 @@ class VocabParallel:
         )
 
     def all_ready(self, transport: RendezvousTransport) -> bool:
-        """Whether all stages are ready for the loss of the next micro-batch.
+        """Returns whether all stages are ready for the loss of the next micro-batch.
 
         A stage announces it when all its messages are acknowledged, and sends none until all stages
         have announced it: a stage that waits in a collective of all stages receives no messages.
@@ -131,7 +131,7 @@ class VocabParallel:
         return self._announced_micro == self.num_scored
 
     def run_head(self) -> None:
-        """Compute the loss of the next micro-batch and its gradient, together with all stages.
+        """Computes the loss of the next micro-batch and its gradient, together with all stages.
 
         Communicates: as the head; this stage's part of the gradient to the last stage.
         """
@@ -168,14 +168,16 @@ class VocabParallel:
         self.num_scored += 1
 
     def has_head_grads(self, m: int) -> bool:
-        """Whether all parts of the head's gradient of a micro-batch are there (last stage)."""
+        """Returns whether all parts of the head's gradient of a micro-batch are there (last
+        stage).
+        """
         there = all(
             self.step.has_arrived(HEAD_GRAD_PART, sender, m) for sender in self.other_stages
         )
         return m in self.head_input_grads and there
 
     def sum_head_grads(self, m: int) -> Tensor:
-        """Return the gradient of the head's input, summed over stages, on the last stage."""
+        """Returns the gradient of the head's input, summed over stages, on the last stage."""
         total = self.head_input_grads.pop(m)
         for sender in self.other_stages:
             part = self.step.take_message(HEAD_GRAD_PART, sender)
@@ -184,7 +186,7 @@ class VocabParallel:
         return total
 
     def send_embedding_grad(self, m: int, dx: Tensor) -> None:
-        """Send the gradient of the rows to all stages, and apply it to this one (the first)."""
+        """Sends the gradient of the rows to all stages, and apply it to this one (the first)."""
         for other in self.other_stages:
             self.step.send_to(EMBEDDING_GRAD, other, dx, m)
         self._backward_rows(m, dx)
@@ -195,7 +197,7 @@ class VocabParallel:
             rows.backward(dx)
 
     def finish_embedding_grads(self) -> None:
-        """Run backward of this stage's rows, once the first stage has sent their gradients."""
+        """Runs backward of this stage's rows, once the first stage has sent their gradients."""
         if self.step.shape.forward_only or self.is_first_stage:
             return
         each = len(self.step.micro_batches)

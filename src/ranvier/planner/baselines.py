@@ -63,7 +63,7 @@ STYLES: Mapping[str, StyleTest] = {
 
 
 def matching_styles(plan: Plan, per_node: int) -> list[str]:
-    """All styles that a plan is of."""
+    """Returns all styles that a plan is of."""
     return [name for name, of in STYLES.items() if of(plan, per_node)]
 
 
@@ -72,7 +72,7 @@ FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D
 
 
 def layout_family(plan: Plan) -> str:
-    """The family of a plan by the axes that it uses."""
+    """Returns the family of a plan by the axes that it uses."""
     if plan.pipe > 1:
         return "pipeline"
     if plan.col > 1:
@@ -93,7 +93,9 @@ def layout_family(plan: Plan) -> str:
 def find_baselines(
     found: Iterable[PredictedCandidate], per_node: int
 ) -> dict[str, PredictedCandidate]:
-    """The best layout of each style that has a feasible one; `found` is sorted, best first."""
+    """Returns the best layout of each style that has a feasible one; `found` is sorted, best
+    first.
+    """
     best: dict[str, PredictedCandidate] = {}
     for one in found:
         for name in matching_styles(one.plan, per_node):
@@ -104,7 +106,7 @@ def find_baselines(
 
 
 def baseline_slowdowns(best: Mapping[str, PredictedCandidate]) -> dict[str, float]:
-    """Step time of the best layout of each style relative to ours."""
+    """Returns the step time of the best layout of each style relative to ours."""
     ours = best[RANVIER_STYLE].prediction.step_seconds
     return {
         name: one.prediction.step_seconds / ours

@@ -142,7 +142,9 @@ class Device:
         return hash((self.name, self.reach))
 
     def best_matmul_rate(self, dtype: str) -> float:
-        """FLOPs per second of the best matmul: measured, or the typical share of the peak."""
+        """Returns the FLOPs per second of the best matmul: measured, or the typical share of the
+        peak.
+        """
         # Both 16-bit dtypes run at the same rate on tensor cores, so one stands in for the other.
         alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
         found = [self.measured[name] for name in alike if name in self.measured]
@@ -152,7 +154,9 @@ class Device:
         )
 
     def measured_rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
-        """A measured rate, for the nearest number of ranks; `usual` if it was not measured."""
+        """Returns a measured rate, for the nearest number of ranks; `usual` if it was not
+        measured.
+        """
         rows = [row for row in self.rates if row.kind == kind]
         if rows:
             return nearest_rate(rows, ranks).value
@@ -220,7 +224,7 @@ class Cluster:
         return self.nodes * self.per_node
 
     def with_size(self, *, nodes: int = 0, devices: int = 0) -> Cluster:
-        """The same machine with another number of nodes, or of devices."""
+        """Returns the same machine with another number of nodes, or of devices."""
         if devices:
             # Fewer devices than a node has are a part of one node.
             per_node = min(devices, self.per_node)
@@ -237,7 +241,7 @@ class Cluster:
 
 
 def nearest_rate(rows: Sequence[MeasuredRate], ranks: int) -> MeasuredRate:
-    """The measurement with the nearest number of ranks."""
+    """Returns the measurement with the nearest number of ranks."""
     return min(rows, key=lambda row: abs(math.log(row.ranks / ranks)))
 
 
@@ -251,7 +255,7 @@ def _load_data_sheets() -> dict[str, Any]:
 
 @cache
 def known_devices() -> dict[str, Device]:
-    """All devices with a data sheet, by name."""
+    """Returns all devices with a data sheet, by name."""
     return {
         name: _parse_device({"name": name, **facts})
         for name, facts in _load_data_sheets()["device"].items()
@@ -259,12 +263,12 @@ def known_devices() -> dict[str, Device]:
 
 
 def cluster_names() -> list[str]:
-    """Names of the built-in clusters."""
+    """Returns the names of the built-in clusters."""
     return list(_load_data_sheets()["cluster"])
 
 
 def find_device(name: str) -> Device:
-    """The device with this name or alias."""
+    """Returns the device with this name or alias."""
     # Drivers, data sheets and users spell names differently.
     wanted = _normalize_name(name)
     for one in known_devices().values():
@@ -284,7 +288,7 @@ def _normalize_name(name: str) -> str:
 
 @cache
 def load_cluster(name: str) -> Cluster:
-    """A built-in cluster by its name, or the one that a TOML file describes."""
+    """Returns a built-in cluster by its name, or the one that a TOML file describes."""
     if name.endswith(".toml") or "/" in name:
         return read_cluster(Path(name))
     known = _load_data_sheets()["cluster"]
@@ -298,7 +302,9 @@ def load_cluster(name: str) -> Cluster:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster of a TOML file; missing values of a known device come from its data sheet."""
+    """Returns the cluster of a TOML file; missing values of a known device come from its data
+    sheet.
+    """
     try:
         return _parse_cluster(
             {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
@@ -321,7 +327,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def write_cluster(made: Cluster, path: Path) -> None:
-    """Write a cluster as TOML."""
+    """Writes a cluster as TOML."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_format_cluster(made), encoding="utf-8")
 
@@ -334,7 +340,7 @@ ROW_TYPES: Mapping[str, type] = {
 
 
 def _parse_device(facts: Mapping[str, Any]) -> Device:
-    """A device from its table; missing values are those of the device `base`."""
+    """Returns a device from its table; missing values are those of the device `base`."""
     made = dict(facts)
     base = made.pop("base", "")
     for name, kind in ROW_TYPES.items():
@@ -412,7 +418,9 @@ def measured_cluster_path(device: str) -> Path:
 
 
 def load_measured_cluster(device: str = "") -> Cluster | None:
-    """The measurements of a device on this host, or the latest (empty); None if there are none."""
+    """Returns the measurements of a device on this host, or the latest (empty); None if there
+    are none.
+    """
     if device:
         if measured_cluster_path(device).exists():
             return read_cluster(measured_cluster_path(device))

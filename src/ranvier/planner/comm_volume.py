@@ -64,14 +64,14 @@ class StepCommVolume:
     rows: tuple[CommVolume, ...]
 
     def bytes_by_axis(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Bytes by operation and axis."""
+        """Returns the bytes by operation and axis."""
         total: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for row in self.rows:
             total[row.op, row.axis] += row.bytes * row.count
         return dict(total)
 
     def volumes_of_phases(self, *phases: CommPhase) -> list[CommVolume]:
-        """The volumes of some phases."""
+        """Returns the volumes of some phases."""
         return [row for row in self.rows if row.phase in phases]
 
 
@@ -86,18 +86,18 @@ class ShardingKey(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingKey:
-        """The key of a plan."""
+        """Returns the key of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
         return cls(degrees, plan.col_splits, plan.vocab_over_pipe, plan.moe_dispatch_dtype)
 
     def with_degrees(self, **degrees: int) -> ShardingKey:
-        """A copy with other degrees, to merge keys whose differences do not matter."""
+        """Returns a copy with other degrees, to merge keys whose differences do not matter."""
         return self._replace(
             degrees=tuple(degrees.get(axis, n) for axis, n in zip(AXES, self.degrees, strict=True))
         )
 
     def layout_context(self, model: ModelSpec) -> LayoutContext:
-        """The context that layers are built with."""
+        """Returns the context that layers are built with."""
         degrees = dict(zip(AXES, self.degrees, strict=True))
         return LayoutContext(
             degrees,
@@ -119,7 +119,7 @@ class ShardingKey(NamedTuple):
 
 @lru_cache(CACHE_SIZE)
 def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
-    """A key with one rank on these axes, and on pipe unless it splits the vocabulary."""
+    """Returns a key with one rank on these axes, and on pipe unless it splits the vocabulary."""
     other = () if spot.vocab_over_pipe else ("pipe",)
     return spot.with_degrees(**dict.fromkeys((*axes, *other), 1))
 
@@ -129,7 +129,7 @@ def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
 
 @lru_cache(CACHE_SIZE)
 def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[LayerCost, ...]:
-    """The layers of a part; the `activation_key` is a sufficient spot."""
+    """Returns the layers of a part; the `activation_key` is a sufficient spot."""
     ground = spot.layout_context(model)
     return tuple(leaf.build_layer("", ground) for leaf in part.layers)
 
@@ -138,7 +138,7 @@ def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[
 def _pass_events(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """Communication of a part in forward and backward per micro-batch."""
+    """Returns the communication of a part in forward and backward per micro-batch."""
     layers = build_layers(model, part, spot)
     forward = tuple(event for layer in layers for event in layer.forward_events(flow))
     return forward, tuple(event for layer in layers for event in layer.backward_events(flow))
@@ -148,7 +148,7 @@ def _pass_events(
 def forward_flops(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """FLOPs of the forward pass of one such part."""
+    """Returns the FLOPs of the forward pass of one such part."""
     return sum(layer.flops(flow) for layer in build_layers(model, part, spot))
 
 
@@ -156,7 +156,7 @@ def forward_flops(
 def block_param_specs(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey
 ) -> tuple[ParamSpec, ...]:
-    """The parameters of one such part; those of blocks belong to the block `part.name`."""
+    """Returns the parameters of one such part; those of blocks belong to the block `part.name`."""
     ground = spot.layout_context(model)
     block = part.name if part.is_block else ""
     return tuple(piece for leaf in part.layers for piece in leaf.param_specs("", block, ground))
@@ -177,7 +177,7 @@ class StageBlocks:
 def build_stage_blocks(
     model: ModelSpec, stage: int, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
 ) -> StageBlocks:
-    """The parts of a stage. firsts: first part of each virtual stage."""
+    """Returns the parts of a stage. firsts: first part of each virtual stage."""
     every = model.parts_in_order
     seat = StageSpec(stage, count, chunks, spread)
     # Virtual stages are assigned round-robin: stage, stage + count, stage + 2 count, ...
@@ -192,14 +192,14 @@ def build_stage_blocks(
 
 
 def build_all_stages(model: ModelSpec, plan: Plan, seq: int) -> list[StageBlocks]:
-    """All stages of a plan."""
+    """Returns all stages of a plan."""
     firsts = find_stage_starts(model, plan, seq)
     shape = plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
     return [build_stage_blocks(model, i, *shape) for i in range(plan.pipe)]
 
 
 def distinct_stages(model: ModelSpec, plan: Plan, seq: int) -> tuple[StageBlocks, ...]:
-    """One stage of each kind: the first one with its parts."""
+    """Returns one stage of each kind: the first one with its parts."""
     firsts = find_stage_starts(model, plan, seq)
     return _distinct_stages(model, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe)
 
@@ -218,7 +218,7 @@ def _distinct_stages(
 
 @lru_cache(CACHE_SIZE)
 def _vocab_part(part: BlockSpec) -> BlockSpec:
-    """The vocabulary layers of the embedding or head, for stages that only share these."""
+    """Returns the vocabulary layers of the embedding or head, for stages that only share these."""
     leaves = [leaf for leaf in part.layers if leaf.dims[:1] == ("vocab",)]
     return replace(part, layers=tuple(leaves))
 
@@ -242,7 +242,7 @@ def _balance_stages(
 
 @lru_cache(CACHE_SIZE)
 def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float, ...]:
-    """Cost of each part on a few samples, as computed by `pipeline.stage`."""
+    """Returns the cost of each part on a few samples, as computed by `pipeline.stage`."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
     # The smallest micro-batch that every split divides; costs matter only relative to each other.
     flow = ActivationShape(degrees["row"] * degrees["col"], seq, itemsize=2, statistics_itemsize=4)
@@ -278,7 +278,9 @@ def stage_bucket_specs(
 def _mark_tied_params(
     pieces: Iterable[ParamSpec], model: ModelSpec, stage: StageBlocks, leaving: bool
 ) -> Iterable[ParamSpec]:
-    """The parameters of embedding or head; a tied one is counted once, or lives on two stages."""
+    """Yields the parameters of embedding or head; a tied one is counted once, or lives on two
+    stages.
+    """
     owner = next((leaf.tied for leaf in model.parts[-1].layers if leaf.tied), "")
     both = stage.stage_spec.num_stages == 1 or stage.stage_spec.vocab_over_pipe
     for piece in pieces:
@@ -294,7 +296,7 @@ def _mark_tied_params(
 
 @lru_cache(CACHE_SIZE)
 def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tuple[str, str], int]:
-    """How often the weights of a part (and of a layer outside of blocks) are gathered."""
+    """Returns how often the weights of a part (and of a layer outside of blocks) are gathered."""
     # Layers whose backward gathers no weight: the head computes its gradients in forward. Without a
     # pipeline its backward follows directly and shares the gather anyway.
     alone = stage.stage_spec.num_stages == 1
@@ -321,7 +323,7 @@ def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tupl
 
 
 def _has_matrix(leaf: LayerSpec) -> bool:
-    """Whether a layer has a weight that is sharded over depth."""
+    """Returns whether a layer has a weight that is sharded over depth."""
     return leaf.kind in ("linear", "siblings", "apart", "head", "embedding", "mixture")
 
 
@@ -337,7 +339,7 @@ def step_comm_volume(
     kept: bool = False,
     orders: int | None = None,
 ) -> StepCommVolume:
-    """All communication of a step on a rank of a stage, for a resolved plan.
+    """Returns all communication of a step on a rank of a stage, for a resolved plan.
 
     flow: shape of a micro-batch. kept: recomputed blocks reuse saved results of collectives.
     orders: how often a stage's leader broadcasts the next job; None: as the plan's policy does,
@@ -383,7 +385,9 @@ def step_comm_volume(
 
 
 def _router_load_events(model: ModelSpec, ground: LayoutContext) -> list[Event]:
-    """The router statistics of a step, reduced over all ranks with other tokens or layers."""
+    """Returns the router statistics of a step, reduced over all ranks with other tokens or
+    layers.
+    """
     found = [(part.count, leaf) for part in model.parts for leaf in part.layers_of_kind("mixture")]
     axes = ground.axis_group(*(axis for axis in AXES if axis != "col"))
     if not found or axes.size == 1:
@@ -394,7 +398,7 @@ def _router_load_events(model: ModelSpec, ground: LayoutContext) -> list[Event]:
 
 
 def element_sizes(flow: ActivationShape) -> ElementSizes:
-    """Bytes per element of weights, and of gradients being reduced (at least fp32)."""
+    """Returns the bytes per element of weights, and of gradients being reduced (at least fp32)."""
     return ElementSizes(flow.itemsize, max(flow.itemsize, 4))
 
 
@@ -417,7 +421,7 @@ def _activation_volumes(
     micros: int,
     again: bool,
 ) -> list[CommVolume]:
-    """Communication of activations in all passes."""
+    """Returns the communication of activations in all passes."""
     rows = list[CommVolume]()
     inside = spot.activation_key
     for part, count in stage.block_counts:
@@ -431,7 +435,7 @@ def _activation_volumes(
 def pass_volumes(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[CommVolume, ...]:
-    """Communication of a part per micro-batch, by phase."""
+    """Returns the communication of a part per micro-batch, by phase."""
     forward, backward = _pass_events(model, part, spot, flow)
     # Only blocks are recomputed; embedding and head never are.
     again = forward if part.is_block else ()
@@ -450,7 +454,7 @@ def _weight_volumes(
     micros: int,
     keep: bool,
 ) -> list[CommVolume]:
-    """Communication of weights and gradients."""
+    """Returns the communication of weights and gradients."""
     rows = list[CommVolume]()
     types = element_sizes(flow)
     degrees = dict(zip(AXES, spot.degrees, strict=True))
@@ -493,7 +497,7 @@ def bucket_events(
 
 
 def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> int:
-    """How often a stage's leader broadcasts the next job under the policy of a plan."""
+    """Returns how often a stage's leader broadcasts the next job under the policy of a plan."""
     policy = pipeline_policy(model, plan, seq)
     return traffic.count_orders(
         seat,
@@ -506,7 +510,7 @@ def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> in
 
 
 def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
-    """The scheduling policy of the stages of a plan; simulated once."""
+    """Returns the scheduling policy of the stages of a plan; simulated once."""
     # Compiled blocks and a vocabulary split over pipe cannot defer weight gradients.
     splits = plan.compile != "on" and not plan.vocab_over_pipe
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)

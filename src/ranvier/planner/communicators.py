@@ -81,7 +81,7 @@ class CommunicatorSpec:
 def list_communicators(
     model: ModelSpec, plan: Plan, *, stage: int = 0
 ) -> tuple[CommunicatorSpec, ...]:
-    """The communicators of a rank of a stage in a run on GPUs, for a resolved plan."""
+    """Returns the communicators of a rank of a stage in a run on GPUs, for a resolved plan."""
     return _list_communicators(model, ShardingKey.from_plan(plan), plan.virtual_stages, stage)
 
 
@@ -93,7 +93,7 @@ def communicator_bytes(count: int, peers: int = 0) -> int:
 
 
 def worst_stage(model: ModelSpec, plan: Plan) -> int:
-    """The stage whose ranks lose most device memory to communicators."""
+    """Returns the stage whose ranks lose most device memory to communicators."""
     return _worst_stage(model, ShardingKey.from_plan(plan), plan.virtual_stages)
 
 
@@ -119,7 +119,7 @@ def total_bytes(made: Iterable[CommunicatorSpec]) -> int:
 
 
 def pipe_peers(stage: int, count: int, *, chunks: int, spread: bool) -> dict[str, int]:
-    """Number of other stages that a stage sends to or receives from, by channel."""
+    """Returns the number of other stages that a stage sends to or receives from, by channel."""
     return {
         # sender + to - stage is the other end of a link of this stage.
         channel: len({sender + to - stage for sender, to in pairs if stage in (sender, to)})
@@ -204,7 +204,9 @@ def _activation_axes(
 def _replica_groups(
     model: ModelSpec, shards: ShardingKey
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Ranks of each axis that hold the same shard of a weight, for all kinds of weights."""
+    """Returns the ranks of each axis that hold the same shard of a weight, for all kinds of
+    weights.
+    """
     degrees = dict(zip(AXES, shards.degrees, strict=True))
     pieces = (piece for part in model.parts for piece in block_param_specs(model, part, shards))
     same = (tuple(spec.replicas_per_axis(piece.sharding, degrees).items()) for piece in pieces)

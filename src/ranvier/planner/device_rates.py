@@ -34,7 +34,7 @@ class DeviceRates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """The rates of a device, in well under a second."""
+    """Returns the rates of a device, in well under a second."""
     with torch.no_grad():
         to_device, to_host = _host_link_rates(device)
         flops = _matmul_rate(device, dtype)
@@ -46,7 +46,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
 
 
 def _time_best(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few tries."""
+    """Returns the seconds of the fastest of a few tries."""
     times = []
     # The first try warms up and is not counted.
     for i in range(MEASURE_TRIES + 1):
@@ -85,7 +85,9 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def _host_link_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes per second to the device and from it, both at once, as the bus may be shared."""
+    """Returns the bytes per second to the device and from it, both at once, as the bus may be
+    shared.
+    """
     size = _copy_bytes(device)
     cuda = device.type == "cuda"
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
@@ -115,7 +117,9 @@ def _host_link_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _cpu_adam_rate(size: int) -> float:
-    """Parameters per second of torch's fused AdamW on the host, for more than its caches hold."""
+    """Returns the parameters per second of torch's fused AdamW on the host, for more than its
+    caches hold.
+    """
     param = torch.zeros(size, requires_grad=True)
     param.grad = torch.zeros(size)
     optimizer = torch.optim.AdamW([param], fused=True)

@@ -56,7 +56,7 @@ PART_LABELS = {
 
 
 def format_degrees(plan: Plan) -> str:
-    """The axes that a plan uses, such as `pipe 4 data 8`, or `1 device`."""
+    """Returns the axes that a plan uses, such as `pipe 4 data 8`, or `1 device`."""
     used = [f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1]
     return " ".join(used) or "1 device"
 
@@ -85,7 +85,7 @@ def _innermost_axes(plan: Plan) -> list[str]:
 
 
 def format_seconds(value: float) -> str:
-    """A time in a few characters."""
+    """Returns a time in a few characters."""
     # Below 0.9995, three digits never round up to 1000 ms.
     if value < 0.9995:
         return f"{1000 * value:.3g} ms"
@@ -93,7 +93,7 @@ def format_seconds(value: float) -> str:
 
 
 def part_shares(prediction: Prediction, least: float = MIN_SHOWN_SHARE) -> list[tuple[str, float]]:
-    """The parts of a step above a share, largest first."""
+    """Returns the parts of a step above a share, largest first."""
     parts = [
         (name, value / prediction.step_seconds)
         for name, value in prediction.seconds_by_part.items()
@@ -102,7 +102,7 @@ def part_shares(prediction: Prediction, least: float = MIN_SHOWN_SHARE) -> list[
 
 
 def table_row(found: PredictedCandidate) -> tuple[str, ...]:
-    """The cells of a layout under `TABLE_HEADER`."""
+    """Returns the cells of a layout under `TABLE_HEADER`."""
     it = found.prediction
     plan = found.plan
     parts = " ".join(f"{name} {format_percent(share)}" for name, share in part_shares(it))
@@ -116,7 +116,7 @@ def table_row(found: PredictedCandidate) -> tuple[str, ...]:
 
 
 def distinct_candidates(found: Sequence[PredictedCandidate], top: int) -> list[PredictedCandidate]:
-    """The best layouts with distinct degrees."""
+    """Returns the best layouts with distinct degrees."""
     seen: dict[tuple[int, ...], PredictedCandidate] = {}
     for one in found:
         if len(seen) == top:
@@ -128,7 +128,7 @@ def distinct_candidates(found: Sequence[PredictedCandidate], top: int) -> list[P
 def format_columns(
     head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]
 ) -> list[str]:
-    """Rows of cells as text; columns in `left` are left-aligned."""
+    """Returns the rows of cells as text; columns in `left` are left-aligned."""
     cells = [head, *rows]
     widths = [max(len(one[i]) for one in cells) for i in range(len(head))]
     return [
@@ -141,7 +141,7 @@ def format_columns(
 
 
 def candidate_table(result: SearchResult, top: int) -> list[str]:
-    """The best layouts, one line each."""
+    """Returns the best layouts, one line each."""
     rows = [
         (str(i), *table_row(one))
         for i, one in enumerate(distinct_candidates(result.feasible_candidates, top), 1)
@@ -150,7 +150,7 @@ def candidate_table(result: SearchResult, top: int) -> list[str]:
 
 
 def baseline_table(result: SearchResult) -> list[str]:
-    """The best layout of each style compared to ours."""
+    """Returns the best layout of each style compared to ours."""
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     gained = baseline_slowdowns(best)
     rows = [
@@ -164,7 +164,7 @@ def baseline_table(result: SearchResult) -> list[str]:
 
 
 def summarize_choice(result: SearchResult) -> str:
-    """The choice and its reason, in one line."""
+    """Returns the choice and its reason, in one line."""
     best = result.best
     it = result.best.prediction
     return (
@@ -175,7 +175,7 @@ def summarize_choice(result: SearchResult) -> str:
 
 
 def explain_choice(result: SearchResult) -> list[str]:
-    """The choice in a few sentences."""
+    """Returns the choice in a few sentences."""
     best = result.best
     it = result.best.prediction
     low, high = it.interval
@@ -201,7 +201,7 @@ def explain_choice(result: SearchResult) -> list[str]:
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
-    """What compiling the blocks of split layers gains, although they overlap less."""
+    """Yields what compiling the blocks of split layers gains, although they overlap less."""
     best = result.best
     wish = result.request
     if best.plan.compile == "on" and wish.plan.compile != "on":
@@ -218,7 +218,7 @@ def _join_words(words: Sequence[str]) -> str:
 
 
 def describe_bottleneck(result: SearchResult) -> str:
-    """The bottleneck: memory, compute, the batch, or communication."""
+    """Returns the bottleneck: memory, compute, the batch, or communication."""
     best = result.best
     it = result.best.prediction
     # Memory is the bottleneck if a layout that does not fit would be faster.
@@ -253,8 +253,8 @@ def describe_bottleneck(result: SearchResult) -> str:
 
 
 def _describe_slowest_stage(result: SearchResult) -> str:
-    """A sentence that the slowest stage is the bottleneck, if the others wait for it longer than
-    for the pipeline to fill and drain; else empty.
+    """Returns a sentence that the slowest stage is the bottleneck, if the others wait for it
+    longer than for the pipeline to fill and drain; else empty.
     """
     best = result.best
     wish = result.request
@@ -281,7 +281,7 @@ def _describe_slowest_stage(result: SearchResult) -> str:
 
 
 def _compare_styles(result: SearchResult) -> Iterator[str]:
-    """How much slower other styles are, or that they are not."""
+    """Yields how much slower other styles are, or that they are not."""
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     behind = baseline_slowdowns(best)
     same = [name for name, times in behind.items() if times < TIE_RATIO]
@@ -302,7 +302,7 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
 
 
 def _main_difference(slow: Prediction, fast: Prediction) -> str:
-    """The part of a step that makes most of the difference."""
+    """Returns the part of a step that makes most of the difference."""
     names = {*slow.seconds_by_part, *fast.seconds_by_part}
     more = {
         n: slow.seconds_by_part.get(n, 0.0) - fast.seconds_by_part.get(n, 0.0)
@@ -315,7 +315,7 @@ def _main_difference(slow: Prediction, fast: Prediction) -> str:
 
 
 def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
-    """Whether splitting features over col as well pays off if ranks split a layer."""
+    """Yields whether splitting features over col as well pays off if ranks split a layer."""
     alike = [f for f in result.feasible_candidates if f.plan.pipe == result.best.plan.pipe]
     one = next((f for f in alike if f.plan.row > 1 and f.plan.col == 1), None)
     two = next((f for f in alike if f.plan.col > 1), None)
@@ -335,8 +335,8 @@ def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
 
 
 def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
-    """Traffic of the busiest stage of a layout over row and col per step, its rate, and its exposed
-    time.
+    """Returns the traffic of the busiest stage of a layout over row and col per step, its rate,
+    and its exposed time.
     """
     plan = found.plan
     job = wish.workload
@@ -366,7 +366,7 @@ def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
 def _axis_traffic(
     job: predict.Workload, plan: Plan, flow: ActivationShape, axis: str
 ) -> Iterator[int]:
-    """Bytes that a rank of each kind of stage communicates over an axis per step."""
+    """Yields the bytes that a rank of each kind of stage communicates over an axis per step."""
     for stage in comm_volume.distinct_stages(job.model, plan, job.seq):
         rows = comm_volume.step_comm_volume(
             job.model, plan, flow, stage=stage.stage_spec.index, orders=0
@@ -378,7 +378,9 @@ def _axis_traffic(
 
 
 def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[str, Any]:
-    """The settings of a layout by their dotted names, where they differ from the default."""
+    """Returns the settings of a layout by their dotted names, where they differ from the
+    default.
+    """
     plan = found.plan
     usual = Plan()
     names = (
@@ -406,7 +408,7 @@ def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[s
 
 
 def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Sequence[str]) -> str:
-    """The command that runs a layout; carried: options of the user that are kept."""
+    """Returns the command that runs a layout; carried: options of the user that are kept."""
     chosen = candidate_settings(found, wish)
     words = ["ranvier train", *carried]
     for name, value in chosen.items():

@@ -101,7 +101,7 @@ class Foreign(FrameworkProfile, ABC):
 
     @abstractmethod
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
-        """Bytes of its worst stage by category."""
+        """Returns the bytes of its worst stage by category."""
 
     @abstractmethod
     def spoken(
@@ -112,7 +112,7 @@ class Foreign(FrameworkProfile, ABC):
         cluster: Cluster,
         places: RankGroups,
     ) -> CommTime:
-        """Communication time of a rank per step."""
+        """Returns the communication time of a rank per step."""
 
 
 RANVIER = FrameworkProfile(

@@ -87,7 +87,7 @@ class GoalResult:
 
 
 def parse_goal(text: str) -> Goal:
-    """Parse a goal from a comma-separated text."""
+    """Parses a goal from a comma-separated text."""
     tokens = 0.0
     seconds = 0.0
     size = ""
@@ -127,7 +127,7 @@ def _parse_number(digits: str, scale: str, word: str) -> float:
 
 
 def nearest_named_size(parameters: float) -> str:
-    """The named size with about so many parameters; empty if there is none."""
+    """Returns the named size with about so many parameters; empty if there is none."""
     from ranvier.config.kinds import named_model
 
     counts = {name: named_model(name).num_parameters for name in MODEL_SIZES}
@@ -138,7 +138,7 @@ def nearest_named_size(parameters: float) -> str:
 
 
 def llama_like_config(parameters: float) -> DecoderConfig:
-    """A Llama-3-like decoder with about so many parameters.
+    """Returns a Llama-3-like decoder with about so many parameters.
 
     The width of large models is a multiple of 1024, the MLP 3.5 times as wide, and width / layers
     as close to that of Llama 3 as possible.
@@ -171,7 +171,7 @@ def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
 
 
 def guess_nodes(goal: Goal, parameters: float, peak: float) -> int:
-    """Nodes that reach the goal at 40 % MFU. peak: FLOPs per second of a node."""
+    """Returns the nodes that reach the goal at 40 % MFU. peak: FLOPs per second of a node."""
     # 6 FLOPs per parameter and token.
     return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
@@ -180,13 +180,13 @@ class NodeSearch(Protocol):
     """The searches that `find_fewest_nodes` needs."""
 
     def can_share_evenly(self, nodes: int) -> bool:
-        """Whether so many nodes can share the work evenly, regardless of memory."""
+        """Returns whether so many nodes can share the work evenly, regardless of memory."""
 
     def quick_search(self, nodes: int) -> SearchResult | None:
-        """The best of some layouts; None if none of these fits."""
+        """Returns the best of some layouts; None if none of these fits."""
 
     def full_search(self, nodes: int) -> SearchResult | None:
-        """The best of all layouts; None if none fits."""
+        """Returns the best of all layouts; None if none fits."""
 
 
 class NodeTrials:
@@ -204,7 +204,7 @@ class NodeTrials:
         self.best_by_nodes: dict[int, GoalResult] = {}
 
     def reaches_goal(self, nodes: int, *, whole: bool = False) -> bool:
-        """Whether so many nodes have been found to reach the goal."""
+        """Returns whether so many nodes have been found to reach the goal."""
         if whole:
             result = self.full_search(nodes)
         else:
@@ -220,11 +220,11 @@ class NodeTrials:
         return nodes in self.best_by_nodes and self.best_by_nodes[nodes].meets_goal
 
     def first_shareable(self, numbers: Iterable[int]) -> int:
-        """The first of some numbers that can share the work; 0 if none can."""
+        """Returns the first of some numbers that can share the work; 0 if none can."""
         return next((n for n in numbers if self.can_share_evenly(n)), 0)
 
     def fastest_result(self) -> GoalResult | None:
-        """The result with the least time."""
+        """Returns the result with the least time."""
         return min(
             self.best_by_nodes.values(), key=lambda one: (one.seconds, one.nodes), default=None
         )
@@ -250,7 +250,8 @@ def find_fewest_nodes(
     most: int = MAX_NODES,
     told: Callable[[GoalResult], None] = lambda _: None,
 ) -> GoalResult | None:
-    """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
+    """Returns the fewest nodes that reach a goal; else the fastest up to `most`; None if nothing
+    fits.
 
     first: a guess. told: called with the result of each number of nodes that was tried.
     """
@@ -287,7 +288,9 @@ def find_fewest_nodes(
 
 
 def _confirm_fewest(tries: NodeTrials, high: int) -> int:
-    """The number of nodes below which none is found to be enough, by a full search of the next."""
+    """Returns the number of nodes below which none is found to be enough, by a full search of
+    the next.
+    """
     while True:
         # A full search of this number yields more layouts to carry over, so look twice.
         for whole in (False, True):
@@ -304,11 +307,13 @@ def _confirm_fewest(tries: NodeTrials, high: int) -> int:
 
 
 def _few_divisors(near: int) -> list[int]:
-    """Numbers within an eighth of `near`, fewest divisors first: their search is short."""
+    """Returns the numbers within an eighth of `near`, fewest divisors first: their search is
+    short.
+    """
     some = range(near - near // 8, near + near // 8 + 1)
     return sorted(some, key=lambda n: (len(divisors(n)), abs(n - near)))
 
 
 def _from_middle(low: int, high: int) -> list[int]:
-    """Numbers between two, from the middle outwards."""
+    """Returns the numbers between two, from the middle outwards."""
     return sorted(range(low + 1, high), key=lambda n: abs(2 * n - low - high))

@@ -51,7 +51,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def ranks_per_core(ranks: int) -> float:
-    """Ranks per core, at least 1."""
+    """Returns the ranks per core, at least 1."""
     return max(ranks / (os.cpu_count() or 1), 1.0)
 
 
@@ -123,7 +123,7 @@ class Microbenchmark:
 
     @classmethod
     def for_device(cls, device: torch.device, **rest: Any) -> Microbenchmark:
-        """A benchmark with the shapes and dtypes of a device."""
+        """Returns a benchmark with the shapes and dtypes of a device."""
         if device.type != "cuda":
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -132,7 +132,7 @@ class Microbenchmark:
         return cls(device, shapes=CUDA_SHAPES, dtypes=kinds, **rest)
 
     def run_all(self) -> list[MeasuredRow]:
-        """All rows of a device."""
+        """Returns all rows of a device."""
         # Attention is measured outside of no_grad, as it needs a backward pass.
         with torch.no_grad():
             self.heat_up()
@@ -150,7 +150,9 @@ class Microbenchmark:
         return self.rows
 
     def time_call(self, work: Callable[[], object]) -> float:
-        """Seconds per call: the mean of as many calls as fit into `min_seconds`, in parallel."""
+        """Returns the seconds per call: the mean of as many calls as fit into `min_seconds`, in
+        parallel.
+        """
         for _ in range(WARMUP_CALLS):
             work()
         self.synchronize()
@@ -184,7 +186,7 @@ class Microbenchmark:
         return (time.process_time() - busy) / done * ranks_per_core(self.ranks)
 
     def heat_up(self) -> None:
-        """Run a device until its clock is that of a long run: its power limit lowers it."""
+        """Runs a device until its clock is that of a long run: its power limit lowers it."""
         if self.device.type != "cuda":
             return
         self.on_progress("the device at work")
@@ -196,12 +198,12 @@ class Microbenchmark:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work."""
+        """Waits until the device has finished all work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def rate_row(self, kind: str, value: float) -> MeasuredRate:
-        """A row with one number."""
+        """Returns a row with one number."""
         return MeasuredRate(kind, value, self.ranks)
 
     # ---- what is measured ---------------------------------------------------------------

@@ -171,7 +171,7 @@ class LayerSpec:
     def _expert_param_specs(
         self, name: str, block: str, ground: LayoutContext
     ) -> Iterator[ParamSpec]:
-        """The router, and the matrices of all experts."""
+        """Yields the router, and the matrices of all experts."""
         (expert, mlp, embed), (e, f, d) = self.dims, self.shape
         found: dict[str, tuple[tuple[Dim, ...], tuple[int, ...]]]
         found = {"router.weight": (("choice", embed), (e, d))}
@@ -273,7 +273,7 @@ class ModelSpec:
         return any(leaf.tied for leaf in self.parts[-1].layers)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-compatible dict."""
+        """Returns a JSON-compatible dict."""
         parts = [
             {
                 "name": part.name,
@@ -287,7 +287,7 @@ class ModelSpec:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> ModelSpec:
-        """A model from its JSON dict."""
+        """Returns a model from its JSON dict."""
         parts = []
         for part in facts["parts"]:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
@@ -307,7 +307,7 @@ def _count_trainable(leaf: LayerSpec) -> int:
 
 
 def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
-    """Numbers as half-open ranges [start, stop]."""
+    """Returns the numbers as half-open ranges [start, stop]."""
     found: list[list[int]] = []
     for n in numbers:
         if found and found[-1][1] == n:
@@ -318,7 +318,7 @@ def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def _layer_to_dict(leaf: LayerSpec) -> dict[str, Any]:
-    """A layer as a JSON-compatible dict, without fields that have their default value."""
+    """Returns a layer as a JSON-compatible dict, without fields that have their default value."""
     usual = asdict(LayerSpec(leaf.name, leaf.kind))
     found = {k: v for k, v in asdict(leaf).items() if k in ("name", "kind") or v != usual[k]}
     if leaf.inside:
@@ -355,7 +355,9 @@ def dense_decoder(
     positions: int = 0,
     name: str = "",
 ) -> ModelSpec:
-    """A decoder from numbers, as published runs give them. positions: learned ones; 0: rotary."""
+    """Returns a decoder from numbers, as published runs give them. positions: learned ones; 0:
+    rotary.
+    """
     units = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "vocab": vocab}
 
     def linear(name: str, out: str, into: str, *shape: int) -> LayerSpec:
@@ -400,7 +402,7 @@ def dense_decoder(
 
 @cache
 def load_shipped_spec(name: str) -> ModelSpec:
-    """The model of a built-in size, from the spec that ships with the package."""
+    """Returns the model of a built-in size, from the spec that ships with the package."""
     path = SPEC_FOLDER / f"{name}.json"
     if not path.is_file():
         known = sorted(one.stem for one in SPEC_FOLDER.glob("*.json"))
@@ -412,7 +414,9 @@ def load_shipped_spec(name: str) -> ModelSpec:
 
 
 def resolve_model_spec(run: RunConfig) -> ModelSpec:
-    """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
+    """Returns the model of a run: of a built-in size, from the cache, or built once on the meta
+    device.
+    """
     config = asdict(run.model)
     lora = asdict(run.lora)
     size = config.pop("size")
@@ -443,7 +447,7 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Write a file by renaming a temporary one; other ranks may write the same file."""
+    """Writes a file by renaming a temporary one; other ranks may write the same file."""
     import tempfile
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -453,7 +457,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _is_shipped_size(run: RunConfig) -> bool:
-    """Whether a run has a built-in size in all settings that its spec depends on."""
+    """Returns whether a run has a built-in size in all settings that its spec depends on."""
     from ranvier.config.kinds import named_model
 
     size = run.model.size

@@ -30,14 +30,14 @@ from ranvier.planner.model_spec import ENTRY, EXIT, BlockSpec, LayerKind, LayerS
 
 
 def build_model_spec(config: ModelConfig, lora: AdapterConfig) -> ModelSpec:
-    """The spec of a model of any kind."""
+    """Returns the spec of a model of any kind."""
     with torch.device("meta"), counter_rng.init_empty_weights():
         model = find_kind(config.kind).build_model(config, lora)
     return replace(build_module_spec(model), traits=config.memory_traits)
 
 
 def build_module_spec(model: nn.Module) -> ModelSpec:
-    """The spec of a model with named dims, which is parallelized in place."""
+    """Returns the spec of a model with named dims, which is parallelized in place."""
     # On a grid of one rank the layers carry their dims and cost models but no shards.
     parallel = get_parallel_model(parallelize(model, Grid({}), materialize=False))
     # Linears inside of fused layers are part of those.
@@ -71,7 +71,7 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
 
 
 def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec | None:
-    """A layer's spec; None if it neither communicates nor has weights."""
+    """Returns a layer's spec; None if it neither communicates nor has weights."""
     if isinstance(leaf, FusedLinear):
         if isinstance(leaf, GroupedInputLinear):
             kind: LayerKind = "apart"

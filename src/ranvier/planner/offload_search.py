@@ -123,7 +123,7 @@ class FitResult:
 
 
 def _offloaded_state_bytes(stage: RankMemory, choice: Placement) -> int:
-    """Bytes of states that are not on the device."""
+    """Returns the bytes of states that are not on the device."""
     # States of vectors always stay on the device.
     most = stage.sizes.state_bytes - stage.sizes.vector_states
     kept = {"device": most, "split": min(choice.optimizer_state_bytes_on_device, most)}.get(
@@ -133,7 +133,7 @@ def _offloaded_state_bytes(stage: RankMemory, choice: Placement) -> int:
 
 
 def _resting_weights(stage: RankMemory, choice: Placement) -> int:
-    """Bytes of weights that are always on the device."""
+    """Returns the bytes of weights that are always on the device."""
     if choice.parameters == "device":
         return stage.sizes.weight_bytes
     return stage.sizes.resident_weights
@@ -155,7 +155,9 @@ def _peak_with_gaps(peak: PeakUsage) -> int:
 
 
 def _staging_bytes(stage: RankMemory, choice: Placement) -> tuple[int, int]:
-    """Bytes of the buffers for state tiles in transfer, on the device and on the host."""
+    """Returns the bytes of the buffers for state tiles in transfer, on the device and on the
+    host.
+    """
     sizes = stage.sizes
     if not _offloaded_state_bytes(stage, choice):
         return 0, 0
@@ -168,7 +170,9 @@ def _staging_bytes(stage: RankMemory, choice: Placement) -> tuple[int, int]:
 def _bytes_without_states(
     case: FitProblem, stage: RankMemory, choice: Placement
 ) -> tuple[int, int]:
-    """Bytes on the device besides states: if all of them are there, and if some are not."""
+    """Returns the bytes on the device besides states: if all of them are there, and if some are
+    not.
+    """
     peaks = _memory_peaks(stage, choice)
     resting = case.library_bytes + _resting_weights(stage, choice)
     ring = _staging_bytes(stage, replace(choice, optimizer_states="host"))[0]
@@ -178,14 +182,14 @@ def _bytes_without_states(
 
 
 def stage_device_bytes(case: FitProblem, stage: RankMemory, choice: Placement) -> int:
-    """Bytes of a stage on its device."""
+    """Returns the bytes of a stage on its device."""
     away = _offloaded_state_bytes(stage, choice)
     rests = _bytes_without_states(case, stage, choice)
     return rests[away > 0] + stage.sizes.state_bytes - away
 
 
 def resting_bytes(stage: RankMemory, choice: Placement) -> int:
-    """Bytes of weights, states and staging buffers that are always on the device."""
+    """Returns the bytes of weights, states and staging buffers that are always on the device."""
     states = stage.sizes.state_bytes - _offloaded_state_bytes(stage, choice)
     return _resting_weights(stage, choice) + states + _staging_bytes(stage, choice)[0]
 
@@ -193,7 +197,7 @@ def resting_bytes(stage: RankMemory, choice: Placement) -> int:
 def predict_breakdown(
     case: FitProblem, choice: Placement, stage: int | None = None
 ) -> MemoryBreakdown:
-    """The predicted memory breakdown of a placement; stage None: of the one with most."""
+    """Returns the predicted memory breakdown of a placement; stage None: of the one with most."""
     if stage is None:
         one = max(case.stages, key=lambda one: stage_device_bytes(case, one, choice))
     else:
@@ -225,7 +229,7 @@ def predict_breakdown(
 
 
 def _host_breakdown(stage: RankMemory, choice: Placement) -> dict[str, int]:
-    """Bytes of a stage on the host by category."""
+    """Returns the bytes of a stage on the host by category."""
     sizes = stage.sizes
     away = _offloaded_state_bytes(stage, choice)
     found = {
@@ -243,7 +247,7 @@ def _host_breakdown(stage: RankMemory, choice: Placement) -> dict[str, int]:
 
 
 def _offloaded_activations(stage: RankMemory, choice: Placement) -> int:
-    """Bytes of activations of a micro-batch on the host."""
+    """Returns the bytes of activations of a micro-batch on the host."""
     share = stage.offloaded_fraction(choice.activation_offload_fraction)
     if share == 0.0:
         return 0
@@ -258,7 +262,9 @@ def _offloaded_activations(stage: RankMemory, choice: Placement) -> int:
 
 
 def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
-    """The predicted time of a step: of the slowest stage, with the bubble of the pipeline."""
+    """Returns the predicted time of a step: of the slowest stage, with the bubble of the
+    pipeline.
+    """
     return max(
         (_stage_seconds(case, stage, choice) for stage in case.stages), key=lambda one: one.total
     )
@@ -310,7 +316,7 @@ def enumerate_fits(case: FitProblem) -> Iterator[FitResult]:
 
 
 def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
-    """All combinations of micro-batch and locations of weights and activations."""
+    """Yields all combinations of micro-batch and locations of weights and activations."""
     given = case.given_placement
     free = case.open_settings
     for micro in case.micro_batches:
@@ -347,7 +353,9 @@ def _stage_candidates(stage: RankMemory, micro: int) -> list[tuple[RecomputeMode
 
 
 def _modes_of_stages(case: FitProblem, choice: Placement) -> tuple[RecomputeMode, ...]:
-    """The modes of all blocks with which each stage fits; where none does, those of least bytes."""
+    """Returns the modes of all blocks with which each stage fits; where none does, those of
+    least bytes.
+    """
     found = dict[int, RecomputeMode]()
     for stage in case.stages:
         sizes = dict[int, tuple[RecomputeMode, ...]]()
@@ -364,7 +372,7 @@ def _modes_of_stages(case: FitProblem, choice: Placement) -> tuple[RecomputeMode
 def with_stage_modes(
     case: FitProblem, choice: Placement, stage: RankMemory, kinds: Sequence[RecomputeMode]
 ) -> Placement:
-    """A placement with the modes of one stage; those of others do not matter to it."""
+    """Returns a placement with the modes of one stage; those of others do not matter to it."""
     modes: list[RecomputeMode] = ["none"] * case.num_blocks
     for i, kind in zip(stage.block_indices, kinds, strict=True):
         modes[i] = kind
@@ -374,7 +382,7 @@ def with_stage_modes(
 def _fit_recompute_modes(
     case: FitProblem, choice: Placement, ways: Sequence[tuple[RecomputeMode, ...]]
 ) -> Iterator[FitResult]:
-    """A placement with each of these modes, until more recomputation cannot be faster."""
+    """Yields a placement with each of these modes, until more recomputation cannot be faster."""
     least = predict_fit_seconds(case, replace(choice, recompute_modes=ways[0])).compute
     shortest = math.inf
     for kinds in ways:
@@ -387,7 +395,7 @@ def _fit_recompute_modes(
 
 
 def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitResult]:
-    """A placement with states where they fit, updated on the device or on the CPU."""
+    """Yields a placement with states where they fit, updated on the device or on the CPU."""
     ways: tuple[UpdateLocation, ...] = ("device", "cpu")
     if "optimizer_step_on" not in case.open_settings:
         ways = ("device" if choice.optimizer_step_on == "auto" else choice.optimizer_step_on,)
@@ -413,7 +421,7 @@ def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitRe
 def _state_placements(
     case: FitProblem, choice: Placement, rests: Sequence[tuple[int, int]]
 ) -> Iterator[Placement]:
-    """Where the states of a placement may be stored: as many on the device as fit.
+    """Yields where the states of a placement may be stored: as many on the device as fit.
 
     rests: bytes of each stage without states.
     """
@@ -448,7 +456,7 @@ def _state_placements(
 
 
 def fastest_fit(found: Iterable[FitResult]) -> FitResult | None:
-    """The fastest placement that fits; None if none does."""
+    """Returns the fastest placement that fits; None if none does."""
     return min(found, key=lambda fit: fit.sort_key, default=None)
 
 
@@ -480,7 +488,9 @@ def _least_memory_modes(case: FitProblem, choice: Placement) -> list[tuple[Recom
 
 
 def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[FitResult]:
-    """The cheapest changes of `now` that fit: of few settings, the same mode for all blocks."""
+    """Returns the cheapest changes of `now` that fit: of few settings, the same mode for all
+    blocks.
+    """
     found: dict[tuple[str, ...], FitResult] = {}
     for kind in RECOMPUTE_COST:
         alike = replace(now, recompute_modes=(kind,) * len(now.recompute_modes))
@@ -504,7 +514,9 @@ def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[F
 
 
 def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
-    """The settings in which a placement differs from the current one, as options of a run."""
+    """Returns the settings in which a placement differs from the current one, as options of a
+    run.
+    """
     found = []
     if then.micro_batch != now.micro_batch:
         found.append(f"--plan.micro-batch {then.micro_batch}")
@@ -520,7 +532,7 @@ def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
 
 
 def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) -> list[str]:
-    """What was chosen and why, in two to four lines. found: all placements that fit."""
+    """Returns what was chosen and why, in two to four lines. found: all placements that fit."""
     time = fit.seconds
     where = predict_breakdown(case, fit.placement).where
     lines = [
@@ -562,7 +574,7 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
 
 
 def _comparison_key(choice: Placement) -> tuple[object, ...]:
-    """The settings in which placements must differ to count as alternatives."""
+    """Returns the settings in which placements must differ to count as alternatives."""
     return (
         choice.micro_batch,
         choice.optimizer_states,
@@ -573,7 +585,7 @@ def _comparison_key(choice: Placement) -> tuple[object, ...]:
 
 
 def describe_placement(case: FitProblem, choice: Placement) -> str:
-    """A placement in words."""
+    """Returns a placement in words."""
     words: dict[RecomputeMode, str] = {"none": "keep all", "selective": "selective", "full": "full"}
     counts = [(choice.recompute_modes.count(kind), word) for kind, word in words.items()]
     blocks = ", ".join(f"{count} {word}" for count, word in counts if count)

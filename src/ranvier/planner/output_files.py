@@ -14,7 +14,7 @@ MIN_FREE_BYTES = 2**16
 
 
 def check_outputs(*names: str) -> None:
-    """Raise a WriteError for a file that cannot be written; existing files are not changed.
+    """Raises a WriteError for a file that cannot be written; existing files are not changed.
 
     names: paths; empty: none, -: standard output.
     """
@@ -59,7 +59,7 @@ def _check_writable(name: str) -> None:
 
 
 def _file_mode(path: Path) -> int:
-    """The mode of the file at a path; 0: there is none."""
+    """Returns the mode of the file at a path; 0: there is none."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

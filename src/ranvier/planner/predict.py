@@ -134,8 +134,8 @@ class Prediction:
 
 
 def merge_predictions(several: Sequence[Prediction]) -> Prediction:
-    """One prediction for several layouts of which one runs: the geometric middle of their times
-    and the largest of their memory.
+    """Returns one prediction for several layouts of which one runs: the geometric middle of
+    their times and the largest of their memory.
     """
     order = sorted(several, key=lambda one: one.step_seconds)
     shortest = order[0].step_seconds
@@ -164,7 +164,7 @@ def predict_step(
     *,
     played: bool = True,
 ) -> Prediction:
-    """The prediction for one layout. played: see `predict_memory`."""
+    """Returns the prediction for one layout. played: see `predict_memory`."""
     plan = layout.plan
     device = cluster.device
     setup = _compute_context(job, layout, cluster, runtime)
@@ -203,7 +203,7 @@ def _error_factors(cluster: Cluster) -> tuple[float, float]:
 def step_seconds_by_part(
     job: Workload, layout: Candidate, cluster: Cluster, runtime: FrameworkProfile = RANVIER
 ) -> Mapping[str, float]:
-    """Seconds per step by part."""
+    """Returns the seconds per step by part."""
     setup = _compute_context(job, layout, cluster, runtime)
     if not cluster.cores:
         return _StepEstimate.from_candidate(job, layout, cluster, runtime, setup).seconds_by_part()
@@ -214,7 +214,7 @@ def step_seconds_by_part(
 
 
 def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[float]:
-    """Seconds per micro-batch on each stage of a layout of Ranvier."""
+    """Returns the seconds per micro-batch on each stage of a layout of Ranvier."""
     plan = layout.plan
     setup = _compute_context(job, layout, cluster, RANVIER)
     if cluster.cores:
@@ -234,7 +234,9 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
 
 
 def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> float:
-    """Seconds per step that blocks spend computing, without any communication or bubble."""
+    """Returns the seconds per step that blocks spend computing, without any communication or
+    bubble.
+    """
     plan = layout.plan
     setup = _compute_context(job, layout, cluster, RANVIER)
     blocks = [part for part in job.model.parts if part.is_block]
@@ -245,7 +247,7 @@ def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) ->
 
 
 def default_schedule(chunks: int) -> Literal["1f1b", "interleaved"]:
-    """The pipeline schedule whose time and memory have closed forms."""
+    """Returns the pipeline schedule whose time and memory have closed forms."""
     if chunks == 1:
         return "1f1b"
     return "interleaved"
@@ -260,7 +262,8 @@ def predict_memory(
     compiled: bool,
     played: bool = True,
 ) -> MemoryBreakdown:
-    """Bytes of a rank by category: of Ranvier by `memory.total`, of other frameworks by theirs.
+    """Returns the bytes of a rank by category: of Ranvier by `memory.total`, of other frameworks
+    by theirs.
 
     played: simulate how many micro-batches the message-driven schedule keeps in flight, which takes
     about a second; otherwise assume the default schedule.
@@ -338,7 +341,7 @@ def model_flops(model: ModelSpec, seq: int) -> float:
 
 
 def _recompute_seconds(times: BlockTimes, recompute: str, runtime: FrameworkProfile) -> float:
-    """Seconds per micro-batch that a block spends on recomputation."""
+    """Returns the seconds per micro-batch that a block spends on recomputation."""
     if recompute == "full":
         return times.forward - times.recompute_savings
     if recompute != "selective":
@@ -396,7 +399,7 @@ class _StepEstimate:
         runtime: FrameworkProfile,
         setup: ComputeContext,
     ) -> _StepEstimate:
-        """The estimate for a layout, with its communication times."""
+        """Returns the estimate for a layout, with its communication times."""
         plan = layout.plan
         places = RankGroups(plan, layout.axis_order, cluster.per_node)
         if isinstance(runtime, Foreign):
@@ -420,7 +423,9 @@ class _StepEstimate:
         return spent - gone + OVERLAP_SLOWDOWN * gone
 
     def time_blocks(self) -> list[tuple[BlockSpec, BlockTimes, dict[str, float]]]:
-        """Times of each kind of block per micro-batch, and its exposed seconds by part."""
+        """Returns the times of each kind of block per micro-batch, and its exposed seconds by
+        part.
+        """
         plan = self.candidate.plan
         runtime = self.framework
         overlaps = self.overlapped_comm
@@ -465,7 +470,9 @@ class _StepEstimate:
         return found
 
     def time_block(self, part: BlockSpec) -> BlockTimes:
-        """Times of a block, including gradient accumulation if there are several micro-batches."""
+        """Returns the times of a block, including gradient accumulation if there are several
+        micro-batches.
+        """
         device = self.cluster.device
         runtime = self.framework
         times = compute.block_times(part, device, self.compute_context, runtime)
@@ -482,7 +489,7 @@ class _StepEstimate:
         )
 
     def edge_times(self) -> tuple[BlockTimes, BlockTimes]:
-        """Compute times of embedding and head per micro-batch, forward and backward."""
+        """Computes times of embedding and head per micro-batch, forward and backward."""
         model = self.workload.model
         device = self.cluster.device
         entry = compute.embedding_seconds(model.parts[0], device, self.compute_context)
@@ -490,7 +497,9 @@ class _StepEstimate:
         return _edge_block_times(*entry), _edge_block_times(*head)
 
     def edge_waits(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Communication of embedding and head per micro-batch, by part; none of it overlaps."""
+        """Returns the communication of embedding and head per micro-batch, by part; none of it
+        overlaps.
+        """
         plan = self.candidate.plan
         parts = self.workload.model.parts
         found = []
@@ -507,7 +516,9 @@ class _StepEstimate:
         return found[0], found[1]
 
     def time_parts(self) -> dict[str, tuple[BlockSpec, BlockTimes, dict[str, float]]]:
-        """Times of every part per micro-batch and its exposed seconds, by name of the part."""
+        """Returns the times of every part per micro-batch and its exposed seconds, by name of
+        the part.
+        """
         parts = self.workload.model.parts
         ends = zip((parts[0], parts[-1]), self.edge_times(), self.edge_waits(), strict=True)
         return {
@@ -515,7 +526,7 @@ class _StepEstimate:
         }
 
     def seconds_by_part(self) -> dict[str, float]:
-        """Seconds per step by part."""
+        """Returns the seconds per step by part."""
         plan = self.candidate.plan
         laps = self.time_parts()
         micro = plan.num_micro_batches
@@ -545,7 +556,8 @@ class _StepEstimate:
         return found
 
     def seconds_after_backward(self, laps: TimesByPart, forward: float) -> dict[str, float]:
-        """Seconds after the last backward pass, by part: of the stage where they are longest.
+        """Returns the seconds after the last backward pass, by part: of the stage where they are
+        longest.
 
         forward: seconds of a forward pass, with which an update of offloaded states overlaps.
         """
@@ -580,7 +592,7 @@ class _StepEstimate:
         return max(found, key=lambda spent: sum(spent.values()))
 
     def stage_total(self, stage: StageBlocks, spent: Mapping[str, float]) -> float:
-        """Seconds of a stage per micro-batch. spent: seconds of each part, by name."""
+        """Returns the seconds of a stage per micro-batch. spent: seconds of each part, by name."""
         if not self.candidate.plan.vocab_over_pipe:
             return sum([count * spent[part.name] for part, count in stage.block_counts])
         # Each stage computes an equal share of the vocabulary.
@@ -588,7 +600,7 @@ class _StepEstimate:
         return sum(n * spent[p.name] * (1 if p.is_block else share) for p, n in stage.block_counts)
 
     def slowest_and_mean_stage(self, laps: TimesByPart) -> tuple[float, float]:
-        """Seconds per micro-batch on the slowest stage and on average."""
+        """Returns the seconds per micro-batch on the slowest stage and on average."""
         plan = self.candidate.plan
         model = self.workload.model
         spent = {name: _total_seconds(times, waits) for name, (_, times, waits) in laps.items()}
@@ -635,7 +647,8 @@ class _StepEstimate:
         return self.exposed_seconds(spent, behind)
 
     def update_seconds(self, numbers: float, forward: float) -> dict[str, float]:
-        """Seconds of the optimizer step: 2 · states + gradient + weight bytes at memory bandwidth.
+        """Returns the seconds of the optimizer step: 2 · states + gradient + weight bytes at
+        memory bandwidth.
 
         numbers: parameters of a rank, before they are sharded over depth.
         """
@@ -662,12 +675,12 @@ class _StepEstimate:
 
 
 def _total_seconds(times: BlockTimes, waits: Mapping[str, float]) -> float:
-    """Seconds of a part per micro-batch."""
+    """Returns the seconds of a part per micro-batch."""
     return times.forward + times.backward + sum(waits.values())
 
 
 def _edge_block_times(forward: float, backward: float) -> BlockTimes:
-    """Times of the embedding or head, which have no attention or elementwise part."""
+    """Returns the times of the embedding or head, which have no attention or elementwise part."""
     return BlockTimes(forward, 0.0, 0.0, backward, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -57,7 +57,9 @@ Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 def assume_batch_and_seq(
     run: RunConfig, cluster: Cluster, given: Set[str]
 ) -> tuple[RunConfig, list[str]]:
-    """The run with assumed sequence length and batch if not given, and the options for them."""
+    """Returns the run with assumed sequence length and batch if not given, and the options for
+    them.
+    """
     words: list[str] = []
     parameters = run.model.num_parameters
     if parameters < SMALL_MODEL:
@@ -103,7 +105,7 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
 
 
 def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
-    """The workload of a run."""
+    """Returns the workload of a run."""
     # fp8 only concerns matmuls: weights and activations stay in bf16.
     if precision == "fp8":
         wanted = "bf16"
@@ -131,7 +133,9 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
 def build_request(
     run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
 ) -> SearchRequest:
-    """The search request of a run. given: dotted names of settings that are not to be searched."""
+    """Returns the search request of a run. given: dotted names of settings that are not to be
+    searched.
+    """
     eight = FP8_SCALING[run.train.float8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
@@ -157,7 +161,7 @@ def build_request(
 
 
 def _reset_searched_fields(plan: Plan, fixed: Set[str]) -> Plan:
-    """The plan with all searched fields at their defaults."""
+    """Returns the plan with all searched fields at their defaults."""
     usual = Plan()
     return replace(
         plan,

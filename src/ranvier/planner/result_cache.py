@@ -38,7 +38,7 @@ SHARED_FIELDS = ("tokens", "flops", "devices", "peak", "limit")
 
 
 def load_result(wish: SearchRequest) -> SearchResult | None:
-    """The cached result of the same request, if there is a valid one."""
+    """Returns the cached result of the same request, if there is a valid one."""
     key = request_key(wish)
     try:
         path = _cache_folder() / _entry_name(key)
@@ -51,7 +51,7 @@ def load_result(wish: SearchRequest) -> SearchResult | None:
 
 
 def store_result(result: SearchResult) -> None:
-    """Store a result if possible."""
+    """Stores a result if possible."""
     key = request_key(result.request)
     with contextlib.suppress(OSError):
         folder = _cache_folder()
@@ -78,7 +78,7 @@ def _entry_name(key: str) -> str:
 
 
 def _prune_entries(folder: Path) -> None:
-    """Delete all but the newest entries; other processes may do the same concurrently."""
+    """Deletes all but the newest entries; other processes may do the same concurrently."""
     ages = list[tuple[float, Path]]()
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
@@ -92,14 +92,14 @@ def _prune_entries(folder: Path) -> None:
 
 
 def request_key(wish: SearchRequest) -> str:
-    """The cache key of a request: a hash of everything that the result depends on."""
+    """Returns the cache key of a request: a hash of everything that the result depends on."""
     text = json.dumps([CACHE_FORMAT, code_version(), _to_plain(wish)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
 def code_version() -> str:
-    """The SHA-256 of all files of this package that a prediction may depend on."""
+    """Returns the SHA-256 of all files of this package that a prediction may depend on."""
     root = Path(__file__).resolve().parents[1]
     found = hashlib.sha256()
     for path in sorted(root.rglob("*")):
@@ -110,7 +110,7 @@ def code_version() -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """A value of a request in JSON-compatible form, in a deterministic order."""
+    """Returns a value of a request in JSON-compatible form, in a deterministic order."""
     if is_dataclass(value):
         own = {field.name: _to_plain(getattr(value, field.name)) for field in fields(value)}
         return [type(value).__name__, own]
@@ -165,7 +165,9 @@ def _result_to_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def _candidate_to_row(found: PredictedCandidate, usual: Plan) -> list[Any]:
-    """A layout: the fields of its plan that differ from the request's, and its prediction."""
+    """Returns a layout: the fields of its plan that differ from the request's, and its
+    prediction.
+    """
     plan = found.plan
     it = found.prediction
     own = {field.name: getattr(plan, field.name) for field in fields(plan)}

@@ -186,7 +186,7 @@ class SearchResult:
 
 
 def enumerate_degrees(world: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    """All degrees whose product is `world`. choices: allowed degrees of each axis."""
+    """Yields all degrees whose product is `world`. choices: allowed degrees of each axis."""
     if not choices:
         if world == 1:
             yield {}
@@ -244,7 +244,9 @@ def valid_grids(wish: SearchRequest) -> tuple[list[Plan], int]:
 
 
 def _count_factorisations(wish: SearchRequest) -> int:
-    """Number of factorisations before any rule: Π binom(e + k - 1, e) over prime powers p^e."""
+    """Returns the number of factorisations before any rule: Π binom(e + k - 1, e) over prime
+    powers p^e.
+    """
     rest = wish.world_size
     count = 1
     free = len(wish.searched_axes) - len(wish.fixed_degrees)
@@ -266,14 +268,18 @@ def _count_factorisations(wish: SearchRequest) -> int:
 
 
 def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
-    """Whether Plan's rules allow a plan; given stage starts must match the number of stages."""
+    """Returns whether Plan's rules allow a plan; given stage starts must match the number of
+    stages.
+    """
     if plan.stage_starts and len(plan.stage_starts) + 1 != plan.pipe * plan.virtual_stages:
         return False
     return next(plan.find_problems(wish.dim_sizes, wish.world_size), None) is None
 
 
 def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[Plan]:
-    """A plan with these degrees for each way in which col may split the inside of a layer."""
+    """Yields a plan with these degrees for each way in which col may split the inside of a
+    layer.
+    """
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     # The interleaved schedule is not defined for a single chunk per stage.
     if wish.plan.schedule == "interleaved" and sizes["pipe"] > 1:
@@ -324,7 +330,9 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
 
 
 def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
-    """A factorisation with each micro-batch and number of chunks; those of the rough pass first."""
+    """Returns a factorisation with each micro-batch and number of chunks; those of the rough
+    pass first.
+    """
     sizes = micro_batch_choices(wish, plan)
     # The rough pass takes the first two variants, so these two sizes come first.
     rough = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2])))
@@ -342,7 +350,8 @@ def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
 
 
 def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
-    """A plan with the schedule whose memory is predicted in closed form, unless another is fixed.
+    """Returns a plan with the schedule whose memory is predicted in closed form, unless another
+    is fixed.
 
     The message-driven schedule needs more memory, and a bound on the micro-batches in flight
     (`max_in_flight`) needs that schedule.
@@ -355,14 +364,14 @@ def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
 
 
 def is_message_driven(wish: SearchRequest) -> bool:
-    """Whether the stages of its pipelines run the message-driven schedule."""
+    """Returns whether the stages of its pipelines run the message-driven schedule."""
     # It is also the default of a plan, so it counts only if the user asked for it.
     asked = "schedule" in wish.fixed_fields or wish.plan.max_in_flight > 0
     return wish.plan.schedule == "message_driven" and asked
 
 
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
-    """A plan with increasing recomputation, with and without offload, up to what fits."""
+    """Yields a plan with increasing recomputation, with and without offload, up to what fits."""
     # Keeping gathered weights between micro-batches only differs if there are several of them.
     again = plan.depth > 1 and plan.num_micro_batches > 1
     if wish.states:
@@ -392,7 +401,7 @@ def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandi
 
 
 def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandidate]) -> bool:
-    """Whether optimizer states should be offloaded to the host.
+    """Returns whether optimizer states should be offloaded to the host.
 
     True if nothing fits with states on the device, or only full recomputation does, while another
     mode would fit without them.
@@ -414,7 +423,8 @@ def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandida
 def _try_recompute_modes(
     wish: SearchRequest, plan: Plan, where: DeviceOrHost
 ) -> list[PredictedCandidate]:
-    """The mode with least recomputation; if it does not fit, the one that keeps least, then others.
+    """Returns the mode with least recomputation; if it does not fit, the one that keeps least,
+    then others.
 
     If the mode that keeps least does not fit, those between need not be predicted.
     """
@@ -442,7 +452,8 @@ def _build_candidate(wish: SearchRequest, plan: Plan, states: DeviceOrHost) -> C
 
 
 def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
-    """A plan with compiled blocks, if these are faster where a run would not compile by itself.
+    """Returns a plan with compiled blocks, if these are faster where a run would not compile by
+    itself.
 
     A compiled graph does not overlap its communication, but its kernels access memory less often.
     If all degrees are fixed, the request is about that very run, which is predicted as it is.
@@ -470,7 +481,8 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
 
 
 def has_fitting_layout(wish: SearchRequest) -> bool:
-    """Whether a layout with least memory fits: full recomputation, states offloaded if allowed.
+    """Returns whether a layout with least memory fits: full recomputation, states offloaded if
+    allowed.
 
     Only the factorisations with the fewest replicas of the model are checked.
     """
@@ -487,14 +499,16 @@ def has_fitting_layout(wish: SearchRequest) -> bool:
 
 
 def _search_roughly(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """A factorisation with its smallest and a middle micro-batch, with one chunk."""
+    """Returns a factorisation with its smallest and a middle micro-batch, with one chunk."""
     some = plan_variants(wish, plan)
     few = [one for one in some[:2] if one.virtual_stages == some[0].virtual_stages]
     return [found for one in few for found in search_recompute(wish, one)]
 
 
 def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """What `_search_roughly` left out; where nothing fits, larger micro-batches are skipped."""
+    """Returns what `_search_roughly` left out; where nothing fits, larger micro-batches are
+    skipped.
+    """
     some = plan_variants(wish, plan)
     # The number of variants that the rough pass has predicted already.
     few = sum(one.virtual_stages == some[0].virtual_stages for one in some[:2])
@@ -518,7 +532,9 @@ def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
 
 
 def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
-    """A layout with other orders of its axes, skipping orders that place the ranks identically."""
+    """Returns a layout with other orders of its axes, skipping orders that place the ranks
+    identically.
+    """
     plan = found.plan
     seen = {_used_axes(found.plan, ())}
     made = []
@@ -535,7 +551,7 @@ def _try_axis_orders(wish: SearchRequest, found: PredictedCandidate) -> list[Pre
 
 
 def _used_axes(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes with several ranks, in their order."""
+    """Returns the axes with several ranks, in their order."""
     return tuple(
         axis for axis in replace(plan, rank_order=order).axis_order if plan.degrees[axis] > 1
     )
@@ -554,7 +570,7 @@ class SearchProgress:
     num_predicted: int = 0
 
     def add_results(self, several: Iterable[Sequence[PredictedCandidate]]) -> None:
-        """Add the layouts of some factorisations."""
+        """Adds the layouts of some factorisations."""
         for found in several:
             self.num_predicted += len(found)
             for one in _fitting_candidates(found):
@@ -602,7 +618,7 @@ def search_layouts(
     workers: int = 1,
     report: Callable[[PredictedCandidate, int], None] | None = None,
 ) -> SearchResult:
-    """All layouts that were predicted; none is feasible if none fits or can be divided.
+    """Returns all layouts that were predicted; none is feasible if none fits or can be divided.
 
     report: called repeatedly with the best layout so far and the number of predicted layouts.
     """
@@ -657,7 +673,7 @@ def _fitting_candidates(everything: Iterable[PredictedCandidate]) -> list[Predic
 def _best_of_styles(
     wish: SearchRequest, everything: Sequence[PredictedCandidate]
 ) -> list[PredictedCandidate]:
-    """The best layouts of each style, with distinct degrees and micro-batches."""
+    """Returns the best layouts of each style, with distinct degrees and micro-batches."""
     found = dict[Candidate, PredictedCandidate]()
     node = wish.cluster.per_node
     fits = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)
@@ -675,7 +691,7 @@ def _best_of_styles(
 
 
 def _more_chunks(wish: SearchRequest, found: PredictedCandidate) -> list[PredictedCandidate]:
-    """A layout with the numbers of chunks that `plan_variants` leaves out."""
+    """Returns a layout with the numbers of chunks that `plan_variants` leaves out."""
     plan = found.plan
     made = list[Plan]()
     for chunks in range(2, min(wish.dim_sizes["layers"] // plan.pipe, MAX_CHUNKS) + 1):
@@ -691,7 +707,7 @@ def _build_result(
     refused: int,
     began: float,
 ) -> SearchResult:
-    """The layouts that fit and those that do not, each sorted."""
+    """Returns the layouts that fit and those that do not, each sorted."""
     fits = sorted(
         (one for one in everything if one.prediction.fits_memory), key=lambda one: one.sort_key
     )
@@ -708,7 +724,8 @@ def _build_result(
 def _check_message_driven(
     wish: SearchRequest, fits: list[PredictedCandidate], tight: list[PredictedCandidate]
 ) -> tuple[list[PredictedCandidate], list[PredictedCandidate]]:
-    """Replace the best layout by one whose memory is simulated under the message-driven schedule.
+    """Replaces the best layout by one whose memory is simulated under the message-driven
+    schedule.
 
     If it does not fit, more recomputation is tried; layouts that fail with all modes are moved to
     those that do not fit.
@@ -731,7 +748,8 @@ def _check_message_driven(
 
 
 def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> SearchResult:
-    """A quick search: the best layouts for other numbers of devices, adapted to this one.
+    """Returns a quick search: the best layouts for other numbers of devices, adapted to this
+    one.
 
     The degrees that split a layer stay; pipe, data and depth share the other ranks, each close to
     its former degree. It may find nothing where `search_layouts` does.
@@ -810,7 +828,8 @@ def _worth_full_search(
 
 
 def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
-    """Seconds per step of a rough layout if chunks shorten its pipeline bubble as far as they can.
+    """Returns the seconds per step of a rough layout if chunks shorten its pipeline bubble as
+    far as they can.
 
     Chunks may also balance the stages better, and so make a layout fit that nearly does.
     """

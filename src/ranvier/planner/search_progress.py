@@ -42,7 +42,7 @@ class SearchProgressPrinter:
             self._write_text(f"\r{' ' * self.shown_columns}\r")
 
     def report_best(self, found: PredictedCandidate, count: int) -> None:
-        """Show the best layout so far if it has changed; a terminal also shows the count."""
+        """Shows the best layout so far if it has changed; a terminal also shows the count."""
         spent = time.perf_counter() - self.start_time
         if spent - self.last_shown < (REDRAW_INTERVAL if self.is_terminal else LINE_INTERVAL):
             return

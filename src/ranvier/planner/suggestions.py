@@ -38,7 +38,7 @@ RequestChanger = Callable[[str, int], SearchRequest]
 
 
 def explain_infeasible(result: SearchResult, again: RequestChanger | None = None) -> list[str]:
-    """Why no layout of a search can run, and the nearest changes that make one possible."""
+    """Returns why no layout of a search can run, and the nearest changes that make one possible."""
     wish = result.request
     again = again or partial(change_setting, wish)
     if result.oversized_candidates:
@@ -64,7 +64,7 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
 
 
 def change_setting(wish: SearchRequest, name: str, value: int) -> SearchRequest:
-    """The request with one setting changed, everything else as it was."""
+    """Returns the request with one setting changed, everything else as it was."""
     if name == "data.seq_len":
         return replace(wish, workload=replace(wish.workload, seq=value))
     if name == "plan.global_batch":
@@ -90,7 +90,7 @@ def _fixed_setting_names(wish: SearchRequest) -> str:
 
 
 def _unconstrained_plan(wish: SearchRequest) -> Any:
-    """The plan with all degrees open."""
+    """Returns the plan with all degrees open."""
     return replace(wish.plan, **dict[str, Any](dict.fromkeys(AXES, 1)))
 
 
@@ -98,7 +98,7 @@ def _unconstrained_plan(wish: SearchRequest) -> Any:
 
 
 def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
-    """The message if valid layouts exist, but none fits."""
+    """Returns the message if valid layouts exist, but none fits."""
     wish = result.request
     least = result.oversized_candidates[0].prediction
     device = wish.cluster.device
@@ -118,7 +118,7 @@ def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
 
 
 def _suggest_more_devices(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The smallest larger number of devices or nodes on which a layout fits."""
+    """Yields the smallest larger number of devices or nodes on which a layout fits."""
     if wish.cluster.cores:
         return
     node = again("nodes", 1).cluster.per_node
@@ -199,7 +199,7 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
 
 
 def _explain_indivisible(wish: SearchRequest) -> str:
-    """The message if no factorisation is valid."""
+    """Returns the message if no factorisation is valid."""
     settled = " ".join(f"{axis}={size}" for axis, size in wish.fixed_degrees.items())
     if settled:
         settled = f" with {settled}"
@@ -215,7 +215,7 @@ def _explain_indivisible(wish: SearchRequest) -> str:
 
 
 def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest valid value of each fixed number of the plan."""
+    """Yields the nearest valid value of each fixed number of the plan."""
     for name in (*AXES, "micro_batch", "virtual_stages"):
         if name not in wish.fixed_fields:
             continue
@@ -232,7 +232,7 @@ def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[st
 
 
 def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest valid batch."""
+    """Yields the nearest valid batch."""
     near = set()
     # With a batch that divides well, no degree is excluded because of the batch.
     loose = replace(
@@ -253,7 +253,9 @@ def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
 
 
 def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """The nearest smaller number of nodes or devices, and the number that fixed degrees need."""
+    """Yields the nearest smaller number of nodes or devices, and the number that fixed degrees
+    need.
+    """
     node = again("nodes", 1).cluster.per_node
 
     def able(nodes: int) -> bool:
@@ -279,7 +281,7 @@ def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterat
 
 
 def _largest_smaller(nodes: int, able: Callable[[int], bool]) -> int:
-    """The largest smaller number that is valid; 0 if none was found."""
+    """Returns the largest smaller number that is valid; 0 if none was found."""
     for near in range(nodes - 1, max(nodes - 1 - NEAR_NODE_COUNTS, 0), -1):
         if able(near):
             return near
@@ -292,7 +294,7 @@ def _largest_smaller(nodes: int, able: Callable[[int], bool]) -> int:
 
 
 def is_divisible(wish: SearchRequest) -> bool:
-    """Whether any factorisation is valid."""
+    """Returns whether any factorisation is valid."""
     return any(
         is_allowed(wish, plan)
         for sizes in enumerate_degrees(wish.world_size, degree_choices(wish))

@@ -90,7 +90,7 @@ class _WorkQueue:
         self.next_starts = iter(range(0, len(self.items), self.piece_size))
 
     def collect_results(self) -> list[Any]:
-        """The results of all items, in order."""
+        """Returns the results of all items, in order."""
         from multiprocessing.connection import wait
 
         found = dict[int, list[Any]]()
@@ -108,14 +108,14 @@ class _WorkQueue:
         return [result for start in sorted(found) for result in found[start]]
 
     def send_piece(self, pipe: Connection) -> None:
-        """Send the next piece, if there is one."""
+        """Sends the next piece, if there is one."""
         start = next(self.next_starts, None)
         if start is not None:
             pipe.send((self.function_name, self.items[start : start + self.piece_size]))
             self.piece_starts[pipe] = start
 
     def receive_piece(self, pipe: Connection) -> list[Any]:
-        """Receive the results of a piece; raises the worker's error, if any."""
+        """Receives the results of a piece; raises the worker's error, if any."""
         try:
             results = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -158,7 +158,7 @@ def _run_worker(
 
 
 def _send_error(pipe: Connection, error: Exception) -> None:
-    """Send an error, unchanged if it can be pickled."""
+    """Sends an error, unchanged if it can be pickled."""
     try:
         pipe.send(error)
     # Pickling may fail with any exception.

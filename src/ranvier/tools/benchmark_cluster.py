@@ -83,7 +83,7 @@ def _block_seconds(device: torch.device, fp8: str) -> float:
 
 
 def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
-    """Seconds of both passes of a model with `blocks` blocks."""
+    """Returns the seconds of both passes of a model with `blocks` blocks."""
     sizes = {
         "layers": blocks,
         "embed": BLOCK_WIDTH,
@@ -140,14 +140,16 @@ ETHERNET = Link(bandwidth=25e9, latency=1e-5)
 
 
 def count_local_ranks(nproc: int) -> int:
-    """Number of measuring ranks: one per CUDA device, or `DEFAULT_CPU_RANKS` on a CPU."""
+    """Returns the number of measuring ranks: one per CUDA device, or `DEFAULT_CPU_RANKS` on a
+    CPU.
+    """
     if nproc < 0:
         raise PlanError(f"nproc={nproc}. At least one rank measures. Use nproc=1 or more.")
     return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else DEFAULT_CPU_RANKS)
 
 
 def measure_as_rank(output: str, me: ProcessInfo) -> int:
-    """Measure as one rank; the first one writes the file. Communicates: all collectives."""
+    """Measures as one rank; the first one writes the file. Communicates: all collectives."""
     cuda = torch.cuda.is_available()
     if cuda:
         device = torch.device("cuda", me.local_rank)
@@ -183,7 +185,7 @@ class ClusterBenchmark:
         """Groups of neighbouring ranks by size; all ranks create all groups, in the same order."""
 
     def measure_cluster(self) -> Cluster:
-        """The cluster of this machine. Communicates: all collectives."""
+        """Returns the cluster of this machine. Communicates: all collectives."""
         rounds = [self.measure_round() for _ in range(ROUNDS[self.device.type])]
         # Transpose: from rounds of rows to rows of rounds, which are then averaged.
         rows, links = ([*zip(*parts, strict=True)] for parts in zip(*rounds, strict=True))
@@ -192,7 +194,7 @@ class ClusterBenchmark:
         )
 
     def measure_round(self) -> tuple[list[MeasuredRow], list[MeasuredCollective]]:
-        """Measure all rows once. Communicates: all collectives."""
+        """Measures all rows once. Communicates: all collectives."""
         # GPUs are not shared between ranks, so one rank is enough to measure compute.
         alone = self.device.type == "cuda"
         rows: list[MeasuredRow] = []
@@ -207,7 +209,7 @@ class ClusterBenchmark:
         return rows, links
 
     def measure_compute(self, ranks: int, axis: Axis) -> list[MeasuredRow]:
-        """Measure the compute rates of a rank while `ranks` work at once."""
+        """Measures the compute rates of a rank while `ranks` work at once."""
         before = torch.get_num_threads()
         if self.device.type == "cpu":
             # Ranks share the cores as they do in a run.
@@ -229,7 +231,7 @@ class ClusterBenchmark:
         return [_average_ranks(row, axis) for row in rows]
 
     def measure_collectives(self, ranks: int) -> list[MeasuredCollective]:
-        """Measure collectives in groups of each size, while `ranks` work at once."""
+        """Measures collectives in groups of each size, while `ranks` work at once."""
         found = []
         kind = self.device.type
         if kind == "cpu":
@@ -261,13 +263,13 @@ class ClusterBenchmark:
         return found
 
     def barrier(self, axis: Axis) -> None:
-        """Wait for the other ranks of an axis. Communicates: one number."""
+        """Waits for the other ranks of an axis. Communicates: one number."""
         collectives.all_reduce(torch.zeros(1, device=self.device), axis).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def print_once(self, text: str) -> None:
-        """Print on rank 0 only."""
+        """Prints on rank 0 only."""
         if self.me.rank == 0:
             print(text, flush=True)
 
@@ -276,7 +278,7 @@ AVERAGED_FIELDS = ("rate", "value", "forward", "backward", "latency", "bandwidth
 
 
 def _average_rounds(same: Sequence[M]) -> M:
-    """The row averaged over rounds: geometric means."""
+    """Returns the row averaged over rounds: geometric means."""
     if len(same) == 1:
         return same[0]
     names = [name for name in AVERAGED_FIELDS if hasattr(same[0], name)]
@@ -287,7 +289,7 @@ def _average_rounds(same: Sequence[M]) -> M:
 
 
 def _average_ranks(row: MeasuredRow, axis: Axis) -> MeasuredRow:
-    """The row averaged over ranks. Communicates: its numbers over the axis."""
+    """Returns the row averaged over ranks. Communicates: its numbers over the axis."""
     names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
     if axis.size > 1 and torch.cuda.is_available():
@@ -312,7 +314,8 @@ LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
 
 
 def estimate_cluster(ranks: int) -> Cluster:
-    """A quick estimate of this host by one rank; the other ranks are assumed to be like it.
+    """Returns a quick estimate of this host by one rank; the other ranks are assumed to be like
+    it.
 
     Ranks that share cores are slower in proportion.
     """
@@ -353,7 +356,7 @@ def build_cluster(
     rows: Sequence[MeasuredRow],
     links: Sequence[MeasuredCollective],
 ) -> Cluster:
-    """Build the cluster from measured rows; what was not measured comes from a data sheet."""
+    """Builds the cluster from measured rows; what was not measured comes from a data sheet."""
     own = build_device(device, rows)
     like = next((one for one in _built_in_clusters() if one.device.name == own.name), None)
     if device.type == "cuda":
@@ -379,7 +382,7 @@ def build_cluster(
 
 
 def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
-    """Build the device with all its measured rates."""
+    """Builds the device with all its measured rates."""
     products = tuple(row for row in rows if isinstance(row, MatmulRate))
     best: dict[str, float] = {}
     for row in products:
@@ -410,7 +413,7 @@ def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
 
 
 def scale_cluster(made: Cluster, factor: float) -> Cluster:
-    """The cluster whose devices take `factor` times as long for everything."""
+    """Returns the cluster whose devices take `factor` times as long for everything."""
     own = made.device
     reach = replace(own.reach, matmul=own.reach.matmul / factor, memory=own.reach.memory / factor)
     device = replace(
@@ -425,7 +428,7 @@ def scale_cluster(made: Cluster, factor: float) -> Cluster:
 
 
 def _scale_row(row: R, factor: float) -> R:
-    """A row scaled by a slowdown factor: seconds grow, rates fall."""
+    """Returns a row scaled by a slowdown factor: seconds grow, rates fall."""
     seconds = isinstance(row, MeasuredRate) and row.kind in ("launch", "pair", "block", "block8")
     names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     times = factor if seconds else 1.0 / factor
@@ -437,7 +440,7 @@ def _built_in_clusters() -> list[Cluster]:
 
 
 def _link_from_rows(rows: Sequence[MeasuredCollective]) -> Link | None:
-    """The link as seen by the largest group, with the fewest other groups active."""
+    """Returns the link as seen by the largest group, with the fewest other groups active."""
     alone = [row for row in rows if row.op == "all_gather"]
     if not alone:
         return None
@@ -447,7 +450,7 @@ def _link_from_rows(rows: Sequence[MeasuredCollective]) -> Link | None:
 
 
 def describe_cluster(made: Cluster) -> list[str]:
-    """A few lines of text about the cluster."""
+    """Returns a few lines of text about the cluster."""
     device = made.device
     lines = [f"{made.name}: {made.per_node} x {device.name}"]
     lines += [

@@ -62,7 +62,7 @@ class CommunicatorCost:
     further_bytes: int
 
     def total_seconds(self, count: int, on_host: int) -> float:
-        """Seconds to create `count` communicators, and `on_host` groups over Gloo."""
+        """Returns the seconds to create `count` communicators, and `on_host` groups over Gloo."""
         if count:
             made = self.first_seconds + (count - 1) * self.further_seconds
         else:
@@ -71,7 +71,7 @@ class CommunicatorCost:
 
 
 def summarize_samples(samples: Sequence[CommunicatorSample]) -> CommunicatorCost:
-    """The cost on each rank: seconds of the slowest, mean of the bytes."""
+    """Returns the cost on each rank: seconds of the slowest, mean of the bytes."""
     # One entry per device: ranks that share it see the same free memory.
     devices = {one.device: one.free_bytes for one in samples}.values()
     taken = [
@@ -91,7 +91,7 @@ def summarize_samples(samples: Sequence[CommunicatorSample]) -> CommunicatorCost
 def measure_communicator_cost(
     gpus: int, *, limit_seconds: float = LIMIT_SECONDS
 ) -> CommunicatorCost:
-    """Start two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
+    """Starts two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
     start_forkserver([__name__])
     # CUDA does not work in a fork of a process that has initialized it.
     context = multiprocessing.get_context("forkserver")
@@ -119,7 +119,7 @@ def measure_communicator_cost(
 
 
 def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> CommunicatorSample:
-    """Receive the sample of a rank, or raise why there is none."""
+    """Receives the sample of a rank, or raise why there is none."""
     late = not pipe.poll(max(deadline - time.monotonic(), 0.0))
     try:
         found = "" if late else pipe.recv()
@@ -159,7 +159,7 @@ def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection
 
 
 def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
-    """Create communicators as one rank. Communicates: creation of groups, a number over each."""
+    """Creates communicators as one rank. Communicates: creation of groups, a number over each."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # Allocated first, so that the context of CUDA and torch's first block do not count.
@@ -182,7 +182,7 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
 
 
 def _free_bytes(device: torch.device, host: Axis) -> int:
-    """Free bytes of a device while no rank allocates anything. Communicates: one number, twice."""
+    """Frees bytes of a device while no rank allocates anything. Communicates: one number, twice."""
     # Two barriers: all ranks have finished what came before, and none starts what follows.
     collectives.all_reduce(torch.ones(1), host).wait()
     if device.type == "cuda":

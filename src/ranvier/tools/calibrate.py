@@ -91,7 +91,7 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
 
 
 def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
-    """The cluster with the rates of a run: first of its links, then of its devices."""
+    """Returns the cluster with the rates of a run: first of its links, then of its devices."""
     if run.plan.world_size > 1:
         made = _fit_collectives(run, seen, made)
     own = {
@@ -108,7 +108,7 @@ def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluste
 
 
 def _fit_collectives(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
-    """The cluster with the collectives of a run."""
+    """Returns the cluster with the collectives of a run."""
     # Without a trace, one factor for all collectives follows from the exposed time; with one, each
     # operation and group size has its own, and the median applies to those that the run did not
     # use.
@@ -136,7 +136,7 @@ def _comm_seconds(said: Prediction) -> dict[str, float]:
 
 
 def _slowdown_factor(key: tuple[str, int], calls: list[tuple[int, float]], made: Cluster) -> float:
-    """Seconds of calls, relative to the time by the matching row of the cluster."""
+    """Returns the seconds of calls, relative to the time by the matching row of the cluster."""
     op, size = key
     rows = [row for row in made.collectives if row.op == op and row.size == size]
     if not rows:
@@ -167,7 +167,7 @@ def _check_factor(factor: float) -> float:
 
 
 def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
-    """The median step of a run, and the calls of its trace if it has one."""
+    """Returns the median step of a run, and the calls of its trace if it has one."""
     path = folder / "metrics.jsonl"
     try:
         rows = [json.loads(line) for line in safe_files.read_text(path).splitlines()]
@@ -206,7 +206,7 @@ def read_collective_calls(
 
 
 def _parse_calls(table: Mapping[str, Any]) -> dict[tuple[str, str], list[tuple[int, float]]]:
-    """Bytes and seconds of the calls of one rank, by axis and operation, in order."""
+    """Returns the bytes and seconds of the calls of one rank, by axis and operation, in order."""
     entries = table.get("traceEvents", [])
     # Each axis is a thread of the Chrome trace, whose name is in a metadata event.
     lanes = {e["tid"]: e["args"]["name"] for e in entries if e.get("name") == "thread_name"}

@@ -82,11 +82,11 @@ class DryRunResult:
     """The settings, and why those have their values that were left open."""
 
     def comm_bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
-        """Bytes by operation and axis."""
+        """Returns the bytes by operation and axis."""
         return {(row.op, row.axis): row.bytes for row in self.collectives}
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON types."""
+        """Returns the result as JSON types."""
         return {
             "rank": self.rank,
             "world": self.world,
@@ -101,7 +101,7 @@ class DryRunResult:
 
 
 def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> ResolvedRun:
-    """Resolve the run for one rank of `world`, or raise everything that is wrong with it."""
+    """Resolves the run for one rank of `world`, or raise everything that is wrong with it."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
             f"rank={rank} of world={world}. Ranks count from 0 to world - 1, and there is one at "
@@ -138,7 +138,7 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
 
 
 def _load_problem(run: RunConfig, load: float) -> str:
-    """Why the assumed load of experts is out of range."""
+    """Returns why the assumed load of experts is out of range."""
     most = run.plan.expert
     return (
         f"expert_imbalance={load:g} with plan.expert={most}. The busiest rank of expert has at "
@@ -197,7 +197,7 @@ def dry_run(
 
 
 def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
-    """Set what a fake world cannot find out: message shapes, job order, the attention kernel."""
+    """Sets what a fake world cannot find out: message shapes, job order, the attention kernel."""
     parallel = get_parallel_model(model)
     plan = run.plan
     for leaf in parallel.layers.values():
@@ -270,7 +270,7 @@ def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[Co
 
 
 def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
-    """The axes along which the coordinates of ranks differ."""
+    """Returns the axes along which the coordinates of ranks differ."""
     # The flat index of a rank in AXES order is a mixed-radix number; its digits are the
     # coordinates.
     flat = grid.ranks.reshape(-1).tolist()
@@ -293,7 +293,7 @@ def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
 def show_dry_run(
     run: RunConfig, *, world: int, rank: int, expert_imbalance: float = 1.0, output: str = ""
 ) -> int:
-    """Print what a rank holds and communicates; write it as JSON to `output` if given."""
+    """Prints what a rank holds and communicates; write it as JSON to `output` if given."""
     found = dry_run(run, world=world, rank=rank, load=expert_imbalance)
     if output:
         Path(output).write_text(json.dumps(found.to_dict(), indent=1))
@@ -303,7 +303,7 @@ def show_dry_run(
 
 
 def dry_run_lines(found: DryRunResult) -> list[str]:
-    """A dry run as lines of text."""
+    """Returns a dry run as lines of text."""
     place = " ".join(f"{axis}={i}" for axis, i in found.index.items() if i) or "all 0"
     out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s"]
     if found.expert_load is not None:
@@ -330,7 +330,7 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
 
 
 def describe_expert_load(load: float) -> str:
-    """The assumption about experts as text."""
+    """Returns the assumption about experts as text."""
     if load == 1.0:
         return "assumed: balanced experts (imbalance 1: every rank of expert gets as many rows)"
     return (

@@ -21,7 +21,7 @@ from ranvier.train.layout import build_workload, states_location
 
 
 def detect_cluster(device: torch.device, ranks: int) -> Cluster:
-    """The best description of this machine: measured, from a data sheet, or estimated."""
+    """Returns the best description of this machine: measured, from a data sheet, or estimated."""
     if device.type == "cuda":
         name = train.device_name(device)
     else:
@@ -37,12 +37,12 @@ def detect_cluster(device: torch.device, ranks: int) -> Cluster:
 
 
 def find_local_cluster(device: torch.device, world: int, nodes: int) -> Cluster:
-    """The cluster of `nodes` machines like this one, with `world` ranks."""
+    """Returns the cluster of `nodes` machines like this one, with `world` ranks."""
     return resize_cluster(detect_cluster(device, world), world, nodes)
 
 
 def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
-    """The machine with `world` ranks on `nodes` nodes; on a CPU they share its memory."""
+    """Returns the machine with `world` ranks on `nodes` nodes; on a CPU they share its memory."""
     count = world // nodes
     device = machine.device
     if machine.cores:
@@ -51,7 +51,7 @@ def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
 
 
 def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
-    """Predict a resolved run on a machine, whatever its layout."""
+    """Predicts a resolved run on a machine, whatever its layout."""
     plan = run.plan.without_measuring
     states = states_location(run)
     layout = Candidate(

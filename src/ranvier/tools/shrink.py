@@ -42,7 +42,7 @@ class ShrunkSizes:
 
     @classmethod
     def from_run(cls, run: RunConfig) -> ShrunkSizes:
-        """The sizes that the grid of a run allows."""
+        """Returns the sizes that the grid of a run allows."""
         plan = run.plan.without_measuring
         table = ShardingTable.from_plan(plan)
         multiple = table.seq_multiple(plan.degrees)
@@ -57,7 +57,7 @@ class ShrunkSizes:
         )
 
     def vocab(self, size: int, plan: Plan) -> int:
-        """A small vocabulary with the padding of one of `size` entries."""
+        """Returns a small vocabulary with the padding of one of `size` entries."""
         # Padding depends on the remainder modulo the ranks that split it.
         period = self.table.padded_vocab(1, plan.degrees) * plan.depth
         vocab = size % period
@@ -67,7 +67,7 @@ class ShrunkSizes:
 
 
 def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
-    """A decoder as small as the grid of its run allows."""
+    """Returns a decoder as small as the grid of its run allows."""
     plan = run.plan.without_measuring
     model = run.decoder
     inside = sizes.table.num_parts("mlp", "mlp", plan.degrees)
@@ -131,7 +131,9 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, sizes: ShrunkSizes) -> dic
 
 
 def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:
-    """The fewest heads with the same ratio and the same number of ranks that share a kv head."""
+    """Returns the fewest heads with the same ratio and the same number of ranks that share a kv
+    head.
+    """
     common = math.gcd(heads, kv_heads)
     # Multiples of the reduced ratio, from the smallest on; the full counts always qualify.
     for times in range(1, common + 1):
@@ -147,5 +149,5 @@ def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int
 
 
 def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
-    """How many ranks share a kv head, and whether the split is even at all."""
+    """Returns how many ranks share a kv head, and whether the split is even at all."""
     return max(ranks // kv_heads, 1), kv_heads % ranks == 0 or ranks % kv_heads == 0

@@ -54,7 +54,7 @@ class TimingSource:
 
 
 def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
-    """Simulate the step of a run with each policy; print tables, write drawings."""
+    """Simulates the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
     run = resolve_run(run, ResolveContext(world_size=known, reads_adapter=False))
     plan = run.plan.without_measuring
@@ -122,7 +122,9 @@ def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
 
 
 def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
-    """Times from a table or a run, from the run itself if it has fitting ones, or from work."""
+    """Returns the times from a table or a run, from the run itself if it has fitting ones, or
+    from work.
+    """
     if path and not Path(path).is_dir():
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
     folder = Path(path or run.train.output_dir or ".")
@@ -148,8 +150,8 @@ def times_from_run(folder: Path) -> TimingSource:
 
 
 def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
-    """Times proportional to the work of the layers; both halves of backward take as long as
-    forward.
+    """Returns the times proportional to the work of the layers; both halves of backward take as
+    long as forward.
     """
     if shape.stages == 1:
         ones = (1.0,) * shape.chunks
@@ -173,7 +175,7 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
 
 
 def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
-    """Times from a TOML table; a single number applies to all virtual stages."""
+    """Returns the times from a TOML table; a single number applies to all virtual stages."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -217,7 +219,7 @@ def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
 
 
 def _parse_numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
-    """A list of numbers; a single number is repeated `count` times."""
+    """Returns a list of numbers; a single number is repeated `count` times."""
     if value is None:
         return ()
     if isinstance(value, list):
@@ -251,7 +253,7 @@ def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, f
 
 
 def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape) -> JobTimes:
-    """Times with the jitter, link and stragglers of the options."""
+    """Returns the times with the jitter, link and stragglers of the options."""
     times = replace(
         times,
         link=times.link if wanted.link is None else wanted.link,
@@ -272,7 +274,9 @@ def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape
 
 
 def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str, str]) -> str:
-    """A line for each policy: time, bubble, most activations alive, ratio to the fastest."""
+    """Returns a line for each policy: time, bubble, most activations alive, ratio to the
+    fastest.
+    """
     best = min((one.seconds for one in pictures.values()), default=0.0)
     lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
     for name, one in pictures.items():
@@ -306,7 +310,7 @@ def _make_output_dir(run: RunConfig, out: str) -> Path:
 def _save_drawings(
     folder: Path, pictures: Sequence[TimelineChart], tables: Sequence[TimelineChart]
 ) -> None:
-    """Write the drawing as SVG and HTML, and the Chrome trace."""
+    """Writes the drawing as SVG and HTML, and the Chrome trace."""
     drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
     body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
     for one in tables:

@@ -67,15 +67,15 @@ class UpcycledWeights:
         return shapes_of(self.config)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype of a tensor: that of the tensor it is made from."""
+        """Returns the dtype of a tensor: that of the tensor it is made from."""
         return self.dense.dtype_of(self._origin_name(name) or "embed.weight")
 
     def num_bytes(self, name: str) -> int:
-        """The size of a tensor in bytes."""
+        """Returns the size of a tensor in bytes."""
         return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     def row_parts(self, name: str) -> Iterator[RowPart]:
-        """Yield the rows of a tensor: one with experts has the same rows for each of them."""
+        """Yields the rows of a tensor: one with experts has the same rows for each of them."""
         origin = self._origin_name(name)
         shape = self.shapes[name]
         # A router has no counterpart in the dense model: it is initialized.
@@ -132,7 +132,7 @@ def mixture_config(
     shared_expert_mlp: int = 0,
     moe_layer_interval: int = 1,
 ) -> DecoderConfig:
-    """The config of the mixture; raises if it is not possible.
+    """Returns the config of the mixture; raises if it is not possible.
 
     shared_expert_mlp: hidden units of the MLP that become a shared expert. moe_layer_interval: the
     last of so many layers is an MoE layer.
@@ -183,7 +183,7 @@ def upcycle_model(
     seed: int = 0,
     step: int = -1,
 ) -> list[str]:
-    """Make a run of a mixture from a dense run or published model; returns lines about it."""
+    """Makes a run of a mixture from a dense run or published model; returns lines about it."""
     path = find_model(source)
     # A directory with config.toml is a run; anything else must be a published model.
     if (path / "config.toml").exists():

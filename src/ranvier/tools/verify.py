@@ -58,12 +58,12 @@ EXPECTED_EXIT_CODES = (
 
 
 def required_ranks(plan: Plan) -> int:
-    """Number of ranks that the plan needs; an inferred degree counts as 1."""
+    """Returns the number of ranks that the plan needs; an inferred degree counts as 1."""
     return math.prod(max(size, 1) for size in plan.degrees.values())
 
 
 def shrink_run(run: ResolvedRun) -> ResolvedRun:
-    """The run with a model as small as its grid allows."""
+    """Returns the run with a model as small as its grid allows."""
     plan = run.plan.without_measuring
     sizes = ShrunkSizes.from_run(run)
     small: ModelConfig = run.model_kind.shrink.load()(run, sizes)
@@ -104,7 +104,7 @@ class SerialSteps:
     def run_serially(
         cls, model: nn.Module, batch: SampleBatch, run: RunConfig, decays: Mapping[str, bool]
     ) -> SerialSteps:
-        """Take a few steps with torch's AdamW."""
+        """Takes a few steps with torch's AdamW."""
         optim = run.optim
         named = list(model.named_parameters())
         # One group per parameter, as weight decay applies to matrices only.
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
-    """Compare as one rank; rank 0 prints the table. Returns 0 if all agree, else 1."""
+    """Compares as one rank; rank 0 prints the table. Returns 0 if all agree, else 1."""
     # Ranks usually share the cores of one machine, and the model is tiny.
     torch.set_num_threads(1)
     run, device = shrink_run(run), comparison_device(run, me)
@@ -194,7 +194,9 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
 
 
 def _verify_short_run(run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device) -> bool:
-    """Train, save, reload and continue; returns whether something was wrong, equal on all ranks."""
+    """Trains, save, reload and continue; returns whether something was wrong, equal on all
+    ranks.
+    """
     # Flushed, because it is the last line a user sees if a rank crashes below.
     if me.rank == 0:
         print(
@@ -216,7 +218,7 @@ def _verify_short_run(run: ResolvedRun, me: ProcessInfo, grid: Grid, device: tor
 
 
 def _describe_features(run: RunConfig) -> str:
-    """The pruning and offloading of the run as text; empty if there is none."""
+    """Returns the pruning and offloading of the run as text; empty if there is none."""
     memory = run.memory
     pruned = run.prune
     if pruned.is_enabled:
@@ -305,7 +307,7 @@ def compare_with_serial(
 
 
 def _mean_aux_loss(parallel: ParallelModel, batch: SampleBatch) -> float:
-    """The auxiliary loss that MoE layers added to the mean loss of the last step."""
+    """Returns the auxiliary loss that MoE layers added to the mean loss of the last step."""
     if parallel.load_balancer is None or parallel.load_balancer.last_stats is None:
         return 0.0
     return float(parallel.load_balancer.aux_loss_sum) / int(batch.count_targets())
@@ -325,7 +327,9 @@ def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Co
 def predict_events(
     parallel: ParallelModel, flow: ActivationShape, micro_batches: int
 ) -> list[Event]:
-    """Communication of one step: passes, update, and the two numbers that the step reduces."""
+    """Returns the communication of one step: passes, update, and the two numbers that the step
+    reduces.
+    """
     axis = parallel.token_axis
     itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
@@ -347,7 +351,7 @@ def _local_gradients(parallel: ParallelModel) -> dict[str, tuple[Tensor, Shard]]
 def _compare_tensors(
     parallel: ParallelModel, reference: SerialSteps, grads: Mapping[str, Any]
 ) -> list[Comparison]:
-    """Compare gradients and weights of this rank with its shards of the serial ones."""
+    """Compares gradients and weights of this rank with its shards of the serial ones."""
     floor = max(grad.abs().max().item() for grad in reference.grads.values())
     findings = list[Comparison]()
     state = parallel.sharded_state()
@@ -386,7 +390,7 @@ def _compare_local_part(
 def _worst_of_ranks(
     findings: list[Comparison], grid: Grid, device: torch.device
 ) -> list[Comparison]:
-    """Each comparison with its largest difference on any rank.
+    """Returns each comparison with its largest difference on any rank.
 
     Communicates: all-reduce over all axes.
     """

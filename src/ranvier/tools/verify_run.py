@@ -64,7 +64,7 @@ class RunVerification:
 
 
 def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
-    """The shrunk run, set up to train in a directory for `steps` steps, in float64."""
+    """Returns the shrunk run, set up to train in a directory for `steps` steps, in float64."""
     memory = run.memory
     pruned = run.prune
     if memory.optimizer_states == "disk":
@@ -111,7 +111,7 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
 def train_and_judge(
     run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device
 ) -> RunVerification:
-    """Train the shrunk run, save it, resume it, save it again; returns the findings of rank 0.
+    """Trains the shrunk run, save it, resume it, save it again; returns the findings of rank 0.
 
     Communicates: all that two runs do; a path over all axes.
     """
@@ -166,13 +166,13 @@ def _redirect_output(path: Path) -> Iterator[None]:
 
 
 def _read_stored(folder: Path) -> list[str]:
-    """What the data source needs to open the random data."""
+    """Returns what the data source needs to open the random data."""
     stored: list[str] = json.loads((folder / "stored").read_text())
     return stored
 
 
 def _single_rank_model(run: RunConfig, seed: int) -> ParallelModel:
-    """The model on one rank, with its initial values."""
+    """Returns the model on one rank, with its initial values."""
     with counter_rng.init_empty_weights():
         model = run.model_kind.build_model(run.model, run.lora)
     return get_parallel_model(
@@ -181,7 +181,7 @@ def _single_rank_model(run: RunConfig, seed: int) -> ParallelModel:
 
 
 def _write_start(folder: Path, run: RunConfig) -> None:
-    """Write a checkpoint of the same model with other weights."""
+    """Writes a checkpoint of the same model with other weights."""
     state = _single_rank_model(run, run.train.seed + 1).sharded_state()
     named = {f"{name}.master": x for name, x in state.items()}
     facts = {"samples": 0, "fingerprint": "", "weights": True}
@@ -204,7 +204,7 @@ class SerialRun:
 
     @classmethod
     def train_serially(cls, folder: Path, run: RunConfig) -> SerialRun:
-        """Take all steps with torch's AdamW; matrices are pruned as documented."""
+        """Takes all steps with torch's AdamW; matrices are pruned as documented."""
         seed = run.train.seed + (1 if run.train.init_from else 0)
         # Initial values come from the counter-based RNG, which gives the same on any grid.
         parallel = _single_rank_model(run, seed)
@@ -236,7 +236,8 @@ class SerialRun:
 
     @torch.no_grad()
     def prune_weights(self, run: RunConfig, weights: Mapping[str, Tensor], *, step: int) -> None:
-        """Keep the largest magnitudes of each matrix, among the elements that are not pruned yet.
+        """Keeps the largest magnitudes of each matrix, among the elements that are not pruned
+        yet.
 
         weights: `[matrices, n, m]`, views of the parameters.
         """
@@ -335,7 +336,7 @@ def _build_adamw(
 
 
 def judge_run(run: ResolvedRun, folder: Path) -> RunVerification:
-    """Compare the files of a run with plain PyTorch."""
+    """Compares the files of a run with plain PyTorch."""
     run = short_run(run, folder, steps=TOTAL_STEPS)
     want = SerialRun.train_serially(folder, run)
     where = folder / "run"
@@ -392,7 +393,7 @@ def _max_relative_error(have: Tensor | None, want: Tensor) -> float:
 
 
 def _find_complaints(where: Path, rows: Mapping[int, Any]) -> Iterator[str]:
-    """Yield the false statements in the files of the run."""
+    """Yields the false statements in the files of the run."""
     facts = folders.read_run_json(where)
     if facts.get("status") != "finished":
         yield f"run.json says {facts.get('status')!r} of a run that has finished"

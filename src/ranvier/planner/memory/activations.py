@@ -91,7 +91,9 @@ class BlockActivations:
         )
 
     def saved_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
-        """Bytes saved by a block with a recompute mode. keeps: including results of collectives."""
+        """Returns the bytes saved by a block with a recompute mode. keeps: including results of
+        collectives.
+        """
         if kind == "none":
             return self.none
         if kind == "selective":
@@ -108,7 +110,7 @@ def block_activations(
     compiled: bool = False,
     fp8: Fp8Scaling = "",
 ) -> BlockActivations:
-    """The activations of a block; spot: its `activation_key`.
+    """Returns the activations of a block; spot: its `activation_key`.
 
     compiled: norms save their input in its own dtype, a gate is recomputed, and the result of the
     last product, which backward does not read, is not saved. fp8: a graph's products are in 8 bits.
@@ -197,7 +199,7 @@ def _fp8_difference(
 def _block_moe_activations(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, inside: int, *, reads: bool
 ) -> MoeActivations:
-    """The activations of the MoE layer of a block, if there is one."""
+    """Returns the activations of the MoE layer of a block, if there is one."""
     found = [
         moe_activations(x, flow, inside, reads=reads) for _, x in pairs if isinstance(x, MoECost)
     ]
@@ -226,7 +228,7 @@ def _saved_collective_bytes(
 
 
 def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None:
-    """The product whose result is not recomputed because it ends the block."""
+    """Returns the product whose result is not recomputed because it ends the block."""
     last = pairs[-1][1]
     # Experts are combined after any linear layer, so with them no product is last.
     mixture = any(isinstance(layer, MoECost) for _, layer in pairs)
@@ -237,21 +239,21 @@ def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None
 
 @lru_cache(CACHE_SIZE)
 def stream_bytes(model: ModelSpec, spot: ShardingKey, flow: ActivationShape) -> int:
-    """Bytes of the residual stream `[b, s/row, d/col]` on a rank."""
+    """Returns the bytes of the residual stream `[b, s/row, d/col]` on a rank."""
     ground = spot.layout_context(model)
     (width,) = ground.feature_sharding(model.units["embed"], "embed").local_shape
     return ground.local_tokens(flow, "embed") * width * flow.itemsize
 
 
 def product_input_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes of the input of a product, before it is gathered."""
+    """Returns the bytes of the input of a product, before it is gathered."""
     return layer.comm_elements(flow)[0] // layer.gather_group.size * flow.itemsize
 
 
 def norm_bytes(
     layer: NormCost, flow: ActivationShape, elements: int, compiled: bool = False
 ) -> int:
-    """Bytes that a norm over `elements` elements saves."""
+    """Returns the bytes that a norm over `elements` elements saves."""
     # One statistic per token, and input and output in fp32; a graph saves the input as it is.
     wide = max(flow.itemsize, STATISTICS_BYTES)
     if compiled:
@@ -265,7 +267,7 @@ def _norm_elements(
     pairs: list[tuple[LayerSpec, LayerCost]],
     flow: ActivationShape,
 ) -> int:
-    """Elements on this rank that a norm reads; a per-head norm reads all heads."""
+    """Returns the elements on this rank that a norm reads; a per-head norm reads all heads."""
     if layer.dim != "head_dim":
         return (
             layer.layout_context.local_tokens(flow, layer.dim)
@@ -281,7 +283,7 @@ def _norm_elements(
 def _output_elements(
     pairs: list[tuple[LayerSpec, LayerCost]], dim: str, flow: ActivationShape
 ) -> int:
-    """Elements on this rank of the first output with a dim."""
+    """Returns the elements on this rank of the first output with a dim."""
     factors = (f for _, layer in pairs if isinstance(layer, LinearCost) for f in layer.weights)
     # A packed weight has several outputs one after the other; this counts one of them.
     found = next((f for f in factors if f.out_dim == dim), None)
@@ -298,7 +300,9 @@ def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> 
 def _qkv_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, model: ModelSpec
 ) -> int:
-    """Bytes of queries, keys and values; a view of values keeps a fused buffer of all three."""
+    """Returns the bytes of queries, keys and values; a view of values keeps a fused buffer of
+    all three.
+    """
     q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     # Without rotary embeddings q and k are used as they are computed; with them they are copies.
     if model.traits.get("position_embedding", "rope") != "rope":
@@ -311,7 +315,7 @@ def _qkv_bytes(
 
 
 def _is_qkv_fused(pairs: list[tuple[LayerSpec, LayerCost]]) -> bool:
-    """Whether queries, keys and values are views of one buffer."""
+    """Returns whether queries, keys and values are views of one buffer."""
     return any(
         layer.scatter_group.size * layer.reduce_group.size > 1 and not leaf.inside[0].bias
         for leaf, layer in pairs
@@ -320,7 +324,7 @@ def _is_qkv_fused(pairs: list[tuple[LayerSpec, LayerCost]]) -> bool:
 
 
 def _hidden_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes of one hidden tensor of the MLP."""
+    """Returns the bytes of one hidden tensor of the MLP."""
     return _output_elements(pairs, "mlp", flow) * flow.itemsize
 
 
@@ -374,7 +378,9 @@ def _backward_moments(
 
 
 def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes needed in forward to select each rank's features of the MLP's first layers."""
+    """Returns the bytes needed in forward to select each rank's features of the MLP's first
+    layers.
+    """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if len(products) > 1:
         enter = products[-2]
@@ -393,7 +399,9 @@ def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: Activ
 def _first_product_backward_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape
 ) -> int:
-    """Bytes while the first product runs backward: its operands, its saved input, and dy."""
+    """Returns the bytes while the first product runs backward: its operands, its saved input,
+    and dy.
+    """
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
     if first is None:
         return 0
@@ -402,7 +410,9 @@ def _first_product_backward_bytes(
 
 
 def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Bytes that the first product needs in backward, without inputs of its weight gradient."""
+    """Returns the bytes that the first product needs in backward, without inputs of its weight
+    gradient.
+    """
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
     if first is None:
         return 0
@@ -412,7 +422,7 @@ def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape
 def _norm_bytes_at(
     pairs: list[tuple[LayerSpec, LayerCost]], at: int, flow: ActivationShape, compiled: bool
 ) -> int:
-    """Bytes that the layer at an index saves if it is a norm."""
+    """Returns the bytes that the layer at an index saves if it is a norm."""
     leaf, layer = pairs[at]
     if not isinstance(layer, NormCost):
         return 0
@@ -420,14 +430,16 @@ def _norm_bytes_at(
 
 
 def _grad_elements(pairs: list[tuple[LayerSpec, LayerCost]]) -> int:
-    """Elements of the weight gradients of all products."""
+    """Returns the elements of the weight gradients of all products."""
     return sum(_matrix_elements(layer) for _, layer in pairs if isinstance(layer, LinearCost))
 
 
 def _deferred_moment_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, hidden: int, inside: int
 ) -> int:
-    """Peak as of `_backward_moments` if weight gradients are deferred: the last input stays."""
+    """Returns the peak as of `_backward_moments` if weight gradients are deferred: the last
+    input stays.
+    """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not hidden or len(products) < 2:
         return 0
@@ -444,14 +456,15 @@ def _deferred_moment_bytes(
 
 
 def _matrix_elements(layer: LinearCost) -> int:
-    """Elements of the unsharded matrices that get gradients."""
+    """Returns the elements of the unsharded matrices that get gradients."""
     return sum(
         math.prod(one.weight_sharding.unsharded_shape) for one in layer.weights if one.trainable
     )
 
 
 def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes that a product needs in backward: gathered x and dy, each layer's dx, their sum.
+    """Returns the bytes that a product needs in backward: gathered x and dy, each layer's dx,
+    their sum.
 
     Tensors gathered along the sequence of several samples are copied to be contiguous for the
     product, and dx for its reduce-scatter; so is dx along features.
@@ -479,7 +492,7 @@ def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
 
 
 def _deferred_product_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Bytes of gathered x and dy, which a deferred weight gradient keeps."""
+    """Returns the bytes of gathered x and dy, which a deferred weight gradient keeps."""
     x, y = layer.comm_elements(flow)
     found = (x if layer.gather_group.size > 1 else 0) + (y if layer.scatter_group.size > 1 else 0)
     if layer.has_trainable_weight:
@@ -501,7 +514,9 @@ class LossMemory:
 
 @lru_cache(CACHE_SIZE)
 def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> LossMemory:
-    """The bytes of an LM head. gradient: bytes of its weight gradient, as it is accumulated."""
+    """Returns the bytes of an LM head. gradient: bytes of its weight gradient, as it is
+    accumulated.
+    """
     chunk = layer.chunk_bytes(flow)
     ranks = layer.scatter_group.size
     count = max(len(layer.chunk_tokens(flow)), 1)
@@ -545,7 +560,9 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
 def deferred_grad_bytes(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """Bytes that a block keeps for deferred weight gradients: the inputs of all of them."""
+    """Returns the bytes that a block keeps for deferred weight gradients: the inputs of all of
+    them.
+    """
     layers = build_layers(model, part, spot)
     products = [x for x in layers if isinstance(x, LinearCost) and x.has_trainable_weight]
     found = sum(sum(layer.comm_elements(flow)) for layer in products) * flow.itemsize

@@ -48,7 +48,7 @@ NO_MOE_ACTIVATIONS = MoeActivations(0, 0, (), (0, 0), (0, 0), 0)
 def moe_activations(
     layer: MoECost, flow: ActivationShape, inside: int, *, reads: bool
 ) -> MoeActivations:
-    """The bytes of an MoE layer.
+    """Returns the bytes of an MoE layer.
 
     inside: hidden tensors besides the input of down. reads: another layer saves x as well.
     """

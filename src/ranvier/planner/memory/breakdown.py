@@ -64,12 +64,12 @@ class MemoryBreakdown:
         return sum(self.host.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-compatible dict."""
+        """Returns a JSON-compatible dict."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, facts: Any) -> MemoryBreakdown | None:
-        """A breakdown from its JSON dict; None if it is not one."""
+        """Returns a breakdown from its JSON dict; None if it is not one."""
         if not isinstance(facts, dict) or not isinstance(facts.get("device"), dict):
             return None
         # Unknown categories are dropped: the file may be from another version.
@@ -88,7 +88,9 @@ BREAKDOWN_HEADER = ("device", "measured", "host", "measured")
 def breakdown_rows(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> tuple[str, list[tuple[str, ...]]]:
-    """The unit, and rows of cells under `BREAKDOWN_HEADER`; rows that are all empty are omitted."""
+    """Returns the unit, and rows of cells under `BREAKDOWN_HEADER`; rows that are all empty are
+    omitted.
+    """
     tables = [predicted, measured]
     columns = [None if t is None else t.device for t in tables]
     columns += [None if t is None else t.host for t in tables]
@@ -113,7 +115,7 @@ def breakdown_rows(
 def format_breakdown(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None = None
 ) -> list[str]:
-    """The table as text, predicted and measured."""
+    """Returns the table as text, predicted and measured."""
     unit, cells = breakdown_rows(predicted, measured)
     cells = [(unit, *BREAKDOWN_HEADER), *cells]
     shown = [1, 2, 3, 4] if measured else [1, 3]
@@ -128,7 +130,7 @@ def format_breakdown(
 def breakdown_notes(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> list[str]:
-    """Where the peak is, and how close the prediction is."""
+    """Returns where the peak is, and how close the prediction is."""
     found = []
     if predicted is not None and predicted.where:
         found.append(f"most is there {predicted.where}")
@@ -143,7 +145,7 @@ def breakdown_notes(
 
 
 def _format_bytes(size: int | None, unit: int) -> str:
-    """Bytes in a unit; unknown values are a dot."""
+    """Returns the bytes in a unit; unknown values are a dot."""
     if size is None:
         return "·"
     if size:

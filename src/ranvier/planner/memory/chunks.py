@@ -47,7 +47,7 @@ class MemoryOptions(NamedTuple):
     """Whether other micro-batches that a stage holds are counted."""
 
     def is_graph(self, kind: Recompute, experts: int) -> bool:
-        """Whether a block is compiled; experts: ranks of the expert axis."""
+        """Returns whether a block is compiled; experts: ranks of the expert axis."""
         # Expert-parallel blocks with recomputation run eagerly.
         return self.compiled and (experts == 1 or kind == "none")
 
@@ -128,7 +128,7 @@ def build_chunks(
     own: StageModelStates,
     how: MemoryOptions,
 ) -> tuple[tuple[int, ...], tuple[ChunkMemory, ...]]:
-    """The group of each chunk of a stage, and one chunk of each group.
+    """Returns the group of each chunk of a stage, and one chunk of each group.
 
     Chunks with the same parts are equal, except the last one if every stage computes losses there.
     """
@@ -178,7 +178,7 @@ def build_chunks(
 def _modes_by_chunk(
     chunks: Sequence[Sequence[BlockSpec]], usual: Recompute, modes: tuple[Recompute, ...]
 ) -> list[tuple[Recompute, ...]]:
-    """The modes of the blocks of each chunk."""
+    """Returns the modes of the blocks of each chunk."""
     counts = [sum(part.is_block for part in parts) for parts in chunks]
     modes = modes or (usual,) * sum(counts)
     assert len(modes) == sum(counts), (modes, counts)
@@ -205,7 +205,7 @@ class ChunkSaving(NamedTuple):
         flow: ActivationShape,
         kind: Recompute,
     ) -> BlockActivations:
-        """The activations of a block with a recompute mode."""
+        """Returns the activations of a block with a recompute mode."""
         return block_activations(model, part, inside, flow, self.is_graph[kind != "none"], self.fp8)
 
 
@@ -231,7 +231,7 @@ def _build_chunk(
     own: ChunkWeights,
     head: int,
 ) -> ChunkMemory:
-    """What some parts save per micro-batch.
+    """Returns what some parts save per micro-batch.
 
     comes: its input comes from another chunk. kinds: modes of the blocks. head: bytes of the head's
     gradient.
@@ -292,7 +292,7 @@ def _block_memories(
     stream: int,
     how: ChunkSaving,
 ) -> Iterator[BlockBackwardMemory]:
-    """The first and the last block of each kind and mode in their backward pass.
+    """Yields the first and the last block of each kind and mode in their backward pass.
 
     saved, away: bytes that each block saves, and those of them on the host.
     """
@@ -337,7 +337,7 @@ def _block_memories(
 def find_head(
     model: ModelSpec, parts: tuple[BlockSpec, ...], inside: ShardingKey
 ) -> LMHeadCost | None:
-    """The LM head, if it is among these parts."""
+    """Returns the LM head, if it is among these parts."""
     outside = [part for part in parts if not part.is_block]
     layers = (one for part in outside for one in build_layers(model, part, inside))
     return next((one for one in layers if isinstance(one, LMHeadCost)), None)

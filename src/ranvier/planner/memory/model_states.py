@@ -37,7 +37,7 @@ class BlockStates:
     def add_bucket(
         self, bulk: BucketTraffic, count: int, own: int, wide: int, depth: int
     ) -> BlockStates:
-        """A copy with one more bucket, of which `count` elements have gradients."""
+        """Returns a copy with one more bucket, of which `count` elements have gradients."""
         split = bulk.is_depth_sharded * depth
         return BlockStates(
             self.grad_elements + count,
@@ -100,7 +100,7 @@ def stage_model_states(
     moments: MomentPrecision,
     density: float = 1.0,
 ) -> StageModelStates:
-    """Weights, states and gradients of a rank of a stage.
+    """Returns the weights, states and gradients of a rank of a stage.
 
     own: bytes per element of weights. density: fraction of the matrices of blocks that is trained.
     """
@@ -162,7 +162,9 @@ def stage_model_states(
 
 
 def _reduced_elements(lot: BucketSpec, inside: bool, density: float, data: int) -> int:
-    """Elements of a bucket that are reduced and updated, a multiple of the data axis."""
+    """Returns the elements of a bucket that are reduced and updated, a multiple of the data
+    axis.
+    """
     bulk = lot.traffic
     if density == 1.0 or not _is_pruned(lot, inside):
         return bulk.reduced_elements
@@ -170,12 +172,12 @@ def _reduced_elements(lot: BucketSpec, inside: bool, density: float, data: int) 
 
 
 def _is_pruned(lot: BucketSpec, inside: bool) -> bool:
-    """Whether a bucket has masks in a pruned run: matrices of blocks do."""
+    """Returns whether a bucket has masks in a pruned run: matrices of blocks do."""
     return inside and lot.params[0].param_group == "matrix" and lot.traffic.trainable
 
 
 def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> int:
-    """Bytes of the masks of a bucket: bits, or positions if these are smaller."""
+    """Returns the bytes of the masks of a bucket: bits, or positions if these are smaller."""
     if density == 1.0 or not _is_pruned(lot, inside):
         return 0
     whole = lot.traffic.size * (depth if lot.traffic.is_depth_sharded else 1)
@@ -185,7 +187,9 @@ def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> in
 def _bucket_states(
     lot: BucketSpec, count: int, moments: MomentPrecision, own: int, pruned: bool
 ) -> tuple[int, int]:
-    """Bytes of the master weights and of both moments of `count` elements of a bucket."""
+    """Returns the bytes of the master weights and of both moments of `count` elements of a
+    bucket.
+    """
     wide = max(own, 4)
     vector = lot.params[0].param_group == "vector"
     # 32-bit weights are their own master copy, unless they are pruned.
@@ -243,7 +247,9 @@ def model_state_sizes(
     density: float = 1.0,
     tile: int = 2**24,
 ) -> ModelStateSizes:
-    """Sizes of a rank of a stage; as `stage_model_states`. tile: `memory.offload_tile`."""
+    """Returns the sizes of a rank of a stage; as `stage_model_states`. tile:
+    `memory.offload_tile`.
+    """
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data = degrees["data"]
     wide = max(own, 4)
@@ -283,7 +289,7 @@ def model_state_sizes(
 
 
 def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bool) -> int:
-    """Bytes of both moments of `count` elements."""
+    """Returns the bytes of both moments of `count` elements."""
     if vector or moments == "master":
         return 2 * count * wide
     if moments == "bf16":
@@ -295,7 +301,7 @@ def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bo
 def _outside_elements(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, kind: str, *, words: bool = True
 ) -> int:
-    """Elements of the unsharded matrix of a trained layer outside of blocks.
+    """Returns the elements of the unsharded matrix of a trained layer outside of blocks.
 
     words: whether to count matrices over the vocabulary or others (learned positions).
     """

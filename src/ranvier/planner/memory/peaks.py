@@ -154,7 +154,7 @@ class StageMemory:
         )
 
     def waiting_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes saved by other micro-batches in flight while a job runs."""
+        """Returns the bytes saved by other micro-batches in flight while a job runs."""
         found = self.vocab_row_bytes
         for one, held, late in zip(
             self.chunks, turn.held_by_group, turn.pending_weight_grads, strict=True
@@ -179,7 +179,7 @@ class StageMemory:
         return narrow
 
     def final_grad_bytes(self, elements: int) -> int:
-        """Bytes of the gradients of `elements` elements in the optimizer step."""
+        """Returns the bytes of the gradients of `elements` elements in the optimizer step."""
         own = self.model_states
         # Without any reduction or accumulation gradients are still in the dtype of the weights.
         if own.data_ranks > 1 or own.is_split or self.has_several_passes:
@@ -254,7 +254,9 @@ class StageMemory:
         return found
 
     def reduction_bytes(self, full: int) -> int:
-        """Bytes of a reduce-scatter over depth: `full` bytes of input and its output shard."""
+        """Returns the bytes of a reduce-scatter over depth: `full` bytes of input and its output
+        shard.
+        """
         return full + full // self.depth
 
     def reducing_grads(self, turn: JobSnapshot) -> ReducedGrads:
@@ -283,7 +285,7 @@ class StageMemory:
         return "head"
 
     def last_reduction_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of the last reduce-scatter of the previous job."""
+        """Returns the bytes of the last reduce-scatter of the previous job."""
         own = self.model_states
         if turn.last_grad_job:
             block = self.chunks[turn.last_grad_job[1]].first_grad_bytes
@@ -300,27 +302,27 @@ class StageMemory:
         )
 
     def embedding_gather_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of the embedding, prefetched for a forward pass that follows."""
+        """Returns the bytes of the embedding, prefetched for a forward pass that follows."""
         if self.model_states.is_split and turn.embedding_follows:
             return self.model_states.embedding_elements * self.model_states.itemsize
         return 0
 
     def is_last_backward(self, turn: JobSnapshot) -> bool:
-        """Whether no block follows this job, so that nothing needs to be prefetched."""
+        """Returns whether no block follows this job, so that nothing needs to be prefetched."""
         return turn.is_last and not (
             turn.previous_chunk_group is not None
             and self.chunks[turn.previous_chunk_group].block_memories
         )
 
     def late_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Bytes of unsharded gradients that are kept until the end of the step."""
+        """Returns the bytes of unsharded gradients that are kept until the end of the step."""
         made = turn.vocab_backward_begun or (self.vocab_over_pipe and turn.num_scored > 0)
         if made:
             return self.model_states.late_grad_bytes
         return 0
 
     def has_outside_grads(self, turn: JobSnapshot) -> bool:
-        """Whether gradients outside of blocks have been produced."""
+        """Returns whether gradients outside of blocks have been produced."""
         return any(turn.backward_passes[group] for group, _ in self.edge_chunks)
 
 
@@ -384,7 +386,7 @@ def find_peaks(
 
 
 def _without_others(turn: JobSnapshot) -> JobSnapshot:
-    """A job of a stage that holds no other micro-batch."""
+    """Returns a job of a stage that holds no other micro-batch."""
     none = (0,) * len(turn.held_by_group)
     return turn._replace(held_by_group=none, pending_weight_grads=none)
 
@@ -407,7 +409,8 @@ def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMem
 def with_weights_on_host(
     own: StageModelStates, peaks: Iterable[PeakUsage], *, depth: int, num_blocks: int
 ) -> tuple[PeakUsage, ...]:
-    """The peaks of a stage of `num_blocks` blocks whose weights and gradients are on the host.
+    """Returns the peaks of a stage of `num_blocks` blocks whose weights and gradients are on the
+    host.
 
     On the device are the weights of the current and of the next block, the gradients that are being
     accumulated and those on their way to the host: at most of two blocks and one outer layer.
@@ -491,7 +494,7 @@ def _build_stage_memory(
 def _peak_in_loss(
     load: StageMemory, now: TurnMemory, head: LossMemory, flow: ActivationShape
 ) -> PeakUsage:
-    """The peak while logits are computed.
+    """Returns the peak while logits are computed.
 
     Besides the head's weights those needed next are gathered: of a block, or once more its own.
     """
@@ -531,7 +534,7 @@ def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
 
 
 def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """The peak while the head's gradient is added to that of earlier passes."""
+    """Returns the peak while the head's gradient is added to that of earlier passes."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -555,7 +558,9 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """The peak while the gradient of a head split over pipe is accumulated, after its loss."""
+    """Returns the peak while the gradient of a head split over pipe is accumulated, after its
+    loss.
+    """
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -574,7 +579,7 @@ def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemory) -> PeakUsage:
-    """The peak while a block of a chunk runs backward."""
+    """Returns the peak while a block of a chunk runs backward."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -625,7 +630,7 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
 
 
 def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """The peak at the end of a chunk whose weight gradients are deferred."""
+    """Returns the peak at the end of a chunk whose weight gradients are deferred."""
     one = now.chunk
     first = now.chunk.block_memories[-1]
     acts = (
@@ -641,7 +646,8 @@ def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
-    """Bytes of the embedding's gradient while it is added to that of `back` earlier passes.
+    """Returns the bytes of the embedding's gradient while it is added to that of `back` earlier
+    passes.
 
     tied: the head's gradient is in memory already.
     """
@@ -664,7 +670,7 @@ def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
 
 
 def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """The peak while the embedding's gradient is computed."""
+    """Returns the peak while the embedding's gradient is computed."""
     own = load.model_states
     one = now.chunk
     turn = now.turn

@@ -80,7 +80,7 @@ class RankMemory:
         return tuple(i - 1 for one in mine for i in range(count)[one] if 0 < i < count - 1)
 
     def own_modes(self, modes: Sequence[RecomputeMode]) -> tuple[RecomputeMode, ...]:
-        """The modes of its blocks, of those of all blocks of the model."""
+        """Returns the modes of its blocks, of those of all blocks of the model."""
         return tuple(modes[i] for i in self.block_indices)
 
     @cached_property
@@ -140,7 +140,9 @@ class RankMemory:
     def in_flight_bytes(
         self, micro: int, modes: Sequence[RecomputeMode], *, offloaded: float = 0.0
     ) -> tuple[int, int]:
-        """Peak bytes besides weights and states with one micro-batch, and of each further one."""
+        """Returns the peak bytes besides weights and states with one micro-batch, and of each
+        further one.
+        """
         how = self.options._replace(
             recompute_modes=tuple(modes),
             offloaded_fraction=self.offloaded_fraction(offloaded),
@@ -157,7 +159,9 @@ class RankMemory:
         return self.model, plan, self._activation_shape(micro), self.stage, self.moments
 
     def offloaded_fraction(self, offloaded: float) -> float:
-        """The fraction to offload of blocks except the last, so that it is `offloaded` of all."""
+        """Returns the fraction to offload of blocks except the last, so that it is `offloaded`
+        of all.
+        """
         count = len(self.block_indices)
         if self.stage < self.plan.pipe - 1:
             return offloaded
@@ -166,12 +170,12 @@ class RankMemory:
         return 0.0
 
     def saved_bytes(self, micro: int, modes: Sequence[RecomputeMode]) -> list[int]:
-        """Bytes that each of its blocks saves for backward with a mode."""
+        """Returns the bytes that each of its blocks saves for backward with a mode."""
         by_mode = self.saved_bytes_by_mode(micro)
         return [by_mode[kind][i] for i, kind in enumerate(modes)]
 
     def saved_bytes_by_mode(self, micro: int) -> Mapping[RecomputeMode, Sequence[int]]:
-        """Bytes that each of its blocks would save with each mode."""
+        """Returns the bytes that each of its blocks would save with each mode."""
         if micro not in self._saved_bytes:
             self._saved_bytes[micro] = {
                 kind: self._block_bytes(micro, kind) for kind in RECOMPUTE_COST

@@ -41,7 +41,8 @@ def peak_memory(
     fp8: Fp8Scaling = "",
     simulated: bool = True,
 ) -> MemoryBreakdown:
-    """Peak bytes by category of a rank of a stage, for a resolved plan; stage None: the worst one.
+    """Returns the peak bytes by category of a rank of a stage, for a resolved plan; stage None:
+    the worst one.
 
     keeps: recomputed blocks reuse saved results of collectives. fp8: as in `Candidate`.
     simulated: simulate the pipeline schedule to know the micro-batches in flight; else assume 1F1B.
@@ -83,7 +84,9 @@ def stage_peaks(
     how: MemoryOptions,
     density: float = 1.0,
 ) -> tuple[StageModelStates, list[PeakUsage]]:
-    """Weights and states of a rank of a stage, and its candidate memory peaks besides these."""
+    """Returns the weights and states of a rank of a stage, and its candidate memory peaks
+    besides these.
+    """
     spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
     here = build_stage_blocks(
@@ -101,7 +104,7 @@ def chunk_bytes(
     moments: MomentPrecision,
     how: MemoryOptions,
 ) -> int:
-    """Bytes that the largest chunk of a stage saves for a micro-batch in flight."""
+    """Returns the bytes that the largest chunk of a stage saves for a micro-batch in flight."""
     spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
     here = build_stage_blocks(

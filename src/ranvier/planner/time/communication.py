@@ -68,7 +68,7 @@ class CommTime(PartComm):
     """Of each kind of stage, if known."""
 
     def for_part(self, part: BlockSpec) -> PartComm:
-        """The communication of one part."""
+        """Returns the communication of one part."""
         if part.name in self.by_part:
             return self.by_part[part.name]
         # Other frameworks give one number for all blocks and none for the edges.
@@ -97,7 +97,9 @@ class RankGroups:
 def ranvier_comm_time(
     model: ModelSpec, plan: Plan, setup: ComputeContext, cluster: Cluster, places: RankGroups
 ) -> CommTime:
-    """Communication of Ranvier: by part of the model, and for the weights of each stage."""
+    """Returns the communication of Ranvier: by part of the model, and for the weights of each
+    stage.
+    """
     size = compute.DTYPE_BYTES[setup.dtype]
     flow = ActivationShape(
         setup.samples, setup.seq, itemsize=size, statistics_itemsize=max(size, 4)
@@ -188,8 +190,8 @@ def _pass_seconds(
     cluster: Cluster,
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[float, float], ...]:
-    """Seconds of a part over each axis per micro-batch: exposed ones, and those that can overlap
-    with the matmul of a weight gradient.
+    """Returns the seconds of a part over each axis per micro-batch: exposed ones, and those that
+    can overlap with the matmul of a weight gradient.
     """
     groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
     found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
@@ -229,7 +231,7 @@ def _weight_comm(
     cluster: Cluster,
     order: tuple[str, ...],
 ) -> _WeightComm:
-    """Seconds of communication of the weights of a stage."""
+    """Returns the seconds of communication of the weights of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     times = comm_volume.count_gathers(model, stage, keep)
     count_of = {p.name: n for p, n in stage.block_counts}
@@ -288,7 +290,9 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
 
 
 def rank_parameters(model: ModelSpec, plan: Plan) -> float:
-    """Parameters of a rank before sharding over depth: the blocks of a stage and its end."""
+    """Returns the parameters of a rank before sharding over depth: the blocks of a stage and its
+    end.
+    """
     return _mean_stage_parameters(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
@@ -296,7 +300,9 @@ def rank_parameters(model: ModelSpec, plan: Plan) -> float:
 def rank_parameters_of_stage(
     model: ModelSpec, stage: StageBlocks, split: int, expert: int
 ) -> float:
-    """Parameters of a rank of a stage before sharding over depth. split: ranks of row and col."""
+    """Returns the parameters of a rank of a stage before sharding over depth. split: ranks of
+    row and col.
+    """
     # A rank has 1/expert of the experts.
     lost = 1 - 1 / expert
     names = {part.name for part, _ in stage.block_counts}
@@ -318,7 +324,7 @@ def rank_parameters_of_stage(
 def ring_attention_seconds(
     part: BlockSpec, cluster: Cluster, setup: ComputeContext, ranks: RankGroup, recompute: str
 ) -> float:
-    """Seconds of keys and values passed around the context axis, for a block."""
+    """Returns the seconds of keys and values passed around the context axis, for a block."""
     if ranks.size == 1:
         return 0.0
     narrow = 0

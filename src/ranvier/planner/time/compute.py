@@ -126,7 +126,7 @@ class BlockTimes:
 def matmul_seconds(
     device: Device, m: int, n: int, k: int, dtype: str, kind: str = "y", ranks: int = 1
 ) -> float:
-    """Seconds of a matmul (m, k) · (k, n); kind: `y`, `dx` or `dw`."""
+    """Returns the seconds of a matmul (m, k) · (k, n); kind: `y`, `dx` or `dw`."""
     flops = 2.0 * m * n * k
     rows = _measured_matmuls(device, dtype, kind, ranks)
     part = 1.0
@@ -149,7 +149,7 @@ def matmul_seconds(
 
 
 def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
-    """Rate of a 16-bit matmul over that of aligned dims.
+    """Returns the rate of a 16-bit matmul over that of aligned dims.
 
     The dims of the weight are the contiguous ones of all operands, so these decide, and the number
     of tokens never does: n and k of `y` and `dx`, m and n of `dw`.
@@ -165,7 +165,7 @@ def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
 
 
 def _wave_quantization(m: int, n: int, cores: int) -> float:
-    """Time over that of full waves, with the best tile."""
+    """Returns the time over that of full waves, with the best tile."""
     found = math.inf
     for high, wide, cost in MATMUL_TILES:
         waves = math.ceil(math.ceil(m / high) * math.ceil(n / wide) / cores)
@@ -186,7 +186,9 @@ def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tupl
 
 
 def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> float:
-    """The rate at a shape: inverse-distance weighted mean of measured shapes, on logarithms."""
+    """Returns the rate at a shape: inverse-distance weighted mean of measured shapes, on
+    logarithms.
+    """
     total = weight = 0.0
     for row in rows:
         far = math.log(row.m / m) ** 2 + math.log(row.n / n) ** 2 + math.log(row.k / k) ** 2
@@ -201,7 +203,7 @@ def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> f
 
 
 def memory_seconds(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
-    """Seconds to access so many bytes; stream: `FrameworkProfile.bandwidth_factor`."""
+    """Returns the seconds to access so many bytes; stream: `FrameworkProfile.bandwidth_factor`."""
     # Cap the product of both efficiencies: nothing reaches the nominal bandwidth.
     usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
     return size / device.measured_rate("memory", ranks=ranks, usual=usual)
@@ -210,7 +212,7 @@ def memory_seconds(device: Device, size: float, ranks: int = 1, stream: float = 
 def _attention_seconds(
     leaf: LayerSpec, heads: float, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """Seconds of an attention core, forward and backward."""
+    """Returns the seconds of an attention core, forward and backward."""
     samples = setup.samples / (1 if setup.col_splits_features else setup.col)
     seen = min(leaf.window or setup.seq, setup.seq)
     # Visible (query, key) pairs of a causal mask with a sliding window of `seen` tokens.
@@ -295,7 +297,9 @@ def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[i
 
 @lru_cache(maxsize=50_000)
 def shared_expert_seconds(part: BlockSpec, device: Device, setup: ComputeContext) -> float:
-    """Seconds of the matmuls of a shared expert, forward and backward, during the all-to-all."""
+    """Returns the seconds of the matmuls of a shared expert, forward and backward, during the
+    all-to-all.
+    """
     found = 0.0
     for leaf in part.layers_of_kind("linear", "siblings"):
         if ".shared." in leaf.name:
@@ -320,7 +324,7 @@ def _local_matmul_shape(leaf: LayerSpec, setup: ComputeContext) -> tuple[int, in
 def block_times(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> BlockTimes:
-    """The times of one block of a kind."""
+    """Returns the times of one block of a kind."""
     # In all three matmuls the tokens are one dim: m of y and dx, k of dw.
     tokens = setup.tokens
     shapes = matmul_shapes(part, setup)
@@ -361,7 +365,7 @@ def block_times(
 def _recompute_savings(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> float:
-    """Seconds of the last matmul, which our compiled graphs do not recompute."""
+    """Returns the seconds of the last matmul, which our compiled graphs do not recompute."""
     # Only a graph can skip it, and with experts the block does not end with a matmul.
     if not setup.is_compiled or runtime.name != RANVIER.name or part.layers_of_kind("mixture"):
         return 0.0
@@ -371,7 +375,7 @@ def _recompute_savings(
 
 
 def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> str:
-    """The dtype of matmuls: 8 bits if the device supports them.
+    """Returns the dtype of matmuls: 8 bits if the device supports them.
 
     With row-wise scales our compiled graphs use the library's kernels, as fast as with one scale;
     other code gets kernels that are not faster than 16 bits, unless they were measured.
@@ -411,14 +415,14 @@ def local_heads(part: BlockSpec, leaf: LayerSpec, setup: ComputeContext) -> floa
 
 
 def _dim_names(leaf: LayerSpec) -> list[str]:
-    """Names of the dims of a layer."""
+    """Returns the names of the dims of a layer."""
     return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
 
 
 def _elementwise_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """Seconds of memory-bound operations between matmuls, forward and backward."""
+    """Returns the seconds of memory-bound operations between matmuls, forward and backward."""
     # Count elements that are read or written per token, then convert them to seconds.
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0)
     # Sequence parallelism splits the residual stream over row, too.
@@ -461,7 +465,7 @@ def _elementwise_seconds(
 def cast_seconds(
     shapes: list[tuple[int, int]], device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """Seconds of casts to 8 bits, forward and backward.
+    """Returns the seconds of casts to 8 bits, forward and backward.
 
     Fused: only attention's output and gradients are read for the cast. Otherwise a tensor is read
     for its scale, read once more, and written in both layouts. Without a graph each matmul casts
@@ -497,7 +501,7 @@ def cast_seconds(
 def head_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
-    """Seconds of the model's exit, forward and backward: norm, LM head, loss."""
+    """Returns the seconds of the model's exit, forward and backward: norm, LM head, loss."""
     tokens = setup.tokens
     forward = 0.0
     backward = 0.0
@@ -519,7 +523,7 @@ def head_seconds(
 def embedding_seconds(
     part: BlockSpec, device: Device, setup: ComputeContext
 ) -> tuple[float, float]:
-    """Seconds of the embedding lookup, forward and backward."""
+    """Returns the seconds of the embedding lookup, forward and backward."""
     width = max((leaf.shape[-1] for leaf in part.layers_of_kind("embedding")), default=0)
     size = setup.tokens * width / setup.col * DTYPE_BYTES[setup.dtype]
     return memory_seconds(device, 2 * size, setup.ranks), memory_seconds(

@@ -43,7 +43,7 @@ SINGLE_RANK = RankGroup(1, 1)
 def locate_group(
     axes: Sequence[str], degrees: Mapping[str, int], order: Sequence[str], per_node: int
 ) -> RankGroup:
-    """The group of ranks along some axes. order: all axes, outermost first."""
+    """Returns the group of ranks along some axes. order: all axes, outermost first."""
     size = math.prod(degrees[axis] for axis in axes)
     # Ranks are numbered with the innermost axis fastest; nodes are runs of per_node ranks. An axis
     # of stride s has per_node / s ranks in a node.
@@ -58,7 +58,7 @@ def locate_group(
 
 @lru_cache(maxsize=100_000)
 def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
-    """Seconds of one collective whose full tensor has `size` bytes."""
+    """Returns the seconds of one collective whose full tensor has `size` bytes."""
     if ranks.size <= 1 or size <= 0:
         return 0.0
     ring = (ranks.size - 1) / ranks.size
@@ -97,7 +97,7 @@ def _total_latency(cluster: Cluster, near: int, far: int, ranks: RankGroup) -> f
 
 
 def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
-    """Bytes per second of the slowest link of a ring, as these ranks share it."""
+    """Returns the bytes per second of the slowest link of a ring, as these ranks share it."""
     link = cluster.link
     network = cluster.network
     reach = cluster.device.reach
@@ -126,7 +126,7 @@ def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
 def find_measured_collective(
     cluster: Cluster, op: str, ranks: RankGroup
 ) -> MeasuredCollective | None:
-    """The measurement of the most similar groups; None: there is none."""
+    """Returns the measurement of the most similar groups; None: there is none."""
     # An all-gather moves the same bytes as a reduce-scatter and stands in for it.
     alike = {"reduce_scatter": ("reduce_scatter", "all_gather"), "all_gather": ("all_gather",)}
     for name in alike.get(op, (op,)):

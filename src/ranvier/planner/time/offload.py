@@ -91,7 +91,7 @@ def estimate_step_seconds(
     blocks: int,
     cpu: bool,
 ) -> StepSeconds:
-    """The parts of a step in micro-batches of `micro` samples.
+    """Returns the parts of a step in micro-batches of `micro` samples.
 
     share: share of recomputation in blocks. cpu: offloaded states are updated on the host.
     """
@@ -127,7 +127,7 @@ def estimate_step_seconds(
 def offloaded_update_seconds(
     moved: StepTraffic, rates: DeviceRates, *, cpu: bool, wide: bool = False
 ) -> float:
-    """Seconds of the update of offloaded states.
+    """Returns the seconds of the update of offloaded states.
 
     On the device all of them are fetched and written back; on the CPU gradients come (wide: in 32
     bits, as accumulated) and 16-bit weights go.

@@ -68,7 +68,7 @@ def shared_step_seconds(
     *,
     packed: bool,
 ) -> dict[str, float]:
-    """Seconds per step by part."""
+    """Returns the seconds per step by part."""
     return _combine_stages(
         shared_stage_seconds(model, plan, setup, cluster, runtime, packed=packed), plan, cluster
     )
@@ -83,7 +83,7 @@ def shared_stage_seconds(
     *,
     packed: bool,
 ) -> list[dict[str, float]]:
-    """Seconds per step on each stage by part, without waiting."""
+    """Returns the seconds per step on each stage by part, without waiting."""
     flow = ActivationShape(
         plan.micro_batch, setup.seq, DTYPE_BYTES[setup.dtype], statistics_itemsize=4
     )
@@ -106,7 +106,7 @@ def shared_stage_seconds(
 def _combine_stages(
     stages: list[dict[str, float]], plan: Plan, cluster: Cluster
 ) -> dict[str, float]:
-    """The mean stage, and the bubble in which stages wait for each other."""
+    """Returns the mean stage, and the bubble in which stages wait for each other."""
     names = {name for parts in stages for name in parts}
     mean = {name: sum(parts.get(name, 0.0) for parts in stages) / len(stages) for name in names}
     busy = sum(mean.values())
@@ -127,7 +127,7 @@ def _stage_compute_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> dict[str, float]:
-    """Compute seconds of a rank of a stage per step."""
+    """Computes seconds of a rank of a stage per step."""
     found = {"compute": 0.0, "attention": 0.0, "recompute": 0.0}
     for part, count in stage.block_counts:
         own = _part_seconds(part, cluster, setup, runtime, packed)
@@ -147,7 +147,9 @@ def _part_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> tuple[float, float, float, float]:
-    """Seconds of one part per micro-batch: compute, attention, selective and full recomputation."""
+    """Returns the seconds of one part per micro-batch: compute, attention, selective and full
+    recomputation.
+    """
     device = cluster.device
     ranks = setup.ranks
     tokens = setup.tokens
@@ -186,7 +188,7 @@ def _part_seconds(
 def _matmul_seconds(
     device: Device, tokens: int, out: int, into: int, setup: ComputeContext
 ) -> tuple[float, float, float]:
-    """Seconds of a layer's three matmuls."""
+    """Returns the seconds of a layer's three matmuls."""
     shapes = ((tokens, out, into, "y"), (tokens, into, out, "dx"), (out, into, tokens, "dw"))
     return tuple(  # type: ignore[return-value]
         compute.matmul_seconds(device, m, n, k, setup.dtype, kind, setup.ranks)
@@ -195,7 +197,7 @@ def _matmul_seconds(
 
 
 def _dim_sizes(part: BlockSpec) -> dict[str, int]:
-    """Size of each dim of a block."""
+    """Returns the size of each dim of a block."""
     found: dict[str, int] = {}
     for leaf in part.layers:
         for one in leaf.inside or (leaf,):
@@ -209,8 +211,8 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
 
 
 def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tuple[str, float]:
-    """The part of the step that communication belongs to, and its seconds; messages count at the
-    sender.
+    """Returns the part of the step that communication belongs to, and its seconds; messages
+    count at the sender.
     """
     name = row.axis[0] if row.axis else "other"
     size = prod(plan.degrees[axis] for axis in row.axis)
@@ -233,7 +235,7 @@ def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tup
 def _update_seconds(
     stage: StageBlocks, plan: Plan, setup: ComputeContext, cluster: Cluster
 ) -> float:
-    """Seconds of the optimizer step for a rank's shard."""
+    """Returns the seconds of the optimizer step for a rank's shard."""
     device = cluster.device
     # A rank has 1/expert of the experts.
     lost = 1 - 1 / plan.expert

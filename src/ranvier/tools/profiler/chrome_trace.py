@@ -140,7 +140,7 @@ _ELEMENTWISE = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rota
 
 
 def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
-    """The group of a kernel by its name, its operator and the scopes around it."""
+    """Returns the group of a kernel by its name, its operator and the scopes around it."""
     base = op.rpartition("::")[2]
     around = [name, op, *scope]
     plain = base.removesuffix("_")
@@ -170,7 +170,7 @@ def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
 
 
 def short_kernel_name(name: str) -> str:
-    """A kernel's name without types, arguments and namespaces."""
+    """Returns a kernel's name without types, arguments and namespaces."""
     if name.startswith(("Memcpy", "Memset")):
         return name.partition(" (")[0]
     plain = name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
@@ -183,7 +183,9 @@ def short_kernel_name(name: str) -> str:
 
 
 def _strip_brackets(name: str) -> tuple[str, str]:
-    """The part of a name outside of brackets, and what is inside the first angle brackets."""
+    """Returns the part of a name outside of brackets, and what is inside the first angle
+    brackets.
+    """
     outside = []
     inside = []
     depth = 0
@@ -205,7 +207,9 @@ def _strip_brackets(name: str) -> tuple[str, str]:
 
 
 def argument_bytes(op: Op, i: int) -> int | None:
-    """Bytes of an argument; 0 if it is not a tensor, None if its dtype or shape is unknown."""
+    """Returns the bytes of an argument; 0 if it is not a tensor, None if its dtype or shape is
+    unknown.
+    """
     if i < len(op.types):
         kind = op.types[i]
     else:
@@ -226,7 +230,7 @@ def argument_bytes(op: Op, i: int) -> int | None:
 
 
 def _input_bytes(op: Op) -> int | None:
-    """Bytes of all inputs; None if one is unknown."""
+    """Returns the bytes of all inputs; None if one is unknown."""
     sizes = [argument_bytes(op, i) for i in range(len(op.types))]
     if None in sizes:
         return None
@@ -240,7 +244,9 @@ def _tensor_inputs(op: Op) -> list[tuple[list[int], str]]:
 
 
 def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
-    """Positions of arguments in the schema of an aten operator; None if it lacks one of them."""
+    """Returns the positions of arguments in the schema of an aten operator; None if it lacks one
+    of them.
+    """
     try:
         schema = getattr(torch.ops.aten, name).default._schema
         names = [argument.name for argument in schema.arguments]
@@ -250,7 +256,7 @@ def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
 
 
 def count_flops(op: Op) -> int | None:
-    """FLOPs of a matrix product or of attention; None for anything else."""
+    """Returns the FLOPs of a matrix product or of attention; None for anything else."""
     if not op.name.startswith("aten::"):
         return None
     if op.base_name in MATMUL_OPS:
@@ -269,7 +275,9 @@ def _factor_indices(op: Op) -> tuple[int, int]:
 
 
 def _attention_flops(op: Op) -> int | None:
-    """FLOPs for q, k `[b, h, s, d]`: 4 · b · h · s · s · d; half if causal, 2.5 times backward."""
+    """Returns the FLOPs for q, k `[b, h, s, d]`: 4 · b · h · s · s · d; half if causal, 2.5
+    times backward.
+    """
     places = _argument_indices(op.base_name, "query", "key", "is_causal")
     if places is None or max(places) >= min(len(op.dims), len(op.values)):
         return None
@@ -286,7 +294,7 @@ def _attention_flops(op: Op) -> int | None:
 
 
 def count_bytes(op: Op) -> int | None:
-    """Bytes of the inputs and outputs of an operator, each once; None where unknown."""
+    """Returns the bytes of the inputs and outputs of an operator, each once; None where unknown."""
     inputs = _input_bytes(op)
     if inputs is None or not op.types:
         return None
@@ -311,7 +319,7 @@ def count_bytes(op: Op) -> int | None:
 
 
 def _output_bytes(op: Op) -> int | None:
-    """Bytes of the output of an operator; None where unknown."""
+    """Returns the bytes of the output of an operator; None where unknown."""
     tensors = _tensor_inputs(op)
     plain = op.base_name.removesuffix("_backward")
     if not tensors:
@@ -343,7 +351,7 @@ def _output_bytes(op: Op) -> int | None:
 
 
 def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
-    """Bytes per element of the result, by torch's type promotion.
+    """Returns the bytes per element of the result, by torch's type promotion.
 
     Floats take precedence over integers, tensors with dims over scalars.
     """
@@ -353,7 +361,7 @@ def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
 
 
 def _reduction_bytes(op: Op) -> int | None:
-    """Bytes of the output of a reduction whose dims the trace contains."""
+    """Returns the bytes of the output of a reduction whose dims the trace contains."""
     dims, kind = _tensor_inputs(op)[0]
     if len(op.values) > 1:
         over = op.values[1]
@@ -394,15 +402,15 @@ class _HostEvent:
         return self.raw.get("cat") in ("cpu_op", "user_annotation")
 
     def get_argument(self, name: str) -> Any:
-        """An argument of the event in the trace, None if missing."""
+        """Returns an argument of the event in the trace, None if missing."""
         return self.raw.get("args", {}).get(name)
 
     def enclosing_events(self) -> list[_HostEvent]:
-        """The event itself and those that enclose it, innermost first."""
+        """Returns the event itself and those that enclose it, innermost first."""
         return [self, *(self.parent.enclosing_events() if self.parent else [])]
 
     def to_op(self) -> Op:
-        """The event as an operator."""
+        """Returns the event as an operator."""
         told = self.raw.get("args", {})
         names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
         dims, types, strides, values = (told.get(name, ()) for name in names)
@@ -414,7 +422,7 @@ HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
-    """The kernels of a Chrome trace sorted by start; for a CPU trace its operators."""
+    """Returns the kernels of a Chrome trace sorted by start; for a CPU trace its operators."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     host = _nest_events([event for event in events if event.get("cat") in HOST_CATEGORIES])
     device = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
@@ -451,7 +459,7 @@ def _end_time(raw: Mapping[str, Any]) -> float:
 
 
 def _kernel_from_op(event: _HostEvent) -> Kernel:
-    """A CPU operator as a kernel."""
+    """Returns a CPU operator as a kernel."""
     op = event.to_op()
     span = float(event.raw.get("dur", 0.0))
     return Kernel(
@@ -512,7 +520,9 @@ def _device_kernels(
 
 
 def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
-    """Bytes that a copy or fill moves in device memory; a copy to or from the host counts once."""
+    """Returns the bytes that a copy or fill moves in device memory; a copy to or from the host
+    counts once.
+    """
     size = raw.get("args", {}).get("bytes")
     if size is None:
         return None
@@ -520,7 +530,7 @@ def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
 
 
 def _owning_op(ops: Sequence[_HostEvent]) -> _HostEvent | None:
-    """The operator whose work a kernel does: the innermost one with known work."""
+    """Returns the operator whose work a kernel does: the innermost one with known work."""
     if ops and count_bytes(ops[0].to_op()) is not None:
         return ops[0]
     return next((event for event in ops if count_flops(event.to_op()) is not None), None)

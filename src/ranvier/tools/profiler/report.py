@@ -80,7 +80,9 @@ class DevicePeaks:
         return cls(flops, peak_bandwidth(device), 2.0 * flops if flops and twice else None)
 
     def matmul_peak(self, kernels: Sequence[Kernel]) -> float | None:
-        """The peak for the dtype that all of these kernels multiply; None if they differ."""
+        """Returns the peak for the dtype that all of these kernels multiply; None if they
+        differ.
+        """
         for peak, kinds in ((self.eighths, FLOAT8_TYPES), (self.flops, HALF_TYPES)):
             if all(any(kind in kinds for kind in kernel.types) for kernel in kernels):
                 return peak
@@ -182,7 +184,7 @@ def summarize_kernels(
 
 
 def find_gaps(kernels: Sequence[Kernel]) -> Iterator[IdleGap]:
-    """Yield the times in which no stream ran a kernel."""
+    """Yields the times in which no stream ran a kernel."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     latest = ordered[0]
     for kernel in ordered[1:]:
@@ -200,7 +202,7 @@ def _summarize_kernel(
     step_ms: float,
     peaks: DevicePeaks,
 ) -> KernelSummary:
-    """One row of the table; a sum is known only if every term is."""
+    """Returns one row of the table; a sum is known only if every term is."""
     ms = sum(kernel.duration for kernel in kernels) / 1e3 / steps
     work = [kernel.flops for kernel in kernels if kernel.flops is not None]
     size = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
@@ -243,7 +245,9 @@ def _least_ms(amount: float | None, peak: float | None) -> float | None:
 def roofline_bound(
     ms: float, flops_ms: float | None, bytes_ms: float | None, *, products: bool
 ) -> tuple[str, float | None]:
-    """What bounds a kernel, and its least time; matrix products need their FLOPs for that."""
+    """Returns what bounds a kernel, and its least time; matrix products need their FLOPs for
+    that.
+    """
     if (products and flops_ms is None) or (flops_ms is None and bytes_ms is None):
         return "", None
     least = max(flops_ms or 0.0, bytes_ms or 0.0)
@@ -258,7 +262,7 @@ def roofline_bound(
 
 
 def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
-    """The report as text for people."""
+    """Returns the report as text for people."""
     cpu = pace.device == "CPU"
     if cpu:
         who = "operators ran"
@@ -293,7 +297,7 @@ def _format_share(ms: float, report: ProfileReport) -> str:
 
 
 def _group_table(report: ProfileReport) -> list[str]:
-    """The table of groups; concurrent kernels count twice."""
+    """Returns the table of groups; concurrent kernels count twice."""
     ordered = sorted(report.groups.items(), key=lambda item: -item[1])
     lines = [("group", "ms/step", "share")]
     lines += [(name, f"{ms:,.3f}", _format_share(ms, report)) for name, ms in ordered if ms > 0.0]
@@ -303,7 +307,7 @@ def _group_table(report: ProfileReport) -> list[str]:
 
 
 def _kernel_table(report: ProfileReport, top: int, *, cpu: bool) -> list[str]:
-    """The table of the longest kernels; on a CPU a kernel is its operator."""
+    """Returns the table of the longest kernels; on a CPU a kernel is its operator."""
     words = ("operator", "group") if cpu else ("kernel", "launched by", "group")
     numbers = ("calls", "ms/step", "share", "TFLOP/s", "peak", "MB", "GB/s", "peak", "bound")
     lines = [(*words, *numbers)]
@@ -352,7 +356,7 @@ def _format_percent(share: float | None) -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Lines of a table; the first `left` columns are text, the others numbers."""
+    """Returns the lines of a table; the first `left` columns are text, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
@@ -376,7 +380,7 @@ BOUND_SENTENCES = {
 
 
 def time_by_bound(report: ProfileReport) -> dict[str, float]:
-    """Milliseconds per step by what bounds them."""
+    """Returns the milliseconds per step by what bounds them."""
     parts = dict.fromkeys(BOUND_SENTENCES, 0.0)
     for row in report.rows:
         parts["communication" if row.group == "communication" else row.bound] += row.ms
@@ -384,7 +388,7 @@ def time_by_bound(report: ProfileReport) -> dict[str, float]:
 
 
 def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
-    """Milliseconds that a step would save at best, and how, largest first."""
+    """Returns the milliseconds that a step would save at best, and how, largest first."""
     found = [(report.idle_ms, f"the idle time, {report.idle_ms:,.2f} ms a step")]
     for row in report.rows:
         if row.least_ms is not None:
@@ -403,7 +407,7 @@ def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
 
 
 def describe_bottleneck(report: ProfileReport) -> str:
-    """What bounds the step, and where the most can be saved, as text."""
+    """Returns what bounds the step, and where the most can be saved, as text."""
     group, ms = max(report.groups.items(), key=lambda item: item[1])
     row = report.rows[0]
     largest = (
@@ -490,7 +494,7 @@ def profile_run(
 
 
 def _check_single_rank(run: RunConfig, origin: Path) -> None:
-    """Raise if the run needs several ranks, or is started on several."""
+    """Raises if the run needs several ranks, or is started on several."""
     me = launch.read_process_info()
     plan = run.plan
     if me is not None and me.world_size > 1:
@@ -512,7 +516,7 @@ def _check_single_rank(run: RunConfig, origin: Path) -> None:
 
 
 def _make_report_dir(folder: Path) -> Path:
-    """The directory of the report, created if missing."""
+    """Returns the directory of the report, created if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -530,7 +534,7 @@ def _make_report_dir(folder: Path) -> Path:
 def _profile_steps(
     trainer: Trainer, path: Path, *, steps: int, warmup_steps: int
 ) -> tuple[Throughput, list[Kernel]]:
-    """Take the steps; returns the throughput before profiling, and the profiled kernels."""
+    """Takes the steps; returns the throughput before profiling, and the profiled kernels."""
     cuda = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     _annotate_optimizer(trainer.state.optimizer)
@@ -568,7 +572,7 @@ def _profile_steps(
 
 
 def _annotate_optimizer(optimizer: Optimizer) -> None:
-    """Mark the optimizer step in the trace."""
+    """Marks the optimizer step in the trace."""
     update = optimizer.step
 
     def marked(*arguments: Any, **options: Any) -> Any:
