@@ -69,7 +69,7 @@ def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str
     assert head[0].startswith("llama3-8b (8.03B parameters) on 1 x 8 H100")
     assert "Assumed --data.seq-len 4096 (" in out
     assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
-    assert "binds" in out and "best of" in out and "FSDP" in out
+    assert "Bottleneck: " in out and "best of" in out and "FSDP" in out
     told = next(line for line in head if line.startswith("ranvier train"))
     run = parse_train_options(shlex.split(told)[2:])
     assert run.plan.global_batch == 64 and run.data.seq_len == 4096 and run.nproc == 8
@@ -148,7 +148,7 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "said"),
     [
         (("--cluster", "dgx-h1"), "cluster 'dgx-h1' is not known"),
-        (("--cluster", "no.toml"), "is not there"),
+        (("--cluster", "no.toml"), "does not exist"),
         (
             (*EIGHT, "--top", "0"),
             "top=0 is out of range. Counts must be at least 1. Use 1 or more.",
@@ -160,8 +160,8 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
         ((*EIGHT, "--plan.rowe", "2"), "--plan.row"),
         ((*EIGHT, "--plan.stage-starts", "3", "4"), "Stages require a pipeline. Use devices=6"),
         ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
-        (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
-        ((*EIGHT, "--goal", "soon"), "'soon' is no size"),
+        (("--cluster", "dgx-a100", "--precision", "fp8"), "does not support fp8 matmuls"),
+        ((*EIGHT, "--goal", "soon"), "'soon' is not a size"),
         ((*EIGHT, "--goal", ""), "goal='' has no tokens and no time"),
         (("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-405b"), "Use nodes="),
         (("--cluster", "dgx-h100", "--nodes", "64"), "cannot share this job"),
@@ -182,7 +182,7 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
     [
         ("--nodes 64", "512 devices cannot share this job"),
         ("--nodes 4096", "32768 devices cannot share"),
-        ("--nodes 1 --plan.row 3", "row=3 on 8 devices. Degrees multiply"),
+        ("--nodes 1 --plan.row 3", "row=3 on 8 devices is not possible. The degrees must multiply"),
         ("--nodes 1 --plan.row 0", "row=0 is not a number of ranks"),
         ("--nodes 1 --plan.data 3", "global_batch=8 cannot be split over data·expert·depth=3"),
         ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),
@@ -193,10 +193,10 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
         ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be split"),
         ("--nodes 4 --plan.global-batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
         (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "fits 1 x H100"),
-        ("--model.size llama3-70b --devices 1", "fits 1 x H100-SXM5-80GB in no layout"),
+        ("--model.size llama3-70b --devices 1", "does not fit on 1 x H100-SXM5-80GB in any layout"),
         (
             "--model.size llama3-70b --devices 5 --plan.global-batch 40 --plan.pipe 5",
-            "in no layout",
+            "in any layout",
         ),
     ],
 )
@@ -244,11 +244,11 @@ def _nothing(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("missing/plan.out", "there is no directory"),
+        ("missing/plan.out", "missing does not exist"),
         ("file/plan.out", "Not a directory"),
         ("folder", "it is a directory"),
         ("loop", "Too many levels of symbolic links"),
-        ("dangling", "there is no directory"),
+        ("dangling", "does not exist"),
         ("/proc/plan.out", "cannot be written"),
         ("x" * 300, "File name too long"),
     ],

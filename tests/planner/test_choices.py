@@ -185,8 +185,8 @@ def test_it_is_said_what_was_chosen_and_why() -> None:
             f"memory: {found.device_bytes / GIB:.3g} of {gib} GiB, most in the "
         )
         assert lines[2].startswith("next best: micro-batch ") and "%)" in lines[2]
-        assert ("nothing binds" in lines[-1]) == (gib == 200)
-    assert "what binds is the device" in lines[-1] and "GiB of states on the host" in lines[0]
+        assert ("bottleneck: none." in lines[-1]) == (gib == 200)
+    assert "bottleneck: device memory." in lines[-1] and "GiB of optimizer states on the host" in lines[0]
 
 
 def test_the_cheapest_changes_that_fit() -> None:
@@ -294,7 +294,7 @@ def test_time_of_a_step() -> None:
     assert parts(replace(NOTHING, host_states=300))[3] == near(60 - 40 + 4, rel=1e-5)
     assert parts(replace(NOTHING, host_states=300), micro=1)[3] == near(60 - 10 + 1, rel=1e-5)
     cpu = replace(NOTHING, host_states=300, host_parameters=40)
-    quick = replace(EVEN, adam=100.0)  # then what binds is the way of the gradients
+    quick = replace(EVEN, adam=100.0)  # then the bottleneck is the transfer of the gradients
     assert (
         offloaded_update_seconds(cpu, quick, cpu=True) == near(16.0)
         and offloaded_update_seconds(cpu, EVEN, cpu=False) == 60.0

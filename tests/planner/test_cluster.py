@@ -52,7 +52,7 @@ def test_names_of_runs_and_drivers_are_known() -> None:
 def test_unknown_names_say_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="Use 'dgx-h100'"):
         cluster.load_cluster("dgx-h10")
-    with pytest.raises(PlanError, match="is not there"):
+    with pytest.raises(PlanError, match="does not exist"):
         cluster.load_cluster(str(tmp_path / "no.toml"))
     (tmp_path / "bad.toml").write_text("name = 'x'\n")
     with pytest.raises(PlanError, match="cannot be read"):
@@ -63,5 +63,5 @@ def test_other_numbers_of_nodes_and_devices() -> None:
     found = cluster.load_cluster("dgx-h100")
     assert found.with_size(nodes=4).num_devices == 32
     assert (found.with_size(devices=4).nodes, found.with_size(devices=4).per_node) == (1, 4)
-    with pytest.raises(PlanError, match="do not fill nodes of 8"):
+    with pytest.raises(PlanError, match="is not a multiple of 8 devices per node"):
         found.with_size(devices=12)

@@ -36,7 +36,7 @@ def test_words_are_numbers(text: str, want: Goal) -> None:
     [
         ("70B, 30 days", "no tokens"),
         ("2T tokens", "has no time"),
-        ("70B, 2T tokens, fast", "'fast' is no size"),
+        ("70B, 2T tokens, fast", "'fast' is not a size"),
         ("70B, 0 tokens, 30 days", "no number above 0"),
         ("1.2.3T tokens, 1 day", "no number above 0"),
         ("", "no tokens and no time"),

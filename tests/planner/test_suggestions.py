@@ -42,7 +42,7 @@ def test_a_model_too_large_gets_the_least_nodes() -> None:
     asked = replace(asked, cluster=asked.cluster.with_size(devices=1))
     text = said(asked)
     nodes = number(text, "nodes")
-    assert "in no layout" in text and "GiB" in text
+    assert "in any layout" in text and "GiB" in text
     assert search.search_layouts(on(asked, nodes)).feasible_candidates
     assert not search.search_layouts(on(asked, nodes - 1)).feasible_candidates
 
@@ -84,7 +84,7 @@ def test_degrees_that_are_no_divisors_are_told_as_the_plan_tells_them() -> None:
     asked = replace(wish("llama3-8b", 4096, 8), plan=Plan(row=3), fixed_fields=frozenset({"row"}))
     result = search.search_layouts(asked)
     problems = suggestions.explain_infeasible(result)
-    assert problems[0].startswith("row=3 on 8 devices. Degrees multiply to")
+    assert problems[0].startswith("row=3 on 8 devices is not possible. The degrees must multiply to")
     assert any("row=3 does not divide heads=32" in text for text in problems)
     assert problems[-1].endswith("Use plan.row=4.") and "Use" not in "".join(problems[:-1])
 

@@ -266,7 +266,7 @@ def test_the_command_says_and_writes_what_a_rank_does(
     assert "blocks.*.mlp.down.weight         48 x 128 of 192 x 512  x 4" in out
     total = sum(row["bytes"] for row in facts["collectives"] if row["axis"] == ["row"])
     assert total > 0 and "reduce_scatter" in out and "sum of tensors" in out
-    assert "most is there between layers" in out
+    assert "the peak is between layers" in out
 
 
 WRONG = [

@@ -1,4 +1,4 @@
-"""Baselines: the best layout of each style that other frameworks support, beside the best of all.
+"""Baselines: the best layout of each style that other frameworks support, and the best of all.
 
 All are predicted with the same framework profile, so that only the layout differs:
 
@@ -33,7 +33,7 @@ class PredictedCandidate:
 
     @property
     def sort_key(self) -> tuple[object, ...]:
-        """Sort key: least time first; of times equal to three digits the simpler layout."""
+        """Sort key: the fastest first; of times equal to three digits, the simpler layout first."""
         plan = self.plan
         degrees = self.plan.degrees
         axes = sum(size > 1 for size in degrees.values())
@@ -45,7 +45,7 @@ class PredictedCandidate:
             plan.reshard_after != "micro_batch",
             ("none", "selective", "full", "memory_budget").index(plan.recompute),
         )
-        # Three digits: smaller differences must not favour a more complicated layout.
+        # Three digits: smaller differences must not favor a more complicated layout.
         rounded = float(f"{self.prediction.step_seconds:.3g}")
         # A total order makes the result independent of the order of the search.
         tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.rank_order)
@@ -59,16 +59,16 @@ STYLES: Mapping[str, StyleTest] = {
     "AxoNN": lambda p, node: p.pipe == 1,
     RANVIER_STYLE: lambda p, node: True,
 }
-"""Whether a plan is of a style; second argument: devices per node."""
+"""Tests whether a plan belongs to a style; the second argument is the devices per node."""
 
 
 def matching_styles(plan: Plan, per_node: int) -> list[str]:
-    """Returns all styles that a plan is of."""
+    """Returns all styles that a plan belongs to."""
     return [name for name, of in STYLES.items() if of(plan, per_node)]
 
 
 FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D", "pipeline")
-"""Names of layouts by their axes, from simple to mixed; any layout with stages is a pipeline."""
+"""Names of layouts by their axes, from simple to mixed. Any layout with stages is a pipeline."""
 
 
 def layout_family(plan: Plan) -> str:
@@ -93,9 +93,7 @@ def layout_family(plan: Plan) -> str:
 def find_baselines(
     found: Iterable[PredictedCandidate], per_node: int
 ) -> dict[str, PredictedCandidate]:
-    """Returns the best layout of each style that has a feasible one; `found` is sorted, best
-    first.
-    """
+    """Returns the best layout of each style that has a feasible one. `found` is sorted, best first."""
     best: dict[str, PredictedCandidate] = {}
     for one in found:
         for name in matching_styles(one.plan, per_node):

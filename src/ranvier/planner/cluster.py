@@ -1,10 +1,11 @@
 """Cluster description: devices, the links between them, and measurements.
 
-Numbers come from data sheets (`devices.toml` beside this file, each with its source) or from a file
-that `ranvier measure` writes. A measurement takes precedence over a data sheet. Rates are bytes or
-FLOPs per second, sizes bytes, times seconds; the rate of a link is that of one direction.
+Numbers come from data sheets (`devices.toml` in this directory, each with its source) or from a
+file that `ranvier measure` writes. A measurement takes precedence over a data sheet. Rates are
+bytes or FLOPs per second, sizes are bytes, times are seconds. The rate of a link is for one
+direction.
 
-The cluster file of this machine, which `ranvier measure` writes and other commands read.
+`load_measured_cluster` reads the cluster file of this machine, which `ranvier measure` writes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class MatmulRate:
     rate: float
     """FLOPs per second."""
     ranks: int = 1
-    """Concurrent ranks on the machine: on a CPU they share cores."""
+    """Number of concurrent ranks on the machine, which share the cores on a CPU."""
     kind: str = "y"
     """y: x Wᵀ; dx: dy W; dw: dyᵀ x. Libraries use different kernels for them."""
 
@@ -57,14 +58,14 @@ class AttentionRate:
     head_dim: int
     dtype: str
     forward: float
-    """FLOPs per second, counting half of the square."""
+    """FLOPs per second, counting half of the square (causal)."""
     backward: float
     ranks: int = 1
 
 
 @dataclass(frozen=True)
 class MeasuredRate:
-    """A rate of the whole device, measured with so many concurrent ranks."""
+    """A rate of the whole device, measured with a number of concurrent ranks."""
 
     kind: str
     """memory (bytes), adam (parameters on the host), to_device, to_host (bytes), launch (seconds
@@ -75,10 +76,10 @@ class MeasuredRate:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A measured collective of groups of `size` ranks, `groups` of them at once.
+    """A measured collective of `groups` concurrent groups of `size` ranks.
 
-    seconds = latency + wire bytes / bandwidth, where the wire carries (size-1)/size of the full
-    tensor, twice that in an all-reduce, all of it in a message (op `send`).
+    seconds = latency + wire bytes / bandwidth. The wire carries (size-1)/size of the full tensor,
+    twice as much in an all-reduce, and all of it in a message (op `send`).
     """
 
     op: str
@@ -123,17 +124,17 @@ class Device:
     cores: int = 132
     """Streaming multiprocessors: the number of matmul tiles computed at a time."""
     generation: int = 90
-    """Compute capability, as NVIDIA counts: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
+    """Compute capability in NVIDIA's numbering: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
     reach: Efficiency = Efficiency()
     products: tuple[MatmulRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
     rates: tuple[MeasuredRate, ...] = ()
     aliases: tuple[str, ...] = ()
-    """Other names of the same device, as used by runs and drivers."""
+    """Other names of the same device that runs and drivers use."""
     source: str = ""
 
-    # Mappings are not hashable, and clusters are keys of many caches: a cheap hash is enough, as
-    # equality still compares all fields.
+    # Mappings are not hashable, and clusters are keys of many caches. A cheap hash is enough,
+    # because equality still compares all fields.
     def __hash__(self) -> int:
         return self._hash
 
@@ -145,7 +146,7 @@ class Device:
         """Returns the FLOPs per second of the best matmul: measured, or the typical share of the
         peak.
         """
-        # Both 16-bit dtypes run at the same rate on tensor cores, so one stands in for the other.
+        # Both 16-bit dtypes run at the same rate on tensor cores, so one can replace the other.
         alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
         found = [self.measured[name] for name in alike if name in self.measured]
         peak = max((self.peak[name] for name in alike if name in self.peak), default=0.0)
@@ -154,7 +155,7 @@ class Device:
         )
 
     def measured_rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
-        """Returns a measured rate, for the nearest number of ranks; `usual` if it was not
+        """Returns a measured rate for the nearest number of ranks; `usual` if it was not
         measured.
         """
         rows = [row for row in self.rates if row.kind == kind]
@@ -168,13 +169,13 @@ class Link:
     """An interconnect between devices."""
 
     bandwidth: float
-    """Bytes per second of a device inside a node, or of a whole node between nodes."""
+    """Bytes per second of a device (inside a node) or of a whole node (between nodes)."""
     latency: float
     """Seconds per hop."""
     wide: float = 0.0
-    """Bytes per second between two devices alone, if it differs; 0: the same."""
+    """Bytes per second between only two devices, if it differs; 0 means the same."""
     collective: float = 1.0
-    """Share of the bandwidth that collectives can use, as measured; messages use all of it."""
+    """Measured share of the bandwidth that collectives reach; messages use all of it."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal devices."""
+    """A number of nodes with equal devices."""
 
     name: str
     device: Device
@@ -200,15 +201,15 @@ class Cluster:
     link: Link
     """Inside a node."""
     network: Link
-    """Between nodes; its bandwidth is that of a node, shared by all groups that communicate."""
+    """Between nodes. Its bandwidth is per node and shared by all groups that communicate."""
     nodes: int = 1
     host: HostSpec = HostSpec()
     collectives: tuple[MeasuredCollective, ...] = ()
     """Measurements; they replace `link` and `network` for groups of the same shape."""
     straggle: float = 0.01
-    """Slow-down of a step per doubling of the nodes (noise, dragonfly networks)."""
+    """Slowdown of a step per doubling of the nodes (noise, dragonfly networks)."""
     cores: int = 0
-    """CPU cores that ranks share; 0: each rank has a device of its own."""
+    """Number of CPU cores that the ranks share; 0 if each rank has its own device."""
     source: str = ""
 
     def __hash__(self) -> int:
@@ -224,19 +225,21 @@ class Cluster:
         return self.nodes * self.per_node
 
     def with_size(self, *, nodes: int = 0, devices: int = 0) -> Cluster:
-        """Returns the same machine with another number of nodes, or of devices."""
+        """Returns the same machine with another number of nodes or devices."""
         if devices:
-            # Fewer devices than a node has are a part of one node.
+            # Fewer devices than one node has: a part of one node.
             per_node = min(devices, self.per_node)
             if devices % per_node:
                 raise PlanError(
-                    f"devices={devices} do not fill nodes of {per_node}. Nodes are used whole. Use "
-                    f"{max(devices // per_node, 1) * per_node} or "
+                    f"devices={devices} is not a multiple of {per_node} devices per node. Only "
+                    f"whole nodes can be used. Use {max(devices // per_node, 1) * per_node} or "
                     f"{(devices // per_node + 1) * per_node}."
                 )
             return replace(self, nodes=devices // per_node, per_node=per_node)
         if nodes < 1:
-            raise PlanError(f"nodes={nodes}. A cluster has at least one node. Use nodes=1.")
+            raise PlanError(
+                f"nodes={nodes} is too small. A cluster has at least one node. Use nodes=1."
+            )
         return replace(self, nodes=nodes)
 
 
@@ -277,8 +280,8 @@ def find_device(name: str) -> Device:
     known = list(known_devices())
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise PlanError(
-        f"device {name!r} has no data sheet. Known are {', '.join(known)}. Use {near!r}, or run "
-        "`ranvier measure` on it."
+        f"device {name!r} has no data sheet. Known devices: {', '.join(known)}. Use {near!r}, or "
+        "run `ranvier measure` on it."
     )
 
 
@@ -288,7 +291,7 @@ def _normalize_name(name: str) -> str:
 
 @cache
 def load_cluster(name: str) -> Cluster:
-    """Returns a built-in cluster by its name, or the one that a TOML file describes."""
+    """Returns a built-in cluster by name, or the cluster that a TOML file describes."""
     if name.endswith(".toml") or "/" in name:
         return read_cluster(Path(name))
     known = _load_data_sheets()["cluster"]
@@ -296,13 +299,13 @@ def load_cluster(name: str) -> Cluster:
         return _parse_cluster({"name": _normalize_name(name), **known[_normalize_name(name)]})
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
     raise PlanError(
-        f"cluster {name!r} is not known. Known are {', '.join(known)}, or a TOML file as "
-        f"`ranvier measure` writes it. Use {near!r}."
+        f"cluster {name!r} is not known. Known clusters: {', '.join(known)}, or a TOML file that "
+        f"`ranvier measure` has written. Use {near!r}."
     )
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Returns the cluster of a TOML file; missing values of a known device come from its data
+    """Returns the cluster in a TOML file. Missing values of a known device come from its data
     sheet.
     """
     try:
@@ -311,18 +314,18 @@ def read_cluster(path: Path) -> Cluster:
         )
     except FileNotFoundError:
         raise PlanError(
-            f"cluster file {path} is not there. A cluster is a built-in name "
+            f"cluster file {path} does not exist. A cluster is a built-in name "
             f"({', '.join(cluster_names())}) or a TOML file. Use one of them or run `ranvier "
             "measure`."
         ) from None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         if isinstance(error, KeyError):
-            missing = "there is no "
+            missing = "missing key "
         else:
             missing = ""
         raise PlanError(
-            f"cluster file {path} cannot be read: {missing}{error!s:.200}. It has the fields that "
-            "`ranvier measure` writes. Measure again or mend it."
+            f"cluster file {path} cannot be read: {missing}{error!s:.200}. It must have the fields "
+            "that `ranvier measure` writes. Fix the file or measure again."
         ) from None
 
 
@@ -340,7 +343,7 @@ ROW_TYPES: Mapping[str, type] = {
 
 
 def _parse_device(facts: Mapping[str, Any]) -> Device:
-    """Returns a device from its table; missing values are those of the device `base`."""
+    """Returns a device from its table. Missing values come from the device named by `base`."""
     made = dict(facts)
     base = made.pop("base", "")
     for name, kind in ROW_TYPES.items():
@@ -350,7 +353,7 @@ def _parse_device(facts: Mapping[str, Any]) -> Device:
         made["reach"] = Efficiency(**made["reach"])
     if "aliases" in made:
         made["aliases"] = tuple(made["aliases"])
-    # A file of `ranvier measure` may name a known device and override what was measured.
+    # A file of `ranvier measure` may name a known device and override the measured values.
     if base:
         return replace(find_device(base), **made)
     return Device(**made)
@@ -372,7 +375,7 @@ def _parse_cluster(facts: Mapping[str, Any]) -> Cluster:
 
 
 def _format_cluster(made: Cluster) -> str:
-    """TOML: plain values first, then tables, then arrays of tables."""
+    """Formats a cluster as TOML: plain values first, then tables, then arrays of tables."""
     # Order matters: a plain value after a table header would belong to that table.
     lines = [*_format_fields(made)]
     lines += ["", "[device]", *_format_fields(made.device)]
@@ -410,7 +413,7 @@ def _format_value(x: Any) -> str:
 
 
 def measured_cluster_path(device: str) -> Path:
-    """Path of the measurements of a device on this host."""
+    """Returns the path of the measurements of a device on this host."""
     return (
         launch.cache_dir()
         / f"cluster-{_slugify_name(platform.node())}-{_slugify_name(device)}.toml"
@@ -418,8 +421,9 @@ def measured_cluster_path(device: str) -> Path:
 
 
 def load_measured_cluster(device: str = "") -> Cluster | None:
-    """Returns the measurements of a device on this host, or the latest (empty); None if there
-    are none.
+    """Returns the measurements of a device on this host, or the latest ones if `device` is empty.
+
+    Returns None if there are none.
     """
     if device:
         if measured_cluster_path(device).exists():

@@ -1,9 +1,9 @@
 """Communication volume: everything that a rank communicates in a step, in closed form.
 
-The same formulas as those of a parallel model (`cost.layers`, `cost.linear`, `buckets.spec`,
+These are the formulas of a parallel model (`cost.layers`, `cost.linear`, `buckets.spec`,
 `pipeline.traffic`), evaluated once for each kind of block and multiplied. Results that depend on
-few numbers only are cached, so that layouts which share them share the work. The events of a
-`ParallelModel` and of a dry run are the same. Imports no torch.
+few numbers only are cached, so that layouts share them. A `ParallelModel` and a dry run have the
+same events. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ CommPhase = Literal[
 and their gradients reduced over it; gradients, norm and weights of the optimizer step; messages
 between stages; scalars of the step."""
 STEP_VOTES = 3
-"""Flags that a training step reduces together with the gradient norm."""
+"""Number of flags that a training step reduces together with the gradient norm."""
 TOKEN_COUNT_BYTES = 8
 """Bytes of the token count of a step."""
 ROUTER_COUNTERS = 4
 ROUTER_COUNTER_BYTES = 8
-"""Counters of each MoE layer per step besides the load of each expert, and bytes of one."""
+"""Counters of each MoE layer per step in addition to the load of each expert, and bytes of one."""
 CACHE_SIZE = 1 << 16
-"""Cached results of each function."""
+"""Maximum number of cached results of each function."""
 
 
 class CommVolume(NamedTuple):
-    """Equal communications of a rank in a step."""
+    """A number of equal communications of a rank in a step."""
 
     part: str
-    """Name of the part of the model; empty if it belongs to none."""
+    """Name of the part of the model; empty if it does not belong to one."""
     phase: CommPhase
     op: str
     axis: tuple[str, ...]
     bytes: int
-    """Bytes of the whole (gathered or reduced) tensor, for each of them."""
+    """Bytes of the whole (gathered or reduced) tensor of each communication."""
     count: int  # type: ignore[assignment]
     where: str = ""
 
@@ -76,7 +76,7 @@ class StepCommVolume:
 
 
 class ShardingKey(NamedTuple):
-    """What the shards of a rank depend on: a hashable cache key."""
+    """A hashable cache key of everything that the shards of a rank depend on."""
 
     degrees: tuple[int, ...]
     """Degrees of all axes, outermost first."""
@@ -113,7 +113,8 @@ class ShardingKey(NamedTuple):
 
     @property
     def activation_key(self) -> ShardingKey:
-        """What activations depend on: no replicas, and pipe only if it splits the vocabulary."""
+        """The part of the key that activations depend on: no replicas, and pipe only if it splits
+        the vocabulary."""
         return _collapse_axes(self, "data", "depth")
 
 
@@ -129,7 +130,7 @@ def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
 
 @lru_cache(CACHE_SIZE)
 def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[LayerCost, ...]:
-    """Returns the layers of a part; the `activation_key` is a sufficient spot."""
+    """Returns the layers of a part. The `activation_key` is sufficient as `spot`."""
     ground = spot.layout_context(model)
     return tuple(leaf.build_layer("", ground) for leaf in part.layers)
 
@@ -156,7 +157,7 @@ def forward_flops(
 def block_param_specs(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey
 ) -> tuple[ParamSpec, ...]:
-    """Returns the parameters of one such part; those of blocks belong to the block `part.name`."""
+    """Returns the parameters of one such part. Parameters of blocks belong to block `part.name`."""
     ground = spot.layout_context(model)
     block = part.name if part.is_block else ""
     return tuple(piece for leaf in part.layers for piece in leaf.param_specs("", block, ground))
@@ -164,7 +165,7 @@ def block_param_specs(
 
 @dataclass(frozen=True, eq=False)
 class StageBlocks:
-    """The parts of a stage: of each kind how many, and in which order."""
+    """The parts of a stage: the number of each kind, and their order."""
 
     stage_spec: StageSpec
     blocks: tuple[BlockSpec, ...]
@@ -199,7 +200,7 @@ def build_all_stages(model: ModelSpec, plan: Plan, seq: int) -> list[StageBlocks
 
 
 def distinct_stages(model: ModelSpec, plan: Plan, seq: int) -> tuple[StageBlocks, ...]:
-    """Returns one stage of each kind: the first one with its parts."""
+    """Returns the first stage of each kind."""
     firsts = find_stage_starts(model, plan, seq)
     return _distinct_stages(model, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe)
 
@@ -218,13 +219,13 @@ def _distinct_stages(
 
 @lru_cache(CACHE_SIZE)
 def _vocab_part(part: BlockSpec) -> BlockSpec:
-    """Returns the vocabulary layers of the embedding or head, for stages that only share these."""
+    """Returns only the vocabulary layers of the embedding or head, which all stages share."""
     leaves = [leaf for leaf in part.layers if leaf.dims[:1] == ("vocab",)]
     return replace(part, layers=tuple(leaves))
 
 
 def find_stage_starts(model: ModelSpec, plan: Plan, seq: int) -> tuple[int, ...]:
-    """First part of each virtual stage: as given by the plan, or balanced by cost."""
+    """Returns the first part of each virtual stage: as given by the plan, or balanced by cost."""
     if plan.pipe == 1:
         return (0,)
     if plan.stage_starts:
@@ -247,7 +248,7 @@ def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float,
     # The smallest micro-batch that every split divides; costs matter only relative to each other.
     flow = ActivationShape(degrees["row"] * degrees["col"], seq, itemsize=2, statistics_itemsize=4)
     costs = [1.0 + forward_flops(model, part, inside, flow) for part in model.parts_in_order]
-    # Every stage computes a share of the head, so it does not weigh on the last one.
+    # Every stage computes a share of the head, so it is not part of the last stage.
     if inside.vocab_over_pipe:
         costs[-1] = 1.0
     return tuple(costs)
@@ -260,7 +261,9 @@ def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float,
 def stage_bucket_specs(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey
 ) -> tuple[tuple[str, BucketSpec, int], ...]:
-    """Name of the part, bucket, and number of equal ones, of all parameters of a stage."""
+    """Returns the part's name, bucket, and number of equal buckets, for all parameters of a
+    stage.
+    """
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     found = []
     vectors = list[ParamSpec]()
@@ -278,7 +281,7 @@ def stage_bucket_specs(
 def _mark_tied_params(
     pieces: Iterable[ParamSpec], model: ModelSpec, stage: StageBlocks, leaving: bool
 ) -> Iterable[ParamSpec]:
-    """Yields the parameters of embedding or head; a tied one is counted once, or lives on two
+    """Yields the parameters of embedding or head. A tied one is counted once, or is on two
     stages.
     """
     owner = next((leaf.tied for leaf in model.parts[-1].layers if leaf.tied), "")
@@ -296,7 +299,7 @@ def _mark_tied_params(
 
 @lru_cache(CACHE_SIZE)
 def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tuple[str, str], int]:
-    """Returns how often the weights of a part (and of a layer outside of blocks) are gathered."""
+    """Returns how often the weights of each part (and layer outside of blocks) are gathered."""
     # Layers whose backward gathers no weight: the head computes its gradients in forward. Without a
     # pipeline its backward follows directly and shares the gather anyway.
     alone = stage.stage_spec.num_stages == 1
@@ -312,7 +315,7 @@ def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tupl
                 block = leaf.tied or leaf.name
             if _has_matrix(leaf):
                 own = part.name if part.is_block else block
-                # A tied weight is counted with the layer that owns it.
+                # A tied weight is counted for the layer that owns it.
                 names.setdefault(block, (part.name, own))
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
@@ -342,7 +345,7 @@ def step_comm_volume(
     """Returns all communication of a step on a rank of a stage, for a resolved plan.
 
     flow: shape of a micro-batch. kept: recomputed blocks reuse saved results of collectives.
-    orders: how often a stage's leader broadcasts the next job; None: as the plan's policy does,
+    orders: how often a stage's leader broadcasts the next job; if None, as the plan's policy does,
     which may have to be simulated first.
     """
     spot = ShardingKey.from_plan(plan)
@@ -364,8 +367,8 @@ def step_comm_volume(
     types = element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
     rows += _count_events("", "pipe", traffic.micro_batch_events(here.stage_spec, size), micros)
-    # The token count and the loss are summed over all ranks that hold different tokens.
-    # Losses are computed in the layout of the logits.
+    # The token count and the loss are summed over all ranks that hold different tokens. Losses have
+    # the layout of the logits.
     region = ground.table.activation_rule("vocab")
     tokens = ground.axis_group(*region["batch"], *region["seq"])
     numbers = [
@@ -385,7 +388,7 @@ def step_comm_volume(
 
 
 def _router_load_events(model: ModelSpec, ground: LayoutContext) -> list[Event]:
-    """Returns the router statistics of a step, reduced over all ranks with other tokens or
+    """Returns the router statistics of a step, reduced over all ranks with different tokens or
     layers.
     """
     found = [(part.count, leaf) for part in model.parts for leaf in part.layers_of_kind("mixture")]
@@ -405,7 +408,7 @@ def element_sizes(flow: ActivationShape) -> ElementSizes:
 def _count_events(
     part: str, phase: CommPhase, events: Sequence[Event], times: int
 ) -> list[CommVolume]:
-    """Events that occur `times` times, equal ones merged."""
+    """Returns events that occur `times` times, with equal ones merged."""
     counts = Counter((event.op, event.axis, event.bytes, event.where) for event in events)
     return [
         CommVolume(part, phase, op, axis, size, count * times, where)
@@ -479,7 +482,7 @@ def _weight_volumes(
 def bucket_events(
     model: ModelSpec, stage: StageBlocks, spot: ShardingKey, types: ElementSizes
 ) -> tuple[tuple[str, CommPhase, Event, int], ...]:
-    """Part, phase, event and number of buckets, of what each bucket communicates once."""
+    """Returns part, phase, event and number of buckets, for the communication of each bucket."""
     ground = spot.layout_context(model)
     found = list[tuple[str, CommPhase, Event, int]]()
     depth = ground.axis_group("depth")
@@ -504,13 +507,13 @@ def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> in
         plan.num_micro_batches,
         dynamic=policy.is_dynamic,
         split=policy.split_backward,
-        # As in a dry run; over NCCL there are more, on the host.
+        # As in a dry run. Over NCCL there are more, on the host.
         rendezvous=False,
     )
 
 
 def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
-    """Returns the scheduling policy of the stages of a plan; simulated once."""
+    """Returns the scheduling policy of the stages of a plan. It is simulated once."""
     # Compiled blocks and a vocabulary split over pipe cannot defer weight gradients.
     splits = plan.compile != "on" and not plan.vocab_over_pipe
     shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.virtual_stages)

@@ -2,9 +2,9 @@
 
 A rank creates one communicator for each line of ranks and channel that its steps communicate over,
 at the start of a run (`grid`). All stages of a pipeline build the whole model before they keep
-their parts, so each creates those of all layers. Lines with the same ranks share one: data·depth is
-data if depth is 1. An NCCL communicator takes device memory outside of the caching allocator;
-messages between the hosts of stages go over Gloo and take none.
+their parts, so each rank creates the communicators of all layers. Lines with the same ranks share
+one: data·depth is data if depth is 1. An NCCL communicator takes device memory outside of the
+caching allocator; messages between the hosts of stages use Gloo and take none.
 
 Not handled: pruned runs, which create one more over all axes but pipe.
 """
@@ -38,11 +38,11 @@ CONTROL_CHANNEL = "control"
 """Channels of `grid`, repeated here because it imports numpy: the next job inside a stage, and
 control messages between the hosts of stages."""
 GLOO_CHANNELS = (HOST_CHANNEL, CONTROL_CHANNEL)
-"""Channels over Gloo."""
+"""Channels that use Gloo."""
 DEPTH_CHANNELS = ("gather", "scatter")
-"""Channels over depth: of weights and of their gradients."""
+"""Channels over depth: for weights and for their gradients."""
 ROUTING_AXES = tuple(axis for axis in AXES if axis != "col")
-"""Axes whose ranks route different tokens, or have other layers."""
+"""Axes whose ranks route different tokens or have different layers."""
 
 Backend = Literal["nccl", "gloo"]
 ChannelUse = tuple[Mapping[str, int], str, int]
@@ -56,7 +56,7 @@ class CommunicatorSpec:
     degrees: tuple[tuple[str, int], ...]
     """Its axes, and the number of ranks of each."""
     channel: str
-    """Channel; empty: that of collectives."""
+    """Name of the channel; empty for collectives."""
     peers: int = 0
     """Number of point-to-point peers."""
 
@@ -86,19 +86,22 @@ def list_communicators(
 
 
 def communicator_bytes(count: int, peers: int = 0) -> int:
-    """Device memory of a rank with `count` NCCL communicators; peers: sum over all of them."""
+    """Returns the device memory of a rank with `count` NCCL communicators.
+
+    peers: number of point-to-point peers, summed over all communicators.
+    """
     if count == 0:
         return 0
     return FIRST_BYTES + KERNEL_BYTES + (count - 1) * FURTHER_BYTES + peers * PEER_BYTES
 
 
 def worst_stage(model: ModelSpec, plan: Plan) -> int:
-    """Returns the stage whose ranks lose most device memory to communicators."""
+    """Returns the stage whose communicators take most device memory."""
     return _worst_stage(model, ShardingKey.from_plan(plan), plan.virtual_stages)
 
 
 def worst_stage_bytes(model: ModelSpec, plan: Plan) -> int:
-    """Device memory of the communicators of a rank, on the stage that has most."""
+    """Returns the device memory of the communicators of a rank on the worst stage."""
     return total_bytes(list_communicators(model, plan, stage=worst_stage(model, plan)))
 
 
@@ -113,7 +116,7 @@ def _worst_stage(model: ModelSpec, spot: ShardingKey, chunks: int) -> int:
 
 
 def total_bytes(made: Iterable[CommunicatorSpec]) -> int:
-    """Device memory of all communicators of a rank."""
+    """Returns the device memory of all communicators of a rank."""
     nccl = [one for one in made if one.backend == "nccl"]
     return communicator_bytes(len(nccl), sum(one.peers for one in nccl))
 
@@ -144,7 +147,7 @@ def _list_communicators(
 def _channel_uses(
     model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
 ) -> Iterator[ChannelUse]:
-    """Everything that steps communicate over; the same line may occur several times."""
+    """Yields all lines that steps communicate over; a line may occur several times."""
     ground = spot.layout_context(model)
     degrees = ground.degrees
     region = ground.table.activation_rule("vocab")
@@ -184,7 +187,7 @@ def _channel_uses(
 def _activation_axes(
     model: ModelSpec, inside: ShardingKey
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Axes over which layers communicate activations, and the peers of an all-to-all."""
+    """Returns the axes over which layers communicate activations, and the peers of an all-to-all."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
     # The sizes do not matter, but each rank must have some tokens.
     tokens = degrees["row"] * degrees["col"]
@@ -204,9 +207,7 @@ def _activation_axes(
 def _replica_groups(
     model: ModelSpec, shards: ShardingKey
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Returns the ranks of each axis that hold the same shard of a weight, for all kinds of
-    weights.
-    """
+    """Returns the ranks per axis that hold the same shard of a weight, for each kind of weight."""
     degrees = dict(zip(AXES, shards.degrees, strict=True))
     pieces = (piece for part in model.parts for piece in block_param_specs(model, part, shards))
     same = (tuple(spec.replicas_per_axis(piece.sharding, degrees).items()) for piece in pieces)

@@ -1,4 +1,4 @@
-"""Measure how fast one device multiplies, copies, and exchanges data with its host.
+"""Measures how fast a device multiplies, copies, and exchanges data with its host.
 
 Each number is the best of a few tries of some milliseconds, so that other load on the machine
 matters little. On a CPU the device is the host: both directions are plain copies.
@@ -26,15 +26,15 @@ class DeviceRates:
     memory: float
     """Bytes read or written in its memory."""
     to_device: float
-    """Bytes from pinned host memory, while as many go the other way."""
+    """Bytes from pinned host memory, while as many bytes are copied the other way."""
     to_host: float
-    """Bytes to pinned host memory, likewise."""
+    """Bytes to pinned host memory, while as many bytes are copied the other way."""
     adam: float
     """Parameters that the host's processors update."""
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
-    """Returns the rates of a device, in well under a second."""
+    """Returns the rates of a device. Takes well under a second."""
     with torch.no_grad():
         to_device, to_host = _host_link_rates(device)
         flops = _matmul_rate(device, dtype)
@@ -85,8 +85,8 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def _host_link_rates(device: torch.device) -> tuple[float, float]:
-    """Returns the bytes per second to the device and from it, both at once, as the bus may be
-    shared.
+    """Returns the bytes per second to and from the device, measured at the same time because the
+    bus may be shared.
     """
     size = _copy_bytes(device)
     cuda = device.type == "cuda"
@@ -117,8 +117,8 @@ def _host_link_rates(device: torch.device) -> tuple[float, float]:
 
 
 def _cpu_adam_rate(size: int) -> float:
-    """Returns the parameters per second of torch's fused AdamW on the host, for more than its
-    caches hold.
+    """Returns the parameters per second of torch's fused AdamW on the host, for tensors larger
+    than its caches.
     """
     param = torch.zeros(size, requires_grad=True)
     param.grad = torch.zeros(size)

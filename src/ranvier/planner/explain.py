@@ -1,4 +1,4 @@
-"""Explain a search result: the best layouts, why the first one is best, and how to run it."""
+"""Explains a search result: the best layouts, why the first one is best, and how to run it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ranvier.planner.time.compute import FP8_SCALING
 TIE_RATIO = 1.01
 """Ratio of step times below which they count as equal."""
 MIN_SHOWN_SHARE = 0.04
-"""Minimum share of a step for a part to be named."""
+"""Minimum share of the step time for a part to be listed."""
 TABLE_HEADER = (
     "layout",
     "micro",
@@ -38,17 +38,17 @@ TABLE_HEADER = (
     "where the time goes",
 )
 PART_LABELS = {
-    "compute": "matrix products",
+    "compute": "matmuls",
     "attention": "attention",
-    "recompute": "what is computed again",
+    "recompute": "recomputation",
     "row": "communication over row",
     "col": "communication over col",
     "depth": "communication over depth",
     "data": "communication over data",
     "pipe": "messages between stages",
-    "bubble": "stages that wait",
-    "update": "the update",
-    "host": "states on the host",
+    "bubble": "the pipeline bubble",
+    "update": "the optimizer update",
+    "host": "host transfers",
     "expert": "communication over expert",
     "context": "communication over context",
     "other": "waiting for the slowest node",
@@ -62,7 +62,7 @@ def format_degrees(plan: Plan) -> str:
 
 
 def describe_candidate(found: PredictedCandidate) -> str:
-    """Everything that distinguishes a layout except its micro-batch and recompute mode."""
+    """Returns the settings of a layout except its micro-batch and recompute mode."""
     plan = found.plan
     words = [format_degrees(found.plan)]
     if plan.col > 1 and plan.col_splits == "features":
@@ -85,7 +85,7 @@ def _innermost_axes(plan: Plan) -> list[str]:
 
 
 def format_seconds(value: float) -> str:
-    """Returns a time in a few characters."""
+    """Formats a time with three digits."""
     # Below 0.9995, three digits never round up to 1000 ms.
     if value < 0.9995:
         return f"{1000 * value:.3g} ms"
@@ -168,29 +168,29 @@ def summarize_choice(result: SearchResult) -> str:
     best = result.best
     it = result.best.prediction
     return (
-        f"{describe_candidate(best)}, micro-batch {best.plan.micro_batch}, recompute "
-        f"{best.plan.recompute}: {format_seconds(it.step_seconds)} a step predicted, best of "
-        f"{result.num_candidates:,} layouts; {describe_bottleneck(result)}"
+        f"{describe_candidate(best)}, micro-batch {best.plan.micro_batch}, recompute="
+        f"{best.plan.recompute}: predicted {format_seconds(it.step_seconds)} per step, best of "
+        f"{result.num_candidates:,} layouts. {describe_bottleneck(result)}"
     )
 
 
 def explain_choice(result: SearchResult) -> list[str]:
-    """Returns the choice in a few sentences."""
+    """Returns a few sentences that describe and justify the choice."""
     best = result.best
     it = result.best.prediction
     low, high = it.interval
     kind = layout_family(best.plan)
-    # Omit the name of the family if the degrees say it already.
+    # Omit the name of the family if the degrees already show it.
     if kind not in format_degrees(best.plan):
         named = f" ({kind})"
     else:
         named = ""
     said = [
-        f"{describe_candidate(best)}{named}: {format_seconds(it.step_seconds)} a step (80 % of "
-        f"such predictions lie between {format_seconds(low)} and {format_seconds(high)}), "
+        f"{describe_candidate(best)}{named}: {format_seconds(it.step_seconds)} per step (80% "
+        f"interval: {format_seconds(low)} to {format_seconds(high)}), "
         f"{format_number(it.tokens_per_second)} tokens/s, MFU {format_percent(it.mfu)}, "
-        f"{it.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB of a device.",
-        "Its time goes into "
+        f"{it.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB per device.",
+        "Time is spent on "
         f"{_join_words([f'{PART_LABELS[n]} ({format_percent(s)})' for n, s in part_shares(it)])}.",
         describe_bottleneck(result),
         *_explain_compile(result),
@@ -201,15 +201,15 @@ def explain_choice(result: SearchResult) -> list[str]:
 
 
 def _explain_compile(result: SearchResult) -> Iterator[str]:
-    """Yields what compiling the blocks of split layers gains, although they overlap less."""
+    """Yields a sentence on the gain of compiled blocks, which overlap less communication."""
     best = result.best
     wish = result.request
     if best.plan.compile == "on" and wish.plan.compile != "on":
         plain = replace(best.candidate, plan=replace(best.plan, compile="auto"))
         spent = sum(predict.step_seconds_by_part(wish.workload, plain, wish.cluster).values())
         yield (
-            "Its blocks are compiled (--plan.compile on): inside a graph communication is not "
-            f"overlapped; with eager blocks a step takes {format_seconds(spent)}."
+            "Its blocks are compiled (--plan.compile on). Communication inside a compiled block is "
+            f"not overlapped, but with eager blocks a step takes {format_seconds(spent)}."
         )
 
 
@@ -230,31 +230,33 @@ def describe_bottleneck(result: SearchResult) -> str:
     if faster:
         one = min(faster, key=lambda one: (one.prediction.memory.total_bytes, one.sort_key))
         return (
-            f"Memory binds: {describe_candidate(one)} with micro-batch {one.plan.micro_batch} and "
-            f"recompute {one.plan.recompute} would take "
-            f"{format_seconds(one.prediction.step_seconds)}, but needs "
-            f"{one.prediction.memory.total_bytes / GIB:.1f} of {it.limit / GIB:.1f} GiB."
+            f"Bottleneck: memory. {describe_candidate(one)} with micro-batch "
+            f"{one.plan.micro_batch} and recompute={one.plan.recompute} would take "
+            f"{format_seconds(one.prediction.step_seconds)} per step, but needs "
+            f"{one.prediction.memory.total_bytes / GIB:.1f} GiB of {it.limit / GIB:.1f} GiB."
         )
     # Otherwise the largest part that is neither compute nor recomputation.
     waits = [one for one in part_shares(it) if one[0] not in ("compute", "attention", "recompute")]
     if not waits:
-        return "Compute binds: no layout has less to do."
+        return "Bottleneck: compute. No layout has less of it."
     name, share = waits[0]
     if name == "bubble":
         return _describe_slowest_stage(result) or (
-            f"The batch binds: stages wait {format_percent(share)} of the time, since "
+            f"Bottleneck: the batch. Stages are idle {format_percent(share)} of the time, because "
             f"{best.plan.global_batch} sequences are only {best.plan.num_micro_batches} "
             "micro-batches."
         )
     return (
-        f"{PART_LABELS[name].capitalize()} binds: {format_percent(share)} of a step that "
-        "nothing hides."
+        f"Bottleneck: {PART_LABELS[name]}. It takes {format_percent(share)} of the step, not "
+        "overlapped with compute."
     )
 
 
 def _describe_slowest_stage(result: SearchResult) -> str:
-    """Returns a sentence that the slowest stage is the bottleneck, if the others wait for it
-    longer than for the pipeline to fill and drain; else empty.
+    """Returns a sentence if the slowest stage is the bottleneck, otherwise an empty string.
+
+    It is the bottleneck if the other stages wait for it longer than for the pipeline to fill and
+    drain.
     """
     best = result.best
     wish = result.request
@@ -274,35 +276,35 @@ def _describe_slowest_stage(result: SearchResult) -> str:
     parts = wish.workload.model.parts
     held += ["the embedding"] * (parts[0].name in names) + ["the head"] * (parts[-1].name in names)
     return (
-        f"The slowest stage binds: stage {at} of {plan.pipe} ({_join_words(held)}) takes "
-        f"{format_seconds(slowest)} for a micro-batch, the mean stage {format_seconds(mean)}; "
-        f"stages wait {format_percent(bubble / best.prediction.step_seconds)} of the time."
+        f"Bottleneck: the slowest stage. Stage {at} of {plan.pipe} ({_join_words(held)}) takes "
+        f"{format_seconds(slowest)} per micro-batch, the average stage {format_seconds(mean)}; "
+        f"stages are idle {format_percent(bubble / best.prediction.step_seconds)} of the time."
     )
 
 
 def _compare_styles(result: SearchResult) -> Iterator[str]:
-    """Yields how much slower other styles are, or that they are not."""
+    """Yields how much slower the best layouts of other styles are."""
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     behind = baseline_slowdowns(best)
     same = [name for name, times in behind.items() if times < TIE_RATIO]
     if "FSDP" in same:
-        yield "FSDP is as good as anything here: nothing is gained by other axes."
+        yield "The best FSDP layout is as fast as any other: other axes gain nothing here."
     elif same:
         yield f"The best {' and the best '.join(same)} layout takes the same time."
     for name, times in behind.items():
         if times >= TIE_RATIO:
             one = best[name]
             yield (
-                f"The best {name} layout ({describe_candidate(one)}) takes {times:.2f} times "
-                f"as long{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
+                f"The best {name} layout ({describe_candidate(one)}) takes {times:.2f}x as "
+                f"long{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
             )
     missing = [name for name in ("Megatron", "FSDP", "AxoNN") if name not in best]
     if missing:
-        yield f"No {' and no '.join(missing)} layout fits or divides."
+        yield f"No {' and no '.join(missing)} layout is both valid and small enough."
 
 
 def _main_difference(slow: Prediction, fast: Prediction) -> str:
-    """Returns the part of a step that makes most of the difference."""
+    """Returns the part of a step that causes most of the difference."""
     names = {*slow.seconds_by_part, *fast.seconds_by_part}
     more = {
         n: slow.seconds_by_part.get(n, 0.0) - fast.seconds_by_part.get(n, 0.0)
@@ -310,12 +312,12 @@ def _main_difference(slow: Prediction, fast: Prediction) -> str:
     }
     name = max(more, key=lambda n: more[n])
     if more[name] > 0:
-        return f", mostly for {PART_LABELS[name]} (+{format_seconds(more[name])})"
+        return f", mostly due to {PART_LABELS[name]} (+{format_seconds(more[name])})"
     return ""
 
 
 def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
-    """Yields whether splitting features over col as well pays off if ranks split a layer."""
+    """Yields whether 2-D tensor parallelism (row and col) is faster than 1-D (row only)."""
     alike = [f for f in result.feasible_candidates if f.plan.pipe == result.best.plan.pipe]
     one = next((f for f in alike if f.plan.row > 1 and f.plan.col == 1), None)
     two = next((f for f in alike if f.plan.col > 1), None)
@@ -327,11 +329,11 @@ def _compare_tensor_dims(result: SearchResult) -> Iterator[str]:
         f"{_describe_traffic(two, result.request)}"
     )
     if ratio > TIE_RATIO:
-        yield f"1-D wins over 2-D by {format_percent(ratio - 1)}: {what}."
+        yield f"1-D is {format_percent(ratio - 1)} faster than 2-D: {what}."
     elif ratio < 1 / TIE_RATIO:
-        yield f"2-D wins over 1-D by {format_percent(1 / ratio - 1)}: {what}."
+        yield f"2-D is {format_percent(1 / ratio - 1)} faster than 1-D: {what}."
     else:
-        yield f"1-D and 2-D tie: {what}."
+        yield f"1-D and 2-D take the same time: {what}."
 
 
 def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
@@ -358,8 +360,8 @@ def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
         words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.seconds_by_part.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return (
-        f"({describe_candidate(found)}) moves {_join_words(words)} and waits "
-        f"{format_seconds(waits)} in all"
+        f"({describe_candidate(found)}) moves {_join_words(words)}, of which "
+        f"{format_seconds(waits)} is exposed"
     )
 
 
@@ -378,9 +380,7 @@ def _axis_traffic(
 
 
 def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[str, Any]:
-    """Returns the settings of a layout by their dotted names, where they differ from the
-    default.
-    """
+    """Returns the settings of a layout that differ from the defaults, by dotted name."""
     plan = found.plan
     usual = Plan()
     names = (
@@ -408,7 +408,7 @@ def candidate_settings(found: PredictedCandidate, wish: SearchRequest) -> dict[s
 
 
 def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Sequence[str]) -> str:
-    """Returns the command that runs a layout; carried: options of the user that are kept."""
+    """Returns the command that runs a layout, with the user's own options (`carried`)."""
     chosen = candidate_settings(found, wish)
     words = ["ranvier train", *carried]
     for name, value in chosen.items():
@@ -418,7 +418,7 @@ def train_command(found: PredictedCandidate, wish: SearchRequest, carried: Seque
             text = value
         words.append(f"--{name.replace('_', '-')} {text}")
     cluster = wish.cluster
-    # On several nodes Slurm starts the ranks; on one node ranvier does.
+    # On several nodes Slurm starts the ranks; on one node `ranvier train` does.
     if cluster.nodes > 1:
         return (
             f"srun --nodes {cluster.nodes} --ntasks-per-node {cluster.per_node} {' '.join(words)}"

@@ -1,8 +1,8 @@
-"""Framework profiles: how a framework runs a step: what it saves, what it overlaps, its kernels.
+"""Framework profiles: what a framework saves in a step, what it overlaps, and its kernels.
 
-`RANVIER` is the one that plans are made for. Profiles of frameworks whose published runs are scored
-are beside the score (benchmarks/published_frameworks.py). Entries are facts about code, not numbers
-fitted to its runs; `source` says where each comes from.
+Plans are made for `RANVIER`. Profiles of other frameworks, whose published runs are compared with
+predictions, are in benchmarks/published_frameworks.py. Entries are facts about the code of a
+framework, not numbers fitted to its runs; `source` names the origin of each.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class FrameworkProfile:
 
     name: str
     attention: AttentionKernel = "flash2"
-    """scores: matmuls that materialize all scores, with softmax and dropout kernels."""
+    """scores: matmuls that materialize all attention scores, with softmax and dropout kernels."""
     sequence_parallel: bool = True
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
     elementwise_passes: float = 1.0
     """Memory accesses between matmuls, relative to hand-fused kernels."""
     compiled_passes: float = 0.8
-    """The same for a compiled block."""
+    """The same ratio for a compiled block."""
     bandwidth_factor: float = 1.0
     """Rate of its memory-bound kernels relative to typical ones (`Efficiency.memory`)."""
     loss_bytes_per_logit: int = 20
@@ -63,7 +63,7 @@ class FrameworkProfile:
     overlaps_dx: bool = False
     """Whether reductions over row in backward overlap with the matmul of dW."""
     overlaps_in_graphs: bool = True
-    """Whether compiled blocks overlap as eager ones do."""
+    """Whether compiled blocks overlap communication as eager blocks do."""
     overlaps_grad_reduction: bool = True
     """Whether gradients are reduced while the backward pass is still running."""
     pipe_overlap: float = 0.0
@@ -77,31 +77,31 @@ class FrameworkProfile:
     shards_states: bool = True
     """Whether optimizer states are sharded over data."""
     scatters_messages: bool = True
-    """Whether each rank of a row sends a part of a message to the next stage, not the whole."""
+    """Whether each rank of a row sends only its part of a message to the next stage."""
     stage_partition: Literal["equal", "balanced"] = "equal"
-    """Stages: equal numbers of blocks (or of blocks, embedding and head, where that divides), or
-    balanced by cost."""
+    """How stages are cut: equal numbers of blocks (or of blocks, embedding and head, if that
+    divides), or balanced by cost."""
     selective_recompute: Literal["attention", "half", "small"] = "attention"
     """What selective recomputation recomputes: attention; every other matmul and everything between
-    matmuls; everything between matmuls."""
+    matmuls; or everything between matmuls."""
     allocator_reserve: float = 0.05
-    """Memory reserved by the allocator but not used by tensors, over that used by tensors."""
+    """Memory that the allocator reserves but tensors do not use, relative to used memory."""
     released_reserve: float = 0.5
-    """Share of that which it releases before a run is out of memory."""
+    """Share of that reserve which is released before a run is out of memory."""
     context_bytes: float = 1.5e9
-    """Device bytes outside of tensors: context, libraries, and NCCL, except for Ranvier, whose
-    communicators are counted (`communicators`)."""
+    """Device bytes outside of tensors: context, libraries, and NCCL. For Ranvier without NCCL,
+    whose communicators are counted separately (`communicators`)."""
     memory_margin: float = 0.0
     """Share of the device's memory that must stay free."""
     source: str = ""
 
 
 class Foreign(FrameworkProfile, ABC):
-    """Another framework, with formulas of its own for memory and communication."""
+    """Another framework, with its own formulas for memory and communication."""
 
     @abstractmethod
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
-        """Returns the bytes of its worst stage by category."""
+        """Returns the bytes of its largest stage by category."""
 
     @abstractmethod
     def spoken(
@@ -132,6 +132,6 @@ RANVIER = FrameworkProfile(
     allocator_reserve=0.03,
     released_reserve=0.0,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
-    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks/index.md): cuDNN's "
-    "attention, 0.9 of the bandwidth, three passes over logits",
+    "accumulated or reduced, stages balanced by cost; kernels as profiled "
+    "(docs/benchmarks/index.md): cuDNN attention, 0.9 of the bandwidth, three passes over logits",
 )

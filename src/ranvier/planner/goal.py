@@ -2,18 +2,18 @@
 
     days = tokens / rate(nodes) / 86400
 
-The rate of a number of nodes is that of its best layout. Starting from a guess by the peak of a
-device, the number is doubled until it is fast enough, then bisected between the last that was too
-slow and the first that was not, by quick searches (the best layouts of a number that was searched,
-carried over). The result n is then confirmed:
+The rate of a number of nodes is the rate of its best layout. The search starts from a guess based
+on the peak of a device, doubles the number until it is fast enough, and then bisects. It uses quick
+searches, which try only the best layouts found for another number of nodes. The result n is then
+confirmed:
 
-    n      reaches the goal in a search of all layouts, or by a layout that was carried over
-    below  the next lower number that can share the work does not, in a search of all layouts
-    fewer  nor do, in quick searches, the MAX_QUICK_SEARCHES numbers with most divisors of those
-           whose nodes would each have to be up to 5 % faster than the best seen
+    n      reaches the goal in a full search or with a layout from another number of nodes
+    below  the next lower number that can share the work does not reach it in a full search
+    fewer  in quick searches, none of the MAX_QUICK_SEARCHES smaller numbers with most divisors
+           reaches it (only numbers whose nodes would have to be at most 5% faster than the best)
 
 More nodes are not always faster: a batch can only be shared by so many ranks, and a number with few
-divisors has few layouts. So it is not proven that no lower number would do.
+divisors has few layouts. So this is not a proof that no lower number is enough.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ TIME_UNITS = {
 }
 COUNT_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MAX_NODES = 4096
-"""Nodes of the largest cluster that is tried."""
+"""Number of nodes of the largest cluster that is tried."""
 MAX_NODE_SPEEDUP = 1.05
-"""How much faster than the best node seen the nodes of a smaller cluster may be assumed to be."""
+"""Maximum speed of a node of a smaller cluster, relative to the fastest node found so far."""
 MAX_QUICK_SEARCHES = 16
 """Maximum number of smaller clusters that are tried."""
 SHAPE_FIELDS = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
@@ -53,18 +53,18 @@ WIDTH_PER_LAYER = 110.0
 LLAMA3_VOCAB = 128256
 """Width / layers of Llama 3 (102 to 130), and its vocabulary."""
 SIZE_TOLERANCE = 0.15
-"""Relative difference up to which a number of parameters means a named size."""
+"""Maximum relative difference of a number of parameters to a named size that it stands for."""
 GOAL_EXAMPLES = "Write for example '70B, 2T tokens, 30 days' or 'llama3-8b, 15T tokens, 2 weeks'."
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What to reach: a model, tokens, and a time limit."""
+    """A training goal: a model, a number of tokens, and a time limit."""
 
     tokens: float
     seconds: float
     size: str = ""
-    """A named size; empty: a model with `parameters` parameters."""
+    """A named size, or empty for a model with `parameters` parameters."""
     parameters: float = 0.0
 
 
@@ -78,7 +78,7 @@ class GoalResult:
     """Time to train on all tokens."""
     meets_goal: bool
     next_fewer: tuple[int, float] | None = None
-    """The next lower number that can share the work, and its seconds, if a layout fits."""
+    """The next lower number of nodes that can share the work, and its seconds, if a layout fits."""
 
     @property
     def device_hours(self) -> float:
@@ -103,16 +103,16 @@ def parse_goal(text: str) -> Goal:
             parameters = _parse_number(match[1], match[2], word)
         else:
             raise PlanError(
-                f"goal: {word!r} is no size, no number of tokens and no time. A size is a number "
+                f"goal: {word!r} is not a size, a number of tokens or a time. A size is a number "
                 f"of parameters or one of {', '.join(MODEL_SIZES)}. {GOAL_EXAMPLES}"
             )
     missing = [name for name, value in (("tokens", tokens), ("time", seconds)) if not value]
     if missing:
         raise PlanError(
-            f"goal={text!r} has no {' and no '.join(missing)}. A goal is a number of tokens within "
+            f"goal={text!r} has no {' and no '.join(missing)}. A goal needs a number of tokens and "
             f"a time. {GOAL_EXAMPLES}"
         )
-    # A number of parameters near a published model means that model.
+    # A number of parameters close to a published model selects that model.
     return Goal(tokens, seconds, size or nearest_named_size(parameters), parameters)
 
 
@@ -122,12 +122,12 @@ def _parse_number(digits: str, scale: str, word: str) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value < 1e20:
-        raise PlanError(f"goal: {word!r} is no number above 0. {GOAL_EXAMPLES}")
+        raise PlanError(f"goal: {word!r} is not a number above 0. {GOAL_EXAMPLES}")
     return value
 
 
 def nearest_named_size(parameters: float) -> str:
-    """Returns the named size with about so many parameters; empty if there is none."""
+    """Returns the named size with about this many parameters; empty if there is none."""
     from ranvier.config.kinds import named_model
 
     counts = {name: named_model(name).num_parameters for name in MODEL_SIZES}
@@ -138,10 +138,10 @@ def nearest_named_size(parameters: float) -> str:
 
 
 def llama_like_config(parameters: float) -> DecoderConfig:
-    """Returns a Llama-3-like decoder with about so many parameters.
+    """Returns a Llama-3-like decoder with about this many parameters.
 
-    The width of large models is a multiple of 1024, the MLP 3.5 times as wide, and width / layers
-    as close to that of Llama 3 as possible.
+    The width of large models is a multiple of 1024, the MLP is 3.5 times as wide, and the ratio of
+    width to layers is as close to Llama 3 as possible.
     """
     made = [_llama_config_of_width(embed, parameters) for embed in MODEL_WIDTHS]
     return min(
@@ -150,10 +150,10 @@ def llama_like_config(parameters: float) -> DecoderConfig:
 
 
 def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
-    """As many layers of this width as yield the number of parameters, an even number."""
+    """Returns a decoder of this width whose number of layers, even, fits `parameters` best."""
     heads = embed // 128
     mlp = embed * 7 // 2
-    # Llama 3 has 8 key and value heads; narrow models whose heads 8 does not divide have no GQA.
+    # Llama 3 has 8 key-value heads. Narrow models whose heads are not a multiple of 8 have no GQA.
     kv_heads = heads if heads % 8 else 8
     # q, k, v and o with heads of 128 elements, and the three matrices of a gated MLP.
     block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
@@ -171,7 +171,7 @@ def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
 
 
 def guess_nodes(goal: Goal, parameters: float, peak: float) -> int:
-    """Returns the nodes that reach the goal at 40 % MFU. peak: FLOPs per second of a node."""
+    """Returns the number of nodes that reach the goal at 40% MFU. peak: FLOP/s of a node."""
     # 6 FLOPs per parameter and token.
     return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
@@ -180,17 +180,17 @@ class NodeSearch(Protocol):
     """The searches that `find_fewest_nodes` needs."""
 
     def can_share_evenly(self, nodes: int) -> bool:
-        """Returns whether so many nodes can share the work evenly, regardless of memory."""
+        """Returns whether this many nodes can share the work evenly, regardless of memory."""
 
     def quick_search(self, nodes: int) -> SearchResult | None:
-        """Returns the best of some layouts; None if none of these fits."""
+        """Returns the best of some layouts; None if none of them fits."""
 
     def full_search(self, nodes: int) -> SearchResult | None:
         """Returns the best of all layouts; None if none fits."""
 
 
 class NodeTrials:
-    """Numbers of nodes that were tried, each with its best result so far."""
+    """The numbers of nodes tried, each with its best result so far."""
 
     def __init__(
         self, goal: Goal, searches: NodeSearch, told: Callable[[GoalResult], None]
@@ -204,7 +204,7 @@ class NodeTrials:
         self.best_by_nodes: dict[int, GoalResult] = {}
 
     def reaches_goal(self, nodes: int, *, whole: bool = False) -> bool:
-        """Returns whether so many nodes have been found to reach the goal."""
+        """Returns whether this many nodes are known to reach the goal."""
         if whole:
             result = self.full_search(nodes)
         else:
@@ -220,20 +220,22 @@ class NodeTrials:
         return nodes in self.best_by_nodes and self.best_by_nodes[nodes].meets_goal
 
     def first_shareable(self, numbers: Iterable[int]) -> int:
-        """Returns the first of some numbers that can share the work; 0 if none can."""
+        """Returns the first number that can share the work; 0 if none can."""
         return next((n for n in numbers if self.can_share_evenly(n)), 0)
 
     def fastest_result(self) -> GoalResult | None:
-        """Returns the result with the least time."""
+        """Returns the fastest result."""
         return min(
             self.best_by_nodes.values(), key=lambda one: (one.seconds, one.nodes), default=None
         )
 
     def fewer_nodes_to_try(self, nodes: int) -> list[int]:
-        """Smaller clusters to try: those with most divisors, of all whose nodes need not be more
-        than MAX_NODE_SPEEDUP times as fast as any seen.
+        """Returns the smaller clusters to try, those with most divisors.
+
+        Only clusters whose nodes must be at most MAX_NODE_SPEEDUP times as fast as the fastest node
+        found so far.
         """
-        # Goal progress per node and second; it bounds how few nodes could be enough.
+        # Progress towards the goal per node and second, which bounds how few nodes can be enough.
         pace = max(1.0 / (one.seconds * one.nodes) for one in self.best_by_nodes.values())
         least = math.ceil(1.0 / (self.goal.seconds * pace * MAX_NODE_SPEEDUP))
         able = filter(
@@ -250,13 +252,13 @@ def find_fewest_nodes(
     most: int = MAX_NODES,
     told: Callable[[GoalResult], None] = lambda _: None,
 ) -> GoalResult | None:
-    """Returns the fewest nodes that reach a goal; else the fastest up to `most`; None if nothing
-    fits.
+    """Returns the fewest nodes that reach a goal.
 
-    first: a guess. told: called with the result of each number of nodes that was tried.
+    If no number up to `most` reaches it, returns the fastest; None if nothing fits. `first` is a
+    guess; the callback receives the result of each number of nodes tried.
     """
     tries = NodeTrials(goal, searches, told)
-    # A first number near the guess, preferably one whose search is short.
+    # Start near the guess, preferably with a number whose search is short.
     low = 0
     high = tries.first_shareable(_few_divisors(min(first, most)))
     high = (
@@ -264,8 +266,8 @@ def find_fewest_nodes(
         or tries.first_shareable(range(min(first, most), 0, -1))
         or tries.first_shareable(range(1, most + 1))
     )
-    # Double until a number reaches the goal. A full search follows only if the quick one found
-    # nothing at all, as for the first number, which has no layouts to carry over.
+    # Double until a number reaches the goal. A full search follows only if the quick one finds
+    # nothing, as for the first number, which has no layouts to start from.
     while (
         high
         and not tries.reaches_goal(high)
@@ -274,12 +276,12 @@ def find_fewest_nodes(
         low = high
         high = tries.first_shareable(range(min(2 * low, most), low, -1))
     if not high:
-        # No number up to `most` is fast enough: search the fastest one in full and report it.
+        # No number up to `most` is fast enough: search the fastest one fully and report it.
         best = tries.fastest_result()
         if best is not None:
             tries.reaches_goal(best.nodes, whole=True)
         return tries.fastest_result()
-    # Bisect by quick searches.
+    # Bisect with quick searches.
     while middle := tries.first_shareable(_from_middle(low, high)):
         low, high = (low, middle) if tries.reaches_goal(middle) else (middle, high)
     found = tries.best_by_nodes[_confirm_fewest(tries, high)]
@@ -288,11 +290,9 @@ def find_fewest_nodes(
 
 
 def _confirm_fewest(tries: NodeTrials, high: int) -> int:
-    """Returns the number of nodes below which none is found to be enough, by a full search of
-    the next.
-    """
+    """Returns the number of nodes after full searches have rejected the next lower number."""
     while True:
-        # A full search of this number yields more layouts to carry over, so look twice.
+        # A full search of this number finds more layouts for quick searches, so look twice.
         for whole in (False, True):
             tries.reaches_goal(high, whole=whole)
             fewer = min(filter(tries.reaches_goal, tries.fewer_nodes_to_try(high)), default=0)
@@ -307,13 +307,11 @@ def _confirm_fewest(tries: NodeTrials, high: int) -> int:
 
 
 def _few_divisors(near: int) -> list[int]:
-    """Returns the numbers within an eighth of `near`, fewest divisors first: their search is
-    short.
-    """
+    """Returns the numbers within an eighth of `near`, fewest divisors first (short searches)."""
     some = range(near - near // 8, near + near // 8 + 1)
     return sorted(some, key=lambda n: (len(divisors(n)), abs(n - near)))
 
 
 def _from_middle(low: int, high: int) -> list[int]:
-    """Returns the numbers between two, from the middle outwards."""
+    """Returns the numbers between two bounds, from the middle outwards."""
     return sorted(range(low + 1, high), key=lambda n: abs(2 * n - low - high))

@@ -1,16 +1,16 @@
 """Microbenchmarks: rates of the ranks of a machine, measured as rows of a cluster file.
 
-Ranks on CPUs share cores, so each row says how many ranks ran at the same time: all of them start
-together and continue for some milliseconds, and the mean is taken. Processor time counts, scaled by
-the ranks per core, so that other processes on the machine do not. An accelerator (CUDA) is measured
-on one rank.
+Ranks on CPUs share cores, so each row has the number of concurrent ranks. All of them start
+together and continue for some milliseconds, and the mean is taken. Processor time is counted,
+scaled by the ranks per core, so that other processes on the machine do not matter. An accelerator
+(CUDA) is measured on one rank.
 
-    products    x Wᵀ, dy W, dyᵀ x                  FLOPs per second by m, n, k and dtype
+    matmuls     x Wᵀ, dy W, dyᵀ x                  FLOPs per second by m, n, k and dtype
     attention   causal, forward and backward       FLOPs per second: 2 b h s² k, and 2.5 times that
     memory      y = x                              bytes read and written per second
     between     silu, norm, sums and products      the same, one operation after the other
     update      one fused AdamW                    parameters per second; norm: of their squares
-    cast        to 8 bits, plain and transposed    bytes of the wide tensor per second
+    cast        to 8 bits, plain and transposed    bytes of the 16-bit tensor per second
     launch      one small operation from Python    seconds, alone (launch), with backward (pair)
 """
 
@@ -38,15 +38,15 @@ from ranvier.planner.cluster import AttentionRate, MatmulRate, MeasuredRate
 MeasuredRow = MatmulRate | AttentionRate | MeasuredRate
 Barrier = Callable[[], None]
 WARMUP_CALLS = 3
-"""Untimed calls: libraries select their kernels in the first ones."""
+"""Number of untimed calls: libraries select their kernels in the first ones."""
 ELEMENTWISE_TENSORS = 16
-"""Tensors that the elementwise operations read and write in all, each in memory of its own."""
+"""Number of tensors that the elementwise operations read and write, each in its own memory."""
 HEATUP_SECONDS = 3.0
 """Seconds of load before a device is measured."""
 ROWWISE_TOKENS = 16384
-"""Tokens of matmuls with row-wise scales."""
+"""Number of tokens of matmuls with row-wise scales."""
 CHAINED_OPS = 32
-"""Small operations in a row."""
+"""Number of small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,18 +107,18 @@ HOST_SHAPES = BenchmarkShapes(
 
 @dataclass
 class Microbenchmark:
-    """A rank that measures, with others or alone."""
+    """A rank that runs the benchmarks, alone or with others."""
 
     device: torch.device
     ranks: int = 1
-    """Number of ranks that measure the same at the same time."""
+    """Number of ranks that run the same benchmark at the same time."""
     barrier: Barrier = lambda: None
     """Waits for all of them."""
     shapes: BenchmarkShapes = HOST_SHAPES
     dtypes: tuple[str, ...] = ("fp32",)
     """Dtypes of matmuls."""
     on_progress: Callable[[str], None] = lambda _: None
-    """Called with what is being measured."""
+    """Called with the name of the current benchmark."""
     rows: list[MeasuredRow] = field(default_factory=list)
 
     @classmethod
@@ -150,19 +150,19 @@ class Microbenchmark:
         return self.rows
 
     def time_call(self, work: Callable[[], object]) -> float:
-        """Returns the seconds per call: the mean of as many calls as fit into `min_seconds`, in
-        parallel.
+        """Returns the seconds per call: the mean of as many calls as fit into `min_seconds`, with
+        all ranks in parallel.
         """
         for _ in range(WARMUP_CALLS):
             work()
         self.synchronize()
-        # One timed call gives the number of repetitions.
+        # One timed call determines the number of repetitions.
         begin = time.perf_counter()
         work()
         self.synchronize()
         each = max(time.perf_counter() - begin, 1e-7)
         count = max(min(int(self.shapes.min_seconds / each), 10_000), 2)
-        # All ranks start together, so that they compete for cores all the time.
+        # All ranks start together, so that they compete for cores the whole time.
         self.barrier()
         # On CUDA the calls are queued without synchronizing and timed by events on the device.
         if self.device.type == "cuda":
@@ -180,16 +180,16 @@ class Microbenchmark:
         while done < 2 or time.perf_counter() - begin < self.shapes.min_seconds:
             work()
             done += 1
-        # Processor time is that of all threads, so with several threads wall time is the measure.
+        # Processor time includes all threads, so with several threads wall time is used.
         if torch.get_num_threads() > 1:
             return (time.perf_counter() - begin) / done
         return (time.process_time() - busy) / done * ranks_per_core(self.ranks)
 
     def heat_up(self) -> None:
-        """Runs a device until its clock is that of a long run: its power limit lowers it."""
+        """Runs a device until it has the clock of a long run, which its power limit lowers."""
         if self.device.type != "cuda":
             return
-        self.on_progress("the device at work")
+        self.on_progress("warming up the device")
         (x,) = random_tensors([(8192, 8192)], DTYPES[self.dtypes[0]], self.device)
         begin = time.perf_counter()
         while time.perf_counter() - begin < HEATUP_SECONDS:
@@ -206,17 +206,17 @@ class Microbenchmark:
         """Returns a row with one number."""
         return MeasuredRate(kind, value, self.ranks)
 
-    # ---- what is measured ---------------------------------------------------------------
+    # ---- benchmarks ---------------------------------------------------------------------
 
     def benchmark_matmuls(self) -> Iterator[MeasuredRow]:
-        """Matmuls: forward, gradient of the input, gradient of the weight."""
+        """Yields rates of matmuls: forward, gradient of the input, gradient of the weight."""
         for kind in self.dtypes:
-            self.on_progress(f"matrix products in {kind}")
+            self.on_progress(f"matmuls in {kind}")
             for tokens, out, into in self.shapes.matmuls:
                 # Few models are trained in fp32 on accelerators: square shapes are enough.
                 if kind == "fp32" and self.device.type == "cuda" and out != into:
                     continue
-                # As with one scale, but a little slower at all sizes: one size is enough.
+                # Like one scale, but a little slower at all sizes: one size is enough.
                 if kind == "fp8row" and tokens != ROWWISE_TOKENS:
                     continue
                 for name, (m, n, k), seconds in self._time_matmuls(kind, tokens, out, into):
@@ -247,7 +247,9 @@ class Microbenchmark:
         yield "dw", weight, self.time_call(lambda: float8.scaled_matmul(dy8t, x8t, x.dtype))
 
     def benchmark_casts(self) -> Iterator[MeasuredRow]:
-        """Scale of a tensor (its largest magnitude), then casts to 8 bits, plain and transposed."""
+        """Yields rates of the scale of a tensor (its largest magnitude) and of casts to 8 bits,
+        plain and transposed.
+        """
         if "fp8" not in self.dtypes:
             return
         one = float8.Float8Linear("tensorwise")
@@ -261,7 +263,7 @@ class Microbenchmark:
         )
 
     def benchmark_memory(self) -> Iterator[MeasuredRow]:
-        """Copies in device memory, and elementwise operations."""
+        """Yields rates of copies in device memory and of elementwise operations."""
         self.on_progress("memory")
         x = torch.zeros(self.shapes.copy_bytes, dtype=torch.uint8, device=self.device)
         y = torch.zeros_like(x)
@@ -280,7 +282,7 @@ class Microbenchmark:
         yield self.rate_row("between", ELEMENTWISE_TENSORS * a.nbytes / self.time_call(between))
 
     def benchmark_attention(self) -> Iterator[MeasuredRow]:
-        """Causal attention, forward and backward, by the fastest backend, as runs choose it."""
+        """Yields rates of causal attention, forward and backward, with the fastest backend."""
         self.on_progress("attention")
         for kind in self.dtypes[:2]:
             for shape in self.shapes.attention:
@@ -308,7 +310,9 @@ class Microbenchmark:
         return forward, self.time_call(back)
 
     def benchmark_updates(self) -> Iterator[MeasuredRow]:
-        """AdamW on flat tensors, as the optimizer runs it; 16-bit weights have master weights."""
+        """Yields rates of AdamW on flat tensors, as in the optimizer; 16-bit weights have master
+        weights.
+        """
         self.on_progress("updates")
         kind = DTYPES[self.dtypes[0]]
         weight, mean, square = (
@@ -331,7 +335,7 @@ class Microbenchmark:
         )
 
     def benchmark_launches(self) -> Iterator[MeasuredRow]:
-        """Small operations: the overhead of Python and torch per operation."""
+        """Yields the overhead of Python and torch per small operation."""
         self.on_progress("small operations")
         x = torch.zeros(8, 8, device=self.device)
         leaf = x.clone().requires_grad_()

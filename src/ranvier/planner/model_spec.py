@@ -71,17 +71,17 @@ class LayerSpec:
     """The linears of a fused layer."""
     head_dim: int = 0
     window: int = 0
-    """Sliding window in tokens; 0: full causal attention."""
+    """Sliding window in tokens; 0 means full causal attention."""
     whole: bool = False
-    """Whether its input has the whole sequence already."""
+    """Whether its input already has the whole sequence."""
     top: int = 0
     """Experts per token; `shape` is (experts, width, embed)."""
     matrices: int = 0
-    """Matrices per expert: 3 with a gate, else 2."""
+    """Matrices per expert: 3 with a gate, otherwise 2."""
 
     @property
     def num_parameters(self) -> int:
-        """Number of its parameters, without tied ones that belong to another layer."""
+        """Number of its parameters, without tied ones of another layer."""
         # An expert layer also has a router [experts, embed].
         if self.kind == "mixture":
             return self.num_expert_parameters + self.shape[0] * self.shape[2]
@@ -104,7 +104,7 @@ class LayerSpec:
         return self.shape[0]
 
     def build_layer(self, prefix: str, ground: LayoutContext) -> LayerCost:
-        """Its cost model (communication and compute) in a layout."""
+        """Returns its cost model (communication and compute) in a layout."""
         name = f"{prefix}{self.name}"
         dims = [d if isinstance(d, str) else d[1] for d in self.dims]
         match self.kind:
@@ -134,14 +134,14 @@ class LayerSpec:
         return products.LinearWeight(self.shape, self.dims, ground, self.trainable)
 
     def param_specs(self, prefix: str, block: str, ground: LayoutContext) -> Iterator[ParamSpec]:
-        """Its parameters in a layout, including a tied one under its owner's name.
+        """Yields its parameters in a layout, including a tied one under its owner's name.
 
-        block: the block around it; layers outside of blocks are buckets of their own.
+        block: the block that contains it; each layer outside of blocks is its own bucket.
         """
         name = f"{prefix}{self.name}"
         for leaf in self.inside:
             yield from leaf.param_specs(f"{name}.", block or name, ground)
-        # A fused layer has no weight of its own.
+        # A fused layer itself has no weight.
         if not self.shape:
             return
         if self.kind == "mixture":
@@ -156,7 +156,7 @@ class LayerSpec:
             cut = Sharding.from_dims(
                 self.shape, dims, rule, degrees, units=ground.units, depth=True
             )
-            # The optimizer treats embeddings as a group of their own; a tied head belongs to it.
+            # Embeddings are a separate group of the optimizer; a tied head belongs to it.
             if kind == "embedding" or self.tied:
                 group: ParamGroup = "embedding"
             else:
@@ -202,7 +202,7 @@ class BlockSpec:
     count: int
     layers: tuple[LayerSpec, ...]
     block_indices: tuple[int, ...] = ()
-    """Indices of the model's blocks of this kind, from 0; empty: it is not a block."""
+    """Indices of the model's blocks of this kind, from 0; empty if it is not a block."""
 
     @property
     def is_block(self) -> bool:
@@ -211,16 +211,16 @@ class BlockSpec:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of parameters of one of them."""
+        """Number of parameters of one such part."""
         return sum(leaf.num_parameters for leaf in self.layers)
 
     @cached_property
     def num_expert_parameters(self) -> int:
-        """Number of these that belong to experts."""
+        """Number of its parameters that belong to experts."""
         return sum(leaf.num_expert_parameters for leaf in self.layers)
 
     def layers_of_kind(self, *kinds: LayerKind) -> list[LayerSpec]:
-        """Its layers of these kinds."""
+        """Returns its layers of these kinds."""
         return [leaf for leaf in self.layers if leaf.kind in kinds]
 
 
@@ -323,7 +323,7 @@ def _layer_to_dict(leaf: LayerSpec) -> dict[str, Any]:
     found = {k: v for k, v in asdict(leaf).items() if k in ("name", "kind") or v != usual[k]}
     if leaf.inside:
         found["inside"] = [_layer_to_dict(one) for one in leaf.inside]
-    # A round trip turns tuples into lists, as a reader of the file gets them.
+    # A round trip turns tuples into lists, as a reader of the file sees them.
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
@@ -335,7 +335,7 @@ def _layer_from_dict(facts: Mapping[str, Any]) -> LayerSpec:
     return LayerSpec(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
 
 
-# ---- where specs come from --------------------------------------------------------------
+# ---- sources of specs -------------------------------------------------------------------
 
 
 @cache
@@ -355,9 +355,7 @@ def dense_decoder(
     positions: int = 0,
     name: str = "",
 ) -> ModelSpec:
-    """Returns a decoder from numbers, as published runs give them. positions: learned ones; 0:
-    rotary.
-    """
+    """Returns a decoder with these sizes. positions: number of learned ones; 0 means rotary."""
     units = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "vocab": vocab}
 
     def linear(name: str, out: str, into: str, *shape: int) -> LayerSpec:
@@ -407,23 +405,21 @@ def load_shipped_spec(name: str) -> ModelSpec:
     if not path.is_file():
         known = sorted(one.stem for one in SPEC_FOLDER.glob("*.json"))
         raise PlanError(
-            f"There is no list of layers of the size {name!r}. Lists ship for "
-            f"{', '.join(known)}. Use one of these, or a run."
+            f"No layer list ships for the model size {name!r}. Known sizes: {', '.join(known)}. "
+            "Use one of these, or a run."
         )
     return ModelSpec.from_dict(json.loads(path.read_text()))
 
 
 def resolve_model_spec(run: RunConfig) -> ModelSpec:
-    """Returns the model of a run: of a built-in size, from the cache, or built once on the meta
-    device.
-    """
+    """Returns the model of a run: a built-in size, from the cache, or built on the meta device."""
     config = asdict(run.model)
     lora = asdict(run.lora)
     size = config.pop("size")
     # Shipped specs have no adapters.
     if run.lora.rank == 0 and _is_shipped_size(run):
         return load_shipped_spec(size)
-    # Imports are local so that reading a shipped spec does not load them.
+    # Local imports, so that reading a shipped spec does not load them.
     import hashlib
 
     from ranvier import launch
@@ -440,7 +436,7 @@ def resolve_model_spec(run: RunConfig) -> ModelSpec:
     from ranvier.planner.model_spec_torch import build_model_spec
 
     model = replace(build_model_spec(run.model, run.lora), name=size)
-    # A cache that cannot be written is not an error: the next run builds the model once more.
+    # A cache that cannot be written is not an error: the next run builds the model again.
     with suppress(OSError):
         _write_atomically(path, json.dumps(model.to_dict()))
     return model

@@ -1,4 +1,4 @@
-"""Build the planner's model specification from a real model on the meta device."""
+"""Builds the planner's model specification from a real model on the meta device."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def build_model_spec(config: ModelConfig, lora: AdapterConfig) -> ModelSpec:
 
 
 def build_module_spec(model: nn.Module) -> ModelSpec:
-    """Returns the spec of a model with named dims, which is parallelized in place."""
-    # On a grid of one rank the layers carry their dims and cost models but no shards.
+    """Returns the spec of a model with named dims. Parallelizes the model in place."""
+    # On a grid of one rank the layers have their dims and cost models but no shards.
     parallel = get_parallel_model(parallelize(model, Grid({}), materialize=False))
-    # Linears inside of fused layers are part of those.
+    # Linears inside of fused layers are counted with these.
     together = [name for name, leaf in parallel.layers.items() if isinstance(leaf, FusedLinear)]
     children = {n for n in parallel.layers if n.rpartition(".")[0] in together}
     outside: tuple[list[LayerSpec], list[LayerSpec]] = ([], [])
@@ -52,7 +52,8 @@ def build_module_spec(model: nn.Module) -> ModelSpec:
         found = _layer_spec(name, leaf, parallel.layers)
         if found is None:
             continue
-        # Layers outside of blocks belong to the exit once a block has been seen, else to the entry.
+        # Layers outside of blocks belong to the exit if a block precedes them, otherwise to the
+        # entry.
         if block:
             blocks[block].append(replace(found, name=found.name.removeprefix(f"{block}.")))
         else:
@@ -103,7 +104,7 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
         return LayerSpec(name, "entropy", (leaf.dim,))
     if isinstance(leaf, SequenceGather):
         return LayerSpec(name, "opening")
-    # A layer with weights that is missing here would be left out of all predictions.
+    # A layer with weights that is missing here would be missing in all predictions.
     if not isinstance(leaf, Norm | Embedding | DoraMagnitude):
         assert not leaf.handles, f"{name} has weights that the planner does not know"
         return None

@@ -1,10 +1,11 @@
-"""Offload search: the fastest placement of a step on a device and its host that fits, as predicted.
+"""Offload search: the placement of a step on device and host that fits and is predicted fastest.
 
 A pure search over the closed form of memory (`planner.memory`): the micro-batch, the recompute mode
 of each block, which optimizer states, weights and activations are offloaded to the host, and where
-states are updated. None of these changes a result but for the order of sums. Settings given by the
-user are kept: only those in `open_settings` are chosen. All stages of a pipeline have the same
-placement, but each has as much recomputation as it needs; the slowest stage gives the time.
+states are updated. None of these changes a result except for the order of sums. Settings given by
+the user are kept: only the settings in `open_settings` are chosen. All stages of a pipeline have
+the same placement, but each has as much recomputation as it needs. The slowest stage gives the
+time.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ SEARCHABLE_SETTINGS = (
 """Settings that may be left open."""
 FRAGMENTATION_SHARE = 0.03
 """Share of the temporary memory of a step that the allocator loses to fragmentation. It is also the
-margin of the closed form, which is up to 3 % below what steps of adapters and mixtures need."""
+margin of the closed form, which is up to 3% too low for steps with adapters or experts."""
 MIN_RESIDENT_SHARE = 0.05
-"""Minimum share of the optimizer states that is worth keeping on the device."""
+"""Minimum share of the optimizer states to keep on the device."""
 WEIGHT_LOCATIONS: tuple[WeightsLocation, ...] = ("device", "host")
 OFFLOAD_FRACTIONS = (0.0, 0.5, 1.0)
-"""Shares of the activations that are tried on the host."""
+"""Shares of the activations to try on the host."""
 MAX_CHANGED_SETTINGS = 2
-"""Maximum number of settings that a proposal changes."""
+"""Maximum number of settings that a suggestion changes."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,16 @@ class FitProblem:
     """Micro-batches to try, largest first."""
     rates: DeviceRates
     device_limit: int
-    """Bytes of the device that may be used."""
+    """Device bytes that may be used."""
     host_limit: int
-    """Bytes of the host that may be used."""
+    """Host bytes that may be used."""
     given_placement: Placement
     """Values of the settings that are not open."""
     open_settings: frozenset[str]
     library_bytes: int = 0
-    """Bytes on the device that are in use in any case."""
+    """Device bytes that are always in use."""
     communicator_bytes: int = 0
-    """Bytes of the device in addition to `device_limit`, allocated when a run starts."""
+    """Device bytes in addition to `device_limit`, allocated when a run starts."""
 
     @cached_property
     def num_blocks(self) -> int:
@@ -107,7 +108,7 @@ class FitResult:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """Sort key: least time first; of equal times the one that offloads less."""
+        """Sort key: the fastest first; of equal times, the one that offloads less first."""
         chosen = self.placement
         elsewhere = (
             chosen.parameters == "host",
@@ -140,7 +141,9 @@ def _resting_weights(stage: RankMemory, choice: Placement) -> int:
 
 
 def _memory_peaks(stage: RankMemory, choice: Placement) -> tuple[PeakUsage, ...]:
-    """Candidate memory peaks of a stage, including those while offloaded states are updated."""
+    """Returns the candidate memory peaks of a stage, including those while offloaded states are
+    updated.
+    """
     return stage.peaks(
         choice.micro_batch,
         stage.own_modes(choice.recompute_modes),
@@ -155,9 +158,7 @@ def _peak_with_gaps(peak: PeakUsage) -> int:
 
 
 def _staging_bytes(stage: RankMemory, choice: Placement) -> tuple[int, int]:
-    """Returns the bytes of the buffers for state tiles in transfer, on the device and on the
-    host.
-    """
+    """Returns the bytes of the buffers for state tiles in transfer, on device and host."""
     sizes = stage.sizes
     if not _offloaded_state_bytes(stage, choice):
         return 0, 0
@@ -170,13 +171,11 @@ def _staging_bytes(stage: RankMemory, choice: Placement) -> tuple[int, int]:
 def _bytes_without_states(
     case: FitProblem, stage: RankMemory, choice: Placement
 ) -> tuple[int, int]:
-    """Returns the bytes on the device besides states: if all of them are there, and if some are
-    not.
-    """
+    """Returns the device bytes without states: if all states are on the device, and if not."""
     peaks = _memory_peaks(stage, choice)
     resting = case.library_bytes + _resting_weights(stage, choice)
     ring = _staging_bytes(stage, replace(choice, optimizer_states="host"))[0]
-    # Gradients of an update that still runs in forward exist only if states are offloaded.
+    # Gradients of an update that continues in the next forward exist only if states are offloaded.
     here = max(_peak_with_gaps(one) for one in peaks if one.where != IN_NEXT_FORWARD)
     return resting + here, resting + max(map(_peak_with_gaps, peaks)) + ring
 
@@ -197,7 +196,7 @@ def resting_bytes(stage: RankMemory, choice: Placement) -> int:
 def predict_breakdown(
     case: FitProblem, choice: Placement, stage: int | None = None
 ) -> MemoryBreakdown:
-    """Returns the predicted memory breakdown of a placement; stage None: of the one with most."""
+    """Returns the predicted memory breakdown of a placement; by default of the largest stage."""
     if stage is None:
         one = max(case.stages, key=lambda one: stage_device_bytes(case, one, choice))
     else:
@@ -205,7 +204,7 @@ def predict_breakdown(
     sizes = one.sizes
     away = _offloaded_state_bytes(one, choice)
     peaks = (p for p in _memory_peaks(one, choice) if away or p.where != IN_NEXT_FORWARD)
-    # The breakdown is that of the largest peak.
+    # The breakdown at the largest peak.
     peak = max(peaks, key=_peak_with_gaps)
     if sizes.state_bytes:
         share = 1.0 - away / sizes.state_bytes
@@ -262,9 +261,7 @@ def _offloaded_activations(stage: RankMemory, choice: Placement) -> int:
 
 
 def predict_fit_seconds(case: FitProblem, choice: Placement) -> StepSeconds:
-    """Returns the predicted time of a step: of the slowest stage, with the bubble of the
-    pipeline.
-    """
+    """Returns the predicted time of a step: the slowest stage, plus the pipeline bubble."""
     return max(
         (_stage_seconds(case, stage, choice) for stage in case.stages), key=lambda one: one.total
     )
@@ -296,7 +293,7 @@ def _stage_seconds(case: FitProblem, stage: RankMemory, choice: Placement) -> St
         blocks=max(len(modes), 1),
         cpu=choice.optimizer_step_on == "cpu",
     )
-    # Fill and drain, which chunks shorten.
+    # Fill and drain, which virtual stages shorten.
     passes = stage.work.samples // choice.micro_batch
     busy = 1.0 + (stage.plan.pipe - 1) / (stage.plan.virtual_stages * passes)
     return replace(
@@ -310,7 +307,7 @@ def _stage_seconds(case: FitProblem, stage: RankMemory, choice: Placement) -> St
 
 
 def enumerate_fits(case: FitProblem) -> Iterator[FitResult]:
-    """Placements that fit, including the fastest of each micro-batch and location."""
+    """Yields placements that fit, including the fastest for each micro-batch and location."""
     for one in _enumerate_placements(case):
         yield from _fit_recompute_modes(case, one, _recompute_choices(case, one))
 
@@ -332,12 +329,12 @@ def _enumerate_placements(case: FitProblem) -> Iterator[Placement]:
 
 
 def _recompute_choices(case: FitProblem, choice: Placement) -> list[tuple[RecomputeMode, ...]]:
-    """Recompute modes of the blocks, those with least recomputation first."""
+    """Returns recompute modes of the blocks, least recomputation first."""
     if "recompute" not in case.open_settings:
         return [case.given_placement.recompute_modes]
     if len(case.stages) == 1:
         return _stage_candidates(case.stages[0], choice.micro_batch)
-    # Each stage gets the least recomputation with which it fits, for either place of the states.
+    # Each stage gets the least recomputation with which it fits, for either location of the states.
     if "optimizer_states" in case.open_settings:
         places: tuple[StatesLocation, ...] = ("device", "host")
     else:
@@ -347,15 +344,13 @@ def _recompute_choices(case: FitProblem, choice: Placement) -> list[tuple[Recomp
 
 
 def _stage_candidates(stage: RankMemory, micro: int) -> list[tuple[RecomputeMode, ...]]:
-    """Modes of the blocks of a stage, those with least recomputation first."""
+    """Returns modes of the blocks of a stage, least recomputation first."""
     saved = {kind: sum(sizes) for kind, sizes in stage.saved_bytes_by_mode(micro).items()}
     return recompute_budget.candidate_modes(saved, len(stage.block_indices))
 
 
 def _modes_of_stages(case: FitProblem, choice: Placement) -> tuple[RecomputeMode, ...]:
-    """Returns the modes of all blocks with which each stage fits; where none does, those of
-    least bytes.
-    """
+    """Returns modes of all blocks with which each stage fits; the smallest ones if none fits."""
     found = dict[int, RecomputeMode]()
     for stage in case.stages:
         sizes = dict[int, tuple[RecomputeMode, ...]]()
@@ -372,7 +367,7 @@ def _modes_of_stages(case: FitProblem, choice: Placement) -> tuple[RecomputeMode
 def with_stage_modes(
     case: FitProblem, choice: Placement, stage: RankMemory, kinds: Sequence[RecomputeMode]
 ) -> Placement:
-    """Returns a placement with the modes of one stage; those of others do not matter to it."""
+    """Returns a placement with the modes of one stage; the modes of other stages do not matter."""
     modes: list[RecomputeMode] = ["none"] * case.num_blocks
     for i, kind in zip(stage.block_indices, kinds, strict=True):
         modes[i] = kind
@@ -386,7 +381,7 @@ def _fit_recompute_modes(
     least = predict_fit_seconds(case, replace(choice, recompute_modes=ways[0])).compute
     shortest = math.inf
     for kinds in ways:
-        # Lower bound of the time with these modes. They are sorted, so later ones are slower.
+        # Lower bound of the time with these modes. The modes are sorted, so later ones are slower.
         if least * (1.0 + recompute_budget.recompute_fraction(kinds) * case.block_share) > shortest:
             return
         for found in _fit_update_locations(case, replace(choice, recompute_modes=kinds)):
@@ -421,7 +416,7 @@ def _fit_update_locations(case: FitProblem, choice: Placement) -> Iterator[FitRe
 def _state_placements(
     case: FitProblem, choice: Placement, rests: Sequence[tuple[int, int]]
 ) -> Iterator[Placement]:
-    """Yields where the states of a placement may be stored: as many on the device as fit.
+    """Yields locations of the states of a placement: as many on the device as fit.
 
     rests: bytes of each stage without states.
     """
@@ -432,7 +427,7 @@ def _state_placements(
     ):
         yield choice
         return
-    # The bytes of the most states of a rank, and the least room that a stage has for them.
+    # The most bytes of states of a rank, and the least free memory of a stage for them.
     states = max(stage.sizes.state_bytes for stage in case.stages)
     # rest[1] includes the staging buffers, needed as soon as any state is offloaded.
     left = min(
@@ -461,7 +456,7 @@ def fastest_fit(found: Iterable[FitResult]) -> FitResult | None:
 
 
 def min_device_bytes(case: FitProblem) -> int:
-    """Least device memory with which a placement fits, given the host memory."""
+    """Returns the least device memory with which a placement fits, given the host memory."""
     # Without a limit states would stay on the device, so they are moved to the host explicitly.
     tight = replace(case, device_limit=2**62)
     if "optimizer_states" in case.open_settings:
@@ -481,15 +476,15 @@ def min_device_bytes(case: FitProblem) -> int:
 
 
 def _least_memory_modes(case: FitProblem, choice: Placement) -> list[tuple[RecomputeMode, ...]]:
-    """Recompute modes among which is the one with the least memory."""
+    """Returns recompute modes that include the one with the least memory."""
     if "recompute" in case.open_settings and len(case.stages) > 1:
         return [_modes_of_stages(replace(case, device_limit=0), choice)]
     return _recompute_choices(case, choice)
 
 
 def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[FitResult]:
-    """Returns the cheapest changes of `now` that fit: of few settings, the same mode for all
-    blocks.
+    """Returns the cheapest changes of `now` that fit. They change few settings, and all blocks have
+    the same mode.
     """
     found: dict[tuple[str, ...], FitResult] = {}
     for kind in RECOMPUTE_COST:
@@ -503,7 +498,7 @@ def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[F
         ):
             words = diff_options(now, fit.placement)
             better = words not in found or fit.sort_key < found[words].sort_key
-            # Of placements with the same changed options only the best is offered.
+            # Of placements with the same changed options, only the best is suggested.
             if 0 < len(words) <= MAX_CHANGED_SETTINGS and better:
                 found[words] = fit
     order = sorted(found.items(), key=lambda one: (one[1].sort_key[0], len(one[0])))
@@ -514,9 +509,7 @@ def cheapest_changes(case: FitProblem, now: Placement, count: int = 3) -> list[F
 
 
 def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
-    """Returns the settings in which a placement differs from the current one, as options of a
-    run.
-    """
+    """Returns the settings in which a placement differs from the current one, as options."""
     found = []
     if then.micro_batch != now.micro_batch:
         found.append(f"--plan.micro-batch {then.micro_batch}")
@@ -532,17 +525,17 @@ def diff_options(now: Placement, then: Placement) -> tuple[str, ...]:
 
 
 def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) -> list[str]:
-    """Returns what was chosen and why, in two to four lines. found: all placements that fit."""
+    """Returns the choice and its reason in two to four lines. found: all placements that fit."""
     time = fit.seconds
     where = predict_breakdown(case, fit.placement).where
     lines = [
         f"memory: {_format_gib(fit.device_bytes)} of {_format_gib(case.device_limit)} GiB, "
-        f"most {where}: {describe_placement(case, fit.placement)}"
+        f"peak {where}: {describe_placement(case, fit.placement)}"
     ]
-    parts = {"computing": time.compute, "computing again": time.recompute}
-    parts |= {"updating": time.update, "waiting": time.waiting}
-    more = ", ".join(f"{value:.3g} {name}" for name, value in parts.items() if value > 0.0)
-    lines.append(f"predicted: {time.total:.3g} s a step: {more}")
+    parts = {"compute": time.compute, "recomputation": time.recompute}
+    parts |= {"optimizer update": time.update, "waiting": time.waiting}
+    more = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items() if value > 0.0)
+    lines.append(f"predicted: {time.total:.3g} s per step: {more}")
     if fit.host_bytes:
         lines[-1] += (
             f"; {_format_gib(fit.host_bytes)} of {_format_gib(case.host_limit)} GiB on the host"
@@ -556,18 +549,18 @@ def explain_fit(case: FitProblem, fit: FitResult, found: Iterable[FitResult]) ->
             f"next best: {describe_placement(case, other.placement)}: "
             f"{_format_gib(other.device_bytes)} GiB, {other.seconds.total:.3g} s ({slower:+.1%})"
         )
-    # The fastest placement with unlimited memory shows which limit binds, if any.
+    # The fastest placement with unlimited memory shows which limit is the bottleneck, if any.
     free = fastest_fit(enumerate_fits(replace(case, device_limit=2**62, host_limit=2**62)))
     if free is None or free.sort_key >= fit.sort_key:
-        lines.append("nothing binds: with more memory it would not be faster")
+        lines.append("bottleneck: none. More memory would not make it faster")
         return lines
     what, size = (
-        ("the device", free.device_bytes)
+        ("device memory", free.device_bytes)
         if free.device_bytes > case.device_limit
-        else ("the host", free.host_bytes)
+        else ("host memory", free.host_bytes)
     )
     lines.append(
-        f"what binds is {what}: with {_format_gib(size)} GiB there, "
+        f"bottleneck: {what}. With {_format_gib(size)} GiB, "
         f"{describe_placement(case, free.placement)} would take {free.seconds.total:.3g} s"
     )
     return lines
@@ -585,19 +578,20 @@ def _comparison_key(choice: Placement) -> tuple[object, ...]:
 
 
 def describe_placement(case: FitProblem, choice: Placement) -> str:
-    """Returns a placement in words."""
-    words: dict[RecomputeMode, str] = {"none": "keep all", "selective": "selective", "full": "full"}
+    """Describes a placement in words."""
+    words: dict[RecomputeMode, str] = {"none": "none", "selective": "selective", "full": "full"}
     counts = [(choice.recompute_modes.count(kind), word) for kind, word in words.items()]
     blocks = ", ".join(f"{count} {word}" for count, word in counts if count)
-    out = [f"micro-batch {choice.micro_batch}", f"recomputation of blocks: {blocks}"]
+    out = [f"micro-batch {choice.micro_batch}", f"recomputation per block: {blocks}"]
     away = max(_offloaded_state_bytes(stage, choice) for stage in case.stages)
     if away:
         if choice.optimizer_states == "disk":
-            where = "in a file"
+            where = "on disk"
         else:
             where = "on the host"
         out.append(
-            f"{_format_gib(away)} GiB of states {where}, updated on the {choice.optimizer_step_on}"
+            f"{_format_gib(away)} GiB of optimizer states {where}, updated on the "
+            f"{choice.optimizer_step_on}"
         )
     if choice.parameters == "host":
         out.append("weights on the host")

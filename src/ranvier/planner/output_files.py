@@ -1,4 +1,4 @@
-"""Output files of `ranvier plan`, checked before the search whether they can be written."""
+"""Checks before a search whether the output files of `ranvier plan` can be written."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from ranvier.errors import PlanError, WriteError
 
 MIN_FREE_BYTES = 2**16
-"""Bytes for which a disk must have room: a small result."""
+"""Bytes that a disk must have free: the size of a small result."""
 
 
 def check_outputs(*names: str) -> None:
-    """Raises a WriteError for a file that cannot be written; existing files are not changed.
+    """Raises a WriteError if a file cannot be written. Existing files are not changed.
 
-    names: paths; empty: none, -: standard output.
+    names: paths; an empty name is skipped, and "-" is standard output.
     """
     given = [name for name in names if name]
     # Resolve links, so that two names of one file are detected.
     places = [name if name == "-" else os.path.realpath(name) for name in given]
     if len({*places}) < len(places):
         raise PlanError(
-            f"{' and '.join(given)} are the same output. Each result needs its own. Give one of "
-            "them another path."
+            f"{' and '.join(given)} are the same output. Each result needs its own file. Pass "
+            "another path for one of them."
         )
     for name in given:
         if name != "-":
@@ -37,19 +37,19 @@ def _check_writable(name: str) -> None:
         mode = _file_mode(path)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory")
-        # Opening a pipe or device could have side effects, so only its permissions are checked.
+        # Opening a pipe or a device could have side effects, so only its permissions are checked.
         if mode and not stat.S_ISREG(mode):
             if not os.access(path, os.W_OK):
                 raise PermissionError(0, "Permission denied")
             return
         folder = Path(os.path.realpath(path)).parent
         if not folder.is_dir():
-            raise FileNotFoundError(0, f"there is no directory {folder}")
+            raise FileNotFoundError(0, f"the directory {folder} does not exist")
         if mode:
             # Opening for append needs write permission but changes nothing.
             with path.open("ab"):
                 pass
-        # A temporary file in the folder tests for free space, and for permission to create files.
+        # A temporary file in the folder checks free space and the permission to create files.
         if not mode or os.access(folder, os.W_OK):
             with tempfile.TemporaryFile(dir=folder) as file:
                 file.write(bytes(MIN_FREE_BYTES))
@@ -59,7 +59,7 @@ def _check_writable(name: str) -> None:
 
 
 def _file_mode(path: Path) -> int:
-    """Returns the mode of the file at a path; 0: there is none."""
+    """Returns the mode of the file at a path; 0 if there is no file."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

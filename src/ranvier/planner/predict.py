@@ -1,4 +1,4 @@
-"""Predict step time and peak memory of a workload in a layout on a cluster, for a framework.
+"""Predicts step time and peak memory of a workload in a layout on a cluster, for a framework.
 
     micro-batch   Σ blocks (compute + exposed communication of row, col, depth, context) + edges
     pipeline      m · slowest stage + (p-1)/v · mean stage
@@ -37,10 +37,10 @@ OVERLAP_SLOWDOWN = 0.15
 BACKWARD_OVERLAP_SHARE = 0.7
 """Share of the last backward pass that overlaps with the reduction over data."""
 ERROR_INTERVAL = (0.93, 1.22)
-"""Measured over predicted time: 80 % of published runs are inside, each with its whole framework
+"""Measured over predicted time of 80% of published runs, each predicted with its whole framework
 left out of the fit (benchmarks/published.py --leave framework)."""
 UNKNOWN_CHIP = (0.9, 1.28)
-"""The same with the chip left out: no run on it was fitted or measured (--leave chip)."""
+"""The same with the chip left out of the fit (--leave chip)."""
 STEP_PARTS = (
     "compute",
     "attention",
@@ -61,7 +61,7 @@ STEP_PARTS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What to train: model, sequence length, global batch and precision."""
+    """A training job: model, sequence length, global batch and precision."""
 
     model: ModelSpec
     seq: int
@@ -98,7 +98,7 @@ class Prediction:
     limit: float
     """Bytes of a device that are available to a run."""
     error_factors: tuple[float, float] = ERROR_INTERVAL
-    """Bounds of measured over predicted time that contain 80 % of such steps."""
+    """Bounds of measured over predicted time that contain 80% of such steps."""
     time_spread: float = 1.0
     """Longest over shortest time, if the prediction covers several layouts."""
 
@@ -124,8 +124,9 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """80 % interval of the step time, in seconds."""
-        # Model error and spread between layouts are independent: add them in quadrature, in logs.
+        """80% interval of the step time, in seconds."""
+        # Model error and spread between layouts are independent: add their logarithms in
+        # quadrature.
         half = math.log(self.time_spread) / 2
         low, high = (
             math.copysign(math.hypot(math.log(x), half), x - 1) for x in self.error_factors
@@ -134,14 +135,15 @@ class Prediction:
 
 
 def merge_predictions(several: Sequence[Prediction]) -> Prediction:
-    """Returns one prediction for several layouts of which one runs: the geometric middle of
-    their times and the largest of their memory.
+    """Returns one prediction for several layouts of which one runs.
+
+    Its time is the geometric middle of their times, its memory the largest.
     """
     order = sorted(several, key=lambda one: one.step_seconds)
     shortest = order[0].step_seconds
     longest = order[-1].step_seconds
     total = math.sqrt(shortest * longest)
-    # The parts are those of the layout nearest to the middle, scaled to sum up to it.
+    # The parts come from the layout nearest to the middle, scaled to sum up to it.
     near = min(order, key=lambda one: abs(math.log(one.step_seconds / total)))
     parts = {
         name: spent * total / near.step_seconds for name, spent in near.seconds_by_part.items()
@@ -175,7 +177,7 @@ def predict_step(
     else:
         name = job.dtype
     table = predict_memory(job, layout, cluster, runtime, compiled=setup.is_compiled, played=played)
-    # Part of the allocator's reserve is given back before a run is out of memory.
+    # Part of the allocator's reserve is released before a run is out of memory.
     spare = runtime.released_reserve * table.device.get("fragmentation", 0)
     return Prediction(
         parts,
@@ -190,15 +192,15 @@ def predict_step(
 
 
 def _error_factors(cluster: Cluster) -> tuple[float, float]:
-    """Bounds of measured over predicted time for steps on such a cluster."""
+    """Returns the bounds of measured over predicted time for steps on such a cluster."""
     device = cluster.device
-    # Default efficiencies and no measured products: the chip was neither fitted nor measured.
+    # Default efficiencies and no measured matmuls: the chip was neither fitted nor measured.
     if device.reach == Efficiency() and not device.products:
         return UNKNOWN_CHIP
     return ERROR_INTERVAL
 
 
-# The search compares variants of a layout and then asks for the best of them once more.
+# The search compares variants of a layout and then asks for the best of them again.
 @lru_cache(maxsize=4)
 def step_seconds_by_part(
     job: Workload, layout: Candidate, cluster: Cluster, runtime: FrameworkProfile = RANVIER
@@ -234,7 +236,7 @@ def stage_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> list[fl
 
 
 def block_compute_seconds(job: Workload, layout: Candidate, cluster: Cluster) -> float:
-    """Returns the seconds per step that blocks spend computing, without any communication or
+    """Returns the seconds per step that blocks spend on compute, without communication and
     bubble.
     """
     plan = layout.plan
@@ -262,13 +264,12 @@ def predict_memory(
     compiled: bool,
     played: bool = True,
 ) -> MemoryBreakdown:
-    """Returns the bytes of a rank by category: of Ranvier by `memory.total`, of other frameworks
-    by theirs.
+    """Returns the bytes of a rank by category, with the formulas of its framework.
 
     played: simulate how many micro-batches the message-driven schedule keeps in flight, which takes
     about a second; otherwise assume the default schedule.
     """
-    # Other frameworks bring their own formulas, as `memory` describes Ranvier only.
+    # Other frameworks have their own formulas, because `memory` describes only Ranvier.
     if isinstance(runtime, Foreign):
         return runtime.memory(job, layout)
     plan = layout.plan
@@ -289,7 +290,7 @@ def predict_memory(
         fp8=layout.fp8,
         simulated=plan.pipe > 1 and other,
     )
-    # Only tensors that come and go fragment the caching allocator; resident ones do not.
+    # Only temporary tensors fragment the caching allocator; resident ones do not.
     resting = ("weights", "master", "moments")
     moving = sum(size for name, size in found.device.items() if name not in resting)
     more = {"fragmentation": round(runtime.allocator_reserve * moving)}
@@ -325,7 +326,9 @@ def _compute_context(
 
 @lru_cache(maxsize=1000)
 def model_flops(model: ModelSpec, seq: int) -> float:
-    """Model FLOPs per token, forward and backward: 6 per weight, plus causal attention."""
+    """Returns the model FLOPs per token, forward and backward: 6 per weight, plus causal
+    attention.
+    """
     setup = ComputeContext(samples=1, seq=seq)
     total = 0.0
     for part in model.parts:
@@ -358,18 +361,18 @@ def _recompute_seconds(times: BlockTimes, recompute: str, runtime: FrameworkProf
 def _slowest_stage_blocks(
     pipe: int, chunks: int, blocks: int, cut: str, entry: float, head: float
 ) -> float:
-    """Work of the slowest stage; this, entry (embedding) and head are in units of a block."""
+    """Returns the work of the slowest stage. It, `entry` and `head` are in units of a block."""
     if cut == "balanced":
-        # The last stage takes fewer blocks to make up for the head: try all such splits.
+        # The last stage takes fewer blocks to compensate for the head: try all such splits.
         least = max(blocks // pipe - math.ceil(head) - 1, 0)
         return min(
             max(last + head, math.ceil((blocks - last) / (pipe - 1)) + entry)
             for last in range(least, blocks // pipe + 1)
         )
-    # An even cut: embedding and head come on top of equal stages.
+    # An even cut: embedding and head are added to equal stages.
     if blocks % (pipe * chunks) == 0:
         return blocks // pipe + max(entry, head)
-    # Otherwise embedding and head take the place of a block each.
+    # Otherwise embedding and head replace a block each.
     each = math.ceil((blocks + 2) / pipe)
     return max(each, each - 1 + max(entry, head))
 
@@ -410,15 +413,19 @@ class _StepEstimate:
 
     @property
     def overlapped_comm(self) -> tuple[str, ...]:
-        """Communication that overlaps with compute. Our compiled graphs overlap only what comes
-        after them; layers with experts on several ranks are outside of graphs.
+        """Communication that overlaps with compute.
+
+        Compiled graphs of Ranvier overlap only communication after them; layers with experts on
+        several ranks are outside of graphs.
         """
         graph = self.compute_context.is_compiled and not self.framework.overlaps_in_graphs
         words = ("dw", "moe_dispatch") if graph else self.candidate.plan.overlap
         return tuple(word for word in self.candidate.plan.overlap if word in words)
 
     def exposed_seconds(self, spent: float, behind: float) -> float:
-        """Exposed seconds of communication that overlaps with `behind` seconds of compute."""
+        """Returns the exposed seconds of communication that overlaps with `behind` seconds of
+        compute.
+        """
         gone = min(spent, behind)
         return spent - gone + OVERLAP_SLOWDOWN * gone
 
@@ -437,7 +444,7 @@ class _StepEstimate:
             spoken = self.comm_time.for_part(part)
             again = _recompute_seconds(times, plan.recompute, runtime)
             waits = {"recompute": again}
-            # Collectives of dx overlap with the dw product, which does not depend on them.
+            # Collectives of dx overlap with the dW matmul, which does not depend on them.
             under = sum(spoken.overlappable_seconds.values())
             left = 1.0
             if under and "dx" in overlaps and runtime.overlaps_dx:
@@ -451,14 +458,15 @@ class _StepEstimate:
                     part, self.cluster.device, self.compute_context
                 )
                 waits["expert"] = self.exposed_seconds(waits["expert"], beside)
-            # Weights of the next block are gathered, and gradients reduced, behind a whole block.
+            # The weights of the next block are gathered, and gradients reduced, during a whole
+            # block.
             behind = times.forward + times.backward + again
             if "weight_gather" in overlaps:
                 able = behind
             else:
                 able = 0.0
             waits["depth"] = self.exposed_seconds(spoken.depth_seconds, able)
-            # Ring attention sends the next keys and values while it computes on the present ones.
+            # Ring attention sends the next keys and values while it computes on the current ones.
             near = self.rank_groups["context",]
             ring = communication.ring_attention_seconds(
                 part, self.cluster, self.compute_context, near, plan.recompute
@@ -470,7 +478,7 @@ class _StepEstimate:
         return found
 
     def time_block(self, part: BlockSpec) -> BlockTimes:
-        """Returns the times of a block, including gradient accumulation if there are several
+        """Returns the times of a block, with gradient accumulation if there are several
         micro-batches.
         """
         device = self.cluster.device
@@ -479,7 +487,8 @@ class _StepEstimate:
         if self.candidate.plan.num_micro_batches == 1:
             return times
         weights = sum(out * into for out, into in compute.matmul_shapes(part, self.compute_context))
-        # The accumulated gradient is read and written; unless fused, the 16-bit one is read, too.
+        # The accumulated gradient is read and written; unless fused, the 16-bit one is read as
+        # well.
         size = weights * (2 * runtime.grad_bytes + (0 if runtime.fused_grad_accumulation else 2))
         more = compute.memory_seconds(
             device, size, self.compute_context.ranks, runtime.bandwidth_factor
@@ -489,7 +498,7 @@ class _StepEstimate:
         )
 
     def edge_times(self) -> tuple[BlockTimes, BlockTimes]:
-        """Computes times of embedding and head per micro-batch, forward and backward."""
+        """Returns the compute times of embedding and head per micro-batch, forward and backward."""
         model = self.workload.model
         device = self.cluster.device
         entry = compute.embedding_seconds(model.parts[0], device, self.compute_context)
@@ -497,7 +506,7 @@ class _StepEstimate:
         return _edge_block_times(*entry), _edge_block_times(*head)
 
     def edge_waits(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the communication of embedding and head per micro-batch, by part; none of it
+        """Returns the communication of embedding and head per micro-batch, by part. None
         overlaps.
         """
         plan = self.candidate.plan
@@ -516,8 +525,8 @@ class _StepEstimate:
         return found[0], found[1]
 
     def time_parts(self) -> dict[str, tuple[BlockSpec, BlockTimes, dict[str, float]]]:
-        """Returns the times of every part per micro-batch and its exposed seconds, by name of
-        the part.
+        """Returns the times and exposed seconds of every part per micro-batch, by name of the
+        part.
         """
         parts = self.workload.model.parts
         ends = zip((parts[0], parts[-1]), self.edge_times(), self.edge_waits(), strict=True)
@@ -532,7 +541,7 @@ class _StepEstimate:
         micro = plan.num_micro_batches
         slowest, mean = self.slowest_and_mean_stage(laps)
         found = dict.fromkeys(STEP_PARTS, 0.0)
-        # The parts below are means over stages; the imbalance goes into the bubble.
+        # The parts below are means over stages; the imbalance is counted as bubble.
         share = micro / plan.pipe
         for part, times, waits in laps.values():
             core = times.attention + times.attention_backward
@@ -551,20 +560,20 @@ class _StepEstimate:
         found["bubble"] = bubble + micro * (slowest - mean)
         nodes = plan.world_size / self.cluster.per_node
         lost = self.cluster.straggle * math.log2(max(nodes, 1.0))
-        # Last, as a straggler delays everything else.
+        # Last, because a straggler delays everything else.
         found["other"] += lost * sum(found.values())
         return found
 
     def seconds_after_backward(self, laps: TimesByPart, forward: float) -> dict[str, float]:
-        """Returns the seconds after the last backward pass, by part: of the stage where they are
-        longest.
+        """Returns the seconds after the last backward pass, by part, on the stage with most of
+        them.
 
-        forward: seconds of a forward pass, with which an update of offloaded states overlaps.
+        forward: seconds of a forward pass, which overlaps with an update of offloaded states.
         """
         plan = self.candidate.plan
         model = self.workload.model
         spoken = self.comm_time
-        # Other frameworks have no communication by stage: use means over stages.
+        # Communication by stage is not known for other frameworks: use means over stages.
         if not spoken.by_stage:
             back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
             data = self.exposed_reduction_seconds(
@@ -624,42 +633,45 @@ class _StepEstimate:
         return max(most * lap, mean), mean
 
     def exposed_message_seconds(self) -> float:
-        """Exposed seconds of the messages between stages per micro-batch."""
+        """Returns the exposed seconds of the messages between stages per micro-batch."""
         plan = self.candidate.plan
         runtime = self.framework
         if plan.pipe == 1:
             return 0.0
-        # The residual stream `[b, s, d/col]`, of which row ranks may send a part each.
+        # The residual stream `[b, s, d/col]`; row ranks may send a part each.
         width = self.workload.model.units["embed"] / plan.col
         size = self.compute_context.tokens * width * compute.DTYPE_BYTES[self.workload.dtype]
         if runtime.scatters_messages or runtime.sequence_parallel:
             size /= plan.row
-        # A stage's neighbour is in another node unless all stages fit into one.
+        # A stage's neighbor is in another node unless all stages fit into one.
         pair = RankGroup(2, 2 if self.rank_groups["pipe",].num_nodes == 1 else 1)
         one = links.collective_seconds(self.cluster, "send", size, pair)
         # One activation forward and one gradient backward for each chunk.
         return 2 * plan.virtual_stages * one * (1 - runtime.pipe_overlap)
 
     def exposed_reduction_seconds(self, spent: float, behind: float) -> float:
-        """Exposed seconds of a reduction over data. behind: seconds of compute it overlaps with."""
+        """Returns the exposed seconds of a reduction over data. behind: overlapping compute
+        seconds.
+        """
         if not self.framework.overlaps_grad_reduction or "dw" not in self.overlapped_comm:
             return spent
         return self.exposed_seconds(spent, behind)
 
     def update_seconds(self, numbers: float, forward: float) -> dict[str, float]:
-        """Returns the seconds of the optimizer step: 2 · states + gradient + weight bytes at
-        memory bandwidth.
+        """Returns the seconds of the optimizer step: 2 · states + gradient + weight bytes at memory
+        bandwidth.
 
-        numbers: parameters of a rank, before they are sharded over depth.
+        numbers: parameters of a rank, before sharding over depth.
         """
         plan = self.candidate.plan
         runtime = self.framework
         cluster = self.cluster
-        # depth shards the weights themselves, data and context only the states (ZeRO).
+        # depth shards the weights themselves; data and context shard only the states (ZeRO).
         shards = plan.depth * (plan.data * plan.context if runtime.shards_states else 1)
         own = numbers / shards
         ranks = self.compute_context.ranks
-        # Offloaded states: only the part that the next forward pass does not hide is exposed.
+        # Offloaded states: only the part that does not overlap with the next forward pass is
+        # exposed.
         if self.candidate.states == "host":
             away = offload.StepTraffic(0, 0, round(own * runtime.state_bytes), round(own), 0, 0, 0)
             whole = offload.offloaded_update_seconds(away, _host_rates(cluster), cpu=False)

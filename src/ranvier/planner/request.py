@@ -1,6 +1,6 @@
-"""Search request of a run on a machine, with assumed values of what the user did not give.
+"""Search request of a run on a machine, with assumed values for settings that the user omitted.
 
-A run without batch or sequence length gets those of published runs of its size:
+A run without batch or sequence length gets typical values of published runs of its size:
 
     seq     the model's maximum, at most 4096
     batch   a power of two of sequences, times the odd part of the number of devices: near
@@ -31,9 +31,9 @@ DEFAULT_SEQ = 4096
 LARGEST_BATCH = 2**26
 """Tokens per step up to which each device gets a sequence."""
 MIN_TOKENS_PER_DEVICE = 2**10
-"""Minimum tokens per step and device."""
+"""Minimum number of tokens per step and device."""
 SMALL_MODEL = 10**8
-"""Parameters below which the settings of a run are taken as they are."""
+"""Number of parameters below which the settings of a run are used unchanged."""
 SEARCHED_FIELDS = (
     "col_splits",
     "micro_batch",
@@ -43,13 +43,13 @@ SEARCHED_FIELDS = (
     "recompute",
     "rank_order",
 )
-"""Fields of a plan, besides the degrees, that are searched unless they are given."""
+"""Fields of a plan, in addition to the degrees, that are searched unless they are given."""
 
 COMMAND_SETTINGS = (
     *(f"plan.{name}" for name in (*AXES, *SEARCHED_FIELDS, "compile", "global_batch")),
     "train.float8",
 )
-"""Settings that the command of a layout names itself (`explain.candidate_settings`)."""
+"""Settings that the command of a layout sets itself (`explain.candidate_settings`)."""
 
 Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 
@@ -57,9 +57,7 @@ Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 def assume_batch_and_seq(
     run: RunConfig, cluster: Cluster, given: Set[str]
 ) -> tuple[RunConfig, list[str]]:
-    """Returns the run with assumed sequence length and batch if not given, and the options for
-    them.
-    """
+    """Returns the run with sequence length and batch filled in, and the options that set them."""
     words: list[str] = []
     parameters = run.model.num_parameters
     if parameters < SMALL_MODEL:
@@ -76,7 +74,7 @@ def assume_batch_and_seq(
 
 
 def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
-    """Sequences per step as in published runs, and the reason in words."""
+    """Returns the sequences per step that published runs use, and the reason as text."""
     # With the odd part as a factor, the batch is divisible by all devices.
     odd = devices
     while odd % 2 == 0:
@@ -87,7 +85,7 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
     batch = odd * 2 ** max(round(math.log2(usual / seq / odd)), 0)
     why = (
         f"runs of {format_number(parameters)} parameters use about {format_number(usual)} "
-        "tokens a step"
+        "tokens per step"
     )
     if batch * seq < least:
         # The small offset keeps exact powers of two from being rounded up.
@@ -96,8 +94,8 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
         if each < devices * seq:
             if least == each:
                 why = (
-                    f"{format_number(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is "
-                    "assumed"
+                    f"{format_number(LARGEST_BATCH)} tokens, as in Kimi K2, is the largest batch "
+                    "that is assumed"
                 )
             else:
                 why = f"at least {MIN_TOKENS_PER_DEVICE} tokens for each of {devices:,} devices"
@@ -106,7 +104,7 @@ def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
 
 def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
     """Returns the workload of a run."""
-    # fp8 only concerns matmuls: weights and activations stay in bf16.
+    # fp8 concerns only matmuls: weights and activations stay in bf16.
     if precision == "fp8":
         wanted = "bf16"
     else:
@@ -117,7 +115,7 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
         dtype = wanted
     if dtype != "fp64" and cluster.device.peak and dtype not in cluster.device.peak:
         raise PlanError(
-            f"{cluster.device.name} has no {dtype}. It multiplies in "
+            f"{cluster.device.name} does not support {dtype}. It supports "
             f"{', '.join(cluster.device.peak)}. Use one of these."
         )
     return Workload(
@@ -133,14 +131,12 @@ def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "
 def build_request(
     run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
 ) -> SearchRequest:
-    """Returns the search request of a run. given: dotted names of settings that are not to be
-    searched.
-    """
+    """Returns the search request of a run. given: dotted names of settings that are fixed."""
     eight = FP8_SCALING[run.train.float8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
-            f"{cluster.device.name} does not multiply in 8 bits. fp8 needs a device that does "
-            "(H100 and later). Use --precision bf16."
+            f"{cluster.device.name} does not support fp8 matmuls. fp8 needs an H100 or later. "
+            "Use --precision bf16."
         )
     fixed = frozenset(name for name in (*AXES, *SEARCHED_FIELDS) if f"plan.{name}" in given)
     if "memory.optimizer_states" in given:

@@ -1,10 +1,10 @@
 """Cache of search results, keyed by everything that they depend on.
 
 A key is the SHA-256 of the request (model, workload, cluster with measurements, settings) and of
-this package's own files: another version of the code searches anew. An entry is compressed JSON
-with its key and a checksum, written to a temporary file and renamed, so that a reader sees a
-complete one or none. An entry that cannot be read or is invalid counts as missing; if the folder is
-not writable, nothing is stored. The newest MAX_ENTRIES entries are kept.
+this package's own files, so another version of the code searches again. An entry is compressed JSON
+with its key and a checksum. It is written to a temporary file and renamed, so that a reader sees
+either a complete entry or none. An entry that cannot be read or is invalid counts as missing. If
+the directory is not writable, nothing is stored. The newest MAX_ENTRIES entries are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CACHE_FORMAT = 1
 MAX_ENTRIES = 40
 """Maximum number of entries."""
 MAX_ENTRY_BYTES = 2**28
-"""Maximum size of a decompressed entry; larger files are not written by us."""
+"""Maximum size of a decompressed entry. Larger files are not written by this module."""
 SHARED_FIELDS = ("tokens", "flops", "devices", "peak", "limit")
 """Fields of a prediction that all layouts of a request share."""
 
@@ -45,7 +45,7 @@ def load_result(wish: SearchRequest) -> SearchResult | None:
         if not path.is_file():
             return None
         return _result_from_dict(wish, _unpack_entry(path.read_bytes(), key))
-    # The file may be damaged or written by anybody, so any parse error means a missing entry.
+    # The file may be damaged or written by another program: any parse error means a missing entry.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, zlib.error):
         return None
 
@@ -141,7 +141,7 @@ def _unpack_entry(data: bytes, key: str) -> dict[str, Any]:
         raise ValueError("the checksum differs")
     facts: dict[str, Any] = json.loads(text)
     if facts["key"] != key:
-        raise ValueError("it is the answer to another request")
+        raise ValueError("it is the result of another request")
     return facts
 
 
@@ -165,9 +165,7 @@ def _result_to_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def _candidate_to_row(found: PredictedCandidate, usual: Plan) -> list[Any]:
-    """Returns a layout: the fields of its plan that differ from the request's, and its
-    prediction.
-    """
+    """Returns the plan's fields that differ from the request, and the prediction of a layout."""
     plan = found.plan
     it = found.prediction
     own = {field.name: getattr(plan, field.name) for field in fields(plan)}

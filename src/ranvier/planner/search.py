@@ -1,17 +1,17 @@
-"""Search the parallel layouts of a workload on a cluster and rank them by predicted step time.
+"""Searches the parallel layouts of a workload on a cluster and ranks them by predicted step time.
 
-A layout is a factorisation of the ranks over the axes, together with what `col` splits inside a
+A layout is a factorization of the ranks over the axes, together with what `col` splits inside a
 layer, the micro-batch, the number of model chunks per stage, whether blocks are compiled, how much
-is recomputed or re-gathered, where optimizer states are stored, and the order of the axes. Plan's
-own rules reject whatever does not divide. Four heuristics keep the rest small:
+is recomputed or re-gathered, where optimizer states are stored, and the order of the axes. The
+rules of `Plan` reject degrees that do not divide. Four heuristics reduce the rest:
 
-    ladder   less recomputation and re-gathering is never slower, so the ladder stops at the first
-             mode that fits; if the mode that keeps least does not fit, it stops as well
+    ladder   less recomputation and re-gathering is never slower, so the search of modes stops at
+             the first mode that fits; it also stops if the mode that keeps least does not fit
     host     optimizer states are offloaded only if otherwise everything must be recomputed or
              nothing fits
-    rough    each factorisation is first tried with few micro-batches and one chunk; only the
-             MAX_FULL_SEARCHES best of a style that chunks could bring within FULL_SEARCH_RATIO
-             times its best are searched in full
+    rough    each factorization is first tried with few micro-batches and one chunk; a full search
+             follows for the MAX_FULL_SEARCHES best ones of a style that chunks could bring within
+             FULL_SEARCH_RATIO times its best
     orders   other rank orders are tried for the MAX_REORDERED best layouts, and more numbers of
              chunks for the best of each style
 
@@ -48,16 +48,16 @@ DeviceOrHost = Literal["device", "host"]
 RECOMPUTE_MODES = ("none", "selective", "full")
 """From the fastest mode, which keeps most, to the slowest, which keeps least."""
 FULL_SEARCH_RATIO = 1.25
-"""How much slower than the best of its style a factorisation may be in the rough pass and still be
-searched in full."""
+"""Maximum slowdown of a factorization in the rough pass, relative to the best of its style, to be
+searched fully."""
 CHUNK_MEMORY_RATIO = 1.06
 """Predicted memory over device memory above which no number of chunks makes a pipeline fit."""
 MAX_FULL_SEARCHES = 40
-"""Maximum number of factorisations of a style that are searched in full."""
+"""Maximum number of factorizations of a style that are searched fully."""
 MAX_CARRIED_LAYOUTS = 32
 """Maximum number of layouts carried over from searches with other numbers of devices."""
 DEGREES_PER_CARRIED = 3
-"""Factorisations tried for each carried layout."""
+"""Number of factorizations tried for each layout carried over."""
 MAX_REORDERED = 40
 """Number of best layouts for which other orders of the axes are tried."""
 REFINED_PER_STYLE = 5
@@ -67,13 +67,13 @@ MAX_MICRO_BATCHES = 6
 MAX_MICRO_BATCH_TOKENS = 2**18
 """Maximum tokens per micro-batch and rank, unless the smallest valid micro-batch has more."""
 CHUNK_CHOICES = (1, 2, 4, 8)
-"""Chunks per stage that are tried for each factorisation."""
+"""Numbers of chunks per stage that are tried for each factorization."""
 MAX_CHUNKS = 16
 """Maximum number of chunks per stage."""
 MAX_FIT_CHECKS = 150
-"""Maximum number of factorisations checked by `has_fitting_layout`."""
+"""Maximum number of factorizations checked by `has_fitting_layout`."""
 PARALLEL_THRESHOLD = 100
-"""Number of factorisations from which on a second process is worth its start-up time."""
+"""Number of factorizations above which a second process pays off despite its start-up time."""
 MICRO_BATCH_PARTS = (
     "compute",
     "attention",
@@ -88,7 +88,7 @@ MICRO_BATCH_PARTS = (
 """Parts of the step time that recur with each micro-batch."""
 FIRST_LOOK_SECONDS = 0.2
 MAX_FIRST_LOOK_SECONDS = 0.6
-"""Time limits of the first guesses before a search with progress reports: once a guess fits, and
+"""Time limits of the first guesses before a search with progress reports: after one fits, and
 while none does."""
 AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
@@ -97,26 +97,26 @@ AXIS_ORDERS: tuple[tuple[str, ...], ...] = (
     ("col", "row"),
     ("row", "col", "pipe"),
 )
-"""Rank orders tried besides the default one, innermost axis last: replicas outside of stages; depth
-outside of data; both swapped with the axes between them; row inside of col; neighbouring stages on
-adjacent ranks."""
+"""Rank orders tried in addition to the default one, innermost axis last: replicas outside of
+stages; depth outside of data; both swapped with the axes between them; row inside of col;
+neighboring stages on adjacent ranks."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What to search for: a workload, a cluster, and the settings that are fixed already."""
+    """A workload, a cluster, and the settings that are fixed."""
 
     workload: Workload
     cluster: Cluster
     plan: Plan = field(default_factory=Plan)
-    """Values of the fixed settings; its batch is replaced by that of the workload."""
+    """Values of the fixed settings. Its batch is replaced by the batch of the workload."""
     fixed_fields: frozenset[str] = frozenset()
     """Fields of the plan that are fixed."""
     states: DeviceOrHost | None = None
-    """Where optimizer states are stored; None: on the device if they fit."""
+    """Where optimizer states are stored; None means on the device if they fit."""
     fp8: Fp8Scaling = ""
     allows_compile: bool = True
-    """Whether blocks may be compiled where a run would not compile them by itself."""
+    """Whether blocks may be compiled where a run would not compile them by default."""
 
     @property
     def world_size(self) -> int:
@@ -145,7 +145,9 @@ class SearchRequest:
         return tuple(axis for axis in RUNNABLE_AXES if whole or axis != "expert")
 
     def field_choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
-        """Candidate values of a field of the plan: `several`, or only the fixed value."""
+        """Returns the candidate values of a field of the plan: `several`, or only the fixed
+        value.
+        """
         if name in self.fixed_fields:
             return (getattr(self.plan, name),)
         return several
@@ -157,13 +159,13 @@ class SearchResult:
 
     request: SearchRequest
     feasible_candidates: tuple[PredictedCandidate, ...]
-    """Layouts that fit, the best first."""
+    """Layouts that fit, best first."""
     oversized_candidates: tuple[PredictedCandidate, ...]
-    """Layouts that need more memory than available, the one that needs least first."""
+    """Layouts that do not fit into memory, smallest first."""
     num_grids: int
-    """Factorisations that Plan's rules allow."""
+    """Number of factorizations that the rules of `Plan` allow."""
     num_rejected_grids: int
-    """Factorisations that they reject."""
+    """Number of factorizations that the rules of `Plan` reject."""
     search_seconds: float
     """Wall-clock time of the search."""
     from_cache: bool = False
@@ -199,9 +201,9 @@ def enumerate_degrees(world: int, choices: Mapping[str, Sequence[int]]) -> Itera
 
 
 def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
-    """Degrees allowed for each axis on its own, or only the fixed one.
+    """Returns the degrees allowed for each axis on its own, or only the fixed one.
 
-    A degree that is invalid on its own is invalid in combination with other axes, too.
+    A degree that is invalid on its own is also invalid in combination with other axes.
     """
     found = {}
     for axis in wish.searched_axes:
@@ -232,26 +234,28 @@ def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
 
 
 def valid_grids(wish: SearchRequest) -> tuple[list[Plan], int]:
-    """Plans of all valid factorisations at their least micro-batch, and the number of invalid."""
+    """Returns plans of all valid factorizations with their smallest micro-batch, and the number of
+    invalid ones.
+    """
     found = []
     kept = 0
     for sizes in enumerate_degrees(wish.world_size, degree_choices(wish)):
         able = [plan for plan in plans_of_degrees(wish, sizes) if is_allowed(wish, plan)]
-        # Both variants of col may be valid, but they are one factorisation.
+        # Both variants of col may be valid, but they are one factorization.
         found += able
         kept += bool(able)
     return found, _count_factorisations(wish) - kept
 
 
 def _count_factorisations(wish: SearchRequest) -> int:
-    """Returns the number of factorisations before any rule: Π binom(e + k - 1, e) over prime
+    """Returns the number of factorizations before any rule: Π binom(e + k - 1, e) over prime
     powers p^e.
     """
     rest = wish.world_size
     count = 1
     free = len(wish.searched_axes) - len(wish.fixed_degrees)
     known = math.prod(wish.fixed_degrees.values())
-    # Fixed degrees that do not divide the ranks leave no factorisation at all.
+    # Fixed degrees that do not divide the ranks leave no factorization.
     if known < 1 or rest % known or (free == 0 and rest != known):
         return 0
     rest = rest // known
@@ -268,18 +272,14 @@ def _count_factorisations(wish: SearchRequest) -> int:
 
 
 def is_allowed(wish: SearchRequest, plan: Plan) -> bool:
-    """Returns whether Plan's rules allow a plan; given stage starts must match the number of
-    stages.
-    """
+    """Returns whether the rules of `Plan` allow a plan and its stage starts match its stages."""
     if plan.stage_starts and len(plan.stage_starts) + 1 != plan.pipe * plan.virtual_stages:
         return False
     return next(plan.find_problems(wish.dim_sizes, wish.world_size), None) is None
 
 
 def plans_of_degrees(wish: SearchRequest, sizes: Mapping[str, int]) -> Iterator[Plan]:
-    """Yields a plan with these degrees for each way in which col may split the inside of a
-    layer.
-    """
+    """Yields a plan with these degrees for each way in which col can split a layer."""
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     # The interleaved schedule is not defined for a single chunk per stage.
     if wish.plan.schedule == "interleaved" and sizes["pipe"] > 1:
@@ -311,7 +311,7 @@ def _fixed_values(wish: SearchRequest) -> dict[str, Any]:
 
 
 def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
-    """Micro-batches to try, evenly spaced on a log scale over the divisors of a replica's share."""
+    """Returns micro-batches to try: divisors of a replica's share, evenly spaced on a log scale."""
     if "micro_batch" in wish.fixed_fields and wish.plan.micro_batch > 0:
         return [wish.plan.micro_batch]
     # Sequences per replica and step; a micro-batch must divide it.
@@ -330,8 +330,8 @@ def micro_batch_choices(wish: SearchRequest, plan: Plan) -> list[int]:
 
 
 def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
-    """Returns a factorisation with each micro-batch and number of chunks; those of the rough
-    pass first.
+    """Returns a factorization with each micro-batch and number of chunks; the rough pass uses the
+    first ones.
     """
     sizes = micro_batch_choices(wish, plan)
     # The rough pass takes the first two variants, so these two sizes come first.
@@ -344,16 +344,15 @@ def plan_variants(wish: SearchRequest, plan: Plan) -> list[Plan]:
         policy = with_schedule(wish, replace(plan, virtual_stages=chunks)).schedule
         for micro in (*rough, *(n for n in sizes if n not in rough)):
             made.append(replace(plan, micro_batch=micro, virtual_stages=chunks, schedule=policy))
-    # With one chunk and a default schedule the factorisation has been validated already.
+    # With one chunk and a default schedule the factorization is already known to be valid.
     plain = "schedule" not in wish.fixed_fields and not plan.stage_starts
     return [one for one in made if (plain and one.virtual_stages == 1) or is_allowed(wish, one)]
 
 
 def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
-    """Returns a plan with the schedule whose memory is predicted in closed form, unless another
-    is fixed.
+    """Returns a plan with the schedule whose memory has a closed form, unless another is fixed.
 
-    The message-driven schedule needs more memory, and a bound on the micro-batches in flight
+    The message-driven schedule needs more memory, and a limit on the micro-batches in flight
     (`max_in_flight`) needs that schedule.
     """
     if is_message_driven(wish) or "schedule" in wish.fixed_fields:
@@ -365,13 +364,13 @@ def with_schedule(wish: SearchRequest, plan: Plan) -> Plan:
 
 def is_message_driven(wish: SearchRequest) -> bool:
     """Returns whether the stages of its pipelines run the message-driven schedule."""
-    # It is also the default of a plan, so it counts only if the user asked for it.
+    # It is also the default of a plan, so it counts only if the user has set it.
     asked = "schedule" in wish.fixed_fields or wish.plan.max_in_flight > 0
     return wish.plan.schedule == "message_driven" and asked
 
 
 def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandidate]:
-    """Yields a plan with increasing recomputation, with and without offload, up to what fits."""
+    """Yields a plan with increasing recomputation, with and without offload, until one fits."""
     # Keeping gathered weights between micro-batches only differs if there are several of them.
     again = plan.depth > 1 and plan.num_micro_batches > 1
     if wish.states:
@@ -403,7 +402,7 @@ def search_recompute(wish: SearchRequest, plan: Plan) -> Iterator[PredictedCandi
 def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandidate]) -> bool:
     """Returns whether optimizer states should be offloaded to the host.
 
-    True if nothing fits with states on the device, or only full recomputation does, while another
+    True if nothing fits with states on the device, or only full recomputation does while another
     mode would fit without them.
     """
     if any(
@@ -423,10 +422,10 @@ def _should_offload_states(wish: SearchRequest, tried: Sequence[PredictedCandida
 def _try_recompute_modes(
     wish: SearchRequest, plan: Plan, where: DeviceOrHost
 ) -> list[PredictedCandidate]:
-    """Returns the mode with least recomputation; if it does not fit, the one that keeps least,
-    then others.
+    """Tries the mode with least recomputation; if it does not fit, the one that keeps least, then
+    the others.
 
-    If the mode that keeps least does not fit, those between need not be predicted.
+    If the mode that keeps least does not fit, the modes in between are not predicted.
     """
     kinds = wish.field_choices("recompute", RECOMPUTE_MODES)
     found = []
@@ -452,11 +451,11 @@ def _build_candidate(wish: SearchRequest, plan: Plan, states: DeviceOrHost) -> C
 
 
 def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
-    """Returns a plan with compiled blocks, if these are faster where a run would not compile by
-    itself.
+    """Returns a plan with compiled blocks if they are faster and a run would not compile by
+    default.
 
     A compiled graph does not overlap its communication, but its kernels access memory less often.
-    If all degrees are fixed, the request is about that very run, which is predicted as it is.
+    If all degrees are fixed, the request is for exactly that run, which is predicted unchanged.
     """
     split = plan.depth * plan.row * plan.col > 1
     given = math.prod(wish.fixed_degrees.values())
@@ -481,10 +480,10 @@ def _choose_compile(wish: SearchRequest, plan: Plan) -> Plan:
 
 
 def has_fitting_layout(wish: SearchRequest) -> bool:
-    """Returns whether a layout with least memory fits: full recomputation, states offloaded if
-    allowed.
+    """Returns whether a layout with the least memory fits: full recomputation, and states offloaded
+    if allowed.
 
-    Only the factorisations with the fewest replicas of the model are checked.
+    Only the factorizations with the fewest replicas of the model are checked.
     """
     # Replicas over data do not reduce the memory of weights.
     least = sorted(valid_grids(wish)[0], key=lambda plan: plan.data)[:MAX_FIT_CHECKS]
@@ -499,18 +498,18 @@ def has_fitting_layout(wish: SearchRequest) -> bool:
 
 
 def _search_roughly(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """Returns a factorisation with its smallest and a middle micro-batch, with one chunk."""
+    """Returns a factorization with its smallest and a medium micro-batch, with one chunk."""
     some = plan_variants(wish, plan)
     few = [one for one in some[:2] if one.virtual_stages == some[0].virtual_stages]
     return [found for one in few for found in search_recompute(wish, one)]
 
 
 def _search_fully(wish: SearchRequest, plan: Plan) -> list[PredictedCandidate]:
-    """Returns what `_search_roughly` left out; where nothing fits, larger micro-batches are
-    skipped.
+    """Returns the layouts that `_search_roughly` skips. Where nothing fits, larger micro-batches
+    are skipped.
     """
     some = plan_variants(wish, plan)
-    # The number of variants that the rough pass has predicted already.
+    # The number of variants that the rough pass has already predicted.
     few = sum(one.virtual_stages == some[0].virtual_stages for one in some[:2])
     found = list[PredictedCandidate]()
     # Smallest micro-batch that did not fit, by number of chunks.
@@ -565,12 +564,12 @@ class SearchProgress:
     """
 
     on_best: Callable[[PredictedCandidate, int], None]
-    """Called with the best layout and the number of predicted ones whenever results arrive."""
+    """Called with the best layout and the number of predicted layouts when results arrive."""
     best: PredictedCandidate | None = None
     num_predicted: int = 0
 
     def add_results(self, several: Iterable[Sequence[PredictedCandidate]]) -> None:
-        """Adds the layouts of some factorisations."""
+        """Adds the layouts of some factorizations."""
         for found in several:
             self.num_predicted += len(found)
             for one in _fitting_candidates(found):
@@ -581,9 +580,9 @@ class SearchProgress:
 
 
 def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
-    """Plans to start with: rows inside a node, few stages, and the rest over depth or data.
+    """Yields plans to start with: rows inside a node, few stages, and the rest over depth or data.
 
-    They do not affect the result; the user sees one of them while the search is running.
+    They do not affect the result. The user sees one of them while the search is running.
     """
     rows = [size for size in divisors(wish.world_size) if size <= wish.cluster.per_node]
     # The largest row degree in a node first, then none, then the others.
@@ -600,7 +599,7 @@ def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
 
 
 def _first_look(wish: SearchRequest, progress: SearchProgress) -> None:
-    """Report a layout that fits within a fraction of a second, if one of the guesses does."""
+    """Reports a layout within a fraction of a second if one of the guesses fits."""
     began = time.perf_counter()
     for plan in _first_guesses(wish):
         spent = time.perf_counter() - began
@@ -608,7 +607,7 @@ def _first_look(wish: SearchRequest, progress: SearchProgress) -> None:
             break
         if is_allowed(wish, plan):
             progress.add_results([_search_roughly(wish, plan)])
-    # The search predicts these layouts once more and counts them then.
+    # The search predicts these layouts again and counts them then.
     progress.num_predicted = 0
 
 
@@ -618,7 +617,7 @@ def search_layouts(
     workers: int = 1,
     report: Callable[[PredictedCandidate, int], None] | None = None,
 ) -> SearchResult:
-    """Returns all layouts that were predicted; none is feasible if none fits or can be divided.
+    """Returns all predicted layouts. None is feasible if none fits or none divides.
 
     report: called repeatedly with the best layout so far and the number of predicted layouts.
     """
@@ -640,14 +639,15 @@ def search_layouts(
         "virtual_stages": partial(_more_chunks, wish),
         "orders": partial(_try_axis_orders, wish),
     }
-    # Worker processes cost start-up time, so small searches stay in this one.
+    # Worker processes take time to start, so small searches stay in this one.
     with open_worker_pool(
         tasks, workers if len(every) >= PARALLEL_THRESHOLD else 1, seen
     ) as mapped:
         rough = mapped("rough", every)
         full = mapped("full", _worth_full_search(wish, every, rough))
         everything = [found for some in (*rough, *full) for found in some]
-        # Refine only what is free: fixed chunks, schedule or stage starts leave nothing to vary.
+        # Refine only what is not fixed: fixed chunks, schedule or stage starts leave nothing to
+        # vary.
         if (
             "virtual_stages" not in wish.fixed_fields
             and "schedule" not in wish.fixed_fields
@@ -660,7 +660,7 @@ def search_layouts(
             first = sorted(_fitting_candidates(everything), key=lambda one: one.sort_key)[
                 :MAX_REORDERED
             ]
-            # A dict, as the best of a style may be among the best of all.
+            # A dict, because the best of a style may be among the best of all.
             both = {one.candidate: one for one in (*first, *_best_of_styles(wish, everything))}
             everything += [found for one in mapped("orders", [*both.values()]) for found in one]
     return _build_result(wish, everything, len(every), refused, began)
@@ -724,11 +724,10 @@ def _build_result(
 def _check_message_driven(
     wish: SearchRequest, fits: list[PredictedCandidate], tight: list[PredictedCandidate]
 ) -> tuple[list[PredictedCandidate], list[PredictedCandidate]]:
-    """Replaces the best layout by one whose memory is simulated under the message-driven
-    schedule.
+    """Replaces the best layout by one whose memory is simulated under the message-driven schedule.
 
-    If it does not fit, more recomputation is tried; layouts that fail with all modes are moved to
-    those that do not fit.
+    If it does not fit, more recomputation is tried. Layouts that fail with all modes are moved to
+    the ones that do not fit.
     """
     failed = [*tight]
     for i, one in enumerate(fits[:MAX_REORDERED]):
@@ -748,11 +747,10 @@ def _check_message_driven(
 
 
 def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> SearchResult:
-    """Returns a quick search: the best layouts for other numbers of devices, adapted to this
-    one.
+    """Returns a quick search, which adapts the best layouts of other numbers of devices.
 
-    The degrees that split a layer stay; pipe, data and depth share the other ranks, each close to
-    its former degree. It may find nothing where `search_layouts` does.
+    The degrees that split a layer stay. pipe, data and depth share the other ranks, each close to
+    its former degree. It may find nothing even if `search_layouts` does.
     """
     began = time.perf_counter()
     plans = dict[Plan, None]()
@@ -771,7 +769,7 @@ def carry_over_layouts(wish: SearchRequest, known: Sequence[SearchResult]) -> Se
 
 
 def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
-    """Degrees on the ranks of a request that are nearest to those of a plan."""
+    """Returns the degrees for the ranks of a request that are nearest to the degrees of a plan."""
     rest, odd = divmod(wish.world_size, plan.row * plan.col * plan.expert)
     if odd:
         return []
@@ -795,7 +793,9 @@ def _nearest_degrees(wish: SearchRequest, plan: Plan) -> list[dict[str, int]]:
 
 
 def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[int]:
-    """Micro-batches near that of a plan: adjacent sizes, the least, and the one with `count`."""
+    """Returns micro-batches near the one of a plan: adjacent sizes, the smallest, and the one with
+    `count` micro-batches.
+    """
     if plan.col_splits == "samples":
         least = plan.col
     else:
@@ -810,9 +810,9 @@ def _nearby_micro_batches(wish: SearchRequest, plan: Plan, count: int) -> set[in
 def _worth_full_search(
     wish: SearchRequest, every: Sequence[Plan], rough: Sequence[Sequence[PredictedCandidate]]
 ) -> list[Plan]:
-    """Factorisations that may still contain the best layout of a style."""
+    """Returns the factorizations that may still contain the best layout of a style."""
     node = wish.cluster.per_node
-    # Best-case time of each factorisation; infinite if it cannot fit.
+    # Best-case time of each factorization; infinite if it cannot fit.
     times = [
         min((_best_case_seconds(wish, one) for one in several), default=math.inf)
         for several in rough
@@ -828,10 +828,10 @@ def _worth_full_search(
 
 
 def _best_case_seconds(wish: SearchRequest, found: PredictedCandidate) -> float:
-    """Returns the seconds per step of a rough layout if chunks shorten its pipeline bubble as
-    far as they can.
+    """Returns the seconds per step of a rough layout if chunks shorten its pipeline bubble as much
+    as possible.
 
-    Chunks may also balance the stages better, and so make a layout fit that nearly does.
+    Chunks may also balance the stages better, so that a layout fits that nearly does.
     """
     plan = found.plan
     it = found.prediction

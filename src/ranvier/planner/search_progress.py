@@ -1,8 +1,8 @@
 """Progress of a search: the best layout so far, printed to standard error.
 
-A terminal has one line that is redrawn; a file or a pipe gets a line for the first layout and then
-at most one every LINE_INTERVAL seconds, so that a log stays short. None of it is part of the
-result.
+A terminal shows one line that is redrawn. A file or a pipe gets a line for the first layout and
+then at most one every LINE_INTERVAL seconds, so that a log stays short. The progress is not part of
+the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SearchProgressPrinter:
         self.shown_candidate: Candidate | None = None
         self.is_terminal = sys.stderr.isatty()
         self.shown_columns = 0
-        """Columns of the line that the terminal shows now."""
+        """Number of columns of the line that the terminal shows."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,8 +53,8 @@ class SearchProgressPrinter:
         plan = found.plan
         text = (
             f"best so far: {explain.format_seconds(found.prediction.step_seconds)} per step with "
-            f"{explain.describe_candidate(found)}, micro-batch {plan.micro_batch}, recompute "
-            f"{plan.recompute} ({spent:.1f} s, {count:,} layouts)"
+            f"{explain.describe_candidate(found)}, micro-batch {plan.micro_batch}, "
+            f"recompute={plan.recompute} ({spent:.1f} s, {count:,} layouts)"
         )
         if not self.is_terminal:
             self._write_text(f"{text}\n")

@@ -1,6 +1,6 @@
-"""Suggestions: the nearest changes that make a layout possible where none is.
+"""Suggests the smallest changes that make a layout possible if none is.
 
-Each change that is offered was tried: with it a layout is valid, or fits.
+Each suggestion was tested: with it, at least one layout is valid or fits into memory.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ranvier.planner.search import (
 )
 
 MAX_NODES = 4096
-"""Number of nodes up to which larger clusters are tried."""
+"""Maximum number of nodes of the larger clusters that are tried."""
 COMMON_BATCH_FACTORS = (64, 3, 5, 7)
 """Factors of a batch that make it divisible by most degrees."""
 NEAR_NODE_COUNTS = 64
-"""How many of the next lower numbers of nodes are all tried; below these it is halved."""
+"""Number of next smaller node counts that are all tried; below them, the count is halved."""
 MAX_TRIED_BATCHES = 20
-"""Maximum number of batches that are tried."""
+"""Maximum number of batch sizes that are tried."""
 
 RequestChanger = Callable[[str, int], SearchRequest]
-"""Returns the request with a setting, by its name, changed as if the user had given that value."""
+"""Returns the request in which the user has set the named setting to the value."""
 
 
 def explain_infeasible(result: SearchResult, again: RequestChanger | None = None) -> list[str]:
-    """Returns why no layout of a search can run, and the nearest changes that make one possible."""
+    """Returns why no layout can run, and the smallest changes that make one possible."""
     wish = result.request
     again = again or partial(change_setting, wish)
     if result.oversized_candidates:
@@ -54,8 +54,8 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
         and wish.fixed_fields
         and is_divisible(replace(wish, fixed_fields=frozenset(), plan=_unconstrained_plan(wish)))
     ):
-        remedies = [f"other values than the given {_fixed_setting_names(wish)}, or leave them out"]
-    # Remedies of single rules may not be enough on their own: replace them by tested ones.
+        remedies = [f"other values of {_fixed_setting_names(wish)}, or leave them out"]
+    # The remedy of a single rule may not be enough: replace it by tested ones.
     if remedies:
         reasons = [text.partition(" Use ")[0] for text in reasons]
     elif " Use " in reasons[-1]:
@@ -64,7 +64,7 @@ def explain_infeasible(result: SearchResult, again: RequestChanger | None = None
 
 
 def change_setting(wish: SearchRequest, name: str, value: int) -> SearchRequest:
-    """Returns the request with one setting changed, everything else as it was."""
+    """Returns the request with one setting changed."""
     if name == "data.seq_len":
         return replace(wish, workload=replace(wish.workload, seq=value))
     if name == "plan.global_batch":
@@ -80,7 +80,8 @@ def change_setting(wish: SearchRequest, name: str, value: int) -> SearchRequest:
 def _format_remedies(remedies: list[str]) -> str:
     if not remedies:
         return (
-            f"No change of one number helps up to {MAX_NODES} nodes. Use other devices or settings."
+            f"No change of a single number helps up to {MAX_NODES} nodes. Use other devices or "
+            "settings."
         )
     return f"Use {', or '.join(remedies)}."
 
@@ -90,7 +91,7 @@ def _fixed_setting_names(wish: SearchRequest) -> str:
 
 
 def _unconstrained_plan(wish: SearchRequest) -> Any:
-    """Returns the plan with all degrees open."""
+    """Returns the plan without fixed degrees."""
     return replace(wish.plan, **dict[str, Any](dict.fromkeys(AXES, 1)))
 
 
@@ -98,7 +99,7 @@ def _unconstrained_plan(wish: SearchRequest) -> Any:
 
 
 def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
-    """Returns the message if valid layouts exist, but none fits."""
+    """Returns the message if valid layouts exist, but none fits into memory."""
     wish = result.request
     least = result.oversized_candidates[0].prediction
     device = wish.cluster.device
@@ -109,10 +110,11 @@ def _explain_out_of_memory(result: SearchResult, again: RequestChanger) -> str:
         *_suggest_free_settings(wish),
     ]
     return (
-        f"{wish.workload.model.name or 'The model'} with {wish.workload.seq} tokens a sample fits "
-        f"{wish.world_size} x {device.name} in no layout: the least is "
-        f"{least.memory.total_bytes / GIB:.1f} GiB of {limit / GIB:.1f} GiB of a device that "
-        "may be used, with everything computed again and states on the host where they find room. "
+        f"{wish.workload.model.name or 'The model'} with {wish.workload.seq} tokens per sample "
+        f"does not fit on {wish.world_size} x {device.name} in any layout. The smallest layout "
+        f"needs {least.memory.total_bytes / GIB:.1f} GiB, but only {limit / GIB:.1f} GiB per "
+        "device are usable, even with full recomputation and optimizer states on the host where "
+        "they fit. "
         f"{_format_remedies(remedies)}"
     )
 
@@ -123,7 +125,7 @@ def _suggest_more_devices(wish: SearchRequest, again: RequestChanger) -> Iterato
         return
     node = again("nodes", 1).cluster.per_node
     known = math.prod(wish.fixed_degrees.values())
-    # First more devices in a node, then more nodes; only numbers that fixed degrees divide.
+    # First more devices per node, then more nodes; only numbers that the fixed degrees divide.
     sizes = [("devices", n) for n in range(wish.world_size + 1, node) if n % known == 0]
     first = wish.world_size // node + 1
     sizes += [("nodes", n) for n in range(first, MAX_NODES + 1) if n * node % known == 0]
@@ -159,21 +161,21 @@ def _suggest_shorter_seq(wish: SearchRequest, again: RequestChanger) -> Iterator
 
 
 def _suggest_free_settings(wish: SearchRequest) -> Iterator[str]:
-    """Fixed settings that would have to be left open."""
+    """Yields the fixed settings that must be left open for a layout to fit."""
     if wish.fixed_fields - {"global_batch"} or wish.states:
         free = replace(wish, fixed_fields=frozenset(), states=None)
         if has_fitting_layout(free):
             best = search_layouts(free).best
             names = _fixed_setting_names(wish) or "memory.optimizer_states"
             such = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
-            yield f"other values than the given {names} (such as {such or 'none'})"
+            yield f"other values of {names} (e.g. {such or 'none'})"
 
 
 # ---- what cannot be divided ---------------------------------------------------------------
 
 
 def _broken_rules(wish: SearchRequest) -> Iterator[str]:
-    """Rules that the fixed settings break regardless of the others."""
+    """Yields the rules that the fixed settings break, whatever the other settings are."""
     settled = {axis: getattr(wish.plan, axis) for axis in AXES if axis in wish.fixed_fields}
     settled = {axis: size for axis, size in settled.items() if size != -1}
     for axis, size in settled.items():
@@ -186,10 +188,10 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
     ):
         shape = " · ".join(f"{axis}={size}" for axis, size in settled.items() if size > 1)
         yield (
-            f"{shape or 'All degrees 1'} on {wish.world_size} devices. Degrees multiply to the "
-            "number of devices."
+            f"{shape or 'All degrees 1'} on {wish.world_size} devices is not possible. The degrees "
+            "must multiply to the number of devices."
         )
-    # With all other degrees 1, a broken rule is due to the fixed ones.
+    # All other degrees are 1 here, so a broken rule is due to the fixed ones.
     alone = replace(
         _unconstrained_plan(wish), **dict[str, Any](settled), global_batch=wish.workload.batch
     )
@@ -199,7 +201,7 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
 
 
 def _explain_indivisible(wish: SearchRequest) -> str:
-    """Returns the message if no factorisation is valid."""
+    """Returns the message if no factorization of the devices is valid."""
     settled = " ".join(f"{axis}={size}" for axis, size in wish.fixed_degrees.items())
     if settled:
         settled = f" with {settled}"
@@ -210,7 +212,7 @@ def _explain_indivisible(wish: SearchRequest) -> str:
     return (
         f"{wish.world_size} devices cannot share this job{settled}: "
         f"global_batch={wish.workload.batch}, seq_len={wish.workload.seq}, heads={heads}, "
-        f"layers={layers}. Ranks divide samples, tokens, heads and layers evenly."
+        f"layers={layers}. The degrees must divide samples, tokens, heads and layers."
     )
 
 
@@ -232,9 +234,9 @@ def _suggest_settings(wish: SearchRequest, again: RequestChanger) -> Iterator[st
 
 
 def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """Yields the nearest valid batch."""
+    """Yields the nearest valid global batch."""
     near = set()
-    # With a batch that divides well, no degree is excluded because of the batch.
+    # With a batch that has many divisors, the batch excludes no degree.
     loose = replace(
         wish,
         workload=replace(wish.workload, batch=math.lcm(wish.world_size, *COMMON_BATCH_FACTORS)),
@@ -253,15 +255,15 @@ def _suggest_batch(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
 
 
 def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterator[str]:
-    """Yields the nearest smaller number of nodes or devices, and the number that fixed degrees
-    need.
+    """Yields the nearest smaller number of nodes or devices, and the number that the fixed
+    degrees need.
     """
     node = again("nodes", 1).cluster.per_node
 
     def able(nodes: int) -> bool:
         return is_divisible(again("nodes", nodes))
 
-    # Fixed degrees may need more nodes than there are.
+    # Fixed degrees may need more nodes than the cluster has.
     whole = (
         math.lcm(math.prod(size for size in wish.fixed_degrees.values() if size > 0), node) // node
     )
@@ -281,20 +283,20 @@ def _suggest_fewer_devices(wish: SearchRequest, again: RequestChanger) -> Iterat
 
 
 def _largest_smaller(nodes: int, able: Callable[[int], bool]) -> int:
-    """Returns the largest smaller number that is valid; 0 if none was found."""
+    """Returns the largest valid smaller number; 0 if none was found."""
     for near in range(nodes - 1, max(nodes - 1 - NEAR_NODE_COUNTS, 0), -1):
         if able(near):
             return near
     half = nodes // 2
     while half and not able(half):
         half //= 2
-    # Refine between the valid half and the next larger power, in steps that bound the work.
+    # Refine between the valid half and the next larger power of two, in a bounded number of steps.
     above = range(min(2 * half, nodes) - 1, half, -max(half // NEAR_NODE_COUNTS, 1))
     return next(filter(able, above), half)
 
 
 def is_divisible(wish: SearchRequest) -> bool:
-    """Returns whether any factorisation is valid."""
+    """Returns whether any factorization of the devices is valid."""
     return any(
         is_allowed(wish, plan)
         for sizes in enumerate_degrees(wish.world_size, degree_choices(wish))

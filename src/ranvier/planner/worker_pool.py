@@ -1,7 +1,7 @@
 """Worker pool: forked processes that map functions over lists and keep their caches between calls.
 
-As they are forked, everything that the functions are bound to exists in them as it does here, so
-caches keyed by object identity keep working. Only names, items and results are sent over pipes.
+The workers are forked, so everything that the functions are bound to exists in them, and caches
+keyed by object identity keep working. Only names, items and results are sent over pipes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ WorkerFunction = Callable[[Any], Any]
 PoolMap = Callable[[str, Sequence[Any]], list[Any]]
 ResultCallback = Callable[[Sequence[Any]], None]
 PIECES_PER_WORKER = 16
-"""Pieces of a list per worker: large enough that neighbours share cached work, small enough that
-no worker waits long for the last one."""
+"""Pieces of a list per worker: large enough that neighbors share cached work, small enough that
+no worker waits long for the last piece."""
 
 
 @contextmanager
 def open_worker_pool(
     functions: Mapping[str, WorkerFunction], workers: int, seen: ResultCallback | None = None
 ) -> Iterator[PoolMap]:
-    """Yield a function that maps a named function over a list; results are in order.
+    """Yields a function that maps a named function over a list. Results are in order.
 
-    With one worker, or where processes cannot be forked, none is started. seen: called with results
-    as they arrive, some at a time, in any order.
+    With one worker, or where processes cannot be forked, none is started. `seen` is called with
+    some results at a time as they arrive, in any order.
     """
     told = seen or _ignore_results
     if workers > 1:
@@ -66,7 +66,7 @@ def open_worker_pool(
 
 
 def _ignore_results(results: Sequence[Any]) -> None:
-    """The default callback: does nothing."""
+    """Does nothing: the default callback."""
 
 
 def _report_result(result: Any, seen: ResultCallback) -> Any:
@@ -76,7 +76,7 @@ def _report_result(result: Any, seen: ResultCallback) -> Any:
 
 @dataclass
 class _WorkQueue:
-    """A list whose pieces are sent to workers as they become free."""
+    """A list whose pieces are sent to workers as they become idle."""
 
     workers: Mapping[Connection, ForkProcess]
     function_name: str
@@ -122,8 +122,8 @@ class _WorkQueue:
             other = self.workers[pipe]
             other.join(1.0)
             raise RanvierError(
-                f"A process that worked on the list ended with exit code {other.exitcode}. It must "
-                "live until all is done. Look whether memory ran out, and try again."
+                f"A worker process exited with code {other.exitcode} before its work was done. "
+                "Workers must run until the end. Check whether memory ran out, and try again."
             ) from error
         if isinstance(results, BaseException):
             raise results
@@ -134,7 +134,7 @@ class _WorkQueue:
 def _run_worker(
     functions: Mapping[str, WorkerFunction], pipe: Connection, others: Sequence[Connection]
 ) -> None:
-    """Process pieces until the other end of the pipe is closed; signals are for the parent."""
+    """Processes pieces until the other end of the pipe is closed. The parent handles signals."""
     import signal
 
     # Undo the parent's handlers: Ctrl-C reaches the whole process group, but only the parent acts

@@ -71,7 +71,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
         )
         kinds = resolve.current_modes(get_parallel_model(trainer.state.model))
         found.append(recompute_budget.recompute_fraction(kinds))
-        assert "micro-batch 8, recomputation of blocks: " in trainer.notes[0]
+        assert "micro-batch 8, recomputation per block: " in trainer.notes[0]
         if available == (low + high) // 2:
             assert len(set(kinds)) > 1, kinds
             assert losses(trainer) == pytest.approx(want, rel=1e-12)
@@ -334,7 +334,7 @@ def test_the_command_tells_it_without_a_traceback(
     steps = ("--train.steps", "5", "--train.output-dir", str(out))
     assert call("train", *SMALL, *fitted, *steps) == INTERNAL_EXIT_CODE
     said = capsys.readouterr()
-    assert "recomputation of blocks: 2 keep all" in said.out and "sum of tensors" in said.out
+    assert "recomputation per block: 2 none" in said.out and "sum of tensors" in said.out
     assert said.err.startswith("DeviceMemoryError: CUDA out of memory.")
     assert "The cheapest changes that would fit" in said.err and "Traceback" not in said.err
     facts = json.loads((out / "run.json").read_text())

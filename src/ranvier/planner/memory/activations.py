@@ -1,9 +1,9 @@
 """Activation memory of a block on a rank, as the layers of `nn` save tensors for backward.
 
-A linear layer saves its input (before it is gathered), a norm its input and its normalised output,
-both in fp32, attention its queries, keys, values, output and one statistic per token and head, an
-MLP the intermediate tensors of its gate. In backward each needs some more temporarily. Imports no
-torch.
+A linear layer saves its input (before it is gathered). A norm saves its input and its normalized
+output, both in fp32. Attention saves its queries, keys, values, output and one statistic per token
+and head. An MLP saves the intermediate tensors of its gate. In backward each layer temporarily
+needs some more. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ STATISTICS_BYTES = 4
 WIDENED_LOGITS = 1 << 18
 """Logits that a loss without a fused kernel widens at a time: `nn.cross_entropy.CHUNK_LOGITS`."""
 GATED_MLP_TENSORS = {"swiglu": 3, "geglu": 3, "geglu_exact": 3, "reglu": 2}
-"""Tensors of the hidden size that a gated MLP saves besides the input of its last layer: gate, up
-and the activated gate; for ReLU the latter replaces the gate."""
+"""Hidden tensors that a gated MLP saves in addition to the input of its last layer: gate, up and
+the activated gate; for ReLU the activated gate replaces the gate."""
 UNGATED_MLP_TENSORS = {"gelu": 1, "gelu_exact": 1, "relu": 0}
 
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Activation bytes of a block; a moment is bytes and elements of weight gradients by then."""
+    """Activation bytes of a block.
+
+    A moment is a pair: the bytes at a point of the step, and the elements of weight gradients
+    computed until then.
+    """
 
     none: int
     """Saved from forward to backward without recomputation."""
     selective: int
     full: int
     saved_collectives: tuple[int, int]
-    """Additional bytes if results of collectives are saved for recomputation: of a selective block,
-    of a full one."""
+    """Additional bytes if results of collectives are saved for recomputation: for a selective
+    block, and for a full one."""
     backward_moments: tuple[tuple[int, int], ...]
-    """Peaks of its backward pass above `none`, and elements of weight gradients by then."""
+    """Peaks of its backward pass above `none`, and elements of weight gradients until then."""
     recompute_moment: tuple[int, int]
     """Peak of recomputation above `none`; saved results of a selective block not yet consumed."""
     picked_features_bytes: int
@@ -54,17 +58,17 @@ class BlockActivations:
     deferred_moment: tuple[int, int]
     """An additional peak if weight gradients are deferred."""
     entry_bytes: int
-    """Needed by the backward pass of its first product, without the inputs of its weight gradient;
-    including what the norm before it has saved."""
+    """Needed by the backward pass of its first matmul, without the inputs of its weight gradient;
+    includes the tensors saved by the norm before it."""
     input_bytes: int
     """Part of `none` that is the input itself: a first norm does not copy an input in fp32."""
     unused_result_bytes: int
-    """Saved by a selective block but not used by recomputation: the result of its last product."""
+    """Saved by a selective block but not used by recomputation: the result of its last matmul."""
 
     def moments_of_mode(
         self, kind: Recompute, *, keeps: bool = False, last: bool = True
     ) -> tuple[tuple[int, int], ...]:
-        """Peaks of a block with a recompute mode. last: it is the last block of its chunk."""
+        """Returns the peaks of a block with a recompute mode. last: it is the last of its chunk."""
         most, waiting = self.recompute_moment
         # A block's forward pass is part of the peak only if recomputed, or if it is the last one.
         if kind == "none" and not last:
@@ -76,7 +80,7 @@ class BlockActivations:
         return (*self.backward_moments, (most + waiting, 0), (forward, 0))
 
     def recomputed_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
-        """Increase of memory by recomputing a block, whose saved results are consumed by it.
+        """Returns the increase of memory by recomputing a block, which consumes its saved results.
 
         Its input stays.
         """
@@ -91,7 +95,7 @@ class BlockActivations:
         )
 
     def saved_bytes(self, kind: Recompute, *, keeps: bool = False) -> int:
-        """Returns the bytes saved by a block with a recompute mode. keeps: including results of
+        """Returns the bytes saved by a block with a recompute mode. keeps: with results of
         collectives.
         """
         if kind == "none":
@@ -110,16 +114,16 @@ def block_activations(
     compiled: bool = False,
     fp8: Fp8Scaling = "",
 ) -> BlockActivations:
-    """Returns the activations of a block; spot: its `activation_key`.
+    """Returns the activations of a block. spot: its `activation_key`.
 
     compiled: norms save their input in its own dtype, a gate is recomputed, and the result of the
-    last product, which backward does not read, is not saved. fp8: a graph's products are in 8 bits.
+    last matmul, which backward does not read, is not saved. fp8: matmuls of a graph are in 8 bits.
     """
     pairs = [*zip(part.layers, build_layers(model, part, spot), strict=True)]
     item = flow.itemsize
     stream = stream_bytes(model, spot, flow)
     none = made = attended = 0
-    # Sum up what each layer saves; `made` and `attended` are what a selective block keeps.
+    # Sum up the saved tensors of each layer; a selective block keeps `made` and `attended`.
     for leaf, layer in pairs:
         if isinstance(layer, NormCost):
             elements = _norm_elements(leaf, layer, pairs, flow)
@@ -146,7 +150,7 @@ def block_activations(
     none += _fp8_difference(pairs, flow, fp8) if compiled and mine is NO_MOE_ACTIVATIONS else 0
     some, every = (_saved_collective_bytes(pairs, flow, selective=x) for x in (True, False))
     first, last = (_norm_bytes_at(pairs, at, flow, compiled) for at in (0, -1))
-    # Backward has freed the last norm by then and, in attention's products, the experts as well.
+    # At this point backward has freed the last norm and, in attention's matmuls, also the experts.
     over = last + (mine.none if not hidden else 0)
     moments = [
         (n - over, m) for n, m in _backward_moments(pairs, flow, hidden, inside, none, stream)
@@ -155,7 +159,7 @@ def block_activations(
         *mine.backward_moments,
         (_first_product_backward_bytes(pairs, flow) + first - none, _grad_elements(pairs)),
     ]
-    # The block's result is part of what a selective block saves, though recomputation skips it.
+    # A selective block saves its result, although recomputation does not need it.
     end = _last_product(pairs)
     if end:
         result = sum(one.product_elements(flow) for one in end.weights) * item
@@ -179,11 +183,11 @@ def block_activations(
 def _fp8_difference(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, fp8: Fp8Scaling
 ) -> int:
-    """Difference in bytes that a graph saves if the inputs of products are in 8 bits.
+    """Returns the difference in bytes that a graph saves if the inputs of matmuls are in 8 bits.
 
-    One scale per tensor: the input of the last product is saved in 8 bits only; attention's output
-    both ways, since attention needs it, too. A scale per row: only attention's output is saved, and
-    queries, keys and values, which come in one buffer, entirely.
+    With one scale per tensor, the input of the last matmul is saved only in 8 bits, and attention's
+    output in both formats, because attention needs it as well. With a scale per row, only
+    attention's output is saved, and the whole buffer of queries, keys and values.
     """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     kept = {layer: product_input_bytes(layer, flow) for layer in products}
@@ -211,9 +215,9 @@ def _block_moe_activations(
 def _saved_collective_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, *, selective: bool
 ) -> int:
-    """Additional bytes of saved collective results; that of the last product is not needed."""
+    """Returns the additional bytes of saved collective results, without the last matmul."""
     found = sum(layer.saved_bytes(flow, selective=selective) for _, layer in pairs)
-    # The last result is not read in backward, so its collective need not be saved either.
+    # Backward does not read the last result, so its collective is not saved either.
     last = _last_product(pairs)
     if (
         last is None
@@ -228,9 +232,9 @@ def _saved_collective_bytes(
 
 
 def _last_product(pairs: list[tuple[LayerSpec, LayerCost]]) -> LinearCost | None:
-    """Returns the product whose result is not recomputed because it ends the block."""
+    """Returns the matmul whose result is not recomputed because it ends the block."""
     last = pairs[-1][1]
-    # Experts are combined after any linear layer, so with them no product is last.
+    # Experts are combined after any linear layer, so with them no matmul is last.
     mixture = any(isinstance(layer, MoECost) for _, layer in pairs)
     if isinstance(last, LinearCost) and not mixture:
         return last
@@ -246,7 +250,7 @@ def stream_bytes(model: ModelSpec, spot: ShardingKey, flow: ActivationShape) -> 
 
 
 def product_input_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Returns the bytes of the input of a product, before it is gathered."""
+    """Returns the bytes of the input of a matmul, before it is gathered."""
     return layer.comm_elements(flow)[0] // layer.gather_group.size * flow.itemsize
 
 
@@ -254,7 +258,7 @@ def norm_bytes(
     layer: NormCost, flow: ActivationShape, elements: int, compiled: bool = False
 ) -> int:
     """Returns the bytes that a norm over `elements` elements saves."""
-    # One statistic per token, and input and output in fp32; a graph saves the input as it is.
+    # One statistic per token, and input and output in fp32; a graph saves the input unchanged.
     wide = max(flow.itemsize, STATISTICS_BYTES)
     if compiled:
         return elements * flow.itemsize + layer.layout_context.local_tokens(flow, layer.dim) * wide
@@ -285,7 +289,7 @@ def _output_elements(
 ) -> int:
     """Returns the elements on this rank of the first output with a dim."""
     factors = (f for _, layer in pairs if isinstance(layer, LinearCost) for f in layer.weights)
-    # A packed weight has several outputs one after the other; this counts one of them.
+    # A packed weight has several consecutive outputs; this counts one of them.
     found = next((f for f in factors if f.out_dim == dim), None)
     if found is None:
         return 0
@@ -300,11 +304,11 @@ def _attention_statistics_bytes(layer: AttentionCost, flow: ActivationShape) -> 
 def _qkv_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, model: ModelSpec
 ) -> int:
-    """Returns the bytes of queries, keys and values; a view of values keeps a fused buffer of
-    all three.
+    """Returns the bytes of queries, keys and values. A view of values keeps a fused buffer of all
+    three.
     """
     q, k = (_output_elements(pairs, dim, flow) for dim in ("heads", "kv_heads"))
-    # Without rotary embeddings q and k are used as they are computed; with them they are copies.
+    # Without rotary embeddings q and k are used directly; with them they are copies.
     if model.traits.get("position_embedding", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
     if _is_qkv_fused(pairs):
@@ -329,7 +333,7 @@ def _hidden_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShap
 
 
 def _saved_hidden_tensors(model: ModelSpec) -> int:
-    """Hidden tensors that an MLP saves besides the input of its last layer."""
+    """Returns the hidden tensors that an MLP saves in addition to the input of its last layer."""
     word = str(model.traits.get("activation", "swiglu"))
     return {**GATED_MLP_TENSORS, **UNGATED_MLP_TENSORS}.get(word, 3)
 
@@ -342,7 +346,8 @@ def _backward_moments(
     none: int,
     stream: int,
 ) -> tuple[tuple[int, int], ...]:
-    """Peaks of a backward pass: bytes above saved ones, elements of matrix gradients by then.
+    """Returns the peaks of a backward pass: bytes above saved ones, and elements of matrix
+    gradients until then.
 
     The last layer of the MLP gathers its operands; then its gate runs backward; then the gradients
     of its first layers are summed. At the end all saved tensors are freed.
@@ -378,9 +383,7 @@ def _backward_moments(
 
 
 def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Returns the bytes needed in forward to select each rank's features of the MLP's first
-    layers.
-    """
+    """Returns the bytes needed in forward to select a rank's features of the MLP's first layers."""
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if len(products) > 1:
         enter = products[-2]
@@ -399,8 +402,8 @@ def _picked_features_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: Activ
 def _first_product_backward_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape
 ) -> int:
-    """Returns the bytes while the first product runs backward: its operands, its saved input,
-    and dy.
+    """Returns the bytes in the backward pass of the first matmul: its operands, saved input and
+    dy.
     """
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
     if first is None:
@@ -410,7 +413,7 @@ def _first_product_backward_bytes(
 
 
 def _entry_bytes(pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape) -> int:
-    """Returns the bytes that the first product needs in backward, without inputs of its weight
+    """Returns the bytes that the first matmul needs in backward, without inputs of its weight
     gradient.
     """
     first = next((layer for _, layer in pairs if isinstance(layer, LinearCost)), None)
@@ -430,15 +433,15 @@ def _norm_bytes_at(
 
 
 def _grad_elements(pairs: list[tuple[LayerSpec, LayerCost]]) -> int:
-    """Returns the elements of the weight gradients of all products."""
+    """Returns the elements of the weight gradients of all matmuls."""
     return sum(_matrix_elements(layer) for _, layer in pairs if isinstance(layer, LinearCost))
 
 
 def _deferred_moment_bytes(
     pairs: list[tuple[LayerSpec, LayerCost]], flow: ActivationShape, hidden: int, inside: int
 ) -> int:
-    """Returns the peak as of `_backward_moments` if weight gradients are deferred: the last
-    input stays.
+    """Returns the peak as in `_backward_moments` if weight gradients are deferred, which keep the
+    last input.
     """
     products = [layer for _, layer in pairs if isinstance(layer, LinearCost)]
     if not hidden or len(products) < 2:
@@ -463,11 +466,11 @@ def _matrix_elements(layer: LinearCost) -> int:
 
 
 def _product_backward_bytes(layer: LinearCost, flow: ActivationShape) -> int:
-    """Returns the bytes that a product needs in backward: gathered x and dy, each layer's dx,
+    """Returns the bytes that a matmul needs in backward: gathered x and dy, each layer's dx, and
     their sum.
 
     Tensors gathered along the sequence of several samples are copied to be contiguous for the
-    product, and dx for its reduce-scatter; so is dx along features.
+    matmul, and dx for its reduce-scatter; dx along features is copied as well.
     """
     x, y = layer.comm_elements(flow)
     move = layer.weights[0].linear_comm
@@ -509,14 +512,12 @@ class LossMemory:
     hidden_bytes: int
     """Gathered input and its gradient."""
     peak_bytes: int
-    """Peak besides these: of statistics, a chunk's part of dx, or the weight gradient."""
+    """Peak in addition to these: of statistics, a chunk's part of dx, or the weight gradient."""
 
 
 @lru_cache(CACHE_SIZE)
 def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> LossMemory:
-    """Returns the bytes of an LM head. gradient: bytes of its weight gradient, as it is
-    accumulated.
-    """
+    """Returns the bytes of an LM head. gradient: bytes of its accumulated weight gradient."""
     chunk = layer.chunk_bytes(flow)
     ranks = layer.scatter_group.size
     count = max(len(layer.chunk_tokens(flow)), 1)
@@ -526,7 +527,7 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
     else:
         logits = chunk + chunk // ranks
     rows = x * (2 if layer.gather_group.size > 1 else 1)
-    # The slice of the input that belongs to the logits of a chunk is copied.
+    # The slice of the input for the logits of a chunk is copied.
     rows += x // count if ranks > 1 else 0
     # Copies of some logits: widened (unless they are fp32), and one relative to the maximum.
     if flow.itemsize < STATISTICS_BYTES:
@@ -548,7 +549,7 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
     widened -= chunk if ranks > 1 else 0
     if count == 1:
         return LossMemory(logits, rows, max(widened, x, gradient))
-    # In fp32 a chunk's weight gradient is added to the sum, not accumulated by the product.
+    # In fp32 a chunk's weight gradient is added to the sum, not accumulated by the matmul.
     if flow.itemsize >= STATISTICS_BYTES:
         again = gradient
     else:
@@ -560,9 +561,7 @@ def loss_memory(layer: LMHeadCost, flow: ActivationShape, gradient: int) -> Loss
 def deferred_grad_bytes(
     model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> int:
-    """Returns the bytes that a block keeps for deferred weight gradients: the inputs of all of
-    them.
-    """
+    """Returns the bytes of all inputs that a block keeps for deferred weight gradients."""
     layers = build_layers(model, part, spot)
     products = [x for x in layers if isinstance(x, LinearCost) and x.has_trainable_weight]
     found = sum(sum(layer.comm_elements(flow)) for layer in products) * flow.itemsize

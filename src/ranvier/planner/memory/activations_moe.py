@@ -7,7 +7,7 @@ them in matmuls, `nn.moe` saves
     experts    rows [T, d/col], gate and up, the activated gate, and the input of down [T, f/row]
     combine    the returned rows [t·k, d/col]
 
-If no axis splits anything, all is one operation that saves x, gate and up of t·k rows.
+If no axis splits the layer, it is one operation that saves x, gate and up of t·k rows.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class MoeActivations:
     product_bytes: int
     """Results of matmuls, which a selective block saves."""
     backward_moments: tuple[tuple[int, int], ...]
-    """Peaks of its backward pass above `none`, and elements of weight gradients by then."""
+    """Peaks of its backward pass above `none`, and elements of weight gradients until then."""
     recompute_moment: tuple[int, int]
-    """Peak of recomputation above `none`; results of matmuls that it has not reached by then."""
+    """Peak of recomputation above `none`; results of matmuls that are not yet recomputed then."""
     deferred_moment: tuple[int, int]
     """An additional peak if weight gradients are deferred."""
     deferred_bytes: int
-    """Kept for deferred weight gradients: x and dy of each matmul or, of the single operation, the
+    """Kept for deferred weight gradients: x and dy of each matmul or, for the single operation, the
     gradients themselves."""
 
 
@@ -50,7 +50,7 @@ def moe_activations(
 ) -> MoeActivations:
     """Returns the bytes of an MoE layer.
 
-    inside: hidden tensors besides the input of down. reads: another layer saves x as well.
+    inside: hidden tensors in addition to the input of down. reads: another layer saves x as well.
     """
     ground = layer.layout_context
     item = flow.itemsize
@@ -92,8 +92,8 @@ def moe_activations(
         (stream + hidden - choices * width * item, matrix),
         # The gate.
         (enter * hidden + hidden // col, matrix),
-        # Up projections: dx of each one, after the hidden tensors are freed. Their sum takes the
-        # place of the inputs, which are freed by then unless weight gradients are deferred.
+        # Up projections: dx of each one, after the hidden tensors are freed. Their sum replaces the
+        # inputs, which are already freed unless weight gradients are deferred.
         (entered := enter * stream + enter * hidden - behind, layer.matrices * matrix),
     )
     # Recomputed results, their permuted copy, and the rows to be returned.

@@ -1,8 +1,8 @@
 """Memory breakdown: bytes by category at the peak of a step, predicted and measured.
 
-Device and host have a column each. What torch counts as allocated on a device is the sum of all
-rows but the last two: gaps between tensors that its allocator reserves, and the buffers of
-communicators, which NCCL allocates from the device itself.
+Device and host have a column each. The sum of all rows but the last two is what torch counts as
+allocated on a device. The last two rows are gaps between tensors that its allocator reserves, and
+the buffers of communicators, which NCCL allocates from the device itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ workspaces of libraries; gaps; buffers and kernels of NCCL."""
 NOT_TENSORS = ("fragmentation", "communicators")
 """Rows that are not tensors."""
 ESTIMATED_CATEGORIES = ("activations", "gathered weights", "logits", "communication")
-"""Rows that only a prediction distinguishes: a measurement has one number for all of them."""
+"""Rows that only a prediction distinguishes; a measurement has one number for all of them."""
 GIB = 2**30
 
 
@@ -42,7 +42,7 @@ class MemoryBreakdown:
     device: Mapping[str, int]
     host: Mapping[str, int] = field(default_factory=dict)
     where: str = ""
-    """The point of the step at which the peak is reached, in words."""
+    """Description of the point of the step at which the peak is reached."""
 
     def __post_init__(self) -> None:
         odd = {*self.device, *self.host} - {*CATEGORIES}
@@ -55,7 +55,7 @@ class MemoryBreakdown:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the device must have."""
+        """Device bytes that are needed in total."""
         return sum(self.device.values())
 
     @property
@@ -88,13 +88,11 @@ BREAKDOWN_HEADER = ("device", "measured", "host", "measured")
 def breakdown_rows(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> tuple[str, list[tuple[str, ...]]]:
-    """Returns the unit, and rows of cells under `BREAKDOWN_HEADER`; rows that are all empty are
-    omitted.
-    """
+    """Returns the unit, and rows of cells under `BREAKDOWN_HEADER`. Empty rows are omitted."""
     tables = [predicted, measured]
     columns = [None if t is None else t.device for t in tables]
     columns += [None if t is None else t.host for t in tables]
-    # Whether the run measured tensors on the device: without CUDA there is no such number.
+    # Whether the run measured tensors on the device; without CUDA this is not possible.
     counted = measured is not None and ESTIMATED_CATEGORIES[0] in measured.device
     found: list[tuple[str, list[int | None]]] = []
     for name in CATEGORIES:
@@ -130,10 +128,10 @@ def format_breakdown(
 def breakdown_notes(
     predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
 ) -> list[str]:
-    """Returns where the peak is, and how close the prediction is."""
+    """Returns the point of the peak, and the accuracy of the prediction."""
     found = []
     if predicted is not None and predicted.where:
-        found.append(f"most is there {predicted.where}")
+        found.append(f"the peak is {predicted.where}")
     if (
         predicted is not None
         and measured is not None
@@ -145,7 +143,7 @@ def breakdown_notes(
 
 
 def _format_bytes(size: int | None, unit: int) -> str:
-    """Returns the bytes in a unit; unknown values are a dot."""
+    """Formats bytes in a unit; unknown values are a dot."""
     if size is None:
         return "·"
     if size:

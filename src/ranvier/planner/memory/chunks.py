@@ -1,4 +1,4 @@
-"""Model chunks: what the blocks of a stage save per micro-batch and need in their backward pass.
+"""Model chunks: activations that the blocks of a stage save, and memory of their backward pass.
 
 Blocks are grouped by kind and recompute mode. Of each group the first and the last are examined:
 saved activations are largest while the last one runs backward, accumulated gradients while the
@@ -38,13 +38,13 @@ class MemoryOptions(NamedTuple):
     fp8: Fp8Scaling = ""
     simulates_schedule: bool = True
     recompute_modes: tuple[Recompute, ...] = ()
-    """Modes of the blocks of the stage, in order; empty: `plan.recompute` for all of them."""
+    """Modes of the blocks of the stage, in order; empty means `plan.recompute` for all of them."""
     offloaded_fraction: float = 0.0
-    """Fraction of what blocks save that is on the host; the last block of the model keeps its."""
+    """Fraction of saved activations on the host; the last block of the model keeps its own."""
     update_continues: bool = False
     """Whether the update of offloaded states continues in the next forward pass."""
     counts_in_flight: bool = True
-    """Whether other micro-batches that a stage holds are counted."""
+    """Whether other micro-batches in flight on a stage are counted."""
 
     def is_graph(self, kind: Recompute, experts: int) -> bool:
         """Returns whether a block is compiled; experts: ranks of the expert axis."""
@@ -54,12 +54,12 @@ class MemoryOptions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlockBackwardMemory:
-    """A block of a chunk in its backward pass, after that of the blocks behind it."""
+    """A block of a chunk in its backward pass, after the backward pass of the following blocks."""
 
     where: str
     is_first: bool
     worst_moments: tuple[tuple[int, int], ...]
-    """Peaks besides, and elements of weight gradients by then: `BlockActivations`."""
+    """Additional peaks, and elements of weight gradients until then: `BlockActivations`."""
     deferred_moment: tuple[int, int]
     """An additional peak if weight gradients are deferred."""
     entry_bytes: int
@@ -67,12 +67,12 @@ class BlockBackwardMemory:
     recomputed_bytes: int
     """Increase of memory by its recomputation."""
     saved_bytes: int
-    """Saved by it and the blocks before it on the device, including rotary angles and what has been
+    """Saved by it and the blocks before it on the device, including rotary angles and tensors
     fetched from the host."""
     forward_bytes: int
     """Needed while it runs forward, above `saved_bytes`."""
     deferred_bytes: int
-    """Kept by the blocks behind it if weight gradients are deferred."""
+    """Kept by the following blocks if weight gradients are deferred."""
     gathered_bytes: int
     """Bytes of its gathered weights."""
     next_gathered_bytes: int
@@ -80,16 +80,16 @@ class BlockBackwardMemory:
     gathered_grad_bytes: int
     """Bytes of its unsharded gradients."""
     previous_grad_bytes: int | None
-    """Bytes of those of the block behind it; None: it is the last."""
+    """Bytes of the unsharded gradients of the following block; None for the last block."""
     finished_grad_elements: int
-    """Elements of the gradients that are complete and not being reduced."""
+    """Elements of the gradients that are complete and not in a reduction."""
     later_grad_elements: int
-    """Elements of the gradients of all blocks behind it."""
+    """Elements of the gradients of all following blocks."""
 
 
 @dataclass(frozen=True)
 class ChunkMemory:
-    """What a chunk of a stage saves per micro-batch."""
+    """Activations that a chunk of a stage saves per micro-batch."""
 
     block_bytes: int
     """Saved by all its blocks on the device, including rotary angles."""
@@ -102,7 +102,7 @@ class ChunkMemory:
     first_grad_bytes: int
     """Bytes of the unsharded gradients of the first block."""
     reducing_bytes: int
-    """Most bytes of a block's unsharded gradients and those of the block behind it in reduction."""
+    """Most bytes of a block's unsharded gradients and the following block's ones in reduction."""
     has_embedding: bool
     has_head: bool
     input_bytes: int
@@ -139,7 +139,7 @@ def build_chunks(
         mine = part_ranges(firsts, len(order))[stage.stage_spec.index :: count]
     else:
         mine = [slice(None)]
-    # With the vocabulary split over pipe the head's gradient is counted per stage, not per chunk.
+    # With the vocabulary split over pipe, the head's gradient is counted per stage, not per chunk.
     spread = plan.vocab_over_pipe and count > 1
     if spread:
         head = 0
@@ -210,7 +210,7 @@ class ChunkSaving(NamedTuple):
 
 
 class ChunkWeights(NamedTuple):
-    """What chunks depend on of the weights of a stage."""
+    """The sizes of the weights of a stage that chunks depend on."""
 
     by_block: tuple[tuple[str, BlockStates], ...]
     gathered_bytes: int
@@ -231,9 +231,9 @@ def _build_chunk(
     own: ChunkWeights,
     head: int,
 ) -> ChunkMemory:
-    """Returns what some parts save per micro-batch.
+    """Returns the activations that some parts save per micro-batch.
 
-    comes: its input comes from another chunk. kinds: modes of the blocks. head: bytes of the head's
+    comes: its input is from another chunk. kinds: modes of the blocks. head: bytes of the head's
     gradient.
     """
     stream = stream_bytes(model, inside, flow)
@@ -250,8 +250,8 @@ def _build_chunk(
     else:
         angles = 0
     leaves = find_head(model, parts, inside) is not None
-    # Whether a first layer saves the input already: recomputed and compiled blocks save it as it
-    # is, and in fp32 a norm needs no widened copy.
+    # Whether a first layer already saves the input: recomputed and compiled blocks save it
+    # unchanged, and in fp32 a norm needs no widened copy.
     graph = how.is_graph[0]
     shared = (blocks and (kinds[0] != "none" or graph)) or (wide == 1 and (blocks or leaves))
     waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in {*blocks}}
@@ -262,7 +262,7 @@ def _build_chunk(
     away = [round(size * how.offloaded_fraction) for size in saved]
     if how.keeps_last:
         away[-1:] = [0] * bool(away)
-    # A block's gradients and those of the block behind it, whose reduction is in flight.
+    # A block's gradients and the ones of the following block, whose reduction is in flight.
     full = [sizes[part.name].gathered_grad_bytes for part in blocks]
     pairs = zip(full, [*full, 0][1:], strict=True)
     return ChunkMemory(
@@ -312,10 +312,11 @@ def _block_memories(
             name = "first"
         else:
             name = "present"
-        # What this block and the one before it have on the host is fetched for their backward.
+        # Tensors of this block and the one before it on the host are fetched for their backward
+        # pass.
         fetched = sum(away[max(at - 1, 0) : at + 1])
         yield BlockBackwardMemory(
-            f"in the {name} block, backward",
+            f"in the backward pass of the {name} block",
             at == 0,
             found[at].moments_of_mode(kind, keeps=keeps, last=at == final),
             found[at].deferred_moment,

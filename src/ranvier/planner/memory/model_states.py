@@ -18,7 +18,9 @@ QUANT_BLOCK = 256
 POSITION_BYTES = 4
 """Bytes of the position of an element that a mask keeps (`buckets.sparsity`)."""
 TILES_IN_FLIGHT = 4
-"""Tiles of offloaded states that have a buffer on the device (`optim.state_store.NUM_SLOTS`)."""
+"""Number of tiles of offloaded states with a buffer on the device
+(`optim.state_store.NUM_SLOTS`).
+"""
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,9 @@ class BlockStates:
     shard_bytes: int = 0
     """Bytes of the weights on this rank."""
     gathered_bytes: int = 0
-    """Bytes of the weights gathered over depth; 0: they are not sharded."""
+    """Bytes of the weights gathered over depth; 0 if they are not sharded."""
     gathered_grad_bytes: int = 0
-    """Bytes of their unsharded gradients, in 32 bits; 0: likewise."""
+    """Bytes of their unsharded gradients, in 32 bits; 0 if they are not sharded."""
 
     def add_bucket(
         self, bulk: BucketTraffic, count: int, own: int, wide: int, depth: int
@@ -59,13 +61,13 @@ class StageModelStates:
     outside_elements: int
     """Trained elements outside of blocks."""
     head_elements: int
-    """Elements of the head's unsharded gradient; 0: it is on another stage, or frozen."""
+    """Elements of the head's unsharded gradient; 0 if it is on another stage, or frozen."""
     embedding_elements: int
-    """Elements of the embedding's unsharded gradient; 0: likewise."""
+    """Elements of the embedding's unsharded gradient; 0 as above."""
     position_elements: int
-    """Elements of the unsharded gradient of learned positions; 0: likewise."""
+    """Elements of the unsharded gradient of learned positions; 0 as above."""
     gathered_block_bytes: int
-    """Bytes of the largest block's weights gathered over depth; 0: they are not sharded."""
+    """Bytes of the largest block's weights gathered over depth; 0 if they are not sharded."""
     gathered_bytes: int
     """Bytes of all weights gathered over depth."""
     wide_itemsize: int
@@ -75,7 +77,7 @@ class StageModelStates:
     data_ranks: int
     """Ranks over which optimizer states are sharded."""
     local_head_elements: int
-    """Elements of the head's gradient on this rank, and of the embedding's, without late ones."""
+    """Elements on this rank of the gradients of head and embedding, without late ones."""
     local_embedding_elements: int
     has_tied_embeddings: bool
     pads_vocab_grads: bool
@@ -87,7 +89,9 @@ class StageModelStates:
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether depth shards weights, of blocks or, on a stage without any, of others."""
+        """Whether depth shards weights: of blocks or, on a stage without blocks, of other
+        layers.
+        """
         return self.gathered_bytes > 0
 
 
@@ -129,7 +133,7 @@ def stage_model_states(
         first, second = _bucket_states(lot, reduced // data, moments, own, reduced < bulk.size)
         master += count * first
         both += count * second
-        # Gradients reduced at the end of the step wait unsharded; they are counted apart.
+        # Gradients reduced at the end of the step stay unsharded; they are counted separately.
         waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
         late += reduced * wide * depth if waits else 0
         twice += reduced * wide if bulk.tied_across_stages else 0
@@ -162,7 +166,7 @@ def stage_model_states(
 
 
 def _reduced_elements(lot: BucketSpec, inside: bool, density: float, data: int) -> int:
-    """Returns the elements of a bucket that are reduced and updated, a multiple of the data
+    """Returns the elements of a bucket that are reduced and updated: a multiple of the data
     axis.
     """
     bulk = lot.traffic
@@ -187,9 +191,7 @@ def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> in
 def _bucket_states(
     lot: BucketSpec, count: int, moments: MomentPrecision, own: int, pruned: bool
 ) -> tuple[int, int]:
-    """Returns the bytes of the master weights and of both moments of `count` elements of a
-    bucket.
-    """
+    """Returns the bytes of master weights and moments of `count` elements of a bucket."""
     wide = max(own, 4)
     vector = lot.params[0].param_group == "vector"
     # 32-bit weights are their own master copy, unless they are pruned.
@@ -202,9 +204,9 @@ def _bucket_states(
 
 @dataclass(frozen=True)
 class ModelStateSizes:
-    """Bytes of a rank by what may be offloaded to the host.
+    """Bytes of a rank by whether they may be offloaded to the host.
 
-    A bucket of vectors is too small to be worth offloading: it stays on the device, and so do
+    A bucket of vectors is too small for offloading to pay off, so it stays on the device, and so do
     weights that several layers share. All others may be offloaded.
     """
 
@@ -216,11 +218,11 @@ class ModelStateSizes:
     """Master weights of trained 16-bit weights."""
     moments: int
     vector_states: int
-    """Part of master weights and moments that stays on the device: that of vectors."""
+    """Part of master weights and moments that stays on the device: the part of vectors."""
     state_ring: int
     """Buffers on the device for tiles of offloaded states."""
     offload_ring: int
-    """The same if weights are offloaded as well: gradients and weights pass through them, too."""
+    """The same if weights are offloaded as well, whose gradients and values use the buffers too."""
     host_gradients: int
     """Gradients of weights that may be offloaded, once they are on the host."""
     trained_elements: int
@@ -247,7 +249,7 @@ def model_state_sizes(
     density: float = 1.0,
     tile: int = 2**24,
 ) -> ModelStateSizes:
-    """Returns the sizes of a rank of a stage; as `stage_model_states`. tile:
+    """Returns the sizes of a rank of a stage, as in `stage_model_states`. tile:
     `memory.offload_tile`.
     """
     degrees = dict(zip(AXES, spot.degrees, strict=True))

@@ -1,14 +1,14 @@
-"""Memory peaks: the points of a step at which most memory is used besides weights and states.
+"""Memory peaks: the points of a step with most memory in addition to weights and states.
 
 A stage runs jobs (`pipeline.memory_replay`): each is a pass over a chunk of its blocks, while other
 micro-batches in flight keep their saved activations. Within a job the peak is one of
 
     in the loss       while logits are computed and all activations are saved
-    behind the loss   while the gradient of the head is accumulated
+    after the loss    while the gradient of the head is accumulated
     in a block        while the last, or the first, runs backward
                       (`activations.BlockActivations.moments_of_mode`)
     at the end        while the embedding's gradient is computed
-    later             while deferred weight gradients are computed
+    deferred          while deferred weight gradients are computed
 
 and once, at the end of a step, the optimizer step; if it updates offloaded states, it continues in
 the next forward pass. A single stage is plain gradient accumulation.
@@ -16,7 +16,7 @@ the next forward pass. A single stage is plain gradient accumulation.
 Gradients are computed in the dtype of the weights and are widened to 32 bits as soon as they are
 accumulated or reduced. Over depth a block's gradients wait unsharded, in 32 bits, for their
 reduce-scatter; both the input and the output of the previous bucket's reduce-scatter stay allocated
-until it is waited for. Of the weights, those of the current and of the next block are gathered.
+until it is waited for. The weights of the current and the next block are gathered.
 Imports no torch.
 """
 
@@ -52,11 +52,11 @@ from ranvier.planner.memory.model_states import StageModelStates
 from ranvier.planner.model_spec import ModelSpec
 
 ReducedGrads = Literal["head", "table", "places", "block", ""]
-"""Whose gradients are being reduced over depth."""
+"""Whose gradients are in a reduction over depth."""
 
 
 class PeakUsage(NamedTuple):
-    """Bytes in use at one point of a step, besides weights and states."""
+    """Bytes in use at one point of a step, in addition to weights and states."""
 
     where: str
     gradients: int
@@ -73,7 +73,7 @@ class PeakUsage(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What is common to all jobs of a stage."""
+    """Data that all jobs of a stage share."""
 
     model_states: StageModelStates
     chunk_groups: tuple[int, ...]
@@ -87,7 +87,7 @@ class StageMemory:
     vocab_over_pipe: bool
     """Whether all stages share the vocabulary: each computes its part of the loss early."""
     splits_weight_grads: bool
-    """Whether weight gradients are jobs of their own (W passes)."""
+    """Whether weight gradients are computed in separate jobs (W passes)."""
     head: LossMemory | None
     """The LM head, if it is on this stage."""
 
@@ -116,11 +116,14 @@ class StageMemory:
 
     @cached_property
     def worst_moments(self) -> dict[BlockBackwardMemory, tuple[int, int, int]]:
-        """Bytes at a block's peak: beside saved activations, of gradients, of unsharded ones."""
+        """Bytes at a block's peak in addition to saved activations, of gradients, and of
+        unsharded ones.
+        """
         own = self.model_states
         found = dict[BlockBackwardMemory, tuple[int, int, int]]()
-        # Gradients count per matrix only if they are produced here and stay in the weights' dtype;
-        # depth-sharded ones go into an unsharded 32-bit buffer, deferred ones come in W passes.
+        # Gradients count per matrix only if they are computed here and stay in the weights' dtype.
+        # Depth-sharded ones are in an unsharded 32-bit buffer; deferred ones are computed in W
+        # passes.
         if own.is_split or self.splits_weight_grads:
             each = 0
         else:
@@ -163,7 +166,7 @@ class StageMemory:
         return found
 
     def grad_bytes(self, elements: int, made: int) -> int:
-        """Gradient bytes of `elements` elements of blocks after `made` passes."""
+        """Returns the gradient bytes of `elements` elements of blocks after `made` passes."""
         own = self.model_states
         narrow = elements * own.itemsize
         wide = elements * own.wide_itemsize
@@ -187,21 +190,21 @@ class StageMemory:
         return elements * own.itemsize
 
     def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
-        """By how much the gradients of the job's own chunk grow in it."""
+        """Returns how much the gradients of the job's own chunk grow in it."""
         after = self.grad_bytes(
             elements, ALL_PASSES if turn.is_last else min(turn.passes_before + 1, SEVERAL_PASSES)
         )
         return after - self.grad_bytes(elements, turn.passes_before)
 
     def outside_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Gradient bytes outside of blocks that earlier passes have left."""
+        """Returns the gradient bytes outside of blocks from earlier passes."""
         if not (self.edge_chunks or self.vocab_over_pipe):
             return 0
         own = self.model_states
         found = 0
         moving = self.reducing_grads(turn)
-        # A gradient that is being reduced is counted as communication unless an earlier pass left
-        # an accumulated one. With a single pass there is no such pass.
+        # A gradient that is being reduced is counted as communication unless an earlier pass has
+        # left an accumulated one. With a single pass there is no such gradient.
         if self.has_several_passes:
             several = 2
         else:
@@ -222,7 +225,7 @@ class StageMemory:
             ):
                 found += own.local_head_elements * (own.wide_itemsize + reduced)
             if made and one.has_embedding and not both and (moving != "table" or made >= several):
-                # Widened by a reduction, by accumulation, or by the sum with the head's gradient.
+                # Widened by a reduction, by accumulation, or by adding the head's gradient.
                 wide = own.is_split or made > 1 or (own.has_tied_embeddings and one.has_head)
                 found += own.local_embedding_elements * (
                     own.wide_itemsize + reduced if wide else own.itemsize
@@ -234,13 +237,13 @@ class StageMemory:
 
     @property
     def head_grad_elements(self) -> int:
-        """Elements of the head's gradient on this rank; with tied weights the embedding's."""
+        """Elements of the head's gradient on this rank; if tied, of the embedding's."""
         if self.model_states.has_tied_embeddings:
             return self.model_states.local_embedding_elements
         return self.model_states.local_head_elements
 
     def accumulated_grad_bytes(self, turn: JobSnapshot) -> int:
-        """Gradient bytes that earlier passes have left."""
+        """Returns the gradient bytes from earlier passes."""
         found = self.outside_grad_bytes(turn)
         for sizes, counts in zip(self.grad_bytes_by_pass, turn.grad_levels, strict=True):
             found += sum(map(mul, sizes, counts))
@@ -249,20 +252,22 @@ class StageMemory:
             and turn.last_grad_job[2]
             and self.reducing_grads(turn) == "block"
         ):
-            # It is being reduced and counted as communication.
+            # It is in a reduction and counted as communication.
             found -= self.chunks[turn.last_grad_job[1]].first_grad_bytes // self.depth
         return found
 
     def reduction_bytes(self, full: int) -> int:
-        """Returns the bytes of a reduce-scatter over depth: `full` bytes of input and its output
+        """Returns the bytes of a reduce-scatter over depth: `full` input bytes and its output
         shard.
         """
         return full + full // self.depth
 
     def reducing_grads(self, turn: JobSnapshot) -> ReducedGrads:
-        """Whose gradients, produced last before a job, are being reduced over depth."""
+        """Returns whose gradients, the last ones computed before a job, are in a reduction over
+        depth.
+        """
         own = self.model_states
-        # With the vocabulary split over pipe every stage computes head gradients in forward jobs.
+        # With the vocabulary split over pipe, every stage computes head gradients in forward jobs.
         if self.vocab_over_pipe and own.is_split and not own.late_grad_bytes:
             first = turn.kind == "F" and turn.last_grad_job is None
             if turn.kind == "B" or (first and turn.num_scored):
@@ -327,13 +332,13 @@ class StageMemory:
 
 
 class TurnMemory(NamedTuple):
-    """A job of a stage, and the memory in use beside it."""
+    """A job of a stage, and the other memory in use during it."""
 
     turn: JobSnapshot
     waiting_bytes: int
     """Saved bytes of other micro-batches in flight."""
     grad_bytes: int
-    """Gradient bytes that earlier passes have left."""
+    """Gradient bytes from earlier passes."""
     chunk: ChunkMemory
 
 
@@ -347,7 +352,7 @@ def find_peaks(
     own: StageModelStates,
     how: MemoryOptions,
 ) -> list[PeakUsage]:
-    """Candidate memory peaks of a stage. firsts: as returned by `find_stage_starts`."""
+    """Returns the candidate memory peaks of a stage. firsts: as returned by `find_stage_starts`."""
     load = _build_stage_memory(model, plan, flow, spot.activation_key, firsts, stage, own, how)
     found = [*_update_peaks(load)]
     if load.vocab_over_pipe and not any(one.has_embedding for one in load.chunks):
@@ -392,10 +397,10 @@ def _without_others(turn: JobSnapshot) -> JobSnapshot:
 
 
 def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMemory]:
-    """Of jobs that differ only in the memory in use beside them, the one with most."""
+    """Yields, of jobs that differ only in the other memory in use, the one with most."""
     for alike in kinds:
         first = alike[0]
-        # A forward job peaks in the loss only.
+        # A forward job has its peak in the loss.
         if first.kind == "F" and load.head is None:
             continue
         much = [(load.waiting_bytes(turn), load.accumulated_grad_bytes(turn)) for turn in alike]
@@ -409,11 +414,10 @@ def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMem
 def with_weights_on_host(
     own: StageModelStates, peaks: Iterable[PeakUsage], *, depth: int, num_blocks: int
 ) -> tuple[PeakUsage, ...]:
-    """Returns the peaks of a stage of `num_blocks` blocks whose weights and gradients are on the
-    host.
+    """Returns the peaks of a stage of `num_blocks` blocks with weights and gradients on the host.
 
-    On the device are the weights of the current and of the next block, the gradients that are being
-    accumulated and those on their way to the host: at most of two blocks and one outer layer.
+    The device has the weights of the current and the next block, the gradients that are being
+    accumulated, and those in transfer to the host: at most of two blocks and one outer layer.
     """
     block = max((one.shard_bytes for _, one in own.by_block), default=0)
     grads = max((one.grad_elements for _, one in own.by_block), default=0)
@@ -434,15 +438,15 @@ def with_weights_on_host(
     )
 
 
-IN_UPDATE = "in the update"
+IN_UPDATE = "in the optimizer step"
 IN_LOSS = "in the loss"
-IN_NEXT_FORWARD = "in the next forward pass, beside gradients that wait for their update"
+IN_NEXT_FORWARD = "in the next forward pass, while gradients wait for their update"
 
 
 def _stage_turns(
     model: ModelSpec, seq: int, stage: StageBlocks, load: StageMemory, simulated: bool
 ) -> SnapshotGroups:
-    """Snapshots of the jobs of a stage: simulated, or those of 1F1B in closed form."""
+    """Returns snapshots of the jobs of a stage: simulated, or of 1F1B in closed form."""
     plan = load.plan
     index = stage.stage_spec.index
     groups = load.chunk_groups
@@ -496,7 +500,8 @@ def _peak_in_loss(
 ) -> PeakUsage:
     """Returns the peak while logits are computed.
 
-    Besides the head's weights those needed next are gathered: of a block, or once more its own.
+    In addition to the head's weights, the next weights are gathered: of a block, or the head's
+    again.
     """
     own = load.model_states
     one = now.chunk
@@ -511,7 +516,7 @@ def _peak_in_loss(
     if load.vocab_over_pipe:
         acts += one.saved_bytes + load.stream_bytes
     else:
-        # The two wide tensors are the input and the normalised output that the last norm saves.
+        # The two wide tensors are the input and the normalized output that the last norm saves.
         acts += (
             one.block_bytes
             + one.input_bytes
@@ -522,7 +527,7 @@ def _peak_in_loss(
 
 
 def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
-    """Peaks while a chunk runs backward."""
+    """Yields the peaks while a chunk runs backward."""
     one = now.chunk
     if one.has_head and load.model_states.head_elements and not load.vocab_over_pipe:
         yield _peak_after_loss(load, now)
@@ -534,7 +539,7 @@ def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
 
 
 def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
-    """Returns the peak while the head's gradient is added to that of earlier passes."""
+    """Returns the peak while the head's gradient is added to earlier ones."""
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -543,7 +548,7 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes
     if not own.is_split:
         grads += made if turn.own_backward_passes else 0
-        return PeakUsage("behind the loss", grads, acts)
+        return PeakUsage("after the loss", grads, acts)
     # Without a pipeline the gathered head is still in memory when backward starts.
     if load.plan.pipe == 1:
         mine = own.head_elements * own.itemsize
@@ -554,7 +559,7 @@ def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
         + made * own.pads_vocab_grads
         + load.last_reduction_bytes(turn)
     )
-    return PeakUsage("behind the loss", grads, acts, own.gathered_block_bytes + mine, 0, full)
+    return PeakUsage("after the loss", grads, acts, own.gathered_block_bytes + mine, 0, full)
 
 
 def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
@@ -568,14 +573,14 @@ def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     grads = now.grad_bytes
     acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes + made
     if not own.is_split:
-        return PeakUsage("behind the loss", grads + made * (turn.num_scored > 0), acts)
+        return PeakUsage("after the loss", grads + made * (turn.num_scored > 0), acts)
     full = (
         max(made, own.late_grad_bytes)
         + made * own.pads_vocab_grads
         + load.last_reduction_bytes(turn)
     )
     near = own.head_elements * own.itemsize + own.gathered_block_bytes
-    return PeakUsage("behind the loss", grads, acts, near, 0, full)
+    return PeakUsage("after the loss", grads, acts, near, 0, full)
 
 
 def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemory) -> PeakUsage:
@@ -583,7 +588,7 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
     own = load.model_states
     one = now.chunk
     turn = now.turn
-    # The head's gradient is computed in forward: it is in memory, or still being reduced.
+    # The head's gradient is computed in forward: it is in memory, or still in a reduction.
     leaves = one.has_head and not load.vocab_over_pipe
     new = leaves and not turn.own_backward_passes
     if leaves:
@@ -609,8 +614,8 @@ def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemor
     if not own.is_split:
         return PeakUsage(place.where, grads + head * new, acts)
     moving = max(load.late_grad_bytes(turn), own.late_grad_bytes * new)
-    # The previous reduce-scatter is that of the block behind; for the last block of a chunk it is
-    # that of the head, or the last one of the previous job.
+    # The previous reduce-scatter belongs to the following block; for the last block of a chunk, to
+    # the head or to the previous job.
     if load.splits_weight_grads or place.previous_grad_bytes is None:
         moving += (
             load.reduction_bytes(head)
@@ -640,21 +645,20 @@ def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
         + 2 * load.stream_bytes
         + one.input_bytes
     )
-    # Gradients and communication are those of the first block; only activations differ.
+    # Gradients and communication are the same as for the first block; only activations differ.
     there = _peak_in_block(load, now, first)
-    return there._replace(where="behind the first block", activations=acts)
+    return there._replace(where="after the first block", activations=acts)
 
 
 def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
-    """Returns the bytes of the embedding's gradient while it is added to that of `back` earlier
-    passes.
+    """Returns the bytes of the embedding's gradient while it is added to `back` earlier ones.
 
-    tied: the head's gradient is in memory already.
+    tied: the head's gradient is already in memory.
     """
     own = load.model_states
     if own.is_split:
-        # The gradient as computed, perhaps a padded copy, and the 32-bit reduction input. Late
-        # gradients have their buffer already.
+        # The computed gradient, perhaps a padded copy, and the 32-bit reduction input. Late
+        # gradients already have their buffer.
         table = own.embedding_elements * (
             own.itemsize * (2 if own.pads_vocab_grads else 1) + own.wide_itemsize
         )
@@ -703,8 +707,8 @@ def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
 
 
 def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
-    """Peaks of stages other than the first at the end of a step, if the embedding is split over
-    pipe: there its gradients are computed after all backward passes.
+    """Yields the peaks at the end of a step of stages other than the first, if the embedding is
+    split over pipe: its gradients are computed there after all backward passes.
     """
     own = load.model_states
     count = load.plan.num_micro_batches
@@ -712,7 +716,7 @@ def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
         sum(load.grad_bytes_by_pass[group][-1] for group in load.chunk_groups)
         + load.head_grad_elements * own.wide_itemsize
     )
-    # After SEVERAL passes the memory no longer changes, so later ones need no check.
+    # After SEVERAL passes the memory no longer changes, so later ones are not checked.
     for back in range(min(count, SEVERAL_PASSES + 1)):
         table = _embedding_grad_bytes(load, back, own.has_tied_embeddings)
         if not own.has_tied_embeddings and back > own.is_split:
@@ -730,7 +734,9 @@ def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
 
 
 def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
-    """Peaks while deferred weight gradients are computed: their inputs stay until the job ends."""
+    """Yields the peaks while deferred weight gradients are computed, whose inputs stay until the
+    job ends.
+    """
     own = load.model_states
     one = now.chunk
     turn = now.turn
@@ -741,25 +747,25 @@ def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsa
         begun = one.block_memories[0].gathered_grad_bytes + load.last_reduction_bytes(turn) + late
     else:
         begun = 0
-    yield PeakUsage("in gradients put off", now.grad_bytes, acts, 0, 0, begun)
+    yield PeakUsage("in the deferred weight gradients", now.grad_bytes, acts, 0, 0, begun)
     if own.is_split:
         ended = one.reducing_bytes + late
     else:
         ended = 0
-    yield PeakUsage("in gradients put off", grads, acts, 0, 0, ended)
+    yield PeakUsage("in the deferred weight gradients", grads, acts, 0, 0, ended)
 
 
 def _next_forward_peaks(load: StageMemory) -> Iterator[PeakUsage]:
-    """Peaks of the next forward pass while offloaded states are updated.
+    """Yields the peaks of the next forward pass while offloaded states are updated.
 
-    A block waits for its own update only, and its gradients are freed with it.
+    A block waits only for its own update, which frees its gradients.
     """
     own = load.model_states
     every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
     for group in dict.fromkeys(load.chunk_groups):
         one = load.chunks[group]
         for place in one.block_memories:
-            # The blocks before this one, of this chunk, have their updates behind them.
+            # The updates of the blocks before this one, in this chunk, are done.
             left = every - one.grad_elements + place.later_grad_elements
             yield PeakUsage(
                 IN_NEXT_FORWARD,
@@ -770,7 +776,7 @@ def _next_forward_peaks(load: StageMemory) -> Iterator[PeakUsage]:
 
 
 def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
-    """Peaks in the optimizer step."""
+    """Yields the peaks in the optimizer step."""
     own = load.model_states
     every = sum(load.chunks[group].grad_elements for group in load.chunk_groups)
     trained = every + own.outside_elements

@@ -1,6 +1,6 @@
 """Memory of the ranks of a stage for any micro-batch, recompute modes and placement.
 
-The closed form of `peaks`, as a run asks for it that has settings left to choose. Imports no torch.
+This is the closed form of `peaks`, for a run that has settings left to choose. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEFAULT_OPTIONS = MemoryOptions()
 
 @dataclass(frozen=True, eq=False)
 class RankMemory:
-    """What a rank of a stage holds and computes, as a function of the settings left to choose."""
+    """Memory and compute of a rank of a stage, as a function of the settings left to choose."""
 
     model: ModelSpec
     plan: Plan
@@ -72,7 +72,7 @@ class RankMemory:
 
     @cached_property
     def block_indices(self) -> tuple[int, ...]:
-        """Indices of its blocks among those of the model."""
+        """Indices of its blocks in the model."""
         count = len(self.model.parts_in_order)
         starts = find_stage_starts(self.model, self.plan, self.seq)
         mine = part_ranges(starts, count)[self.stage :: self.plan.pipe]
@@ -80,7 +80,7 @@ class RankMemory:
         return tuple(i - 1 for one in mine for i in range(count)[one] if 0 < i < count - 1)
 
     def own_modes(self, modes: Sequence[RecomputeMode]) -> tuple[RecomputeMode, ...]:
-        """Returns the modes of its blocks, of those of all blocks of the model."""
+        """Returns the modes of its blocks. modes: of all blocks of the model."""
         return tuple(modes[i] for i in self.block_indices)
 
     @cached_property
@@ -123,7 +123,8 @@ class RankMemory:
         weights_on_host: bool = False,
         update_continues: bool = False,
     ) -> tuple[PeakUsage, ...]:
-        """Candidate memory peaks besides weights and states. modes: of its blocks, in order.
+        """Returns the candidate memory peaks without weights and states. modes: of its blocks, in
+        order.
 
         offloaded: `memory.activation_offload_fraction`.
         """
@@ -140,7 +141,7 @@ class RankMemory:
     def in_flight_bytes(
         self, micro: int, modes: Sequence[RecomputeMode], *, offloaded: float = 0.0
     ) -> tuple[int, int]:
-        """Returns the peak bytes besides weights and states with one micro-batch, and of each
+        """Returns the peak bytes without weights and states with one micro-batch, and of each
         further one.
         """
         how = self.options._replace(
@@ -159,8 +160,8 @@ class RankMemory:
         return self.model, plan, self._activation_shape(micro), self.stage, self.moments
 
     def offloaded_fraction(self, offloaded: float) -> float:
-        """Returns the fraction to offload of blocks except the last, so that it is `offloaded`
-        of all.
+        """Returns the fraction to offload of all blocks but the last, so that it is `offloaded` of
+        all blocks.
         """
         count = len(self.block_indices)
         if self.stage < self.plan.pipe - 1:

@@ -1,6 +1,6 @@
 """Peak memory of a rank, by category; imports no torch.
 
-Weights and optimizer states are constant; `peaks` finds the point of a step with most besides.
+Weights and optimizer states are constant; `peaks` finds the point of a step with most other memory.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def peak_memory(
     fp8: Fp8Scaling = "",
     simulated: bool = True,
 ) -> MemoryBreakdown:
-    """Returns the peak bytes by category of a rank of a stage, for a resolved plan; stage None:
-    the worst one.
+    """Returns the peak bytes by category of a rank of a stage, for a resolved plan.
 
-    keeps: recomputed blocks reuse saved results of collectives. fp8: as in `Candidate`.
-    simulated: simulate the pipeline schedule to know the micro-batches in flight; else assume 1F1B.
+    stage: None for the worst one. keeps: recomputed blocks reuse saved results of collectives. fp8:
+    as in `Candidate`. simulated: simulate the pipeline schedule to get the micro-batches in flight;
+    otherwise assume 1F1B.
     """
     how = MemoryOptions(keeps, compiled, fp8, simulated)
     firsts = find_stage_starts(model, plan, flow.seq)
@@ -54,7 +54,7 @@ def peak_memory(
     for i in fullest_stages(model, *shape) if stage is None else (stage,):
         own, peaks = stage_peaks(model, plan, flow, i, moments, how)
         peak = max(peaks, key=lambda one: one.total_bytes)
-        # The worst stage is chosen by the device's memory: offloaded states do not count.
+        # The worst stage is the one with most device memory; offloaded states do not count.
         rests = own.weight_bytes + (0 if states == "host" else own.master_bytes + own.moment_bytes)
         found.append((rests + peak.total_bytes, own, peak))
     _, own, peak = max(found, key=lambda one: one[0])
@@ -84,9 +84,7 @@ def stage_peaks(
     how: MemoryOptions,
     density: float = 1.0,
 ) -> tuple[StageModelStates, list[PeakUsage]]:
-    """Returns the weights and states of a rank of a stage, and its candidate memory peaks
-    besides these.
-    """
+    """Returns the weights and states of a rank of a stage, and its other candidate peaks."""
     spot = ShardingKey.from_plan(plan)
     firsts = find_stage_starts(model, plan, flow.seq)
     here = build_stage_blocks(
@@ -119,7 +117,7 @@ def chunk_bytes(
 def fullest_stages(
     model: ModelSpec, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
 ) -> tuple[int, ...]:
-    """Stages one of which needs most: those with parts that are not a subset of an earlier one's.
+    """Returns the stages that may need most: their parts are not a subset of an earlier stage's.
 
     Of two stages with the same parts the earlier one has more micro-batches in flight.
     """

@@ -30,11 +30,13 @@ class PartComm:
     exposed_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
     )
-    """Communication of activations by axis that cannot overlap with compute."""
+    """Communication of activations that cannot overlap with compute, by axis."""
     overlappable_seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
     )
-    """The same that can overlap with the matmul of a weight gradient."""
+    """Communication of activations that can overlap with the matmul of a weight gradient, by
+    axis.
+    """
     depth_seconds: float = 0.0
     """All-gathers of weights and reduce-scatters of gradients over depth."""
 
@@ -49,7 +51,7 @@ class StageComm:
     weight_gather: float
     """All-gathers of updated weights."""
     expert_reduction: float
-    """Reductions over expert of the gradients of weights that its ranks share."""
+    """Reductions over expert of the gradients of shared weights."""
     other_seconds: float
     """Gradient norm, flags, token counts."""
 
@@ -63,15 +65,15 @@ class CommTime(PartComm):
     weight_gather: float = 0.0
     """All-gathers of updated weights, per step."""
     by_part: dict[str, PartComm] = field(default_factory=dict)
-    """By name of a part, if known; otherwise all blocks are equal."""
+    """Communication by name of the part, if known; otherwise all blocks are equal."""
     by_stage: tuple[StageComm, ...] = ()
-    """Of each kind of stage, if known."""
+    """Communication of each kind of stage, if known."""
 
     def for_part(self, part: BlockSpec) -> PartComm:
         """Returns the communication of one part."""
         if part.name in self.by_part:
             return self.by_part[part.name]
-        # Other frameworks give one number for all blocks and none for the edges.
+        # Other frameworks have one number for all blocks and none for embedding and head.
         if part.is_block:
             return self
         return PartComm()
@@ -97,9 +99,7 @@ class RankGroups:
 def ranvier_comm_time(
     model: ModelSpec, plan: Plan, setup: ComputeContext, cluster: Cluster, places: RankGroups
 ) -> CommTime:
-    """Returns the communication of Ranvier: by part of the model, and for the weights of each
-    stage.
-    """
+    """Returns the communication of Ranvier, by part of the model and for the weights of a stage."""
     size = compute.DTYPE_BYTES[setup.dtype]
     flow = ActivationShape(
         setup.samples, setup.seq, itemsize=size, statistics_itemsize=max(size, 4)
@@ -114,7 +114,7 @@ def ranvier_comm_time(
     stages = comm_volume.distinct_stages(model, plan, setup.seq)
     types = comm_volume.element_sizes(flow)
     depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
-    # Weights that stay gathered are gathered once per step: spread that over the micro-batches.
+    # Weights that stay gathered are gathered once per step: divide that by the micro-batches.
     if keep:
         each = 1.0 / plan.num_micro_batches
     else:
@@ -135,7 +135,7 @@ def _part_comms(
     cluster: Cluster,
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
-    """Name, and seconds over each axis as in `PartComm`, of all parts per micro-batch."""
+    """Returns name and seconds over each axis (as in `PartComm`) of all parts per micro-batch."""
     found = []
     for part in model.parts:
         sums = _pass_seconds(model, part, inside, flow, again, cluster, near)
@@ -156,7 +156,7 @@ def _stage_comms(
     cluster: Cluster,
     order: tuple[str, ...],
 ) -> tuple[dict[str, tuple[float, float]], tuple[StageComm, ...]]:
-    """Gathers and reductions over depth of each part, and the rest of each stage."""
+    """Returns gathers and reductions over depth of each part, and the rest of each stage."""
     depth = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0))
     found = []
     for stage in stages:
@@ -175,9 +175,9 @@ def _stage_comms(
 
 
 ACTIVATION_GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
-"""Groups that activations are communicated in."""
+"""Groups that communicate activations."""
 VOCAB_GROUPS = (("pipe",), ("pipe", "row"), ("pipe", "col"), ("pipe", "row", "col"))
-"""The same, if stages share the vocabulary."""
+"""The same if stages share the vocabulary."""
 
 
 @lru_cache(maxsize=100_000)
@@ -190,8 +190,8 @@ def _pass_seconds(
     cluster: Cluster,
     near: tuple[RankGroup, ...],
 ) -> tuple[tuple[float, float], ...]:
-    """Returns the seconds of a part over each axis per micro-batch: exposed ones, and those that
-    can overlap with the matmul of a weight gradient.
+    """Returns the seconds of a part over each axis per micro-batch: exposed, and able to overlap
+    with the matmul of a weight gradient.
     """
     groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
     found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
@@ -249,7 +249,7 @@ def _weight_comm(
                 often = times.get((part, event.where), 0)
             else:
                 often = count
-            # Per part, as equal blocks are multiplied by their count later.
+            # Per part, because equal blocks are multiplied by their count later.
             depth[part][phase == "scatter"] += often * one / count_of[part]
         elif "data" not in event.axis:
             shared += count * one if "expert" in event.axis else 0.0
@@ -258,7 +258,7 @@ def _weight_comm(
             after += count * one
         else:
             data += count * one
-    # The norm, the flags and the token count are a few bytes over all ranks: pure latency.
+    # The norm, the flags and the token count are a few bytes over all ranks: only latency.
     whole = links.locate_group(AXES, degrees, order, cluster.per_node)
     other += SMALL_REDUCTIONS * links.collective_seconds(cluster, "all_reduce", 8, whole)
     sums = {name: (gathers, scatters) for name, (gathers, scatters) in depth.items()}
@@ -266,7 +266,7 @@ def _weight_comm(
 
 
 SMALL_REDUCTIONS = 3
-"""All-reduces of scalars per step: norm, flags, tokens."""
+"""Number of all-reduces of scalars per step: norm, flags, tokens."""
 
 
 @lru_cache(maxsize=50_000)
@@ -281,7 +281,7 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
     ends = model.parts[0].num_parameters + (
         0 if model.has_tied_embeddings else model.parts[-1].num_parameters
     )
-    # Untied ends are on two stages, so a mean stage has half of them.
+    # Untied embedding and head are on two stages, so an average stage has half of them.
     if pipe == 1 or model.has_tied_embeddings:
         count = 1
     else:
@@ -290,9 +290,7 @@ def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int)
 
 
 def rank_parameters(model: ModelSpec, plan: Plan) -> float:
-    """Returns the parameters of a rank before sharding over depth: the blocks of a stage and its
-    end.
-    """
+    """Returns the parameters of a rank before sharding over depth: blocks, embedding or head."""
     return _mean_stage_parameters(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
@@ -300,9 +298,7 @@ def rank_parameters(model: ModelSpec, plan: Plan) -> float:
 def rank_parameters_of_stage(
     model: ModelSpec, stage: StageBlocks, split: int, expert: int
 ) -> float:
-    """Returns the parameters of a rank of a stage before sharding over depth. split: ranks of
-    row and col.
-    """
+    """Returns the parameters of a rank of a stage before sharding over depth. split: row · col."""
     # A rank has 1/expert of the experts.
     lost = 1 - 1 / expert
     names = {part.name for part, _ in stage.block_counts}
@@ -324,7 +320,7 @@ def rank_parameters_of_stage(
 def ring_attention_seconds(
     part: BlockSpec, cluster: Cluster, setup: ComputeContext, ranks: RankGroup, recompute: str
 ) -> float:
-    """Returns the seconds of keys and values passed around the context axis, for a block."""
+    """Returns the seconds per block of sending keys and values around the context axis."""
     if ranks.size == 1:
         return 0.0
     narrow = 0
@@ -332,7 +328,7 @@ def ring_attention_seconds(
         kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
         narrow += sum(compute.local_size("kv_heads", one.shape[0], setup) for one in kept)
     size = 2 * setup.tokens * narrow * ranks.size
-    # One round forward, and two backward, where their gradients travel as well; full recomputation
-    # repeats the forward one.
+    # One round forward, and two backward, which also send gradients. Full recomputation repeats the
+    # forward round.
     rounds = 4 if recompute == "full" else 3
     return rounds * links.collective_seconds(cluster, "all_gather", size, ranks)

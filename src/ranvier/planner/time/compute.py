@@ -7,7 +7,7 @@
 The tiles of a matmul are computed `cores` at a time, so the last wave may be nearly empty (wave
 quantization); libraries choose the tile that wastes least. Rows of a weight that are not a multiple
 of 16 bytes are read in smaller words, at a fraction of the rate (`alignment_factor`). If matmuls
-were measured on the machine, the rate is interpolated from the nearest shapes.
+were measured on the machine, the rate is interpolated between the nearest shapes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from ranvier.planner.model_spec import BlockSpec, LayerSpec
 MATMUL_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Output tiles of a matmul: rows, columns, and relative cost of memory traffic of smaller ones."""
 TILE_FILL = 128
-"""Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
+"""Elements of k that take as long as filling and writing a tile (CUTLASS's prologue and
+epilogue).
+"""
 UNALIGNED_SHARE = 0.4
 """Share of the fp32 peak without tensor cores that attention scores reach if head_dim is not a
 multiple of 8."""
 EVEN_RATE = 0.39
 ODD_RATE = 0.22
 ODD_RESULT_RATE = 0.15
-"""Rate of a 16-bit matmul over that of the same shape with dims that are multiples of 8: with a
-dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
+"""Rate of a 16-bit matmul relative to the same shape with dims that are multiples of 8: with a dim
+that is only a multiple of 2 or 4, with an odd one, and forward with odd columns of the result.
 Means of 138 matmuls on an H200 (vocabularies of 32,000 to 151,648, docs/concepts/planner.md)."""
 BATCHED_RATE = 0.6
-"""Rate of the small batched matmuls of attention with materialized scores over large ones."""
+"""Rate of the small batched matmuls of attention with materialized scores, relative to large
+ones.
+"""
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 SCORE_BYTES = (13, 19)
 """Bytes per score, forward and backward: written, read and written by softmax and dropout with its
@@ -48,20 +52,20 @@ dropouts with residual additions."""
 EAGER_OP_SECONDS = 60e-6
 """Host seconds per eager operation: 2 ms for the 30 kernels of a block's forward pass."""
 COMPILED_KERNEL_SHARE = 0.25
-"""Kernels of a compiled block over those of an eager one."""
+"""Kernels of a compiled block, relative to an eager one."""
 COLUMN_CAST_FACTOR = 1.75
-"""Time of a cast by columns over that of a cast by rows: compiled kernels read the columns twice
+"""Time of a cast by columns, relative to a cast by rows: compiled kernels read the columns twice
 and not in memory order (three sizes on an H200)."""
 ROW_SPLIT_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 Fp8Scaling = Literal["", "tensor", "row"]
 """Scaling of 8-bit matmuls: none, one scale per tensor, or one scale per row."""
 FP8_SCALING: Mapping[str, Fp8Scaling] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
-"""The same by the values of `train.float8`."""
+"""The scaling for each value of `train.float8`."""
 
 
 @dataclass(frozen=True)
 class ComputeContext:
-    """What the times of a block depend on."""
+    """Everything that the times of a block depend on."""
 
     samples: int
     """Per micro-batch."""
@@ -70,14 +74,14 @@ class ComputeContext:
     col: int = 1
     context: int = 1
     col_splits_features: bool = False
-    """Whether col splits features inside of layers, not samples."""
+    """Whether col splits features inside of layers instead of samples."""
     dtype: str = "bf16"
     fp8: Fp8Scaling = ""
     ranks: int = 1
-    """Ranks that share the machine's cores."""
+    """Number of ranks that share the machine's cores."""
     is_compiled: bool = False
     is_serial: bool = False
-    """Whether kernel launches do not overlap with kernels: CPUs, blocking launches."""
+    """Whether kernel launches do not overlap with kernels (CPUs, blocking launches)."""
 
     @property
     def tokens(self) -> int:
@@ -100,7 +104,7 @@ class BlockTimes:
     """Launching the kernels of the forward pass: overlapped with them, or added if serial."""
     is_serial: bool = False
     recompute_savings: float = 0.0
-    """Part of `matmuls` that recomputation skips: nothing needs the block's result."""
+    """Part of `matmuls` that recomputation skips, because the block's result is not needed."""
 
     @property
     def forward(self) -> float:
@@ -112,7 +116,7 @@ class BlockTimes:
 
     @property
     def backward(self) -> float:
-        """Seconds of the backward pass, which launches about twice the kernels."""
+        """Seconds of the backward pass, which launches about twice as many kernels."""
         own = self.dx + self.dw + self.attention_backward + self.elementwise_backward
         if self.is_serial:
             return own + 2 * self.launch
@@ -149,10 +153,10 @@ def matmul_seconds(
 
 
 def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
-    """Returns the rate of a 16-bit matmul over that of aligned dims.
+    """Returns the rate of a 16-bit matmul relative to aligned dims.
 
-    The dims of the weight are the contiguous ones of all operands, so these decide, and the number
-    of tokens never does: n and k of `y` and `dx`, m and n of `dw`.
+    Only the dims of the weight matter, because they are the contiguous ones of all operands; the
+    number of tokens does not: n and k for `y` and `dx`, m and n for `dw`.
     """
     dims = (m, n) if kind == "dw" else (n, k)
     if all(dim % 8 == 0 for dim in dims):
@@ -165,7 +169,7 @@ def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
 
 
 def _wave_quantization(m: int, n: int, cores: int) -> float:
-    """Returns the time over that of full waves, with the best tile."""
+    """Returns the time relative to full waves, with the best tile."""
     found = math.inf
     for high, wide, cost in MATMUL_TILES:
         waves = math.ceil(math.ceil(m / high) * math.ceil(n / wide) / cores)
@@ -175,9 +179,9 @@ def _wave_quantization(m: int, n: int, cores: int) -> float:
 
 @lru_cache(maxsize=1000)
 def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tuple[MatmulRate, ...]:
-    """Measured matmuls of this dtype and kind with the nearest number of ranks."""
+    """Returns the measured matmuls of this dtype and kind with the nearest number of ranks."""
     rows = [row for row in device.products if row.dtype == dtype]
-    # Without measurements of this kind those of all kinds stand in.
+    # Without measurements of this kind, use all kinds.
     rows = [row for row in rows if row.kind == kind] or rows
     if not rows:
         return ()
@@ -186,8 +190,8 @@ def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tupl
 
 
 def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> float:
-    """Returns the rate at a shape: inverse-distance weighted mean of measured shapes, on
-    logarithms.
+    """Returns the rate at a shape: the inverse-distance weighted mean of the logarithms of measured
+    rates.
     """
     total = weight = 0.0
     for row in rows:
@@ -203,7 +207,7 @@ def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> f
 
 
 def memory_seconds(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
-    """Returns the seconds to access so many bytes; stream: `FrameworkProfile.bandwidth_factor`."""
+    """Returns the seconds to access `size` bytes. stream: `FrameworkProfile.bandwidth_factor`."""
     # Cap the product of both efficiencies: nothing reaches the nominal bandwidth.
     usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
     return size / device.measured_rate("memory", ranks=ranks, usual=usual)
@@ -218,7 +222,7 @@ def _attention_seconds(
     # Visible (query, key) pairs of a causal mask with a sliding window of `seen` tokens.
     half = seen * (setup.seq - seen / 2) / setup.context
     flops = 4.0 * samples * heads * half * leaf.head_dim
-    # Backward has five matmuls to the two of forward: 2.5 times the FLOPs.
+    # Backward has five matmuls, forward two: 2.5 times the FLOPs.
     rows = [row for row in device.attention if row.dtype == setup.dtype]
     if rows:
         near = min(rows, key=lambda r: _attention_distance(r.seq, r.head_dim, r.ranks, setup, leaf))
@@ -235,7 +239,9 @@ def _attention_seconds(
 def _score_attention_seconds(
     head_dim: int, heads: float, device: Device, setup: ComputeContext
 ) -> tuple[float, float]:
-    """Attention by plain matmuls, which materializes all scores (no causal skipping)."""
+    """Returns the seconds of attention by plain matmuls, which compute all scores (no causal
+    skipping).
+    """
     count = heads * setup.seq**2 / setup.context
     flops = 4.0 * count * head_dim
     rate = device.best_matmul_rate(setup.dtype) * device.reach.matmul * BATCHED_RATE
@@ -259,10 +265,10 @@ def _attention_distance(
 
 
 def local_size(dim: str, size: int, setup: ComputeContext) -> int:
-    """Local size of a dim in a matmul.
+    """Returns the local size of a dim in a matmul.
 
-    A vocabulary is padded to a multiple of row · col; if col is 1 the head aligns its columns as
-    well (`nn.lm_head`), as other frameworks do.
+    A vocabulary is padded to a multiple of row · col. If col is 1, the head also aligns its columns
+    (`nn.lm_head`), as other frameworks do.
     """
     if dim == "vocab":
         # Padded so that row and col divide it; a rank has 1/row of the padded vocabulary.
@@ -276,7 +282,9 @@ def local_size(dim: str, size: int, setup: ComputeContext) -> int:
 def matmul_shapes(
     part: BlockSpec, setup: ComputeContext, *, each: bool = False
 ) -> list[tuple[int, int]]:
-    """Shapes (out, in) of the matmuls of a part on a rank; fused layers are one unless `each`."""
+    """Returns shapes (out, in) of the matmuls of a part on a rank; fused layers are one unless
+    `each`.
+    """
     found = []
     for leaf in part.layers_of_kind("linear", "siblings", "apart", "head"):
         several = leaf.inside or (leaf,)
@@ -288,7 +296,7 @@ def matmul_shapes(
 
 
 def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[int, int]]:
-    """Matmuls of an MoE layer: those of an MLP as wide as a token's experts, and the router."""
+    """Returns the matmuls of an MoE layer: an MLP as wide as a token's experts, and the router."""
     count, width, embed = leaf.shape
     hidden = leaf.top * local_size("mlp", width, setup)
     stream = local_size("embed", embed, setup)
@@ -341,7 +349,7 @@ def block_times(
     cores = [(leaf, local_heads(part, leaf, setup)) for leaf in part.layers_of_kind("attention")]
     parts = [_attention_seconds(leaf, heads, device, setup, runtime) for leaf, heads in cores]
     between, back = _elementwise_seconds(part, device, setup, runtime)
-    # Without a graph each layer casts its operands, fused or not, so all are counted.
+    # Without a graph each layer casts its operands, fused or not, so all of them are counted.
     if setup.fp8:
         more = cast_seconds(
             matmul_shapes(part, setup, each=not setup.is_compiled), device, setup, runtime
@@ -365,8 +373,8 @@ def block_times(
 def _recompute_savings(
     part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> float:
-    """Returns the seconds of the last matmul, which our compiled graphs do not recompute."""
-    # Only a graph can skip it, and with experts the block does not end with a matmul.
+    """Returns the seconds of the last matmul, which compiled graphs do not recompute."""
+    # Only a graph can skip it, and a block with experts does not end with a matmul.
     if not setup.is_compiled or runtime.name != RANVIER.name or part.layers_of_kind("mixture"):
         return 0.0
     out, into = matmul_shapes(part, setup)[-1]
@@ -377,8 +385,8 @@ def _recompute_savings(
 def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> str:
     """Returns the dtype of matmuls: 8 bits if the device supports them.
 
-    With row-wise scales our compiled graphs use the library's kernels, as fast as with one scale;
-    other code gets kernels that are not faster than 16 bits, unless they were measured.
+    With row-wise scales, compiled graphs use the library's kernels, which are as fast as with one
+    scale. Other code uses kernels that are not faster than 16 bits, unless they were measured.
     """
     if "fp8" not in device.peak or not setup.fp8:
         return setup.dtype
@@ -390,7 +398,7 @@ def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfi
 
 
 def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> float:
-    """Host seconds of a forward pass: of a whole block of ours if it was measured."""
+    """Returns the host seconds of a forward pass; for Ranvier of a whole block, if measured."""
     # CPUs and blocking launches pay for every operation, not only for its launch.
     if setup.is_serial:
         usual = EAGER_OP_SECONDS
@@ -407,7 +415,7 @@ def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkPro
 
 
 def local_heads(part: BlockSpec, leaf: LayerSpec, setup: ComputeContext) -> float:
-    """Heads of an attention core on a rank."""
+    """Returns the heads of an attention core on a rank."""
     # The query projection has the total number of heads as its output dim.
     everything = [one for each in part.layers for one in (*each.inside, each) if one.shape]
     whole = next((one.shape[0] for one in everything if _dim_names(one)[0] == "heads"), 0)
@@ -425,11 +433,11 @@ def _elementwise_seconds(
     """Returns the seconds of memory-bound operations between matmuls, forward and backward."""
     # Count elements that are read or written per token, then convert them to seconds.
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0)
-    # Sequence parallelism splits the residual stream over row, too.
+    # Sequence parallelism also splits the residual stream over row.
     outer = width / setup.col / (setup.row if runtime.sequence_parallel else 1)
     forward = STREAM_ACCESSES[0] * outer
     backward = STREAM_ACCESSES[1] * outer
-    # Rows are permuted before and after the experts, with an activation between.
+    # Rows are permuted before and after the experts, with an activation in between.
     for leaf in part.layers_of_kind("mixture"):
         (hidden, stream), (_, read), _ = expert_matmul_shapes(leaf, setup)
         rows = 4 * leaf.top * stream / (setup.row if runtime.sequence_parallel else 1)
@@ -467,9 +475,9 @@ def cast_seconds(
 ) -> tuple[float, float]:
     """Returns the seconds of casts to 8 bits, forward and backward.
 
-    Fused: only attention's output and gradients are read for the cast. Otherwise a tensor is read
-    for its scale, read once more, and written in both layouts. Without a graph each matmul casts
-    its own operands: x and W forward; dY, W, dYᵀ and X backward.
+    If fused, only attention's output and gradients are read for the cast. Otherwise a tensor is
+    read for its scale, read again, and written in both layouts. Without a graph each matmul casts
+    its own operands: x and W in forward; dY, W, dYᵀ and X in backward.
     """
     tokens = setup.tokens
     if runtime.fp8_casts == "fused":
@@ -483,12 +491,12 @@ def cast_seconds(
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
     back = sum(tokens * out for out, _ in shapes)
     eager = device.measured_rate("cast", ranks=setup.ranks)
-    # The measured rate is that of eager casts; those of a graph follow the bandwidth.
+    # The measured rate is for eager casts; casts in a graph run at memory bandwidth.
     if eager and not setup.is_compiled:
         wide = DTYPE_BYTES[setup.dtype]
         return values * wide / eager, (values + 2 * back) * wide / eager
     sizes: tuple[float, float] = (6 * values, 6 * back)
-    # Both layouts have scales of their own, so backward casts everything once more.
+    # Both layouts have their own scales, so backward casts everything again.
     if setup.fp8 == "row":
         sizes = 5 * values, 5 * back + COLUMN_CAST_FACTOR * 5 * (back + values)
     forward, backward = (

@@ -4,10 +4,10 @@ A group of g ranks has `ranks_per_node` of them in each node it covers. A ring c
 
     (g-1)/g · bytes (all-gather, reduce-scatter)     2 (g-1)/g · bytes (all-reduce)
 
-through each of its links. Inside a node that is the device's link. Between nodes it is the node's
+through each of its links. Inside a node this is the device's link. Between nodes it is the node's
 network cards, which all groups of the node share: a group has `ranks_per_node`/devices of them. In
-an all-to-all each rank sends its own bytes through its own share of them. Measurements for groups
-of the same shape take precedence.
+an all-to-all each rank sends its own bytes through its own share of the cards. Measurements for
+groups of the same shape take precedence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NETWORK_EFFICIENCY = 0.95
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that communicate, and their placement on a cluster."""
+    """Ranks that communicate with each other, and their placement on a cluster."""
 
     size: int
     ranks_per_node: int
-    """How many of them are in one node."""
+    """Number of its ranks in one node."""
 
     @property
     def num_nodes(self) -> int:
@@ -45,8 +45,8 @@ def locate_group(
 ) -> RankGroup:
     """Returns the group of ranks along some axes. order: all axes, outermost first."""
     size = math.prod(degrees[axis] for axis in axes)
-    # Ranks are numbered with the innermost axis fastest; nodes are runs of per_node ranks. An axis
-    # of stride s has per_node / s ranks in a node.
+    # Ranks are numbered with the innermost axis fastest, and each node has per_node consecutive
+    # ranks. An axis of stride s has per_node / s ranks in a node.
     stride = 1
     inside = 1
     for axis in reversed(order):
@@ -63,7 +63,7 @@ def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup)
         return 0.0
     ring = (ranks.size - 1) / ranks.size
     shares = {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}
-    # An all-to-all between nodes is bound by the part of its bytes that leaves the node.
+    # An all-to-all between nodes is limited by the bytes that leave the node.
     if ranks.num_nodes > 1:
         shares["all_to_all"] = (ranks.num_nodes - 1) / ranks.num_nodes
     wire = size * shares.get(op, ring)
@@ -77,11 +77,11 @@ def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup)
 
 
 def _count_hops(op: str, ranks: RankGroup) -> tuple[int, int]:
-    """Hops inside nodes and between them that a piece of data makes one after the other."""
+    """Returns the number of consecutive hops of a piece of data inside nodes and between them."""
     match op:
         case "send":
             return 1, 1
-        # A chain in each node, a tree of nodes.
+        # A chain in each node and a tree of nodes.
         case "all_reduce":
             return ranks.ranks_per_node - 1, math.ceil(math.log2(ranks.num_nodes))
         case "all_to_all":
@@ -97,12 +97,12 @@ def _total_latency(cluster: Cluster, near: int, far: int, ranks: RankGroup) -> f
 
 
 def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
-    """Returns the bytes per second of the slowest link of a ring, as these ranks share it."""
+    """Returns the bytes per second of the slowest link of a ring, with the share of these ranks."""
     link = cluster.link
     network = cluster.network
     reach = cluster.device.reach
     inside = link.bandwidth
-    # Without a switch a ring of g ranks only has the wires between its own devices.
+    # Without a switch, a ring of g ranks has only the links between its own devices.
     if link.wide:
         inside = min(inside, link.wide * max(ranks.ranks_per_node - 1, 1))
     inside *= reach.link
@@ -126,12 +126,12 @@ def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
 def find_measured_collective(
     cluster: Cluster, op: str, ranks: RankGroup
 ) -> MeasuredCollective | None:
-    """Returns the measurement of the most similar groups; None: there is none."""
-    # An all-gather moves the same bytes as a reduce-scatter and stands in for it.
+    """Returns the measurement of the most similar groups; None if there is none."""
+    # An all-gather moves as many bytes as a reduce-scatter and can replace it.
     alike = {"reduce_scatter": ("reduce_scatter", "all_gather"), "all_gather": ("all_gather",)}
     for name in alike.get(op, (op,)):
         rows = [row for row in cluster.collectives if row.op == name]
-        # Rates inside a node and between nodes have nothing in common.
+        # Rates inside a node and between nodes are not related.
         rows = [row for row in rows if (row.nodes > 1) == (ranks.num_nodes > 1)]
         if rows:
             # All groups of a node communicate at the same time and share its links.

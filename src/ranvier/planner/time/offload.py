@@ -1,16 +1,16 @@
 """Predicted seconds of a training step on one device with offloading.
 
     compute     (FLOPs / rate + bytes / bandwidth) · (1 + OVERHEAD_TOKENS / tokens)  per micro-batch
-    recompute   the share of it that blocks recompute
-    update      2 · states + gradients + weights, over the bandwidth of the device
+    recompute   the share of compute that blocks recompute
+    update      (2 · states + gradients + weights) / device bandwidth
     waiting     exposed part of transfers to and from the host
 
-Offloaded optimizer states are transferred to the device and back once per step. No update may start
-before the norm of all gradients is known, and block b waits for its own update only, so the first
-forward pass hides all of it but one block's part, if it is as long:
+Offloaded optimizer states are transferred to the device and back once per step. No update can start
+before the norm of all gradients is known, and block b waits only for its own update. So the first
+forward pass, if long enough, overlaps with the update of all blocks but one:
 exposed = max(U / L, U - F + F / L), for L blocks. Offloaded weights are fetched twice per
-micro-batch, and gradients are written once; activations are written in forward and fetched in
-backward: each overlaps with the pass beside it.
+micro-batch, and gradients are written once. Activations are written in forward and fetched in
+backward. Each transfer overlaps with the pass during which it runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONCURRENT_ADAM_SHARE = 0.5
 """Share of its rate that AdamW on the host reaches during a step, whose copies use the same memory:
 2.0 of 4.0 billion parameters per second on the host of an H200 with 16 processors."""
 ACTIVATION_TRAFFIC = (2, 4)
-"""How often saved activations are read or written in device memory, forward and backward, besides
-the matmuls."""
+"""How often saved activations are read or written in device memory, forward and backward, in
+addition to the matmuls."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepWork:
     """FLOPs of the forward pass per sample."""
     backward: int
     block_share: float
-    """Share of these in blocks."""
+    """Share of these FLOPs in blocks."""
     samples: int
     """Samples of this rank per step."""
     seq: int
@@ -51,7 +51,7 @@ class StepTraffic:
     """Bytes transferred per step, or per micro-batch."""
 
     saved_activations: int
-    """What blocks would save per micro-batch in the mode that saves most."""
+    """Activation bytes of blocks per micro-batch in the mode that saves most."""
     device_states: int
     """States on the device, updated there."""
     host_states: int
@@ -103,9 +103,9 @@ def estimate_step_seconds(
         for flops, times in zip((work.forward, work.backward), ACTIVATION_TRAFFIC, strict=True)
     )
     again = (forward + backward) * share * work.block_share
-    # Transfers hide behind the pass they run beside, in both directions at once: weights come and
-    # activations leave in forward; in backward weights and activations come, with earlier
-    # gradients to accumulate on, and new gradients leave.
+    # Transfers overlap with the pass during which they run, in both directions at once. In forward,
+    # weights are fetched and activations written. In backward, weights, activations and earlier
+    # gradients are fetched, and new gradients are written.
     into = moved.host_weights + moved.host_activations + moved.host_gradients * (passes > 1)
     waiting = (
         max(moved.host_weights / rates.to_device, moved.host_activations / rates.to_host) - forward
@@ -129,14 +129,14 @@ def offloaded_update_seconds(
 ) -> float:
     """Returns the seconds of the update of offloaded states.
 
-    On the device all of them are fetched and written back; on the CPU gradients come (wide: in 32
-    bits, as accumulated) and 16-bit weights go.
+    On the device all of them are fetched and written back. On the CPU gradients are copied to the
+    host (wide: in 32 bits, as accumulated) and 16-bit weights back.
     """
     if not cpu:
         return max(moved.host_states / rates.to_device, moved.host_states / rates.to_host)
     grads = (4 if wide else 2) * moved.host_parameters
     weights = 2 * moved.host_parameters
-    # Update and transfers are pipelined, so the slowest of them decides.
+    # Update and transfers are pipelined, so the slowest of them determines the time.
     return max(
         moved.host_parameters / (CONCURRENT_ADAM_SHARE * rates.adam),
         grads / rates.to_host,

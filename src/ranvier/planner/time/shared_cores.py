@@ -1,14 +1,14 @@
 """Step time of ranks that share the cores of a host (CPU clusters).
 
-Nothing overlaps there, as communication takes a core as well. The times of a rank are summed, each
-term at the rate that was measured with so many concurrent ranks:
+Nothing overlaps on such machines, because communication also needs a core. The times of a rank are
+summed, each term at the rate that was measured with this many concurrent ranks:
 
     compute         matmuls + attention + bytes between them + operations launched by Python
     communication   Σ calls · (latency + bytes / bandwidth + slice), of all in `comm_volume`
     step            max(busy, (busy + bubble) / crowd)
 
-crowd: ranks per core. If it is above 1, others compute while a stage waits, and communication waits
-for ranks that are not scheduled: a time slice of the scheduler.
+crowd: ranks per core. If it is above 1, other ranks compute while a stage waits, and communication
+waits for ranks that are not scheduled: a time slice of the scheduler.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ ELEMENTS_PER_LOGIT = 24.0
 ELEMENTS_OUTSIDE_BLOCKS = 38.0
 """The same per logit, and per element of the residual stream outside of blocks."""
 RECOMPUTE_SHARES = (0.58, 0.3)
-"""Share of the operations, and of those elements, that recomputation of a block repeats."""
+"""Share of the operations and elements that recomputation of a block repeats."""
 OPS_PER_BLOCK = 210
 OPS_PER_DOCUMENT = 64
 OPS_OUTSIDE_BLOCKS = 168
 OPS_PER_UPDATE = 37
-"""Operations launched by Python: per block; per packed sample in it, for its documents; outside of
-blocks; per matrix in the optimizer step."""
+"""Operations launched by Python: per block; per packed sample in a block, for its documents;
+outside of blocks; per matrix in the optimizer step."""
 SCHEDULER_SLICE = 0.75e-3
 """Minimum time slice of the Linux scheduler in seconds, times 1 + log2 of the cores, up to 8."""
 PYTHON_OVERHEAD = 1.3
-"""Time of one operation including our own code around it, over that of a bare forward and backward
-pair."""
+"""Time of one operation including the code of Ranvier around it, relative to a bare forward and
+backward pair."""
 
 
 def shared_step_seconds(
@@ -94,7 +94,7 @@ def shared_stage_seconds(
             model, index, plan.pipe, plan.virtual_stages, firsts, plan.vocab_over_pipe
         )
         parts = _stage_compute_seconds(here, plan, setup, cluster, runtime, packed)
-        # Every single collective counts, since nothing overlaps on shared cores.
+        # Every collective counts, because nothing overlaps on shared cores.
         for row in step_comm_volume(model, plan, flow, stage=index, orders=0).rows:
             name, seconds = _communication_seconds(row, plan, cluster)
             parts[name] = parts.get(name, 0.0) + seconds
@@ -106,13 +106,13 @@ def shared_stage_seconds(
 def _combine_stages(
     stages: list[dict[str, float]], plan: Plan, cluster: Cluster
 ) -> dict[str, float]:
-    """Returns the mean stage, and the bubble in which stages wait for each other."""
+    """Returns the average stage, and the bubble in which stages wait for each other."""
     names = {name for parts in stages for name in parts}
     mean = {name: sum(parts.get(name, 0.0) for parts in stages) / len(stages) for name in names}
     busy = sum(mean.values())
     slowest = max(sum(parts.values()) for parts in stages)
-    # Fill and drain of the pipeline, plus the imbalance of the stages. With several ranks per core
-    # others use the core meanwhile, so only what exceeds the busy time remains.
+    # Fill and drain of the pipeline, plus the imbalance of the stages. With several ranks per core,
+    # other ranks use the core in this time, so only the part above the busy time remains.
     fill = (plan.pipe - 1) / plan.virtual_stages / plan.num_micro_batches
     bubble = (busy - mean.get("update", 0.0)) * fill + slowest - busy
     crowd = max(plan.world_size / cluster.cores, 1.0)
@@ -127,7 +127,7 @@ def _stage_compute_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> dict[str, float]:
-    """Computes seconds of a rank of a stage per step."""
+    """Returns the compute seconds of a rank of a stage per step."""
     found = {"compute": 0.0, "attention": 0.0, "recompute": 0.0}
     for part, count in stage.block_counts:
         own = _part_seconds(part, cluster, setup, runtime, packed)
@@ -147,7 +147,7 @@ def _part_seconds(
     runtime: FrameworkProfile,
     packed: bool,
 ) -> tuple[float, float, float, float]:
-    """Returns the seconds of one part per micro-batch: compute, attention, selective and full
+    """Returns the seconds of a part per micro-batch: compute, attention, selective and full
     recomputation.
     """
     device = cluster.device
@@ -157,7 +157,7 @@ def _part_seconds(
     cell = tokens / (setup.row * setup.col) * DTYPE_BYTES[setup.dtype]
     between = device.measured_rate("between", ranks=ranks, usual=device.bandwidth)
     start = PYTHON_OVERHEAD * device.measured_rate("pair", ranks=ranks, usual=4.0 * device.launch)
-    # Embedding and head: each counts half of what is outside of blocks.
+    # Embedding and head: each counts half of the operations outside of blocks.
     if not part.is_block:
         width = max(
             (leaf.shape[-1] for leaf in part.layers_of_kind("embedding", "head")), default=0
@@ -180,7 +180,8 @@ def _part_seconds(
     small = numbers * cell / between
     launched = count * start
     core = times.attention + times.attention_backward
-    # Selective recomputation repeats the operations between matmuls; full one also the matmuls.
+    # Selective recomputation repeats the operations between matmuls, full recomputation also
+    # matmuls.
     light = RECOMPUTE_SHARES[0] * launched + RECOMPUTE_SHARES[1] * small
     return forward + back + small + launched, core, light, light + forward + times.attention
 
@@ -211,15 +212,15 @@ def _dim_sizes(part: BlockSpec) -> dict[str, int]:
 
 
 def _communication_seconds(row: CommVolume, plan: Plan, cluster: Cluster) -> tuple[str, float]:
-    """Returns the part of the step that communication belongs to, and its seconds; messages
-    count at the sender.
+    """Returns the part of the step that communication belongs to, and its seconds. Messages count
+    for the sender.
     """
     name = row.axis[0] if row.axis else "other"
     size = prod(plan.degrees[axis] for axis in row.axis)
     if row.op == "receive":
         return name, 0.0
     op, size = ("send", 2) if row.op == "send" else (row.op, size)
-    # Broadcasts are not measured; an all-gather of the same size stands in.
+    # Broadcasts are not measured; use an all-gather of the same size.
     if op == "broadcast":
         op = "all_gather"
     # Oversubscribed cores: a peer may have to be scheduled first.
