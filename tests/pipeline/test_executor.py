@@ -64,7 +64,7 @@ def test_a_heavy_head_gets_fewer_blocks() -> None:
 @pytest.mark.parametrize(
     ("how", "count", "words"),
     [
-        (PipelineConfig(stage_starts=(3, 3)), 3, "rising"),
+        (PipelineConfig(stage_starts=(3, 3)), 3, "increasing"),
         (PipelineConfig(stage_starts=(3,)), 3, "3 virtual stages"),
         (PipelineConfig(chunks=5), 2, "10 virtual stages"),
         (PipelineConfig(part_costs=(1.0, 2.0)), 2, "2 costs for 8 parts"),
@@ -76,7 +76,7 @@ def test_a_cut_that_cannot_be_is_refused(how: PipelineConfig, count: int, words:
 
 
 def test_other_models_cannot_be_cut() -> None:
-    with pytest.raises(PlanError, match="Linear cannot be cut"):
+    with pytest.raises(PlanError, match="Linear cannot be split into stages"):
         partition_model(nn.Linear(2, 2), [1.0], PipelineConfig(), 0, 2)
 
 
@@ -287,10 +287,10 @@ def test_a_stage_that_stops_ends_the_step_with_its_name(tmp_path: Path, how: str
     seconds, _, words = path.read_text().partition(" ")
     assert float(seconds) < 6.0
     # of a stage that is gone either the next gradient is missed or the next activation not sent
-    missed = r"did not get the gradient of micro-batch \d from stage 1 \(backward\)"
+    missed = r"did not receive the gradient of micro-batch \d from stage 1 \(backward\)"
     unsent = r"could not send the activation of micro-batch \d to stage 1 \(forward\)"
     said = re.match(rf"Stage 0 \(rank 0\) ({missed}|{unsent})", words)
-    assert said is not None and (how == "dies" or "did not get" in words), words
+    assert said is not None and (how == "dies" or "did not receive" in words), words
 
 
 # ---- stages that train little or nothing ------------------------------------------------
@@ -386,7 +386,7 @@ def misused(grid: Grid, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("forward", "Trebled has a forward of its own but the segment of another class."),
+        ("forward", "Trebled overrides forward but inherits segment from another class."),
         ("hook", "Decoder has forward hooks, but stages never call the whole model."),
         ("ragged", "The micro-batches of a step have the shapes [(3, 8), (5, 8)]."),
     ],

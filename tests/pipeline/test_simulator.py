@@ -192,7 +192,7 @@ def test_waiting_for_credit_and_order() -> None:
 def test_a_deadlock_names_the_stage_and_what_it_waits_for() -> None:
     forward, backward = Job("F", 0), Job("B", 0)
     order = FixedSchedule("wrong", ((backward, forward), (forward, backward)))
-    with pytest.raises(PlanError, match="Stage 0 waits for ever for the gradient of micro-batch 0"):
+    with pytest.raises(PlanError, match="Stage 0 waits forever for the gradient of micro-batch 0"):
         simulate_step(PipelineShape(2, 1), order, even_times(PipelineShape(2, 1), 1.0, 1.0))
 
 

@@ -173,7 +173,7 @@ def test_recorded_waits_are_counted_by_cause() -> None:
     ],
 )
 def test_a_broken_record_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="timeline of the run is broken"):
+    with pytest.raises(PlanError, match="timeline of the run is not valid"):
         timeline_svg.chart_of_run("run", {**record(PipelineShape(2, 2)), **change})
 
 

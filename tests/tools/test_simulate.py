@@ -92,7 +92,7 @@ def test_the_command_plays_all_policies(capsys: pytest.CaptureFixture[str], here
     out = capsys.readouterr().out
     assert "4 stage(s), 1 chunk(s) each, 8 micro-batch(es)" in out
     assert "stage 3: " in out and "% of the work" in out
-    assert "1F1B keeps" in out and "to best" in out and "mean forwards" in out
+    assert "with 1F1B" in out and "to best" in out and "mean forwards" in out
     assert drawn(here) == ["simulated, message_driven", "simulated, 1f1b", "simulated, gpipe"]
 
 
@@ -268,5 +268,5 @@ def test_a_report_survives_a_broken_timeline(text: str, here: Path) -> None:
 def test_a_report_escapes_the_names_of_a_run(here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN, policy="<script>alert(1)</script>")
     page = pipeline.pipeline_section(folder)
-    assert "<script>" not in page and "is unknown" in page
+    assert "<script>" not in page and "is not a known schedule" in page
     assert "run, step 99" in page

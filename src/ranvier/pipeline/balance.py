@@ -1,4 +1,4 @@
-"""Load balancing: partitions the parts of a model into ranges of similar cost; no torch."""
+"""Load balancing: partitions the parts of a model into ranges of similar cost. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 RELATIVE_TOLERANCE = 1e-9
-"""Relative width at which the bisection for the minimal largest range ends."""
+"""Relative width at which the bisection for the smallest largest cost ends."""
 
 
 @cache
@@ -30,7 +30,7 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
                 cost = total[stop] - total[start]
                 if cost > limit:
                     break
-                # The rest cannot fit into the ranges left: this range is too short.
+                # The rest cannot fit into the remaining ranges: this range is too short.
                 if total[parts] - total[stop] > (count - k) * limit * (1.0 + RELATIVE_TOLERANCE):
                     continue
                 squares = before[1] + cost * cost
@@ -43,16 +43,14 @@ def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
 
 
 def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) -> float:
-    """Returns the smallest possible largest cost of `count` ranges, by bisection, slightly
-    above.
-    """
+    """Returns the smallest possible largest cost of `count` ranges, rounded up, by bisection."""
 
     def fits(most: float) -> bool:
         start = 0
         for left in range(count, 0, -1):
             if start == len(costs):
                 return True
-            # Greedy: as many parts as fit, but leave one for each range to come.
+            # Greedy: as many parts as fit, but leave one for each remaining range.
             stop = bisect_right(total, total[start] + most * (1.0 + RELATIVE_TOLERANCE)) - 1
             start = min(max(stop, start), len(costs) - (left - 1))
         return start == len(costs)

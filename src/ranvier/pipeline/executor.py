@@ -1,9 +1,9 @@
 """Pipeline executor: runs the jobs of a stage as messages arrive, in the order its policy chooses.
 
-There is no global schedule: each stage knows which messages have arrived and asks its policy, the
-same object that the simulator runs. Ranks that share collectives inside a stage follow the first
-of them (the leader). With one stage this is gradient accumulation: there are no messages, and the
-order is F(0) B(0) F(1) B(1) ...
+There is no global schedule. Each stage knows which messages have arrived and asks its policy, the
+same object that the simulator runs. Ranks that share collectives inside a stage follow the first of
+them (the leader). One stage is gradient accumulation: there are no messages, and the order is
+F(0) B(0) F(1) B(1) ...
 
 With rendezvous transfers (NCCL, see `comm.p2p`) the leader also decides when the other ranks post
 them, so that all ranks of a stage launch collectives and transfers in the same order.
@@ -54,7 +54,8 @@ class PipelineExecutor:
     delay: Delay | None = None
     """Artificial delay of messages, for tests."""
     record_times: bool = False
-    """Record start and end of each job of a training step; synchronizes the device after each."""
+    """Whether to record start and end of each job of a training step, which synchronizes the device
+    after each job."""
     job_records: list[JobRecord] = field(default_factory=list)
     """Jobs and waits of the last step, if `record_times` is set."""
     start_time: float = 0.0
@@ -64,7 +65,7 @@ class PipelineExecutor:
     arrival_log: list[tuple[Key, int, float]] = field(default_factory=list)
     """Messages of the last recorded step and their arrival times."""
     policy_choices: list[tuple[Job, int]] = field(default_factory=list)
-    """Jobs the policy chose, on the leader, with the number of messages that had arrived then."""
+    """Jobs that the policy chose, on the leader, with the number of messages that had arrived."""
 
     def __post_init__(self) -> None:
         self.stage_axis: Axis = self.grid.axis_without_group(*STAGE_AXES)
@@ -77,7 +78,7 @@ class PipelineExecutor:
                 channel = ""
             self.stage_axis = self.grid.axis(*STAGE_AXES, channel=channel)
         self.is_leader = self.stage_axis.index == 0
-        """Whether this rank decides what its stage does next."""
+        """Whether this rank decides the next job of its stage."""
         self.rendezvous_links: RendezvousLinks | None = None
         """Communicators, streams and buffers of rendezvous transfers; None with eager transfers."""
         if self.stage.num_stages > 1 and self.grid.rendezvous:
@@ -90,11 +91,13 @@ class PipelineExecutor:
 
     def open_transport(self, ahead: int) -> Transport:
         """Returns the transport for the messages of one step."""
-        # The threads of a failed step may still take messages of the next one, so do not continue.
+        # The threads of a failed step may still receive messages of the next one, so do not
+        # continue.
         if self.rendezvous_links is not None and self.rendezvous_links.is_broken:
             raise CommunicationError(
-                "A step of this pipeline has failed before. Its messages may still be under way. "
-                "Build the model anew, or start the run again."
+                "An earlier step of this pipeline failed, and its messages may still be in flight. "
+                "A pipeline cannot continue after a failed step. Build the model again, or restart "
+                "the run."
             )
         if self.rendezvous_links is None:
             return EagerTransport(

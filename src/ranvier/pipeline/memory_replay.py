@@ -1,8 +1,8 @@
-"""Memory replay: what a stage holds at each job, for memory estimates.
+"""Memory replay: what a stage has in memory at each job, for memory estimates.
 
-What a stage holds depends on arrival times. It is most if gradients arrive as late as possible: a
-stage then works on as many micro-batches as its policy admits. So policies are replayed with late
-gradients, here and in dry runs; a fixed schedule stays as it is.
+The memory of a stage depends on arrival times. It is largest if gradients arrive as late as
+possible: a stage then works on as many micro-batches as its policy admits. So policies are replayed
+with late gradients, here and in dry runs. A fixed schedule does not change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def late_gradient_schedule(
 ) -> FixedSchedule:
     """Returns the order in which a stage runs its jobs under a policy if gradients arrive late.
 
-    Other stages have no jobs. `is_dynamic` is that of the policy, so that leaders send orders.
+    Other stages have no jobs. `is_dynamic` is taken from the policy, so that leaders send orders.
     """
     jobs = [tuple(replay_jobs(policy, shape, s)) if s == stage else () for s in range(shape.stages)]
     return FixedSchedule("late gradients", tuple(jobs), policy.split_backward, policy.is_dynamic)
@@ -48,9 +48,9 @@ def replay_jobs(policy: SchedulingPolicy, shape: PipelineShape, stage: int) -> I
         ready = [job for job in _next_jobs(now) if _can_run(job, now)]
         for job in ready:
             seen.setdefault(job, len(seen))
-        # Policies get jobs in the order in which they became ready.
+        # Policies receive jobs in the order in which they became ready.
         ready.sort(key=seen.__getitem__)
-        # First without the gradients of other stages; only if the policy then waits do they arrive.
+        # First without the gradients of other stages. They arrive only if the policy would wait.
         own = [job for job in ready if job.kind != "B" or _is_last_chunk(shape, stage, job.chunk)]
         taken = policy.choose_job(own, now) or policy.choose_job(ready, now)
         assert taken is not None, (policy, stage, now.done_counts)
@@ -77,9 +77,7 @@ def _is_last_chunk(shape: PipelineShape, stage: int, chunk: int) -> bool:
 
 
 def _can_run(job: Job, now: StageProgress) -> bool:
-    """Returns whether the micro-batch has passed the chunks of this stage that come before the
-    job.
-    """
+    """Returns whether the micro-batch has passed the chunks of this stage before the job."""
     if job.kind == "F" and job.chunk > 0:
         return now.count_done("F", job.chunk - 1) > job.micro
     if job.kind == "B" and job.chunk < now.shape.chunks - 1:
@@ -88,7 +86,7 @@ def _can_run(job: Job, now: StageProgress) -> bool:
 
 
 class JobSnapshot(NamedTuple):
-    """A job and what the stage holds beside it; identical chunks form one group."""
+    """A job and the other memory of the stage during it. Identical chunks form one group."""
 
     kind: JobKind
     group: int
@@ -102,29 +100,29 @@ class JobSnapshot(NamedTuple):
     grad_levels: tuple[tuple[int, int, int], ...]
     """By group, number of chunks whose gradients have 1, SEVERAL_PASSES and ALL_PASSES passes."""
     backward_passes: tuple[int, ...]
-    """By group, the most backward passes done, coded as `passes_before`: they have contributed to
-    the gradients of embedding and head, whose chunks are alone in their groups."""
+    """By group, the largest number of backward passes done, coded as `passes_before`. They
+    contribute to the gradients of embedding and head, whose chunks are alone in their groups."""
     own_backward_passes: int
     """The same for its own chunk, if it has the embedding or the head."""
     num_scored: int
-    """Micro-batches, at most SEVERAL_PASSES, that have passed all chunks before; constant for jobs
+    """Micro-batches, at most SEVERAL_PASSES, that have passed all earlier chunks; constant for jobs
     other than forward."""
     is_last: bool
     """Whether it is the last of its kind and chunk."""
     embedding_follows: bool
     """Whether a forward pass of the first chunk follows, if the embedding is on this stage."""
     previous_chunk_group: int | None
-    """Group of the previous chunk, which follows at the end of the step; this field and the next
+    """Group of the previous chunk, which follows at the end of the step. This field and the next
     ones are set only if gradients are moved between jobs."""
     vocab_backward_begun: bool
     """Whether any backward pass of embedding or head is done."""
     last_grad_job: tuple[JobKind, int, bool] | None
-    """Kind and group of the last job that made weight gradients, and whether it was the first of
-    its chunk to do so: these gradients are being moved."""
+    """Kind and group of the last job that computed weight gradients, and whether it was the first
+    of its chunk to do so. These gradients are being moved."""
 
     @property
     def kind_key(self) -> tuple[object, ...]:
-        """What determines the memory of the job itself, apart from what is held beside it."""
+        """Everything that determines the memory of the job itself, without the other memory."""
         own = self.kind, self.group, self.own_backward_passes, self.num_scored, self.is_last
         return (
             *own,
@@ -136,8 +134,8 @@ class JobSnapshot(NamedTuple):
 
     @property
     def memory_counts(self) -> tuple[int, ...]:
-        """What is held; a snapshot with no smaller number anywhere covers another."""
-        # Cumulative counts, as gradients of more passes take at least as much memory.
+        """Counts of the other memory. A snapshot with no smaller number anywhere covers another."""
+        # Cumulative counts, because gradients of more passes take at least as much memory.
         sums = (
             n
             for one, two, three in self.grad_levels
@@ -153,7 +151,7 @@ class JobSnapshot(NamedTuple):
 
 
 SnapshotGroups = tuple[tuple[JobSnapshot, ...], ...]
-"""Snapshots grouped by `kind_key`: those of a group differ only in what is held beside them."""
+"""Snapshots grouped by `kind_key`; those of a group differ only in the other memory."""
 
 
 @lru_cache(1 << 14)
@@ -180,7 +178,7 @@ def one_f_one_b_snapshots(
 
     More than three rounds of micro-batches add no further snapshots.
     """
-    # The remainder is kept, as the last, incomplete group of micro-batches depends on it.
+    # The remainder is kept, because the last, incomplete group of micro-batches depends on it.
     if stages > 1:
         rounds = micro_batches % stages + 3 * stages
     else:
@@ -238,8 +236,8 @@ def _iterate_snapshots(
         kind = job.kind
         at = job.chunk
         seen += kind != "W"
-        # Gradients are counted before the job, activations without its own micro-batch: what the
-        # job itself needs is counted separately.
+        # Gradients are counted before the job, activations without its own micro-batch. The memory
+        # of the job itself is counted separately.
         made, back = ([_pass_level(n, each) for n in counts] for counts in (weights, backward))
         backward[at] += kind == "B"
         weights[at] += kind == final
@@ -278,7 +276,7 @@ def _pass_level(count: int, each: int) -> int:
 def _by_group(
     numbers: Sequence[int], groups: tuple[int, ...], joined: Callable[[list[int]], T]
 ) -> tuple[T, ...]:
-    """Combine the numbers of chunks within each group."""
+    """Combines the numbers of chunks within each group."""
     found: list[list[int]] = [[] for _ in range(max(groups) + 1)]
     for n, group in zip(numbers, groups, strict=True):
         found[group].append(n)

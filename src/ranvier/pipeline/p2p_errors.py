@@ -31,7 +31,9 @@ MESSAGE_CONTENTS = {
 def describe_lost_message(
     at: PipelineExecutor, key: Key, number: int, error: BaseException | None
 ) -> str:
-    """Describe a message that did not arrive; error: failure of its receive, None: a timeout."""
+    """Describes a message that did not arrive. error: why its receive failed; None for a
+    timeout.
+    """
     if error is not None:
         why = f" ({error})"
     else:
@@ -41,21 +43,21 @@ def describe_lost_message(
     else:
         within = f" within {at.grid.timeout_seconds:g} s"
     return (
-        f"Stage {at.stage.index} (rank {at.grid.rank}) did not get "
+        f"Stage {at.stage.index} (rank {at.grid.rank}) did not receive "
         f"{describe_message(at, key, number)}"
         f"{within}{why}. {STAGES_RULE}"
     )
 
 
 def describe_wait(at: PipelineExecutor, key: Key, number: int) -> str:
-    """Describe what a stage waits for."""
+    """Describes the message that a stage waits for."""
     return f"stage {at.stage.index} waits for {describe_message(at, key, number)}"
 
 
 def describe_message(at: PipelineExecutor, key: Key, number: int) -> str:
-    """Describe a message to this stage and its sender."""
+    """Describes a message to this stage and its sender."""
     (way, chunk), stage = key, at.stage
-    # Except for the messages between neighbours, the second part of a key is the sending stage.
+    # Except for messages between neighbors, the second part of a key is the sending stage.
     other = chunk
     if way in (FORWARD, BACKWARD):
         other = (stage.index + (-1 if way == FORWARD else 1)) % stage.num_stages
@@ -72,7 +74,7 @@ def describe_message(at: PipelineExecutor, key: Key, number: int) -> str:
 def describe_unsent_message(
     at: PipelineExecutor, way: str, number: int, error: Exception, to: int | None = None
 ) -> str:
-    """Describe a message that cannot be sent."""
+    """Describes a message that cannot be sent."""
     stage = at.stage
     if to is None:
         other = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages
@@ -85,6 +87,6 @@ def describe_unsent_message(
 
 
 STAGES_RULE = (
-    "All stages must stay alive and answer. Look at the messages of that stage first; "
-    "train.comm_timeout_seconds says how long to wait."
+    "All stages must stay alive and respond. Check the log of that stage first, or raise "
+    "train.comm_timeout_seconds if it is only slow."
 )

@@ -1,9 +1,9 @@
 """Partitioning: distributes the parts of a model over the stages of a pipeline.
 
-A model that can be partitioned names its `parts` (layers that run together, in order) and runs some
-of them with `segment`; each element of an `nn.Sequential` is a part. Parts stay in order: virtual
+A model that can be partitioned lists its `parts` (layers that run together, in order) and runs some
+of them with `segment`. Each element of an `nn.Sequential` is a part. Parts stay in order: virtual
 stage v gets a contiguous range of them and is placed on stage v mod stages, so with several chunks
-a stage has several ranges. The most expensive range is as cheap as possible.
+a stage has several ranges. The cost of the most expensive range is minimized.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ranvier.pipeline.balance import part_ranges, partition_by_cost
 from ranvier.pipeline.stage_profile import load_stage_times
 
 TYPICAL_SEQ_LEN = 1024
-"""Tokens per sample for which stages are balanced where the length is not known."""
+"""Tokens per sample for which stages are balanced if the length is not known."""
 
 
 class OtherStageLayer(nn.Module):
@@ -42,15 +42,15 @@ class PipelineConfig:
     chunks: int = 1
     """Virtual stages (ranges of parts) per stage."""
     stage_starts: tuple[int, ...] = ()
-    """First part of each virtual stage except the first; empty: balanced by cost."""
+    """First part of each virtual stage except the first; empty means balanced by cost."""
     part_costs: tuple[float, ...] = ()
-    """Measured cost of each part; empty: the FLOPs of its layers."""
+    """Measured cost of each part; empty means the FLOPs of its layers."""
     seq: int = TYPICAL_SEQ_LEN
     """Tokens per sample, for the FLOPs of attention."""
     policy: str = "message_driven"
     """Name of the scheduling policy."""
     max_in_flight: int = 0
-    """Maximum number of micro-batch activations on a stage; 0: no limit."""
+    """Maximum number of micro-batch activations on a stage; 0 means no limit."""
     jitter: float = 0.0
     """Variation of job times: standard deviation of their logarithm."""
     vocab_over_pipe: bool = False
@@ -58,7 +58,7 @@ class PipelineConfig:
 
     @classmethod
     def from_plan(cls, plan: Plan, *, seq_len: int = TYPICAL_SEQ_LEN) -> PipelineConfig:
-        """Returns the configuration of a plan; reads its stage profile, if it names one."""
+        """Returns the configuration of a plan. Reads its stage profile, if it has one."""
         return cls(
             chunks=plan.virtual_stages,
             stage_starts=plan.stage_starts,
@@ -126,8 +126,9 @@ def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
     if isinstance(model, nn.Sequential):
         return [(name,) for name, _ in model.named_children()]
     raise PlanError(
-        f"{type(model).__name__} cannot be cut into stages. A model that can has `parts` and "
-        "`segment`, as Decoder, or is an nn.Sequential. Use pipe=1 or give it both."
+        f"{type(model).__name__} cannot be split into stages. A pipeline needs a model with "
+        "`parts` and `segment`, like Decoder, or an nn.Sequential. Add both to the model, or use "
+        "pipe=1."
     )
 
 
@@ -161,34 +162,36 @@ def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
 
 
 def _refuse_other_forward(kind: type) -> None:
-    """Raises if `forward` is overridden without `segment`, as stages only run `segment`."""
-    # Whichever is found first in the MRO is the more derived one.
+    """Raises if `forward` is overridden without `segment`, because stages run only `segment`."""
+    # The one found first in the MRO is more derived.
     for one in kind.__mro__:
         if "segment" in vars(one):
             return
         if "forward" in vars(one):
             raise PlanError(
-                f"{one.__name__} has a forward of its own but the segment of another class. Stages "
-                "run segment, so what forward adds would be lost. Write segment too, or use pipe=1."
+                f"{one.__name__} overrides forward but inherits segment from another class. Stages "
+                "run segment, so the changes in forward would be lost. Override segment too, or "
+                "use pipe=1."
             )
 
 
 def partition_model(
     model: nn.Module, costs: Sequence[float], how: PipelineConfig, index: int, count: int
 ) -> ModelStage:
-    """Returns stage `index` of `count`; costs: of each part."""
+    """Returns stage `index` of `count`. costs: cost of each part."""
     parts = part_layer_names(model)
     costs = how.part_costs or tuple(costs)
     virtual = count * how.chunks
     if len(costs) != len(parts):
         raise PlanError(
-            f"There are {len(costs)} costs for {len(parts)} parts. Each part has one. The parts "
-            f"are {', '.join(names[0] for names in parts)}."
+            f"There are {len(costs)} costs for {len(parts)} parts. Each part needs one cost. The "
+            f"parts are {', '.join(names[0] for names in parts)}."
         )
     if virtual > len(parts):
         raise PlanError(
-            f"pipe={count} with virtual_stages={how.chunks} makes {virtual} virtual stages of "
-            f"{len(parts)} parts. Each needs one at least. Use pipe·virtual_stages of at most "
+            f"pipe={count} with virtual_stages={how.chunks} makes {virtual} virtual stages, but "
+            f"the model has {len(parts)} parts. Each virtual stage needs at least one part. Use "
+            "pipe·virtual_stages of at most "
             f"{len(parts)}."
         )
     if how.stage_starts:
@@ -198,11 +201,11 @@ def partition_model(
     bounds = [*firsts, len(parts)]
     if len(firsts) != virtual or any(a >= b for a, b in pairwise(bounds)):
         raise PlanError(
-            f"The stages are to begin at the parts {list(firsts)}. {virtual} virtual stages begin "
-            f"at {virtual} rising numbers below {len(parts)}, the first at 0. Leave them out to "
-            "have the work balanced."
+            f"The stages are set to start at the parts {list(firsts)}. {virtual} virtual stages "
+            f"need {virtual} increasing numbers below {len(parts)}, the first of them 0. Omit "
+            "plan.stage_starts to balance the work automatically."
         )
-    # Virtual stages are dealt out round-robin.
+    # Virtual stages are distributed round-robin.
     every = part_ranges(firsts, len(parts))
     return ModelStage(
         index=index,

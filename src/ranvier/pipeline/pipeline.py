@@ -25,7 +25,7 @@ class Pipeline:
     embed: int = 0
     """Features of a message, over all ranks of col."""
     can_split_backward: bool = True
-    """Whether layers can defer their weight gradients; those of a compiled block cannot."""
+    """Whether layers can defer their weight gradients; layers in compiled blocks cannot."""
     policies: dict[int, SchedulingPolicy] = field(default_factory=dict)
     """The policy for each number of micro-batches."""
 
@@ -35,7 +35,7 @@ class Pipeline:
         return PipelineShape(stage.num_stages, micro_batches, len(stage.chunks))
 
     def policy_for_step(self, micro_batches: int) -> SchedulingPolicy:
-        """Returns the policy for a step of `micro_batches`; all ranks compute the same one."""
+        """Returns the policy for a step of `micro_batches`, the same on all ranks."""
         # The search takes a second or two, so its result is cached.
         if micro_batches not in self.policies:
             shape = self.step_shape(micro_batches)
@@ -46,7 +46,7 @@ class Pipeline:
         return self.policies[micro_batches]
 
     def _choose_policy(self, shape: PipelineShape) -> SchedulingPolicy:
-        """Returns the policy named in the plan; `message` may split backward."""
+        """Returns the policy that the plan selects; `message_driven` may split backward."""
         splits = (
             self.can_split_backward
             and self.executor.step_context.overlapped_autograd
@@ -61,8 +61,8 @@ class Pipeline:
         )
 
     def expected_times(self) -> JobTimes:
-        """Returns expected job times: backward takes twice as long as forward, half of it for
-        dW.
+        """Returns the expected job times: backward takes twice as long as forward, half of it
+        for dW.
         """
         return expected_times(self.executor.stage.stage_costs, self.config.jitter)
 
@@ -92,6 +92,6 @@ class Pipeline:
 
 
 def accumulation_schedule(micro_batches: int) -> FixedSchedule:
-    """Returns the schedule of one stage: forward and backward of each micro-batch in turn."""
+    """Returns the schedule of one stage: forward and backward of each micro-batch, one by one."""
     jobs = [job for m in range(micro_batches) for job in (Job("F", m), Job("B", m))]
     return FixedSchedule("accumulation", (tuple(jobs),))

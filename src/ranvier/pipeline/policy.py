@@ -4,11 +4,11 @@ A step is a set of jobs. Virtual stage `v = chunk · stages + stage` runs forwar
 and, if backward is split, the weight gradients W(m) of every micro-batch m. F(m) needs the
 activation of the previous virtual stage, B(m) the gradient of the next one (on the last one: its
 own F(m)), W(m) its own B(m). Jobs of one kind and chunk run in the order of micro-batches, so
-gradients are summed in that order whatever the arrival times, and at most one job of each kind and
-chunk is ready at a time.
+gradients are summed in that order for any arrival times, and at most one job of each kind and chunk
+is ready at a time.
 
-A policy has no state: the executor asks it with what has arrived over the network, the simulator
-with what has arrived in simulated time.
+A policy has no state. The executor calls it with the messages that have arrived over the network,
+the simulator with the messages that have arrived in simulated time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PipelineShape:
 
 @dataclass
 class StageProgress:
-    """Jobs that a stage has done; the executor and the simulator hold one per stage."""
+    """Jobs that a stage has done. The executor and the simulator have one per stage."""
 
     shape: PipelineShape
     stage: int
@@ -81,7 +81,9 @@ class StageProgress:
 
     @property
     def held_activations(self) -> int:
-        """Activations held: of forwards whose backward (and weight gradients) is not done."""
+        """Number of activations held: forwards whose backward (and weight gradients) is not
+        done.
+        """
         last: JobKind = self.shape.job_kinds[-1]
         chunks = range(self.shape.chunks)
         return sum(self.count_done("F", c) - self.count_done(last, c) for c in chunks)
@@ -104,12 +106,12 @@ class SchedulingPolicy(Protocol):
         """Whether its choice depends on arrival times."""
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Returns one of the ready jobs (in the order in which they became ready); None: wait."""
+        """Returns one of the ready jobs, which are in the order of becoming ready; None to wait."""
 
 
 @dataclass(frozen=True)
 class FixedSchedule:
-    """A fixed order of jobs for each stage: what other frameworks call a schedule."""
+    """A fixed order of jobs for each stage, called a schedule in other frameworks."""
 
     name: str
     jobs: tuple[tuple[Job, ...], ...]
@@ -118,7 +120,7 @@ class FixedSchedule:
     is_dynamic: bool = False
 
     def __str__(self) -> str:
-        return f"the order of {self.name}"
+        return f"the {self.name} schedule"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """Returns the next job of the schedule, once it is ready."""
@@ -133,17 +135,18 @@ Priority = Literal["backward", "first", "forward"]
 
 @dataclass(frozen=True)
 class MessageDrivenPolicy:
-    """Runs what has arrived: a stage never waits for one message while it could work on another.
+    """Runs jobs as messages arrive: a stage never waits for one message while it could run another
+    job.
 
-    Credits bound the activations held: a forward is run while `held < credits`. With chunks, it
-    must also leave credits for the forwards that older micro-batches still have to run here, else
+    Credits limit the activations held: a forward runs while `held < credits`. With chunks, it must
+    also leave credits for the forwards that older micro-batches still have to run here; otherwise
     newer ones could use them up and the pipeline would deadlock. So the oldest micro-batch can
     always proceed, and a stage holds at most `max(credits, chunks)` activations. Weight gradients,
     which release activations, fill the idle time.
     """
 
     priority: Priority
-    """Which ready jobs run first; "first": the one that became ready first."""
+    """Which ready jobs run first; "first" means the one that became ready first."""
     credits: tuple[int, ...]
     """Maximum number of activations that each stage holds."""
     split_backward: bool = False
@@ -156,17 +159,17 @@ class MessageDrivenPolicy:
         else:
             held = ", ".join(map(str, self.credits))
         if self.priority == "first":
-            first = "first come"
+            first = "first come, first served"
         else:
             first = f"{self.priority} first"
         if self.split_backward:
-            waiting = ", weight gradients while it waits"
+            waiting = ", weight gradients while idle"
         else:
             waiting = ""
-        return f"{first}, at most {held} micro-batches a stage{waiting}"
+        return f"{first}, at most {held} micro-batches per stage{waiting}"
 
     def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
-        """Returns the first job by priority that has credit; else weight gradients; else None."""
+        """Returns the first job by priority that has credit, otherwise weight gradients or None."""
         chunks = now.shape.chunks
         order = [job for job in ready if job.kind != "W"]
         if len(order) > 1 and self.priority != "first":
@@ -184,9 +187,7 @@ class MessageDrivenPolicy:
         return chunks - 1 - job.chunk + (chunks if self.priority == "backward" else 0)
 
     def _has_credit(self, job: Job, now: StageProgress) -> bool:
-        """Returns whether there is credit for a forward, with enough left for all older
-        micro-batches.
-        """
+        """Returns whether a forward has credit that leaves enough for all older micro-batches."""
         chunks = range(now.shape.chunks)
         limit = max(self.credits[now.stage], now.shape.chunks)
         held = now.held_activations
@@ -197,9 +198,9 @@ class MessageDrivenPolicy:
             return True
         forward = [now.count_done("F", c) for c in chunks]
         backward = [now.count_done("B", c) for c in chunks]
-        # Micro-batch i can finish after those before it if the forwards that it still lacks and the
-        # activations that it and newer ones hold fit. The sum grows with i only where a chunk's
-        # next forward is that of i, so only those i are tested.
+        # Micro-batch i can finish after the earlier ones if its missing forwards and the
+        # activations held by it and newer ones fit. The sum grows with i only where a chunk's next
+        # forward belongs to i, so only those i are tested.
         for i in {backward[0], *forward}:
             if backward[0] <= i < job.micro:
                 lacks = sum(f <= i for f in forward)

@@ -1,10 +1,10 @@
-"""Policy search: the policy of a name; for `message_driven` the one that is fastest in simulation.
+"""Policy search: returns a policy by name; for `message_driven`, the fastest one in simulation.
 
-No heuristic is best everywhere: first come, first served can lose to 1F1B, and 1F1B loses if links
-have latency. So `message_driven` simulates the step with several priorities and credits and with
-the 1F1B schedule, and chooses the fastest. With jitter a fixed schedule is given up only for a
-policy that is significantly faster on seeds other than those it was chosen by. Nothing here depends
-on rank or clock: equal inputs give equal choices on all ranks.
+No heuristic is always best: first come, first served can be slower than 1F1B, and 1F1B is slow if
+links have latency. So `message_driven` simulates the step with several priorities and credits and
+with the 1F1B schedule, and chooses the fastest. With jitter, a fixed schedule is replaced only by a
+policy that is significantly faster with seeds other than those used for the choice. Nothing here
+depends on rank or clock: equal inputs give equal choices on all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ POLICY_NAMES = ("message_driven", *FIXED_SCHEDULES)
 JOB_BUDGET = 150_000
 """Approximate number of jobs simulated per choice, which takes a second or two."""
 SPLIT_GAIN = 0.98
-"""Fraction of the step time below which a split backward, which holds activations longer, wins."""
+"""Maximum step time of a split backward relative to an unsplit one for it to be chosen: it holds
+activations longer."""
 FIRST_SEED = 1 << 20
 """First seed of the search, so that evaluations with small seeds are independent of it."""
 
@@ -69,11 +70,11 @@ def choose_policy(
     seeds: int = 64,
     splits: bool = False,
 ) -> SchedulingPolicy:
-    """Returns the policy of a name.
+    """Returns the policy with this name.
 
-    limit: maximum number of activations per stage, each chunk's counts as one; 0: no limit.
+    limit: maximum number of activations per stage, counted per chunk; 0 means no limit.
     seeds: number of steps simulated with different seeds, if times have jitter.
-    splits: `message` may split backward if that is clearly faster.
+    splits: whether `message_driven` may split backward if that is clearly faster.
     """
     if name == "message_driven" and splits and not shape.split_backward:
         found = [
@@ -82,7 +83,7 @@ def choose_policy(
             )
             for split in (False, True)
         ]
-        # Compared without jitter: one run each is enough then.
+        # Compared without jitter, so one run each is enough.
         even = replace(times, jitter=0.0)
         whole, apart = (simulate_step(shape, policy, even).seconds for policy in found)
         if apart < SPLIT_GAIN * whole:
@@ -94,7 +95,7 @@ def choose_policy(
             hint = f"Did you mean {near[0]}?"
         else:
             hint = f"Use one of {', '.join(POLICY_NAMES)}."
-        raise PlanError(f"schedule={name!r} is unknown. Policies have names. {hint}")
+        raise PlanError(f"schedule={name!r} is not a known schedule. {hint}")
     if problems := times.problems(shape):
         raise PlanError(problems)
     most = shape.micro_batches * shape.chunks
@@ -106,21 +107,21 @@ def choose_policy(
     if max(held) > room:
         raise PlanError(
             f"{name} keeps {max(held)} activations on stage {held.index(max(held))}, but "
-            f"max_in_flight={limit}. A stage may not keep more than that. Use message_driven, a "
+            f"max_in_flight={limit}. A stage cannot keep more than that. Use message_driven, a "
             f"larger max_in_flight, or fewer {'micro-batches' if name == 'gpipe' else 'stages'}."
         )
     return order
 
 
 def policy_to_text(policy: SchedulingPolicy | None) -> str:
-    """Serialize a policy, for ranks and processes that did not choose it."""
+    """Serializes a policy, for ranks and processes that did not choose it."""
     if isinstance(policy, MessageDrivenPolicy):
         return json.dumps([policy.priority, policy.credits, policy.split_backward])
     return json.dumps(policy.name if isinstance(policy, FixedSchedule) else "")
 
 
 def policy_from_text(text: str, shape: PipelineShape) -> SchedulingPolicy:
-    """Deserialize a policy; the inverse of `policy_to_text`."""
+    """Deserializes a policy; the inverse of `policy_to_text`."""
     facts = json.loads(text)
     if isinstance(facts, str):
         return FIXED_SCHEDULES[facts](shape)
@@ -129,14 +130,15 @@ def policy_from_text(text: str, shape: PipelineShape) -> SchedulingPolicy:
 
 
 def credits_for(shape: PipelineShape, times: JobTimes) -> int:
-    """Returns the micro-batches in flight needed to hide links: `S + ceil(2(S - 1)c / (f + b))`.
+    """Returns the micro-batches in flight that hide links: `S + ceil(2(S - 1)c / (f + b))`.
 
-    With chunks S is replaced by what the interleaved schedule holds, and times are per chunk.
+    With chunks, S is the number of activations that the interleaved schedule holds, and times are
+    per chunk.
     """
     S = shape.stages
     V = shape.chunks
     period = (sum(times.forward) + sum(times.backward) + sum(times.weight)) / (S * V)
-    # Round trip of a micro-batch over all links; there is none behind the last virtual stage.
+    # Round trip of a micro-batch over all links; there is none after the last virtual stage.
     delay = 2 * sum(link_seconds(shape, times)[:-1])
     if period:
         extra = math.ceil(delay / period - 1e-9)
@@ -155,7 +157,7 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
     V = shape.chunks
     if room < V:
         raise PlanError(
-            f"max_in_flight={room} is less than virtual_stages={V}. A micro-batch leaves an "
+            f"max_in_flight={room} is less than virtual_stages={V}. A micro-batch keeps one "
             f"activation in each chunk of a stage. Use a max_in_flight of {V} or more, or fewer "
             "virtual_stages."
         )
@@ -169,7 +171,7 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
     ]
     enough = credits_for(shape, times)
     levels = [enough + S // 2, enough, S * V, 2 * enough, M * V]
-    # A large step leaves time for few simulations.
+    # A large step leaves time for only few simulations.
     large = S * V * M > JOB_BUDGET // 16
     rows = [(min(room, n),) * S for n in levels[: 1 if large else None]]
     if not large:
@@ -187,7 +189,7 @@ def list_candidates(shape: PipelineShape, times: JobTimes, room: int) -> list[Sc
 def _fastest_policy(
     shape: PipelineShape, times: JobTimes, room: int, seeds: int
 ) -> SchedulingPolicy:
-    """Returns the fastest candidate; of equally fast ones the one with the fewest activations."""
+    """Returns the fastest candidate; of equally fast ones, the one with the fewest activations."""
     options = [PolicyCandidate(policy) for policy in list_candidates(shape, times, room)]
     trials = PolicyTrials(shape, times)
     if not times.jitter:
@@ -200,10 +202,10 @@ def _fastest_policy(
     usual = options[0]
     if pick is usual or not isinstance(usual.policy, FixedSchedule):
         return pick.policy
-    # Test the choice with seeds that it was not made with (selection bias).
+    # Test the choice with other seeds than it was made with (selection bias).
     proof = [next(numbers) for _ in range(max(4, min(seeds, affordable // 2)))]
     gains = [(trials.step_seconds(usual, seed) - trials.step_seconds(pick, seed)) for seed in proof]
-    # Two standard errors, and more for few steps, whose spread is itself uncertain.
+    # Two standard errors, and more for few steps, whose spread is also uncertain.
     doubt = (2 + 5 / len(gains)) * stdev(gains) / math.sqrt(len(gains))
     if fmean(gains) > doubt:
         return pick.policy
@@ -243,8 +245,8 @@ class PolicyTrials:
     def best_candidate(
         self, options: Sequence[PolicyCandidate], seeds: Sequence[int], *, margin: float
     ) -> PolicyCandidate:
-        """Returns the one that holds least of those whose mean is within `margin` of the
-        fastest.
+        """Returns the one with fewest activations among those within `margin` of the fastest
+        mean.
         """
         means = [fmean(self.step_seconds(option, seed) for seed in seeds) for option in options]
         enough = min(means) * (1 + margin)

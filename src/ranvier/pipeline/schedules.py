@@ -1,4 +1,4 @@
-"""Schedules of the literature, as fixed orders of jobs.
+"""Schedules from the literature, as fixed orders of jobs.
 
 GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, 2021), its interleaved form over chunks
 (Narayanan et al. 2021) and the zero-bubble schedule with the memory of 1F1B (ZB-H1, Qi et al.
@@ -27,7 +27,7 @@ def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
     """Returns warm-up forwards until the first gradient can arrive, then 1F1B, then backwards."""
     if shape.chunks > 1:
         raise PlanError(
-            f"1f1b has virtual_stages={shape.chunks}. It knows one chunk per stage. "
+            f"1f1b does not support virtual_stages={shape.chunks}. It has one chunk per stage. "
             "Use interleaved or message_driven, or virtual_stages=1."
         )
     micros = range(shape.micro_batches)
@@ -48,7 +48,7 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
     V = shape.chunks
     if V == 1:
         return replace(one_f_one_b_schedule(shape), name="interleaved")
-    # The last group of micro-batches is padded to `stages` and the padding dropped at the end: jobs
+    # The last group of micro-batches is padded to `stages` and the padding dropped at the end. Jobs
     # depend only on jobs of their own micro-batch, so the remaining order is still valid.
     turns = [(k // (S * V) * S + k % S, k // S % V) for k in range(-(-M // S) * S * V)]
     forwards = [Job("F", m, c) for m, c in turns]
@@ -58,12 +58,11 @@ def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
-    """Returns 1F1B (interleaved, with chunks) with weight gradients delayed more on later
-    stages.
+    """Returns 1F1B (interleaved, with chunks) with weight gradients delayed more on later stages.
 
     Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and at least as many micro-batches
-    as stages. Later stages hold fewer activations, so they can delay: none holds more than the
-    first.
+    as stages. Later stages hold fewer activations, so they can delay more: no stage holds more than
+    the first one.
     """
     lag = 1 if shape.chunks == 1 else 2
     rows = (
@@ -73,7 +72,7 @@ def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
 
 
 def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
-    """Returns the maximum number of activations held by each stage, whatever the job times."""
+    """Returns the maximum number of activations held by each stage, for any job times."""
     last = "W" if order.split_backward else "B"
     found = []
     for row in order.jobs:

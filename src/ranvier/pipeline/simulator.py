@@ -1,8 +1,8 @@
 """Discrete-event simulator of a pipeline step.
 
-A stage runs one job at a time; the message that a job sends reaches the neighbour `link` seconds
-after the job's end and is queued there until the policy takes it. Links do not interfere and
-sending takes no time of the stage. Jitter depends on seed, stage and job only, so that policies are
+A stage runs one job at a time. The message that a job sends reaches the neighbor `link` seconds
+after the job's end and is queued there until the policy takes it. Links do not interfere, and
+sending takes no time of the stage. Jitter depends only on seed, stage and job, so that policies are
 compared with the same random times. All events of one time are processed before any stage chooses.
 Not handled: bandwidth that messages share, and work outside the jobs (optimizer).
 """
@@ -42,14 +42,14 @@ class JobTimes:
     weight: tuple[float, ...] = ()
     """Weight gradients of each virtual stage; part of backward unless it is split."""
     link: float | tuple[float, ...] = 0.0
-    """From the end of a job until its message has arrived; or one value per pair of neighbours."""
+    """From the end of a job until its message has arrived; or one value per pair of neighbors."""
     jitter: float = 0.0
     """Sigma of a lognormal factor of mean 1 on every job."""
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """Factor on all jobs of a stage."""
 
     def problems(self, shape: PipelineShape) -> list[str]:
-        """Returns what does not match the shape, as error messages."""
+        """Returns error messages for values that do not match the shape."""
         size = shape.stages * shape.chunks
         given = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         wanted = {name: size for name, values in given.items() if name != "weight" or values}
@@ -63,14 +63,16 @@ class JobTimes:
             if len(given[name]) != count
         ]
         if any(not 0 <= x < math.inf for values in given.values() for x in values):
-            found.append(f"{self} has a negative or infinite time. Time passes. Use times >= 0.")
+            found.append(
+                f"{self} has a negative or infinite time. Times must be finite. Use times >= 0."
+            )
         return found
 
 
 def even_times(
     shape: PipelineShape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
 ) -> JobTimes:
-    """Returns equal times for all stages; the given ones are per stage, all chunks together."""
+    """Returns equal times for all stages. The arguments are per stage, all chunks together."""
     size = shape.stages * shape.chunks
     chunks = shape.chunks
     return JobTimes(
@@ -82,7 +84,7 @@ def even_times(
 
 
 class JobSpan(NamedTuple):
-    """A job and when it ran, in seconds from the start of the step."""
+    """A job with start and end, in seconds from the start of the step."""
 
     stage: int
     kind: JobKind
@@ -102,12 +104,12 @@ class Timeline:
     seconds: float
     """Duration of the step."""
     busy_seconds: tuple[float, ...]
-    """Seconds that each stage computes."""
+    """Seconds of compute of each stage."""
     peak_activations: tuple[int, ...]
-    """Maximum number of activations that each stage holds; each chunk's counts as one."""
+    """Maximum number of activations that each stage holds, counted per chunk."""
     wait_seconds: tuple[dict[WaitCause, float], ...]
     """Seconds that each stage waits, by cause: for an activation or a gradient if no job is ready,
-    for credit or the order if a ready job may not start yet, and for the end of the step."""
+    for credit or the order if a ready job cannot start yet, and for the end of the step."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -159,11 +161,11 @@ def replay_choices(
 ) -> list[Job | None]:
     """Returns the choices of the policy on one stage for the message arrivals of a real step.
 
-    arrivals: the job that each message is for, in order of arrival. known: number of messages that
-    had arrived at each choice. A choice is None where the policy would wait.
+    arrivals: the job of each message, in order of arrival. known: number of messages that had
+    arrived at each choice. A choice is None if the policy would wait.
     """
     shape = replace(shape, split_backward=policy.split_backward)
-    # Durations do not matter here: only the order of arrivals does.
+    # Durations do not matter here, only the order of arrivals.
     zeros = [[[0.0] * shape.micro_batches] * shape.chunks * len(shape.job_kinds)] * shape.stages
     play = Simulation(shape, policy, zeros, [0.0] * shape.stages * shape.chunks)
     if stage == 0:
@@ -185,7 +187,7 @@ def replay_choices(
 
 
 def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> JobSeconds:
-    """Returns the seconds of every job, which are the same for all policies with the same split."""
+    """Returns the seconds of every job, the same for all policies with the same split."""
     if problems := times.problems(shape):
         raise PlanError(problems)
     weight = times.weight or (0.0,) * len(times.forward)
@@ -257,7 +259,7 @@ class Simulation:
             for chunk in range(chunks)
         ]
         # A heap of (time, sequence number, stage, job, ended). The number keeps the order of events
-        # of one time; `ended` tells the end of a job from the arrival of its input.
+        # of one time; `ended` distinguishes the end of a job from the arrival of its input.
         self.events: list[tuple[float, int, int, Job, bool]] = []
         self.event_count = 0
         self.progress = [StageProgress(shape, stage) for stage in range(stages)]
@@ -273,8 +275,8 @@ class Simulation:
         self.seconds = 0.0
 
     def run(self) -> None:
-        """Runs to the end; raises a PlanError that names the waiting stage on a deadlock."""
-        # The inputs of the model are all there: stage 0 can start with F(0).
+        """Runs to the end. Raises a PlanError that names the waiting stage on a deadlock."""
+        # The inputs of the model are available: stage 0 can start with F(0).
         self.arrived[0][0] = self.shape.micro_batches
         self.ready[0].append(self.jobs[0][0])
         self._start_job(0, 0.0)
@@ -322,7 +324,7 @@ class Simulation:
         self._push_event(stop, stage, job, True)
 
     def _record_wait(self, stage: int, time: float) -> None:
-        """Account for the idle time of a stage; the job that became ready first is the cause."""
+        """Records the idle time of a stage. Its cause is the job that became ready first."""
         if self.ready[stage][0].kind == "F":
             cause: WaitCause = "activation"
         else:
@@ -334,7 +336,7 @@ class Simulation:
         self.free_since[stage] = time
 
     def _end_job(self, stage: int, job: Job, time: float) -> None:
-        """Finish a job: send its message, and make the jobs ready that waited for it."""
+        """Finishes a job: sends its message, and makes the jobs ready that waited for it."""
         shape = self.shape
         kind, micro, chunk = job
         self.is_working[stage] = self.was_refused[stage] = False
@@ -342,7 +344,7 @@ class Simulation:
         self.progress[stage].finish_job(job)
         virtual = chunk * shape.stages + stage
         if kind == "F":
-            # From the last stage an activation goes to the next chunk of the first one.
+            # The last stage sends an activation to the next chunk of the first one.
             if virtual + 1 < shape.stages * shape.chunks:
                 after = self.jobs[chunk + (stage + 1 == shape.stages)][micro]
                 to = (stage + 1) % shape.stages
@@ -364,7 +366,7 @@ class Simulation:
             self.ready[stage].append(self.jobs[place][micro + 1])
 
     def _accept_input(self, stage: int, job: Job) -> None:
-        """Accept the input of a job, which becomes ready if the jobs before it are done."""
+        """Accepts the input of a job, which becomes ready if the jobs before it are done."""
         arrived = self.arrived[stage]
         place = self.kind_offset[job.kind] + job.chunk
         assert arrived[place] == job.micro, (stage, job, arrived)
@@ -390,9 +392,9 @@ class Simulation:
             job = left[0]
         what = {"F": "activation", "B": "gradient", "W": "backward"}[job.kind]
         if job in self.ready[stage]:
-            what = "credit to take in the " + what
+            what = "credit to accept the " + what
         return (
-            f"Stage {stage} waits for ever for the {what} of micro-batch {job.micro}, chunk "
+            f"Stage {stage} waits forever for the {what} of micro-batch {job.micro}, chunk "
             f"{job.chunk}, with {progress.num_done} of {shape.num_jobs} jobs done. Each job "
-            "must come after those it needs. Change the order of the policy."
+            "must come after the jobs it needs. Change the order of the policy."
         )

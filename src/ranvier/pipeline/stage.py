@@ -1,7 +1,7 @@
 """Stage: removes the layers of other pipeline stages from a parallelized model.
 
-All ranks first replace the layers of the whole model, without values: so all of them create the
-same groups in the same order, and weights keep their names of the whole model, tied ones too.
+All ranks first replace the layers of the whole model, without values. So all of them create the
+same groups in the same order, and weights keep their names in the whole model, including tied ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCAB_LAYERS = ("embed", "head")
 
 
 def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
-    """Creates the groups that several stages share, before the programs of stages diverge.
+    """Creates the groups that several stages share, before the programs of the stages differ.
 
     Communicates: creation of groups.
     """
@@ -55,7 +55,7 @@ def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
 def build_stage(
     model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer], how: PipelineConfig
 ) -> ModelStage:
-    """Returns this rank's stage; removes layers and weights of other stages from model and site.
+    """Returns this rank's stage. Removes layers and weights of other stages from model and site.
 
     Communicates: creation of groups.
     """
@@ -67,30 +67,31 @@ def build_stage(
         )
     if count == 1:
         return ModelStage(run_parts=lambda x, parts, **inputs: model(**inputs))
-    # All ranks create the groups of all weights, as long as their programs are the same: c10d needs
+    # All ranks create the groups of all weights while their programs are still the same: c10d needs
     # equal numbers of groups on the members of later ones.
     for weight in site.weights.values():
         grid.axis(share=replicas_per_axis(weight, site.bucket_scheduler))
     parts = part_layer_names(model)
     if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
         raise PlanError(
-            f"vocab_over_pipe=True for {type(model).__name__}. Models with the layers embed and "
-            "head can spread their vocabulary. Use vocab_over_pipe=False."
+            f"vocab_over_pipe=True is not supported for {type(model).__name__}. Only models with "
+            "the layers embed and head can split their vocabulary over pipe. Use "
+            "vocab_over_pipe=False."
         )
     stage = partition_model(
         model, _part_flops(parts, found, site, how), how, grid.index["pipe"], count
     )
     bounds = [*stage.stage_starts, len(parts)]
     everywhere = VOCAB_LAYERS if how.vocab_over_pipe else ()
-    # Stage of each layer; layers that all stages have count as this stage's.
+    # Stage of each layer; layers that all stages have count as layers of this stage.
     owner = {
         name: stage.index if name in everywhere else v % count
         for v in range(len(stage.stage_starts))
         for names in parts[bounds[v] : bounds[v + 1]]
         for name in names
     }
-    # Drop weights of other stages. A tied weight is used on several stages, which sum its gradient;
-    # all ranks ask for its axis, also those of other stages (see `Grid.axis_subset`).
+    # Drop weights of other stages. A tied weight is used on several stages, which sum its gradient.
+    # All ranks ask for its axis, including ranks of other stages (see `Grid.axis_subset`).
     paths = {id(module): path for path, module in model.named_modules()}
     for name, weight in list(site.weights.items()):
         stages = [_stage_of_module(paths[id(module)], owner) for module, _ in weight.owners]
@@ -122,7 +123,7 @@ def _has_layer(model: nn.Module, name: str) -> bool:
 
 
 def _stage_of_module(path: str, owner: Mapping[str, int]) -> int:
-    """Returns the stage of a module: that of its enclosing layer."""
+    """Returns the stage of a module, which is the stage of its enclosing layer."""
     while path and path not in owner:
         path = path.rpartition(".")[0]
     return owner[path]
@@ -134,8 +135,8 @@ def _part_flops(
     site: LayerContext,
     how: PipelineConfig,
 ) -> list[float]:
-    """Returns the FLOPs of each part per sample, by its layers; a part without any has a little."""
-    # As many samples as every region splits without a remainder.
+    """Returns the FLOPs of each part per sample; a part without layers gets a small value."""
+    # The smallest number of samples that every region divides.
     degrees = site.grid.degrees
     samples = site.table.batch_multiple(degrees) * site.table.seq_multiple(degrees)
     flow = ActivationShape(samples, how.seq, itemsize=2, statistics_itemsize=4)
@@ -147,7 +148,7 @@ def _part_flops(
             if any(f"{path}.".startswith(f"{name}.") for name in names)
         )
         work.append(1.0 + sum(leaf.flops(flow) for leaf in inside))
-    # The head is spread over all stages and not the work of the last one alone.
+    # The head is split over all stages, so it is not only the work of the last one.
     if how.vocab_over_pipe:
         work[-1] = 1.0
     return work

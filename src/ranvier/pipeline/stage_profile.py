@@ -1,4 +1,4 @@
-"""Stage profile: measured times of the parts of a model, which balance its stages."""
+"""Stage profile: measured times of the parts of a model, used to balance its stages."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ranvier.errors import PlanError
 from ranvier.system import safe_files
 
 TIMELINE_FILE = "timeline.json"
-"""File of a run folder with the jobs of all stages in one step."""
+"""File in a run directory with the jobs of all stages in one step."""
 JOB_KINDS = ("forward", "backward", "weight")
 
 
 def load_stage_times(path: Path) -> tuple[float, ...]:
     """Returns the seconds per part of a model, from the timeline of a run or from a TOML table."""
-    remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
+    remedy = "Pass a run directory with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():
             found = json.loads(safe_files.read_text(path / TIMELINE_FILE))["part_seconds"]
@@ -29,12 +29,12 @@ def load_stage_times(path: Path) -> tuple[float, ...]:
             seconds = tuple(float(sum(one)) for one in sums)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanError(
-            f"plan.stage_profile={str(path)!r} cannot be read: {error}. It holds the measured "
-            f"times of the parts of the model. {remedy}"
+            f"plan.stage_profile={str(path)!r} cannot be read: {error}. It must contain the "
+            f"measured times of the parts of the model. {remedy}"
         ) from None
     if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
         raise PlanError(
-            f"plan.stage_profile={str(path)!r} has the times {list(seconds)}. Each part has one, a "
-            f"finite number, and not all are 0. {remedy}"
+            f"plan.stage_profile={str(path)!r} has the times {list(seconds)}. Each part needs one "
+            f"finite time, and not all can be 0. {remedy}"
         )
     return seconds

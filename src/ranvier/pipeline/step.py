@@ -135,13 +135,13 @@ class PipelineStep:
             policy.split_backward,
             forward_only=forward_only,
         )
-        # The shape of messages is announced once per key, so all micro-batches must have the same
-        # one.
+        # The shape of messages is announced once per key, so it must be the same for all
+        # micro-batches.
         shapes = {micro.shape for micro in micros}
         if stage.num_stages > 1 and len(shapes) > 1:
             raise ShardingError(
-                f"The micro-batches of a step have the shapes {sorted(shapes)}. Between stages all "
-                "have one. Cut the batch into equal ones, or use pipe=1."
+                f"The micro-batches of a step have the shapes {sorted(shapes)}. With a pipeline "
+                "all must have the same shape. Use equal micro-batches, or pipe=1."
             )
         self.record_times = runtime.record_times and not forward_only
         self.progress = StageProgress(self.shape, stage.index)
@@ -150,29 +150,28 @@ class PipelineStep:
         self.deferred_weight_grads: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.messages_to_release: dict[tuple[int, int], list[Tensor]] = {}
         """Received messages that deferred weight gradients may still read."""
-        # In training the credits of the policy bound the messages in flight. Evaluation has none,
+        # In training the credits of the policy limit the messages in flight. Evaluation has none,
         # so the transport limits them, except where many messages must be able to queue: with
-        # several chunks, which run one after the other, and with a vocabulary spread over the
+        # several chunks, which run one after the other, and with a vocabulary split over the
         # stages, whose rows are all sent at the start.
         plain = forward_only and len(stage.chunks) == 1 and not stage.vocab_layers
         self.transport = runtime.open_transport(EVAL_MESSAGES_AHEAD if plain else 0)
         self.rendezvous = isinstance(self.transport, RendezvousTransport)
         self.policy_choices: list[tuple[Job, int]] = []
         self.known_arrivals: dict[tuple[Key, int], float] = {}
-        """Messages the policy knows of, with their arrival times."""
+        """Messages that the policy knows of, with their arrival times."""
         self.last_end_times: dict[tuple[str, int], float] = {}
         """End time of the last job of each kind and chunk."""
         self.job_end_times: dict[tuple[str, int, int], float] = {}
         """End time of each job, by kind, chunk and micro-batch."""
         self.vocab_parallel = VocabParallel(self) if stage.vocab_layers else None
-        # A fixed order needs no broadcasts, as each rank derives it by itself. With a vocabulary
-        # spread over the stages, or with rendezvous transfers, arrivals decide the order in any
-        # case.
+        # A fixed order needs no broadcasts, because each rank derives it itself. With a vocabulary
+        # split over the stages, or with rendezvous transfers, the order always depends on arrivals.
         dynamic = policy.is_dynamic or self.vocab_parallel is not None or self.rendezvous
         self.follows_leader = runtime.stage_axis.size > 1 and dynamic
 
     def run(self) -> None:
-        """Runs all jobs of the step, then wait until all messages are sent."""
+        """Runs all jobs of the step, then waits until all messages are sent."""
         at = self.executor
         stage = self.executor.stage
         if self.record_times:
@@ -186,7 +185,7 @@ class PipelineStep:
             start = time.perf_counter()
             self._run_job(job)
             if self.record_times:
-                # Without this the times would be those of the launches.
+                # Without this the times would be the times of the launches.
                 if at.device.type == "cuda":
                     torch.cuda.synchronize(at.device)
                 at.job_records.append(
@@ -210,11 +209,11 @@ class PipelineStep:
             at.policy_choices = self.policy_choices
 
     def _announce_messages(self) -> None:
-        """Announce to the transport which messages of this step will be received and sent."""
+        """Announces to the transport which messages of this step will be received and sent."""
         stage = self.executor.stage
         each = len(self.micro_batches)
         transport = self.transport
-        # Modulo, as with several chunks the last stage sends to the first one (interleaved stages).
+        # Modulo: with several chunks the last stage sends to the first one (interleaved stages).
         before = (stage.index - 1) % stage.num_stages
         behind = (stage.index + 1) % stage.num_stages
         training = not self.shape.forward_only
@@ -233,7 +232,7 @@ class PipelineStep:
 
     def _receiver_key(self, way: str, chunk: int) -> Key:
         """Returns the key under which the receiving stage knows the result of a job."""
-        # Virtual stages are dealt out round-robin, so virtual stage v is chunk v // num_stages.
+        # Virtual stages are distributed round-robin, so virtual stage v is chunk v // num_stages.
         away = 1 if way == FORWARD else -1
         return way, (
             self.executor.stage.virtual_stage(chunk) + away
@@ -249,7 +248,7 @@ class PipelineStep:
         return self.progress.is_complete and scored
 
     def _run_job(self, job: Job) -> None:
-        """Runs a job and note its end."""
+        """Runs a job and records its end."""
         if job.kind == "H":
             assert self.vocab_parallel is not None
             self.vocab_parallel.run_head()
@@ -279,9 +278,9 @@ class PipelineStep:
             if self.follows_leader:
                 chosen = self._follow_leader(chosen)
             if isinstance(chosen, Job):
-                # The leader chose by its own arrivals; with an eager transport the same message may
-                # arrive later on this rank. With rendezvous transfers the receive has been posted
-                # already, and `take_message` makes the stream wait for it.
+                # The leader chose by its own arrivals. With an eager transport the same message may
+                # arrive later on this rank. With rendezvous transfers the receive is already
+                # posted, and `take_message` makes the stream wait for it.
                 if self.follows_leader and not self.executor.is_leader and not self.rendezvous:
                     key = self._needed_key(chosen)
                     self.wait_until(lambda job=chosen: job in self._ready_jobs(), key)  # type: ignore[misc]
@@ -290,7 +289,9 @@ class PipelineStep:
             self._post_transfer(chosen)
 
     def drain_transfers(self, good: Callable[[], bool], needs: Key | None) -> None:
-        """Post transfers, without running jobs, until `good()` holds on the leader of the stage."""
+        """Posts transfers, without running jobs, until `good()` holds on the leader of the
+        stage.
+        """
         if not self.rendezvous:
             self.wait_until(good, needs)
             return
@@ -327,7 +328,7 @@ class PipelineStep:
         return self._decode_order(told.tolist())
 
     def _encode_order(self, chosen: Job | Transfer | None) -> list[int]:
-        """Encode an order as `ORDER_NUMBERS` integers, padded with zeros."""
+        """Encodes an order as `ORDER_NUMBERS` integers, padded with zeros."""
         if chosen is None:
             numbers = [ORDER_PROCEED]
         elif isinstance(chosen, Job):
@@ -342,7 +343,7 @@ class PipelineStep:
         return numbers + [0] * (ORDER_NUMBERS - len(numbers))
 
     def _decode_order(self, numbers: Sequence[int]) -> Job | Transfer | None:
-        """Decode an order; the inverse of `_encode_order`."""
+        """Decodes an order; the inverse of `_encode_order`."""
         op, a, b, c, d, *form = numbers
         assert len(form) == HEADER_NUMBERS, numbers
         if op == ORDER_PROCEED:
@@ -374,7 +375,7 @@ class PipelineStep:
         return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
     def _choose_work(self) -> Job | Transfer:
-        """Waits for and return a transfer that can be posted, else the job the policy chooses."""
+        """Waits for a transfer that can be posted, or for the job that the policy chooses."""
         found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
@@ -393,10 +394,10 @@ class PipelineStep:
         return found[0]
 
     def _choose_job(self) -> Job | None:
-        """Returns the job the policy chooses now, if one may be launched."""
+        """Returns the job that the policy chooses now, if one can be launched."""
         if not self.transport.can_compute:
             return None
-        # Messages that arrive from here on are ignored: the choice is a function of the messages
+        # Messages that arrive after this point are ignored: the choice depends only on the messages
         # counted in `policy_choices`, which makes it reproducible.
         for key, number, when in self.transport.arrival_log[len(self.known_arrivals) :]:
             self.known_arrivals[key, number] = when
@@ -442,13 +443,13 @@ class PipelineStep:
         return max(before, self.job_end_times.get((cause, job.chunk, job.micro), 0.0))
 
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
-        """Waits for messages until `good()` holds; fail if none arrives within the time limit."""
+        """Waits for messages until `good()` holds. Fails if none arrives within the time limit."""
         at = self.executor
         start = time.perf_counter()
         limit = at.grid.timeout_seconds
         while True:
             # Read the version before `good()`: a message that arrives between the two then ends the
-            # wait at once instead of being missed.
+            # wait immediately instead of being missed.
             seen = self.transport.version
             key = needs
             try:
@@ -511,14 +512,15 @@ class PipelineStep:
         return self.transport.num_arrived.get((way, chunk), 0) > number
 
     def _ready_jobs(self) -> list[Job]:
-        """Returns the jobs that can run now: the next of each kind and chunk, if its input is
-        in.
+        """Returns the jobs that can run now: the next of each kind and chunk, if its input has
+        arrived.
         """
         stage = self.executor.stage
         each = len(self.micro_batches)
         found = list[Job]()
         if self.vocab_parallel is not None and self.vocab_parallel.can_run_head():
-            # The head comes first in the list, as all other stages wait for it; see `_choose_job`.
+            # The head is first in the list, because all other stages wait for it; see
+            # `_choose_job`.
             found.append(Job("H", self.vocab_parallel.num_scored))
         for chunk in range(len(stage.chunks)):
             f, b, w = (self.progress.count_done(kind, chunk) for kind in ("F", "B", "W"))
@@ -532,13 +534,13 @@ class PipelineStep:
         return found
 
     def _can_forward(self, chunk: int, m: int) -> bool:
-        """Returns whether the input of a forward pass is there."""
+        """Returns whether the input of a forward pass has arrived."""
         if not self.executor.stage.is_first_chunk(chunk):
             return self.has_arrived(FORWARD, chunk, m)
         return self.vocab_parallel is None or self.vocab_parallel.has_embedding_rows(m)
 
     def _can_backward(self, chunk: int, m: int) -> bool:
-        """Returns whether the gradient for a backward pass is there."""
+        """Returns whether the gradient for a backward pass has arrived."""
         if not self.executor.stage.is_last_chunk(chunk):
             return self.has_arrived(BACKWARD, chunk, m)
         return self.vocab_parallel is None or self.vocab_parallel.has_head_grads(m)
@@ -546,7 +548,7 @@ class PipelineStep:
     # ---- jobs ---------------------------------------------------------------------------
 
     def begin_micro_batch(self, m: int, *, last: bool = False) -> MicroBatch:
-        """Sets the step context and the buckets to a micro-batch and return it."""
+        """Sets the step context and the buckets to a micro-batch and returns it."""
         at = self.executor
         micro = self.micro_batches[m]
         at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
@@ -556,8 +558,8 @@ class PipelineStep:
     def _run_forward(self, job: Job) -> None:
         stage = self.executor.stage
         moment = self.executor.step_context
-        # With one stage the backward pass follows at once, so the last forward pass already marks
-        # the pass whose gradients may be reduced.
+        # With one stage the backward pass follows immediately, so the last forward pass already
+        # marks the pass whose gradients can be reduced.
         last = job.micro == len(self.micro_batches) - 1
         micro = self.begin_micro_batch(job.micro, last=last and stage.num_stages == 1)
         x = None
@@ -577,7 +579,7 @@ class PipelineStep:
         else:
             moment.loss_scale = None
         moment.loss_grad_scale = self.loss_scale
-        # The step context is shared by all jobs, so the settings of this one must not outlive it.
+        # All jobs share the step context, so the settings of this job must be reset.
         try:
             y = stage.run_parts(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
@@ -652,7 +654,7 @@ class PipelineStep:
             assert kept.stage_input.grad is not None, job
             self._send_result(BACKWARD, job, kept.stage_input.grad)
             messages.append(kept.stage_input)
-        # Weight gradients may read the input and the output gradient, so keep both until job W.
+        # Weight gradients may read the input and the output gradient, so both are kept until job W.
         if self.shape.split_backward:
             self.messages_to_release[job.chunk, job.micro] = messages
         else:
@@ -672,13 +674,15 @@ class PipelineStep:
 
     @property
     def _defers_reductions(self) -> bool:
-        """Whether reductions over data wait for the end of the step: chunks end in any order."""
+        """Whether reductions over data wait for the end of the step, because chunks end in any
+        order.
+        """
         return self.shape.split_backward and self.shape.chunks > 1
 
     # ---- messages -----------------------------------------------------------------------
 
     def take_message(self, way: str, chunk: int) -> Tensor:
-        """Takes and return the next message of a key."""
+        """Takes and returns the next message of a key."""
         value = self.transport.take_message((way, chunk))
         self._trace_message("receive", way, value)
         return value
@@ -702,9 +706,9 @@ class PipelineStep:
             raise CommunicationError(words) from error
 
     def _trace_message(self, op: str, way: str, value: Tensor) -> None:
-        """Record a message in the trace."""
+        """Records a message in the trace."""
         size = value.numel() * value.element_size()
         with self.executor.grid.trace.named_scope(f"pipeline.{way}"):
             event = self.executor.grid.trace.record_event(op, ("pipe",), size)
-        # Handing a message over or taking it does not block, so the event has no duration.
+        # Sending or taking a message does not block, so the event has no duration.
         event.wait_time = event.done_time = event.resume_time = event.issue_time

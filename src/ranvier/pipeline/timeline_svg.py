@@ -1,9 +1,9 @@
 """Timelines of pipeline steps as SVG, as a trace for Perfetto, and as a table.
 
-Simulated and real steps are drawn alike, one above the other on a common time axis: a row per
-stage, a box per job, nothing where a stage waits. The SVG only uses CSS classes, as the plots of a
-report do; chunks are shades. A step of very many jobs is drawn in cells of equal time, each filled
-by the fraction in which the stage worked, so that the file stays small.
+Simulated and real steps are drawn in the same way, one above the other on a common time axis: a row
+per stage, a box per job, and nothing where a stage waits. The SVG uses only CSS classes, as the
+plots of a report do; chunks are shades. A step with very many jobs is drawn in cells of equal time,
+each filled by the fraction of time in which the stage worked, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ranvier.errors import PlanError
 from ranvier.pipeline.simulator import Timeline
 
 JOB_NAMES = {"F": "forward", "B": "backward", "W": "weights", "H": "head"}
-"""Kinds of jobs; H: this stage's part of the head, where the vocabulary is split over pipe."""
+"""Kinds of jobs; H is this stage's part of the head if the vocabulary is split over pipe."""
 WAIT_CAUSES = ("activation", "gradient", "credit", "order", "end", "other")
-"""What a stage can wait for; other: time of a real run between its jobs."""
+"""What a stage can wait for; `other` is time of a real run between its jobs."""
 RECORDED_CAUSES = ("activation", "gradient", "credit", "order")
 """Waits that a real run records."""
 JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1", "H": "f3"}
@@ -56,7 +56,7 @@ class StageLane:
     wait_seconds: Mapping[str, float]
     """Seconds waited, by cause."""
     peak_activations: int
-    """Maximum number of activations held; each chunk's counts as one."""
+    """Maximum number of activations held, counted per chunk."""
     wait_bars: tuple[TimelineBar, ...] = ()
     """The waits with their times, if known."""
 
@@ -76,7 +76,7 @@ class TimelineChart:
     chunks: int
     lanes: tuple[StageLane, ...]
     unit: str = "s"
-    """Unit of times: s, or the name of what counts as 1."""
+    """Unit of times: s, or the name of the unit time."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -129,8 +129,9 @@ def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
         good = False
     if not good:
         raise PlanError(
-            "The timeline of the run is broken. It holds micro_batches, chunks, seconds and, for "
-            "each stage, lists [kind, micro, chunk, start, stop]. Train again to write it anew."
+            "The timeline of the run is not valid. It must have micro_batches, chunks, seconds "
+            "and, for each stage, lists [kind, micro, chunk, start, stop]. Train again to rewrite "
+            "it."
         )
     seconds = max([seconds, *(bar.stop for row in rows for bar in row)])
     lanes = tuple(_recorded_lane(row, seconds) for row in rows)
@@ -138,14 +139,14 @@ def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
 
 
 def _is_valid_bar(bar: TimelineBar, chunks: int) -> bool:
-    """Returns whether the values of a bar that was read are valid."""
+    """Returns whether the values of a bar from a file are valid."""
     whole = type(bar.micro) is int and type(bar.chunk) is int and 0 <= bar.chunk < chunks
     known = bar.kind in JOB_NAMES or bar.kind in RECORDED_CAUSES
     return known and whole and 0.0 <= float(bar.start) <= float(bar.stop) < math.inf
 
 
 def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
-    """Returns the lane of a real stage; activations held and waits are derived from its jobs."""
+    """Returns the lane of a real stage. Activations and waits are derived from its jobs."""
     jobs = tuple(sorted((bar for bar in bars if bar.kind in JOB_NAMES), key=lambda bar: bar.start))
     pauses = tuple(bar for bar in bars if bar.kind not in JOB_NAMES)
     if any(bar.kind == "W" for bar in jobs):
@@ -184,11 +185,11 @@ def format_time(value: float, unit: str = "s") -> str:
 
 
 def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
-    """Returns head and rows of a table: busy and waiting times and activations of each stage."""
+    """Returns header and rows of a table: busy and waiting times and activations of each stage."""
     used = [
         cause for cause in WAIT_CAUSES if any(cause in lane.wait_seconds for lane in picture.lanes)
     ]
-    head = ["stage", "busy", *(f"waits: {cause}" for cause in used), "keeps", "1F1B keeps"]
+    head = ["stage", "busy", *(f"waits: {cause}" for cause in used), "activations", "with 1F1B"]
     rows = []
     for stage, (lane, classic) in enumerate(
         zip(picture.lanes, picture.one_f_one_b_peaks, strict=True)
@@ -208,7 +209,7 @@ def _format_share(time: float, picture: TimelineChart) -> str:
 
 
 def text_table(picture: TimelineChart) -> str:
-    """Returns the table as text: busy time, waits by cause, activations and those of 1F1B."""
+    """Returns the table as text: busy time, waits by cause, activations here and with 1F1B."""
     head, rows = table_cells(picture)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
@@ -263,7 +264,7 @@ def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") 
     high = min(22.0, max(5.0, 600 / max(rows, 1)))
     longest = max((picture.seconds for picture in pictures), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest
-    # 0: one box per job; else the number of cells per row, at most one per pixel.
+    # 0 means one box per job; otherwise the number of cells per row, at most one per pixel.
     if jobs <= MAX_BOXES:
         count = 0
     else:
@@ -292,12 +293,12 @@ def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") 
 
 
 def _escape_xml(text: str) -> str:
-    """Escape text for XML; control characters, which XML forbids, are replaced."""
+    """Escapes text for XML; control characters, which XML forbids, are replaced."""
     return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
 def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str]:
-    """Draws the legend: the colour of each kind of job."""
+    """Draws the legend: the color of each kind of job."""
     used = {bar.kind for picture in pictures for lane in picture.lanes for bar in lane.jobs}
     out = []
     x = 8.0
@@ -309,7 +310,7 @@ def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str
             out.append(f'<text x="{x + 18:g}" y="43">{name}</text>')
             x += 100
     if merged:
-        notes = ["very many jobs: filled as far as the stage worked"]
+        notes = ["very many jobs: each cell is filled by the fraction of busy time"]
     else:
         notes = []
     if not merged and any(picture.chunks > 1 for picture in pictures):
@@ -337,7 +338,7 @@ def _chunk_opacity(chunk: int, chunks: int) -> float:
 
 def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> Iterator[str]:
     """Draws a box per job, with the number of its micro-batch where it fits."""
-    # Boxes of a kind and chunk share one group, which carries class and opacity.
+    # Boxes of a kind and chunk share one group with class and opacity.
     groups: dict[tuple[str, int], list[str]] = defaultdict(list)
     texts: dict[str, list[str]] = defaultdict(list)
     for stage, lane in enumerate(picture.lanes):
@@ -360,7 +361,7 @@ def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> 
     for (kind, chunk), rects in groups.items():
         shade = _chunk_opacity(chunk, picture.chunks)
         yield f'<g class="{JOB_CLASSES[kind]}" fill-opacity="{shade:.2g}">{"".join(rects)}</g>'
-    # Numbers come after all boxes, so that none covers them.
+    # Numbers come after all boxes, so that no box covers them.
     for texts_of in texts.values():
         yield f'<g class="middle" pointer-events="none">{"".join(texts_of)}</g>'
 
@@ -374,7 +375,9 @@ def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
         chunk = ""
     when = format_time(bar.start, unit)
     long = format_time(bar.stop - bar.start, unit)
-    return f"{JOB_NAMES[bar.kind]} {bar.micro}{chunk}, stage {stage}: at {when}, takes {long}"
+    return (
+        f"{JOB_NAMES[bar.kind]} {bar.micro}{chunk}, stage {stage}: starts at {when}, takes {long}"
+    )
 
 
 def _draw_cells(

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages in a step, in closed form; does not import torch."""
+"""Messages between pipeline stages in a step, in closed form. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EMBEDDING_ROWS = "rows"
 HEAD_INPUT = "final"
 HEAD_GRAD_PART = "part"
 EMBEDDING_GRAD = "return"
-"""Messages of a vocabulary spread over the stages: looked-up embedding rows, the input of the head,
+"""Messages of a vocabulary split over the stages: looked-up embedding rows, the input of the head,
 each stage's part of the gradient of that input, and the gradient of the embedding rows."""
 MESSAGE_KINDS = (FORWARD, BACKWARD, EMBEDDING_ROWS, HEAD_INPUT, HEAD_GRAD_PART, EMBEDDING_GRAD)
 """All kinds of messages."""
@@ -92,12 +92,12 @@ def count_orders(
 ) -> int:
     """Returns the number of orders that the leader of a stage broadcasts per step.
 
-    rendezvous: there is an order for each transfer, and one when all are posted.
+    rendezvous: there is an order for each transfer, and one after all are posted.
     """
     jobs = (3 if split else 2) * seat.chunks * micro_batches + micro_batches * seat.vocab_over_pipe
     if rendezvous:
-        # The final drain of transfers ends with one order, the drain before the embedding gradients
-        # (not on the first stage, which sends them) with another one.
+        # The final drain of transfers ends with one order, and the drain before the embedding
+        # gradients with another one (not on the first stage, which sends them).
         transfers = len(micro_batch_events(seat, 0)) * micro_batches
         return jobs + transfers + 1 + (seat.vocab_over_pipe and seat.index > 0)
     if dynamic or seat.vocab_over_pipe:
@@ -109,10 +109,10 @@ def link_channel(count: int, way: str, sender: int, to: int) -> str:
     """Returns the channel of messages from one of `count` stages to another, over NCCL.
 
     Operations of one communicator run in the order in which each rank posts them. If all messages
-    of a communicator go in one direction and the stages that use it form a tree (a chain, or a star
-    around one stage), ranks cannot wait for each other in a cycle, whatever that order is. So the
-    messages that close the ring of chunks, and each kind of message of a spread vocabulary, have a
-    communicator of their own. Two stages always form a tree.
+    of a communicator have the same direction and its stages form a tree (a chain, or a star around
+    one stage), ranks cannot wait for each other in a cycle, for any order. So the messages that
+    close the ring of chunks, and each kind of message of a split vocabulary, have their own
+    communicator. Two stages always form a tree.
     """
     direction = "up" if sender < to else "down"
     between = way in (FORWARD, BACKWARD)

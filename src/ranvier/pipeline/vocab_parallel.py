@@ -1,10 +1,10 @@
 """Vocabulary parallelism over pipeline stages: embedding and head are sharded over all stages.
 
-Each stage holds the rows of V/pipe words. At the start of a step it looks up its rows for all
+Each stage has the rows of V/pipe words. At the start of a step it looks up its rows for all
 micro-batches and sends them to the first stage, which sums them. The output of the last stage is
 sent to all stages; each computes the loss over its words (three numbers per token are summed over
 the stages) and sends its part of the gradient back. The gradient of the embedding is sent to all
-stages at the end. Head jobs come before all others, as all stages must take part in them.
+stages at the end. Head jobs run before all others, because all stages must take part in them.
 
 Not handled: other work while stages wait for each other at the head.
 """
@@ -45,7 +45,7 @@ class VocabParallel:
         """The last stage's own part of the gradient of the head's input, by micro-batch."""
 
     def announce_messages(self) -> None:
-        """Announce to the transport which messages will be received and sent."""
+        """Announces to the transport which messages will be received and sent."""
         count = len(self.step.micro_batches)
         transport = self.step.transport
         training = not self.step.shape.forward_only
@@ -72,7 +72,7 @@ class VocabParallel:
             transport.expect_ready(self.other_stages, count)
 
     def look_up_rows(self) -> None:
-        """Look up the rows of all micro-batches and send them to the first stage."""
+        """Looks up the rows of all micro-batches and sends them to the first stage."""
         for m in range(len(self.step.micro_batches)):
             micro = self.step.begin_micro_batch(m)
             self.rows[m] = self.embed(micro.inputs["tokens"])
@@ -81,8 +81,8 @@ class VocabParallel:
 
     def sum_embedding_rows(self, m: int) -> Tensor:
         """Returns the sum of the rows of all stages, on the first one."""
-        # A row is zero on all stages but the one that holds its word. The sum is a new leaf of the
-        # graph; `send_embedding_grad` passes its gradient to all stages.
+        # A row is zero on all stages but the one with its word. The sum is a new leaf of the graph;
+        # `send_embedding_grad` sends its gradient to all stages.
         total = self.rows[m].detach()
         for sender in self.other_stages:
             rows = self.step.take_message(EMBEDDING_ROWS, sender)
@@ -101,7 +101,7 @@ class VocabParallel:
             self.step.send_to(HEAD_INPUT, other, y, m)
 
     def can_run_head(self) -> bool:
-        """Returns whether the input of the head for the next micro-batch is there."""
+        """Returns whether the input of the head for the next micro-batch has arrived."""
         if self.num_scored == len(self.step.micro_batches):
             return False
         if self.is_last_stage:
@@ -117,8 +117,9 @@ class VocabParallel:
     def all_ready(self, transport: RendezvousTransport) -> bool:
         """Returns whether all stages are ready for the loss of the next micro-batch.
 
-        A stage announces it when all its messages are acknowledged, and sends none until all stages
-        have announced it: a stage that waits in a collective of all stages receives no messages.
+        A stage announces this when all its messages are acknowledged, and sends none until all
+        stages have announced it: a stage that waits in a collective of all stages receives no
+        messages.
         """
         if self._announced_micro < self.num_scored and not transport.has_outgoing:
             transport.announce_ready(self.other_stages, self.num_scored)
@@ -155,7 +156,7 @@ class VocabParallel:
         # Without targets the result is logits, of which each stage has its words.
         if self.is_last_stage or "targets" not in micro.inputs:
             step.on_loss(loss.detach())
-        # Backward of the head follows at once, so logits of one micro-batch at a time are alive.
+        # Backward of the head follows immediately, so only one micro-batch has logits in memory.
         if not step.shape.forward_only:
             loss.backward(step.loss_scale.to(loss.dtype))
             assert y.grad is not None
@@ -168,7 +169,7 @@ class VocabParallel:
         self.num_scored += 1
 
     def has_head_grads(self, m: int) -> bool:
-        """Returns whether all parts of the head's gradient of a micro-batch are there (last
+        """Returns whether all parts of the head's gradient of a micro-batch have arrived (last
         stage).
         """
         there = all(
@@ -186,7 +187,7 @@ class VocabParallel:
         return total
 
     def send_embedding_grad(self, m: int, dx: Tensor) -> None:
-        """Sends the gradient of the rows to all stages, and apply it to this one (the first)."""
+        """Sends the gradient of the rows to all stages, and applies it on this one (the first)."""
         for other in self.other_stages:
             self.step.send_to(EMBEDDING_GRAD, other, dx, m)
         self._backward_rows(m, dx)
