@@ -249,7 +249,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "--data.seq-len", "1000000000001"], "data.seq_len=1000000000001 is too large"),
     (["train", "--plan.global-batch", "9" * 400], "is too large"),
     (["train", "--model.layers", "1000000000"], "model.layers=1000000000 is too large"),
-    (["train", "--model.size", "llama3-405b", "--nproc", "2"], "does not fit on 2 x cpu in any layout"),
+    (
+        ["train", "--model.size", "llama3-405b", "--nproc", "2"],
+        "does not fit on 2 x cpu in any layout",
+    ),
     (["train", "--model.size", "llama3-405b"], "GiB at least"),
     (["train", "--model.dropout", "nan"], "Use 0.1"),
     (["train", "--nproc", "100000"], "nproc=100000"),

@@ -186,7 +186,10 @@ def test_it_is_said_what_was_chosen_and_why() -> None:
         )
         assert lines[2].startswith("next best: micro-batch ") and "%)" in lines[2]
         assert ("bottleneck: none." in lines[-1]) == (gib == 200)
-    assert "bottleneck: device memory." in lines[-1] and "GiB of optimizer states on the host" in lines[0]
+    assert (
+        "bottleneck: device memory." in lines[-1]
+        and "GiB of optimizer states on the host" in lines[0]
+    )
 
 
 def test_the_cheapest_changes_that_fit() -> None:

@@ -198,7 +198,8 @@ def test_less_memory_computes_more_again() -> None:
     assert roomy.best.plan.recompute == "none"
     assert tight.best.prediction.step_seconds > roomy.best.prediction.step_seconds
     assert (
-        explain.describe_bottleneck(tight).startswith("Bottleneck: memory.") and tight.oversized_candidates
+        explain.describe_bottleneck(tight).startswith("Bottleneck: memory.")
+        and tight.oversized_candidates
     )
     assert not search.search_layouts(with_memory(wish(), 1.2)).feasible_candidates
 
@@ -291,7 +292,9 @@ def test_words_agree_with_numbers() -> None:
     names = {"pipe", "row", "data", "depth", "col", "recompute", "virtual_stages"}
     uneven = search.search_layouts(wish(plan=plan, fixed_fields=frozenset(names)))
     said = explain.describe_bottleneck(uneven)
-    assert said.startswith("Bottleneck: the slowest stage. Stage 1 of 2 (7 blocks and the head)"), said
+    assert said.startswith("Bottleneck: the slowest stage. Stage 1 of 2 (7 blocks and the head)"), (
+        said
+    )
     even = replace(plan, stage_starts=(), global_batch=2)
     few = search.search_layouts(wish(job=small(2), plan=even, fixed_fields=frozenset(names)))
     assert explain.describe_bottleneck(few).startswith("Bottleneck: the batch."), (

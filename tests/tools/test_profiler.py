@@ -105,8 +105,10 @@ def test_rates_bounds_and_words() -> None:
         "0.5 ms at 40 % of the memory's peak"
     )
     words = describe_bottleneck(report)
-    assert words.startswith("Matrix products near their peak bound the step.")
-    assert "saving to look at is triton_poi_b" in words and "40% of the peak of the memory" in words
+    assert words.startswith("Bottleneck: compute. Matmuls run near their peak.")
+    assert (
+        "possible saving is triton_poi_b" in words and "40% of the peak memory bandwidth" in words
+    )
     page = format_report(report, Throughput("a run", "H200", 0.002, 1e5, 0.4), top=3)
     assert "step 2.00 ms, 100,000 tokens/s, MFU 40.0%" in page and "and 1 more" in page
     assert next(line for line in page.splitlines() if line.startswith("unknown")).endswith("-")

@@ -90,7 +90,7 @@ def test_the_command_plays_all_policies(capsys: pytest.CaptureFixture[str], here
     words = [f"--plan.{key.replace('_', '-')}={value}" for key, value in FOUR["plan"].items()]
     assert call("simulate", "pipeline", *words, "--policies", "1f1b", "gpipe") == 0
     out = capsys.readouterr().out
-    assert "4 stage(s), 1 chunk(s) each, 8 micro-batch(es)" in out
+    assert "stages: 4, chunks per stage: 1, micro-batches: 8" in out
     assert "stage 3: " in out and "% of the work" in out
     assert "with 1F1B" in out and "to best" in out and "mean forwards" in out
     assert drawn(here) == ["simulated, message_driven", "simulated, 1f1b", "simulated, gpipe"]
@@ -117,7 +117,7 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
         == 0
     )
     out = capsys.readouterr().out
-    assert "1f1b         does not fit: 1f1b has virtual_stages=2." in out
+    assert "1f1b           does not fit: 1f1b does not support virtual_stages=2." in out
     assert drawn(here / "two") == ["simulated, message_driven"]
 
 
@@ -128,12 +128,12 @@ def test_a_file_is_read_and_a_policy_that_does_not_fit_says_why(
         (["--straggler", "9=2"], "straggler '9=2' is not valid"),
         (["--straggler", "slow"], "straggler 'slow' is not valid"),
         (["--jitter", "9"], "jitter=9.0 is out of range"),
-        (["--link", "-1"], "link=-1.0 is no time"),
+        (["--link", "-1"], "link=-1.0 is not a valid time"),
         (["--times", "none.toml"], "none.toml cannot be read"),
         (["--times", "."], "timeline.json cannot be read"),
         (["--times", "times.toml"], "forward has 3 times"),
         (["--times", "times.toml", "--output", "times.toml"], "forward has 3 times"),
-        (["--output", "times.toml", "--policies", "gpipe"], "cannot be a directory"),
+        (["--output", "times.toml", "--policies", "gpipe"], "cannot be used as a directory"),
     ],
 )
 def test_mistakes_are_told_without_traceback(
@@ -162,10 +162,10 @@ def test_times_come_from_a_table(here: Path, capsys: pytest.CaptureFixture[str])
     [
         ("backward = [1]", "has no forward"),
         ("forwards = [1]", "Did you mean 'forward'"),
-        ("forward = ['a']", "no list of numbers"),
-        ("forward = 1\nstragglers = 3", "is no table"),
+        ("forward = ['a']", "is not a list of numbers"),
+        ("forward = 1\nstragglers = 3", "is not a table"),
         ("forward = 1\n[stragglers]\n7 = 2", "straggler '7=2'"),
-        ("forward = [", "is no TOML"),
+        ("forward = [", "is not valid TOML"),
     ],
 )
 def test_a_broken_table_is_refused(text: str, message: str, here: Path) -> None:

@@ -84,8 +84,12 @@ def test_what_cannot_be_upcycled_is_refused() -> None:
             {"experts": 4, "experts_per_token": 5},
             "experts_per_token=5 is invalid for experts=4",
         ),
-        (shape, {"experts": 4, "shared_expert_mlp": 160}, "shared_expert_mlp=160 of the mlp=160"),
-        (mixture_config(shape, 4), {"experts": 4}, "experts=4 already"),
+        (
+            shape,
+            {"experts": 4, "shared_expert_mlp": 160},
+            "shared_expert_mlp=160 is out of range for mlp=160",
+        ),
+        (mixture_config(shape, 4), {"experts": 4}, "already has experts=4"),
         (DecoderConfig(biases=("mlp",)), {"experts": 4}, "biases"),
     ):
         with pytest.raises(PlanError, match=words):

@@ -115,7 +115,7 @@ def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
     assert found[:2] == ["loss of step 3 (reloaded)", "norm of step 3 (reloaded)"]
     assert found[2:] == [
         "weights in the checkpoint",
-        "run.json says 'running' of a run that has finished",
+        "run.json has status 'running', but the run has finished",
     ]
 
 
@@ -124,7 +124,10 @@ def test_what_was_verified_is_printed(capsys: pytest.CaptureFixture[str]) -> Non
     words = ("--memory.optimizer-states", "host", "--memory.parameters", "host")
     assert call("verify", "--nproc", "1", *words) == 0
     said = capsys.readouterr().out
-    assert "and a step more: states in host memory, weights in host memory" in said
+    assert (
+        "and continued for one step: optimizer states in host memory, weights in host memory"
+        in said
+    )
     assert "loss of step 3 (reloaded)" in said and "verified" in said.splitlines()[-1]
 
 

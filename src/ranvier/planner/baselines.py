@@ -93,7 +93,9 @@ def layout_family(plan: Plan) -> str:
 def find_baselines(
     found: Iterable[PredictedCandidate], per_node: int
 ) -> dict[str, PredictedCandidate]:
-    """Returns the best layout of each style that has a feasible one. `found` is sorted, best first."""
+    """Returns the best feasible layout of each style that has one. `found` is sorted, best
+    first.
+    """
     best: dict[str, PredictedCandidate] = {}
     for one in found:
         for name in matching_styles(one.plan, per_node):

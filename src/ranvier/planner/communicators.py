@@ -187,7 +187,7 @@ def _channel_uses(
 def _activation_axes(
     model: ModelSpec, inside: ShardingKey
 ) -> tuple[tuple[tuple[str, ...], int], ...]:
-    """Returns the axes over which layers communicate activations, and the peers of an all-to-all."""
+    """Returns the axes over which layers communicate activations, and the peers in all-to-alls."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
     # The sizes do not matter, but each rank must have some tokens.
     tokens = degrees["row"] * degrees["col"]

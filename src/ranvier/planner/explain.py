@@ -66,18 +66,18 @@ def describe_candidate(found: PredictedCandidate) -> str:
     plan = found.plan
     words = [format_degrees(found.plan)]
     if plan.col > 1 and plan.col_splits == "features":
-        words.append("features")
+        words.append("col splits features")
     if plan.virtual_stages > 1:
-        words.append(f"virtual stages {plan.virtual_stages}")
+        words.append(f"{plan.virtual_stages} virtual stages")
     if plan.reshard_after == "step" and plan.depth > 1:
         words.append("reshard after step")
     if plan.compile == "on":
         words.append("compiled")
     if found.candidate.states == "host":
-        words.append("host")
+        words.append("states on host")
     if plan.rank_order:
-        words.append(f"[{' '.join(_innermost_axes(plan))} inside]")
-    return " ".join(words)
+        words.append(f"{' '.join(_innermost_axes(plan))} innermost")
+    return ", ".join(words)
 
 
 def _innermost_axes(plan: Plan) -> list[str]:
@@ -154,10 +154,10 @@ def baseline_table(result: SearchResult) -> list[str]:
     best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     gained = baseline_slowdowns(best)
     rows = [
-        (name, *table_row(one)[:7], f"{gained[name]:.2f} x" if name in gained else "")
+        (name, *table_row(one)[:7], f"{gained[name]:.2f}x" if name in gained else "")
         for name, one in best.items()
     ]
-    return format_columns(("best of", *TABLE_HEADER[:7], "time"), rows, left=(0, 1, 3))
+    return format_columns(("best of", *TABLE_HEADER[:7], "relative time"), rows, left=(0, 1, 3))
 
 
 # ---- sentences ----------------------------------------------------------------------------
@@ -230,8 +230,8 @@ def describe_bottleneck(result: SearchResult) -> str:
     if faster:
         one = min(faster, key=lambda one: (one.prediction.memory.total_bytes, one.sort_key))
         return (
-            f"Bottleneck: memory. {describe_candidate(one)} with micro-batch "
-            f"{one.plan.micro_batch} and recompute={one.plan.recompute} would take "
+            f"Bottleneck: memory. The layout ({describe_candidate(one)}, micro-batch "
+            f"{one.plan.micro_batch}, recompute={one.plan.recompute}) would take "
             f"{format_seconds(one.prediction.step_seconds)} per step, but needs "
             f"{one.prediction.memory.total_bytes / GIB:.1f} GiB of {it.limit / GIB:.1f} GiB."
         )

@@ -1,4 +1,4 @@
-"""Tools: commands beside training that run or measure something.
+"""Tools: commands other than training that run or measure something.
 
 Verify, dry run, simulate, profile, upcycle, benchmarks of a cluster. Imports train and what is
 below.

@@ -1,16 +1,15 @@
-"""Measure this machine and write its cluster file: devices, memory and links.
+"""Measures this machine and writes its cluster file: devices, memory and links.
 
-On CPUs ranks share cores, so the speed of a rank is measured with 1, 2, 4, ... ranks at once. Each
-collective is measured in groups of each size, all groups at once, which is how axes of a grid work.
+On CPUs ranks share cores, so the speed of a rank is measured with 1, 2, 4, ... concurrent ranks.
+Each collective is measured in groups of each size, all groups at once, as the axes of a grid do.
 
-Measure the host time of one block of a model that is not compiled.
-
-A model so small that its device is idle runs forward and backward with few blocks and with more;
-the difference is Python, autograd and kernel launches, which do not depend on the size:
+The host time of an eager block is measured with a model so small that its device is idle. It runs
+forward and backward with few blocks and with more; the difference is Python, autograd and kernel
+launches, which do not depend on the size:
 
     block = (seconds of MORE blocks - seconds of FEW blocks) / (MORE - FEW) / 3
 
-which is the forward pass; the backward pass takes twice that.
+This is the forward pass; the backward pass takes twice as long.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ BLOCK_REPEATS = 10
 
 
 def measure_block_rates(device: torch.device, *, fp8: bool) -> list[MeasuredRate]:
-    """Host seconds of the forward pass of a block: `block`, and in 8 bits `block8`."""
+    """Returns the host seconds of the forward pass of a block: `block`, and in 8 bits `block8`."""
     found = [MeasuredRate("block", _block_seconds(device, "off"))]
     if fp8:
         return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))]
@@ -113,10 +112,9 @@ def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
         _synchronize_device(device)
         taken.append(time.perf_counter() - begun)
         get_parallel_model(model).bucket_scheduler.begin_step("")
-        # No step collects these events here, so they would pile up.
+        # No step collects these events here, so they would accumulate.
         grid.trace.waited_events = []
-    # The first pass warms up; the median ignores passes in which the host was busy with something
-    # else.
+    # The first pass warms up; the median ignores passes in which the host was busy with other work.
     return statistics.median(taken[1:])
 
 
@@ -133,10 +131,10 @@ LARGE_TENSOR_BYTES = {"cpu": 2**20, "cuda": 2**26}
 """Bytes of a tensor whose transfer takes longer than its latency."""
 TIMED_CALLS = {"cpu": 8, "cuda": 20}
 ROUNDS = {"cpu": 2, "cuda": 1}
-"""How often everything is measured, one round after the other: the speed of CPUs varies from minute
-to minute with the other load of a machine."""
+"""Number of rounds in which everything is measured: the speed of CPUs varies from minute to minute
+with the other load of a machine."""
 ETHERNET = Link(bandwidth=25e9, latency=1e-5)
-"""Link between nodes if nothing was measured and no data sheet is known: 200 Gbit/s."""
+"""Link between nodes if none was measured and there is no data sheet: 200 Gbit/s."""
 
 
 def count_local_ranks(nproc: int) -> int:
@@ -144,7 +142,9 @@ def count_local_ranks(nproc: int) -> int:
     CPU.
     """
     if nproc < 0:
-        raise PlanError(f"nproc={nproc}. At least one rank measures. Use nproc=1 or more.")
+        raise PlanError(
+            f"nproc={nproc} is too small. At least one rank measures. Use nproc=1 or more."
+        )
     return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else DEFAULT_CPU_RANKS)
 
 
@@ -182,7 +182,7 @@ class ClusterBenchmark:
         self.grid = Grid({"data": world}, rank=self.me.rank, connected=world > 1)
         sizes = divisors(world)
         self.axes = {n: self.grid.axis(share={"data": n}) for n in sizes}
-        """Groups of neighbouring ranks by size; all ranks create all groups, in the same order."""
+        """Groups of neighboring ranks by size; all ranks create all groups, in the same order."""
 
     def measure_cluster(self) -> Cluster:
         """Returns the cluster of this machine. Communicates: all collectives."""
@@ -195,7 +195,7 @@ class ClusterBenchmark:
 
     def measure_round(self) -> tuple[list[MeasuredRow], list[MeasuredCollective]]:
         """Measures all rows once. Communicates: all collectives."""
-        # GPUs are not shared between ranks, so one rank is enough to measure compute.
+        # Ranks do not share GPUs, so one rank is enough to measure compute.
         alone = self.device.type == "cuda"
         rows: list[MeasuredRow] = []
         links: list[MeasuredCollective] = []
@@ -204,7 +204,7 @@ class ClusterBenchmark:
                 rows += self.measure_compute(ranks, axis)
             if self.me.rank < ranks:
                 links += self.measure_collectives(ranks)
-            # Ranks that did not take part wait here: they must not disturb the others.
+            # Ranks that do not take part wait here, so that they do not disturb the others.
             self.barrier(self.axes[self.me.world_size])
         return rows, links
 
@@ -225,7 +225,7 @@ class ClusterBenchmark:
         # Only for GPUs: on a CPU launches and work take turns on the same cores (see
         # `shared_cores`).
         if self.device.type == "cuda":
-            gauge.on_progress("blocks that are not compiled")
+            gauge.on_progress("eager blocks")
             rows += measure_block_rates(self.device, fp8="fp8" in gauge.dtypes)
         torch.set_num_threads(before)
         return [_average_ranks(row, axis) for row in rows]
@@ -310,12 +310,11 @@ QUICK_SHAPES = BenchmarkShapes(
     min_seconds=0.005,
 )
 LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
-"""Link between two ranks of one host through Gloo, each with a core of its own."""
+"""Link between two ranks of one host through Gloo, each with its own core."""
 
 
 def estimate_cluster(ranks: int) -> Cluster:
-    """Returns a quick estimate of this host by one rank; the other ranks are assumed to be like
-    it.
+    """Returns a quick estimate of this host by one rank, assuming that all ranks are alike.
 
     Ranks that share cores are slower in proportion.
     """
@@ -332,7 +331,7 @@ def estimate_cluster(ranks: int) -> Cluster:
         MeasuredCollective(
             op,
             size,
-            # Guessed, not measured: latency grows as in a tree, and shared cores slow down both
+            # Estimated, not measured: latency grows as in a tree, and shared cores slow down both
             # terms.
             LOOPBACK.latency * many * math.log2(size),
             LOOPBACK.bandwidth / many,
@@ -344,7 +343,7 @@ def estimate_cluster(ranks: int) -> Cluster:
     made = build_cluster(
         torch.device("cpu"), ProcessInfo(world_size=ranks, local_world_size=ranks), rows, links
     )
-    return replace(made, source=f"{made.source} in a moment; links are a guess")
+    return replace(made, source=f"{made.source}, quickly; links are estimated")
 
 
 # ---- from rows to a cluster -------------------------------------------------------------
@@ -356,7 +355,7 @@ def build_cluster(
     rows: Sequence[MeasuredRow],
     links: Sequence[MeasuredCollective],
 ) -> Cluster:
-    """Builds the cluster from measured rows; what was not measured comes from a data sheet."""
+    """Builds the cluster from measured rows; other values come from a data sheet."""
     own = build_device(device, rows)
     like = next((one for one in _built_in_clusters() if one.device.name == own.name), None)
     if device.type == "cuda":
@@ -388,7 +387,8 @@ def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
     for row in products:
         best[row.dtype] = max(best.get(row.dtype, 0.0), row.rate)
     numbers = tuple(row for row in rows if isinstance(row, MeasuredRate))
-    # Reversed: the first row of a kind, measured with the fewest ranks at once, wins.
+    # Reversed: the first row of a kind, measured with the fewest concurrent ranks, takes
+    # precedence.
     alone = {row.kind: row.value for row in reversed(numbers)}
     more: dict[str, Any] = {
         "measured": best,
@@ -403,7 +403,7 @@ def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
     facts = torch.cuda.get_device_properties(device)
     try:
         return replace(cluster.find_device(facts.name), memory=float(facts.total_memory), **more)
-    # Without a data sheet, the best measured rates stand in for the peaks.
+    # Without a data sheet, use the best measured rates as peaks.
     except PlanError:
         peak = best
         count = facts.multi_processor_count
@@ -454,12 +454,12 @@ def describe_cluster(made: Cluster) -> list[str]:
     device = made.device
     lines = [f"{made.name}: {made.per_node} x {device.name}"]
     lines += [
-        f"  matrix products in {kind}: {rate / 1e12:.3g} TFLOP/s at best"
+        f"  matmuls in {kind}: up to {rate / 1e12:.3g} TFLOP/s"
         for kind, rate in device.measured.items()
     ]
     for row in device.rates:
         if row.kind in ("memory", "update", "launch") and row.ranks in (1, made.per_node):
-            lines.append(f"  {row.kind} with {row.ranks} at once: {row.value:.3g}")
+            lines.append(f"  {row.kind} with {row.ranks} concurrent: {row.value:.3g}")
     return lines + [
         f"  {one.op} of {one.size}: {one.latency * 1e6:.0f} µs and {one.bandwidth / 1e9:.3g} GB/s"
         for one in made.collectives

@@ -1,8 +1,8 @@
-"""Measure how long it takes to create communicators, and how much device memory they use.
+"""Measures how long it takes to create communicators, and how much device memory they use.
 
 Two ranks, each in its own process, create a few over the same axis; on one GPU they share it and
 communicate through sockets. Drivers do not report the memory of a process: the decrease of free
-memory is divided among the ranks of a device, so nothing else should start or end there meanwhile.
+memory is divided among the ranks of a device, so no other program should start or end there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ranvier.launch import (
 
 MEASURING_RANKS = 2
 EXTRA_COMMUNICATORS = 3
-"""Communicators after the first."""
+"""Number of communicators after the first."""
 LIMIT_SECONDS = 60.0
 
 
@@ -58,7 +58,7 @@ class CommunicatorCost:
     first_seconds: float
     further_seconds: float
     first_bytes: int
-    """Bytes of the first one, including the kernels that its first collective loads."""
+    """Bytes of the first communicator, with the kernels that its first collective loads."""
     further_bytes: int
 
     def total_seconds(self, count: int, on_host: int) -> float:
@@ -91,7 +91,7 @@ def summarize_samples(samples: Sequence[CommunicatorSample]) -> CommunicatorCost
 def measure_communicator_cost(
     gpus: int, *, limit_seconds: float = LIMIT_SECONDS
 ) -> CommunicatorCost:
-    """Starts two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
+    """Starts two ranks that measure over NCCL, or on a CPU (gpus=0) over Gloo."""
     start_forkserver([__name__])
     # CUDA does not work in a fork of a process that has initialized it.
     context = multiprocessing.get_context("forkserver")
@@ -102,7 +102,7 @@ def measure_communicator_cost(
         here, there = context.Pipe(duplex=False)
         task = context.Process(target=_run_rank, args=(me, gpus, limit_seconds, there), daemon=True)
         task.start()
-        # Our copy of the child's end must be closed, or its exit would never read as end of file.
+        # The parent's copy of the child's end must be closed; otherwise EOF would never be read.
         there.close()
         processes.append(task)
         pipes.append(here)
@@ -119,29 +119,29 @@ def measure_communicator_cost(
 
 
 def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> CommunicatorSample:
-    """Receives the sample of a rank, or raise why there is none."""
+    """Receives the sample of a rank, or raises the reason why there is none."""
     late = not pipe.poll(max(deadline - time.monotonic(), 0.0))
     try:
         found = "" if late else pipe.recv()
     except EOFError:
-        found = "it ended without a word"
+        found = "a rank exited without a message"
     if isinstance(found, CommunicatorSample):
         return found
     if late:
-        why = f"nothing came within {limit_seconds:.0f} s"
+        why = f"no result within {limit_seconds:.0f} s"
     else:
         why = found
     raise CommunicationError(
-        f"Two ranks of this machine could not make communicators: {why}. Ranks need the "
-        "loopback interface and some hundred MiB of a GPU. Set NCCL_DEBUG=INFO for what NCCL says, "
-        "and end what else uses the GPU."
+        f"Two ranks on this machine could not create communicators: {why}. Ranks need the loopback "
+        "interface and a few hundred MiB of GPU memory. Set NCCL_DEBUG=INFO to see the log of "
+        "NCCL, and stop other programs on the GPU."
     )
 
 
 def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection) -> None:
-    """Main function of a rank: send a sample, or an error as text."""
+    """Main function of a rank: sends a sample, or an error as text."""
     die_with_parent()
-    # Warnings of NCCL would mix with the table of the doctor, unless the user asked for them.
+    # Warnings of NCCL would mix with the table of the doctor, unless the user wants them.
     if not read_environment("NCCL_DEBUG"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     if gpus:
@@ -162,7 +162,7 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
     """Creates communicators as one rank. Communicates: creation of groups, a number over each."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # Allocated first, so that the context of CUDA and torch's first block do not count.
+    # Allocated first, so that the CUDA context and torch's first block do not count.
     value = torch.ones(1, device=device)
     begun = time.perf_counter()
     host = grid.axis("data", channel=HOST_CHANNEL)
@@ -182,8 +182,8 @@ def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
 
 
 def _free_bytes(device: torch.device, host: Axis) -> int:
-    """Frees bytes of a device while no rank allocates anything. Communicates: one number, twice."""
-    # Two barriers: all ranks have finished what came before, and none starts what follows.
+    """Returns the free bytes of a device while no rank allocates. Communicates: a number, twice."""
+    # Two barriers: all ranks have finished the previous work, and none starts the next.
     collectives.all_reduce(torch.ones(1), host).wait()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]

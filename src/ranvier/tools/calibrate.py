@@ -1,12 +1,12 @@
-"""Calibrate: fold the measurements of a run back into the cluster file that the planner reads.
+"""Calibrate: applies the measurements of a run to the cluster file that the planner reads.
 
     compute     (seconds - exposed communication of a step) / its prediction
-    collective  time of each operation and group of its trace / the time by the cluster's rows, else
-                exposed communication / exposed communication as predicted
+    collective  time of each operation and group in its trace / the time by the cluster's rows;
+                without a trace: exposed communication / predicted exposed communication
 
-Rates are divided by these factors and latencies multiplied: shapes keep their proportions, the
-level is that of the run. Of the ranks of a group, the one that arrived last has waited for no other
-rank: its times count.
+Rates are divided by these factors and latencies multiplied: shapes keep their proportions, and the
+run determines the level. Of the ranks of a group, the one that arrived last did not wait for
+another rank, so its times are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_TRACE_BYTES = 4 << 30
 MIN_STEPS = 4
 """Minimum number of steps of the run."""
 MAX_FACTOR = 50.0
-"""A factor beyond this means that the run was not on this cluster."""
+"""A larger factor means that the run was not on this cluster."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class RunTiming:
 
 
 def calibrate_cluster(folder: Path, name: str = "") -> int:
-    """Fold a run into a cluster file, and print the error of the prediction before and after.
+    """Applies a run to a cluster file, and prints the error of the prediction before and after.
 
-    name: a cluster file; empty: the measurement of this machine, or the data sheet of its device,
-    stored as if it had been measured here.
+    name: a cluster file; empty for the measurement of this machine, or the data sheet of its
+    device, which is then stored like a measurement.
     """
     run = runs.load_run_config(folder / "config.toml", in_run=True)
     seen = read_run_timing(folder, run)
@@ -76,13 +76,13 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
     else:
         path = cluster.measured_cluster_path(before.device.name)
     print(
-        f"{folder}: a step took {seen.seconds * 1e3:.4g} ms, {seen.exposed_seconds * 1e3:.4g} "
-        "exposed"
+        f"{folder}: {seen.seconds * 1e3:.4g} ms per step, of which "
+        f"{seen.exposed_seconds * 1e3:.4g} ms is exposed communication"
     )
     for word, made in (("before", before), ("after", after)):
         said = predict_run(run, made).step_seconds
         off = said / seen.seconds - 1.0
-        print(f"  predicted {word}: {said * 1e3:.4g} ms ({off:+.1%})")
+        print(f"  predicted {word} calibration: {said * 1e3:.4g} ms ({off:+.1%})")
     cluster.write_cluster(
         replace(after, source=f"{before.source}; calibrated by {folder.name}"), path
     )
@@ -91,7 +91,7 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
 
 
 def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
-    """Returns the cluster with the rates of a run: first of its links, then of its devices."""
+    """Returns the cluster with the rates of a run: first for links, then for devices."""
     if run.plan.world_size > 1:
         made = _fit_collectives(run, seen, made)
     own = {
@@ -99,7 +99,7 @@ def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluste
         for name, x in predict_run(run, made).seconds_by_part.items()
         if name not in COMM_PARTS
     }
-    # At least 5 % of the step counts as compute, so that noise in the exposed time cannot make the
+    # At least 5% of the step counts as compute, so that noise in the exposed time cannot make the
     # factor zero or negative.
     factor = max(seen.seconds - seen.exposed_seconds, 0.05 * seen.seconds) / max(
         sum(own.values()), 1e-9
@@ -109,7 +109,7 @@ def fit_cluster_to_run(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluste
 
 def _fit_collectives(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
     """Returns the cluster with the collectives of a run."""
-    # Without a trace, one factor for all collectives follows from the exposed time; with one, each
+    # Without a trace, the exposed time gives one factor for all collectives. With one, each
     # operation and group size has its own, and the median applies to those that the run did not
     # use.
     usual = 1.0
@@ -157,8 +157,8 @@ def _scale_link(link: Link, factor: float) -> Link:
 def _check_factor(factor: float) -> float:
     if not math.isfinite(factor) or not 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR:
         raise PlanError(
-            f"The run took {factor:.3g} times as long as predicted. A machine is not that far from "
-            "its file. Give the cluster that the run was on, or measure it."
+            f"The run took {factor:.3g} times as long as predicted, so it was not on this cluster. "
+            "Pass the cluster on which it ran, or measure that cluster."
         )
     return factor
 
@@ -173,14 +173,14 @@ def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
         rows = [json.loads(line) for line in safe_files.read_text(path).splitlines()]
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"{path} cannot be read: {error!s:.100}. A run writes its steps there. Give the "
-            "directory of a run."
+            f"{path} cannot be read: {error!s:.100}. A run writes its steps to this file. Pass a "
+            "run directory."
         ) from None
     rows = [row for row in rows if "step_seconds" in row][WARMUP_STEPS:]
     if len(rows) < MIN_STEPS - WARMUP_STEPS:
         raise PlanError(
-            f"{folder} has {len(rows) + WARMUP_STEPS} steps. The first {WARMUP_STEPS} warm up, "
-            f"and a median needs some. Use a run of at least {MIN_STEPS} steps."
+            f"{folder} has {len(rows) + WARMUP_STEPS} steps. The first {WARMUP_STEPS} steps are "
+            f"warm-up, and the others give the median. Use a run of at least {MIN_STEPS} steps."
         )
     seconds = median(float(row["step_seconds"]) for row in rows)
     exposed = median(float(row.get("exposed_communication_seconds") or 0.0) for row in rows)
@@ -190,7 +190,7 @@ def read_run_timing(folder: Path, run: RunConfig) -> RunTiming:
 def read_collective_calls(
     folder: Path, run: RunConfig
 ) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """Calls of a trace by operation and group size, with the shortest time over ranks."""
+    """Returns calls of a trace by operation and group size, with the shortest time over ranks."""
     ranks: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
     for path in sorted(folder.glob("trace-rank*.json")):
         table = json.loads(safe_files.read_text(path, limit=MAX_TRACE_BYTES))

@@ -1,12 +1,12 @@
-"""Dry run: the real code of one rank of any world size, without data, devices or other ranks.
+"""Dry run: executes the code of one rank of any world size, without data, devices or other ranks.
 
-Model, step and optimizer are those of a run. Tensors are on the meta device, where they have shapes
-and no values, and the process group is torch's fake one, whose collectives return at once. So what
-a rank would hold and communicate is counted, not predicted: shards, calls of the process group
-(below `comm`, by axis), and the bytes of all tensors alive at once, as on a device that runs layers
-one by one, with an attention kernel that stores no scores.
+Model, step and optimizer are the same as in a run. Tensors are on the meta device, where they have
+shapes but no values, and the process group is torch's fake one, whose collectives return
+immediately. So the memory and communication of a rank are counted, not predicted: shards, calls of
+the process group (below `comm`, by axis), and the bytes of all tensors in memory at once, as on a
+device that runs layers one by one, with an attention kernel that stores no scores.
 
-Not handled: compiled blocks, documents inside of samples, what is offloaded to the host.
+Not handled: compiled blocks, documents inside of samples, and offloading to the host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import StepLimits, train_step
 
 META = torch.device("meta")
-DRY_RUN_RULE = "A dry run counts what lies on the device of one rank that runs layers one by one."
+DRY_RUN_RULE = "A dry run counts the device memory of one rank that runs layers one by one."
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,24 @@ class CollectiveCalls:
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a rank holds and communicates in a step."""
+    """Memory and communication of a rank in a step."""
 
     rank: int
     world: int
     index: dict[str, int]
     """Its coordinates on the grid."""
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Shape of the shard, padding included, and of the whole tensor, for each weight."""
+    """Shape of the shard, with padding, and of the whole tensor, for each weight."""
     collectives: tuple[CollectiveCalls, ...]
     memory: MemoryBreakdown
     """Peak memory."""
     expert_load: float | None
-    """Assumed rows of its experts, relative to the mean over the ranks of expert; None if the model
-    has no data-dependent layers."""
+    """Assumed rows of its experts, relative to the mean over the ranks of the expert axis; None if
+    the model has no data-dependent layers."""
     seconds: float
     """Duration of the dry run."""
     run: ResolvedRun
-    """The settings, and why those have their values that were left open."""
+    """The settings, and the reasons for the values of settings that were left open."""
 
     def comm_bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Returns the bytes by operation and axis."""
@@ -101,11 +101,11 @@ class DryRunResult:
 
 
 def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> ResolvedRun:
-    """Resolves the run for one rank of `world`, or raise everything that is wrong with it."""
+    """Resolves the run for one rank of `world`, or raises all problems of its settings."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
-            f"rank={rank} of world={world}. Ranks count from 0 to world - 1, and there is one at "
-            f"least. Use --rank {max(min(rank, world - 1), 0)}"
+            f"rank={rank} is not valid with world={world}. Ranks are numbered from 0 to world - 1, "
+            f"and world is at least 1. Use --rank {max(min(rank, world - 1), 0)}"
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
     run = resolve_run(run, ResolveContext(world_size=world, device=META))
@@ -114,8 +114,8 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
     else:
         problems = [_load_problem(run, load)]
     problems += [
-        f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {DRY_RUN_RULE} "
-        f"Leave memory.{name} out."
+        f"memory.{name}={getattr(run.memory, name)!r} uses host memory. {DRY_RUN_RULE} "
+        f"Omit memory.{name}."
         for name, usual in (
             ("optimizer_states", "device"),
             ("parameters", "device"),
@@ -124,10 +124,14 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
         if getattr(run.memory, name) != usual
     ]
     if run.prune.is_enabled:
-        problems.append(f"Masks of a pruned run are values. {DRY_RUN_RULE} Leave prune out.")
+        problems.append(
+            "Pruning masks depend on the values of weights, which a dry run does not have. "
+            f"{DRY_RUN_RULE} Omit the prune settings."
+        )
     if run.train.float8 != "off":
         problems.append(
-            f"train.float8={run.train.float8!r} asks a device. {DRY_RUN_RULE} Use train.float8=off."
+            f"train.float8={run.train.float8!r} needs a device. {DRY_RUN_RULE} Use "
+            "train.float8=off."
         )
     if problems:
         raise PlanError(problems)
@@ -138,11 +142,11 @@ def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0)
 
 
 def _load_problem(run: RunConfig, load: float) -> str:
-    """Returns why the assumed load of experts is out of range."""
+    """Returns an error message if the assumed load of experts is out of range."""
     most = run.plan.expert
     return (
-        f"expert_imbalance={load:g} with plan.expert={most}. The busiest rank of expert has at "
-        "least the mean of all and at most all rows. Use --expert-imbalance "
+        f"expert_imbalance={load:g} is out of range for plan.expert={most}. It must be between 1 "
+        f"(balanced) and the number of ranks of the expert axis. Use --expert-imbalance "
         f"{min(max(load, 1.0), most):g}."
     )
 
@@ -150,10 +154,10 @@ def _load_problem(run: RunConfig, load: float) -> str:
 def dry_run(
     run: RunConfig, *, world: int, rank: int, load: float = 1.0, watched: bool = True
 ) -> DryRunResult:
-    """Execute one rank for two steps and count the second, for which all orders are known.
+    """Executes two steps of one rank and counts the second, for which all orders are known.
 
-    load: rows of its experts, relative to the mean over the ranks of expert. watched: count the
-    bytes of tensors as well, which takes longer than the steps themselves.
+    load: rows of its experts, relative to the mean over the ranks of expert. watched: whether to
+    count the bytes of tensors as well, which takes longer than the steps themselves.
     """
     begun = time.perf_counter()
     run = resolve_dry_run(run, world=world, rank=rank, load=load)
@@ -176,7 +180,7 @@ def dry_run(
         with launch.count_comm_calls() as calls, seen if watched else nullcontext():
             train_step(model, optimizer, batches, run.peak_lr, watch)
         rows = _count_collectives(calls, grid)
-    # Only what appears during the step is counted above: weights and states were there before.
+    # Only tensors that appear during the step are counted above; weights and states existed before.
     held = {name: sum(x.nbytes for x in some) for name, some in tensors.items()}
     held["gradients"] = seen.gradient_bytes
     device = {**held, "activations": max(seen.max_bytes - seen.gradient_bytes, 0)}
@@ -197,13 +201,13 @@ def dry_run(
 
 
 def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
-    """Sets what a fake world cannot find out: message shapes, job order, the attention kernel."""
+    """Sets what a fake world cannot determine: message shapes, job order, the attention kernel."""
     parallel = get_parallel_model(model)
     plan = run.plan
     for leaf in parallel.layers.values():
         if isinstance(leaf, AttentionCore):
             # The flash kernel stores no scores, as on a device. A kernel with a sliding window
-            # stores as much, so the window is dropped.
+            # stores the same, so the window is dropped.
             leaf.serial.attend = flash_attention  # type: ignore[assignment]
             leaf.serial.window = 0  # type: ignore[assignment]
         if isinstance(leaf, MoELayer):
@@ -215,19 +219,19 @@ def _prepare_model(run: RunConfig, model: nn.Module, load: float) -> None:
     pipeline = parallel.pipeline
     runtime = parallel.pipeline.executor
     micros = plan.num_micro_batches
-    # No other stage sends messages, so jobs cannot be driven by their arrival: the order is fixed
-    # as if gradients came late, when a stage holds the most activations.
+    # No other stage sends messages, so their arrival cannot determine the order of jobs. It is
+    # fixed to the order with late gradients, when a stage holds the most activations.
     if plan.pipe > 1:
         policy = pipeline.policy_for_step(micros)
         jobs = replace(pipeline.step_shape(micros), split_backward=policy.split_backward)
         pipeline.policies[micros] = late_gradient_schedule(policy, jobs, runtime.stage.index)
     runtime.message_form = form
-    # There is no other rank that would decide the order of jobs.
+    # No other rank decides the order of jobs.
     runtime.is_leader = True
 
 
 class _PeakMemoryCounter(HostMemoryCounter):
-    """Counts the bytes of all tensors, and those of gradients at the peak."""
+    """Counts the bytes of all tensors, and of gradients at the peak."""
 
     counts_communication = True
 
@@ -239,13 +243,15 @@ class _PeakMemoryCounter(HostMemoryCounter):
 
     @property
     def peak_place(self) -> str:
-        """Where the peak is: in a layer, or (activation function, end of a norm) between two."""
+        """The place of the peak: in a layer, or between layers (activation function, end of a
+        norm).
+        """
         if self.peak_layer:
-            return f"in {self.peak_layer}"
+            return f"in the layer {self.peak_layer}"
         return "between layers"
 
     def on_new_peak(self) -> None:
-        """Record the gradients alive now, and the layer that runs."""
+        """Records the current gradients and the layer that runs."""
         found = dict[int, int]()
         self.peak_layer = self.queue.grid.trace.where
         for bucket in self.queue.buckets:
@@ -257,7 +263,7 @@ class _PeakMemoryCounter(HostMemoryCounter):
 
 
 def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[CollectiveCalls, ...]:
-    """Sum calls by operation and axis."""
+    """Sums calls by operation and axis."""
     counts = Counter[tuple[str, tuple[str, ...]]]()
     sizes = Counter[tuple[str, tuple[str, ...]]]()
     axes: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -293,7 +299,9 @@ def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
 def show_dry_run(
     run: RunConfig, *, world: int, rank: int, expert_imbalance: float = 1.0, output: str = ""
 ) -> int:
-    """Prints what a rank holds and communicates; write it as JSON to `output` if given."""
+    """Prints the memory and communication of a rank; also writes it as JSON to `output` if
+    given.
+    """
     found = dry_run(run, world=world, rank=rank, load=expert_imbalance)
     if output:
         Path(output).write_text(json.dumps(found.to_dict(), indent=1))
@@ -310,7 +318,7 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
         out.append(describe_expert_load(found.expert_load))
     out += [
         "",
-        "settings that were left open",
+        "settings left open, and their values",
         *(f"  {line}" for line in decision_lines(found.run)),
     ]
     out += ["", "shards"]
@@ -325,7 +333,7 @@ def dry_run_lines(found: DryRunResult) -> list[str]:
     if found.collectives:
         nobody = []
     else:
-        nobody = ["none: one rank talks to nobody"]
+        nobody = ["none: there is only one rank"]
     return [*out, *nobody, "", *breakdown.format_breakdown(found.memory)]
 
 
@@ -334,13 +342,13 @@ def describe_expert_load(load: float) -> str:
     if load == 1.0:
         return "assumed: balanced experts (imbalance 1: every rank of expert gets as many rows)"
     return (
-        f"assumed: expert imbalance {load:g} (this rank's experts get {load:g} times the mean of "
-        "their rows)"
+        f"assumed: expert imbalance {load:g} (this rank's experts get {load:g} times the mean "
+        "number of rows)"
     )
 
 
 def _group_shards(found: DryRunResult) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Shards by name, equal names of different blocks merged."""
+    """Returns shards by name, with equal shards of different blocks merged."""
     kinds: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
     for name, (part, whole) in found.shards.items():
         general = ".".join("*" if word.isdigit() else word for word in name.split("."))

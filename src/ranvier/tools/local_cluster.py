@@ -1,7 +1,7 @@
-"""The cluster that this machine is, as the planner describes it, and predictions for runs on it.
+"""Describes this machine as a cluster of the planner, and predicts runs on it.
 
-It is described by the file of `ranvier measure`, else by the data sheet of its device, else (on a
-CPU) by a quick measurement.
+The description comes from the file of `ranvier measure`, else from the data sheet of its device,
+else (on a CPU) from a quick measurement.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resize_cluster(machine: Cluster, world: int, nodes: int) -> Cluster:
 
 
 def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
-    """Predicts a resolved run on a machine, whatever its layout."""
+    """Predicts a resolved run on a machine, with any layout."""
     plan = run.plan.without_measuring
     states = states_location(run)
     layout = Candidate(

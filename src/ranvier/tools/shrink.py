@@ -1,8 +1,9 @@
-"""Shrink the model of a run to the smallest that its grid allows, for `verify`.
+"""Shrinks the model of a run to the smallest that its grid allows, for `verify`.
 
-Shrinking keeps what decides about parallel correctness: heads : kv heads : ranks that split them,
-the remainder of the vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what
-col splits inside of blocks. Each kind of model has a function here or in its own files.
+Shrinking keeps everything that parallel correctness depends on: the ratio of heads, kv heads and
+ranks that split them, the remainder of the vocabulary modulo row·col·depth, tying, biases, norms,
+positions, packing, and what col splits inside of blocks. Each kind of model has a function here or
+in its own files.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ class ShrunkSizes:
     seq: int
     """At least 8 tokens, at least 2 of them on each rank."""
     prune_group: int
-    """M of an N:M pruning pattern, which needs whole groups in the rows of each rank; else 1."""
+    """M of an N:M pruning pattern, which needs whole groups in the rows of each rank; otherwise
+    1.
+    """
     outer_multiple: int
-    """What the features of the residual stream are a multiple of."""
+    """The number of features of the residual stream is a multiple of this."""
     inner_multiple: int
-    """What the features inside of blocks are a multiple of."""
+    """The number of features inside of blocks is a multiple of this."""
 
     @classmethod
     def from_run(cls, run: RunConfig) -> ShrunkSizes:
@@ -93,10 +96,10 @@ def shrink_decoder(run: RunConfig, sizes: ShrunkSizes) -> DecoderModelConfig:
 
 
 def _shrink_positions(model: DecoderConfig, sizes: ShrunkSizes, head_dim: int) -> dict[str, Any]:
-    """Sliding windows and RoPE settings that a short text exercises, for small heads."""
+    """Returns sliding windows and RoPE settings that a short text tests, for small heads."""
     layers = sizes.layers
     seq = sizes.seq
-    # Shorter than the text, else the window would mask nothing.
+    # Shorter than the text; otherwise the window would mask nothing.
     window = min(model.sliding_window, max(seq // 3, 1))
     slide = tuple(i for i in range(layers) if model.window_of_layer(i * model.layers // layers))
     # RoPE rotates pairs of features: an even number of them, at least one pair.
@@ -112,7 +115,9 @@ def _shrink_positions(model: DecoderConfig, sizes: ShrunkSizes, head_dim: int) -
 
 
 def _shrink_experts(model: DecoderConfig, plan: Plan, sizes: ShrunkSizes) -> dict[str, Any]:
-    """Few experts, at least one on each rank of expert; the pattern of MoE layers is kept."""
+    """Returns settings with few experts, at least one per rank; the pattern of MoE layers is
+    kept.
+    """
     if model.experts == 0:
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
@@ -131,11 +136,9 @@ def _shrink_experts(model: DecoderConfig, plan: Plan, sizes: ShrunkSizes) -> dic
 
 
 def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:
-    """Returns the fewest heads with the same ratio and the same number of ranks that share a kv
-    head.
-    """
+    """Returns the fewest heads with the same ratio and number of ranks that share a kv head."""
     common = math.gcd(heads, kv_heads)
-    # Multiples of the reduced ratio, from the smallest on; the full counts always qualify.
+    # Multiples of the reduced ratio, smallest first; the full counts are always valid.
     for times in range(1, common + 1):
         h = heads // common * times
         kv = kv_heads // common * times
@@ -149,5 +152,5 @@ def _shrink_heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int
 
 
 def _kv_head_sharing(kv_heads: int, ranks: int) -> tuple[int, bool]:
-    """Returns how many ranks share a kv head, and whether the split is even at all."""
+    """Returns how many ranks share a kv head, and whether the split is even."""
     return max(ranks // kv_heads, 1), kv_heads % ranks == 0 or ranks % kv_heads == 0

@@ -1,7 +1,7 @@
-"""Simulate a step of a run's pipeline without processes.
+"""Simulates a step of a run's pipeline without processes.
 
-The grid and the number of micro-batches are those of the plan. Times come from a table or from a
-real run; otherwise they are proportional to the work of the layers, and 1 is the mean forward of a
+The grid and the number of micro-batches come from the plan. Times come from a table or from a real
+run; otherwise they are proportional to the work of the layers, in units of the mean forward of a
 virtual stage. All policies are simulated with the same random seed.
 """
 
@@ -50,11 +50,11 @@ class TimingSource:
     """Lines of text that describe the origin."""
     unit: str = "s"
     recorded_step: TimelineChart | None = None
-    """The step of a run in which they were measured, if any."""
+    """The step of a run in which the times were measured, if any."""
 
 
 def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
-    """Simulates the step of a run with each policy; print tables, write drawings."""
+    """Simulates the step of a run with each policy; prints tables and writes drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
     run = resolve_run(run, ResolveContext(world_size=known, reads_adapter=False))
     plan = run.plan.without_measuring
@@ -64,11 +64,10 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     source = find_times(run, shape, wanted.times)
     times = apply_options(source.times, wanted, shape)
     folder = _make_output_dir(run, wanted.output)
-    counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
-    print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
-    # A policy is chosen for the jitter that is expected, which plan.stage_time_jitter gives
-    # unless the times or the options do; the simulated step itself uses the jitter of the times
-    # alone.
+    counts = f"stages: {shape.stages}, chunks per stage: {shape.chunks}"
+    print("\n".join([f"{counts}, micro-batches: {shape.micro_batches}", *source.words]))
+    # A policy is chosen for the expected jitter, which is plan.stage_time_jitter unless the times
+    # or the options set it; the simulated step itself uses only the jitter of the times.
     told = wanted.jitter is not None or times.jitter > 0.0
     if told:
         expected = times
@@ -107,12 +106,12 @@ def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
 
 
 def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
-    """Policies to simulate, that of the plan first."""
+    """Returns the policies to simulate, the plan's first."""
     for name in given:
         if name not in policy_search.POLICY_NAMES:
             raise PlanError(
                 f"policy {name!r} is not "
-                f"known.{suggest_nearest(name, policy_search.POLICY_NAMES)} Policies are "
+                f"known.{suggest_nearest(name, policy_search.POLICY_NAMES)} Known policies: "
                 f"{', '.join(policy_search.POLICY_NAMES)}. Use one of them."
             )
     return list(dict.fromkeys([own, *(given or policy_search.POLICY_NAMES)]))
@@ -122,9 +121,7 @@ def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
 
 
 def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
-    """Returns the times from a table or a run, from the run itself if it has fitting ones, or
-    from work.
-    """
+    """Returns times from a table or a run; else from the run itself if they fit; else from work."""
     if path and not Path(path).is_dir():
         return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
     folder = Path(path or run.train.output_dir or ".")
@@ -132,16 +129,16 @@ def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
     if path or (run.train.output_dir and (folder / TIMELINE_FILE).exists()):
         source = times_from_run(folder)
         size = len(source.times.forward)
-        # A timeline that was asked for is used as it is; one found by chance must fit the plan.
+        # A given timeline is used unchanged; one found in the run directory must fit the plan.
         if path or size == shape.stages * shape.chunks:
             return source
-        note = [f"{folder / TIMELINE_FILE} is of {size} virtual stages and is left out"]
+        note = [f"{folder / TIMELINE_FILE} has {size} virtual stages and is ignored"]
     source = times_from_work(run, shape)
     return replace(source, words=[*note, *source.words])
 
 
 def times_from_run(folder: Path) -> TimingSource:
-    """Mean times of a run's timeline."""
+    """Returns the mean times of a run's timeline."""
     picture = pipeline.recorded_chart(pipeline.read_timeline(folder))
     times = pipeline.mean_times(picture, halves=True)
     return TimingSource(
@@ -150,15 +147,15 @@ def times_from_run(folder: Path) -> TimingSource:
 
 
 def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
-    """Returns the times proportional to the work of the layers; both halves of backward take as
-    long as forward.
+    """Returns times proportional to the work of the layers; both halves of backward take as long as
+    forward.
     """
     if shape.stages == 1:
         ones = (1.0,) * shape.chunks
         return TimingSource(
             JobTimes(ones, ones, ones), ["times: one stage has all the work"], RELATIVE_UNIT
         )
-    # Only the costs of the stages are needed, so no weight gets memory.
+    # Only the costs of the stages are needed, so no memory is allocated for weights.
     with counter_rng.init_empty_weights():
         model = run.model_kind.build_model(run.model, run.lora)
     grid = Grid.from_plan(run.plan)
@@ -170,25 +167,25 @@ def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
     unit = sum(stage.stage_costs) / len(stage.stage_costs)
     forward = tuple(cost / unit for cost in stage.stage_costs)
     what = run.plan.stage_profile or "the work of the layers"
-    words = [f"times: in proportion to {what}, 1 is the mean forward", *stage.describe_stages()]
+    words = [f"times: proportional to {what}; the mean forward is 1", *stage.describe_stages()]
     return TimingSource(JobTimes(forward, forward, forward), words, RELATIVE_UNIT)
 
 
 def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
-    """Returns the times from a TOML table; a single number applies to all virtual stages."""
+    """Returns the times in a TOML table; a single number applies to all virtual stages."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
-            f"{path} cannot be read: {error.strerror}. Times are in a TOML file or in the "
-            "directory of a run. Give the path of one."
+            f"{path} cannot be read: {error.strerror}. Times are in a TOML file or in a run "
+            "directory. Pass the path of one."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
+        raise PlanError(f"{path} is not valid TOML: {str(error)[:200]}. Fix that line.") from None
     for key in table:
         if key not in TIME_KEYS:
             raise PlanError(
-                f"{path}: {key} is no time.{suggest_nearest(key, TIME_KEYS)} Known are "
+                f"{path}: {key} is not a known key.{suggest_nearest(key, TIME_KEYS)} Known keys: "
                 f"{', '.join(TIME_KEYS)}."
             )
     size = shape.stages * shape.chunks
@@ -198,18 +195,18 @@ def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
     )
     if not forward:
         raise PlanError(
-            f"{path} has no forward. A table of times says at least how long forward takes. "
+            f"{path} has no forward. A table of times must have at least the forward times. "
             f"Write forward = [...] with {size} numbers, in seconds."
         )
     link = table.get("link", 0.0)
     slow = table.get("stragglers", {})
     if not isinstance(slow, Mapping):
-        raise PlanError(f"{path}: stragglers={slow!r} is no table. Write [stragglers] 3 = 1.3.")
+        raise PlanError(f"{path}: stragglers={slow!r} is not a table. Write [stragglers] 3 = 1.3.")
     factors = _parse_stragglers([f"{stage}={factor}" for stage, factor in slow.items()], shape)
     (jitter,) = _parse_numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")
     return JobTimes(
         forward=forward,
-        # Backward computes two matrix products for each one of forward.
+        # Backward computes two matmuls for each one of forward.
         backward=backward or tuple(2 * time for time in forward),
         weight=weight,
         link=_parse_numbers(link, size - 1, f"{path}: link") if size > 1 else 0.0,
@@ -228,12 +225,14 @@ def _parse_numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
         values = [value] * count
     # A bool is an int in Python.
     if any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
-        raise PlanError(f"{what}={value!r} is no list of numbers. Times are. Write [0.01, 0.02].")
+        raise PlanError(
+            f"{what}={value!r} is not a list of numbers. Write for example [0.01, 0.02]."
+        )
     return tuple(map(float, values))
 
 
 def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, float]:
-    """Slowdown factors of stages, from STAGE=FACTOR."""
+    """Returns the slowdown factors of stages, from STAGE=FACTOR."""
     factors = {}
     for word in words:
         stage, _, factor = word.partition("=")
@@ -245,7 +244,7 @@ def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, f
             slow = math.nan
         if not 0 <= number < shape.stages or not 0 < slow < math.inf:
             raise PlanError(
-                f"straggler {word!r} is not valid. It is STAGE=FACTOR with a stage below "
+                f"straggler {word!r} is not valid. It must be STAGE=FACTOR with a stage below "
                 f"{shape.stages} and a factor above 0. Write for example 0=1.3."
             )
         factors[number] = slow
@@ -262,9 +261,11 @@ def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape
     )
     problems = times.problems(shape)
     if not 0.0 <= times.jitter <= 2.0:
-        problems.append(f"jitter={times.jitter} is out of range. It lies in [0, 2]. Use 0.1.")
+        problems.append(
+            f"jitter={times.jitter} is out of range. It must be between 0 and 2. Use 0.1."
+        )
     if not isinstance(times.link, tuple) and not 0.0 <= times.link < math.inf:
-        problems.append(f"link={times.link} is no time. A link takes 0 or more. Use 0.001.")
+        problems.append(f"link={times.link} is not a valid time. It must be at least 0. Use 0.001.")
     if problems:
         raise PlanError(problems)
     return times
@@ -274,22 +275,20 @@ def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape
 
 
 def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str, str]) -> str:
-    """Returns a line for each policy: time, bubble, most activations alive, ratio to the
-    fastest.
-    """
+    """Returns a line for each policy: time, bubble, peak activations, ratio to the fastest."""
     best = min((one.seconds for one in pictures.values()), default=0.0)
-    lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
+    lines = [f"{'policy':<14} {'step':>24} {'bubble':>8} {'activations':>12} {'to best':>8}"]
     for name, one in pictures.items():
         step = timeline_svg.format_time(one.seconds, one.unit)
         ratio = one.seconds / best if best else 1.0
         keeps = max(lane.peak_activations for lane in one.lanes)
-        lines.append(f"{name:<12} {step:>24} {one.bubble_fraction:>8.1%} {keeps:>6} {ratio:>8.3f}")
-    lines += [f"{name:<12} does not fit: {why}" for name, why in refused.items()]
+        lines.append(f"{name:<14} {step:>24} {one.bubble_fraction:>8.1%} {keeps:>12} {ratio:>8.3f}")
+    lines += [f"{name:<14} does not fit: {why}" for name, why in refused.items()]
     return "\n".join(lines)
 
 
 def _make_output_dir(run: RunConfig, out: str) -> Path:
-    """Directory for drawings: as asked for, else that of the run, else the current one."""
+    """Returns the directory for drawings: the given one, else the run's, else the current one."""
     own = Path(run.train.output_dir)
     if out:
         folder = Path(out)
@@ -301,8 +300,8 @@ def _make_output_dir(run: RunConfig, out: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"out={str(folder)[:80]!r} cannot be a directory: {error.__class__.__name__}. Drawings "
-            "need one that can be written in. Choose another."
+            f"output={str(folder)[:80]!r} cannot be used as a directory: "
+            f"{error.__class__.__name__}. Drawings need a writable directory. Pass another one."
         ) from None
     return folder
 
@@ -311,19 +310,19 @@ def _save_drawings(
     folder: Path, pictures: Sequence[TimelineChart], tables: Sequence[TimelineChart]
 ) -> None:
     """Writes the drawing as SVG and HTML, and the Chrome trace."""
-    drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
-    body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
+    drawing = timeline_svg.timeline_svg(pictures, title="Pipeline step")
+    body = [f"<h1>Pipeline step</h1><figure>{drawing}</figure>"]
     for one in tables:
         body.append(
             page.render_section(one.caption, page.render_table(*timeline_svg.table_cells(one)))
         )
     texts = {
         "timeline.svg": standalone_svg(drawing),
-        "timeline.html": page.render_document("A step of the pipeline", "\n".join(body)),
+        "timeline.html": page.render_document("Pipeline step", "\n".join(body)),
         "timeline-trace.json": json.dumps(
             timeline_svg.chrome_trace(pictures), separators=(",", ":")
         ),
     }
     for name, text in texts.items():
         write_text_atomically(folder / name, text)
-    print(f"drawn: {folder / 'timeline.svg'}, timeline.html, and timeline-trace.json for Perfetto")
+    print(f"written: {folder / 'timeline.svg'}, timeline.html, timeline-trace.json (for Perfetto)")

@@ -1,15 +1,15 @@
-"""Upcycle: turn a dense model into a mixture of experts that computes the same until it is trained.
+"""Upcycle: turns a dense model into a mixture of experts with the same output before training.
 
-Every expert of a layer is a copy of its MLP, the router is new. The weights of the chosen experts
-sum to 1 (router_norm), so that
+Every expert of a layer is a copy of its MLP, and the router is new. The weights of the chosen
+experts sum to 1 (router_norm), so that
 
     y = Σ_k w_k · mlp(x) = mlp(x)
 
-whatever the router outputs. An MLP is a sum over its hidden units; so a shared expert gets the
-first of them, the experts copies of the rest, and both together equal the MLP. Without router_norm
-the weights sum to less than 1, by another amount for each token, which no constant scale
-compensates: such mixtures are not supported. Experts of a fraction of the width (fine-grained)
-would need all the pieces of an MLP among the chosen, and are not supported either.
+for any output of the router. An MLP is a sum over its hidden units, so a shared expert gets the
+first units and the experts get copies of the rest; together they equal the MLP. Without router_norm
+the weights sum to less than 1, by a different amount for each token, which no constant scale
+compensates: such mixtures are not supported. Experts with a fraction of the width (fine-grained)
+would need all the pieces of an MLP among the chosen experts, and are not supported either.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DenseModel:
 
 @dataclass(frozen=True)
 class UpcycledWeights:
-    """The weights of the mixture, made from those of the dense model one by one."""
+    """The weights of the mixture, made one by one from the weights of the dense model."""
 
     config: DecoderConfig
     dense: DenseModel
@@ -67,7 +67,7 @@ class UpcycledWeights:
         return shapes_of(self.config)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor: that of the tensor it is made from."""
+        """Returns the dtype of a tensor, which is the dtype of its origin."""
         return self.dense.dtype_of(self._origin_name(name) or "embed.weight")
 
     def num_bytes(self, name: str) -> int:
@@ -75,10 +75,10 @@ class UpcycledWeights:
         return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
     def row_parts(self, name: str) -> Iterator[RowPart]:
-        """Yields the rows of a tensor: one with experts has the same rows for each of them."""
+        """Yields the rows of a tensor; each expert has the same rows."""
         origin = self._origin_name(name)
         shape = self.shapes[name]
-        # A router has no counterpart in the dense model: it is initialized.
+        # A router does not exist in the dense model: it is initialized.
         if not origin:
             place = Shard(shape, (0,) * len(shape), shape, shape)
             std = self.config.init_std
@@ -105,7 +105,7 @@ class UpcycledWeights:
             yield 0, whole.narrow(hidden, 0, shape[hidden]).contiguous()
 
     def _origin_name(self, name: str) -> str:
-        """Name of the dense tensor that a tensor is made from; empty if it is new."""
+        """Returns the name of the dense tensor that a tensor is made from; empty if it is new."""
         if ".mlp.router." in name:
             return ""
         if len(self.shapes[name]) == 3:
@@ -134,25 +134,26 @@ def mixture_config(
 ) -> DecoderConfig:
     """Returns the config of the mixture; raises if it is not possible.
 
-    shared_expert_mlp: hidden units of the MLP that become a shared expert. moe_layer_interval: the
-    last of so many layers is an MoE layer.
+    shared_expert_mlp: hidden units of the MLP that become a shared expert. moe_layer_interval: one
+    of this many layers, the last, is an MoE layer.
     """
     problems = []
     if experts < 2:
-        problems.append(f"experts={experts}. A mixture has several experts. Use 8.")
+        problems.append(f"experts={experts} is too small. A mixture has at least 2 experts. Use 8.")
     if config.experts:
         problems.append(
-            f"It has experts={config.experts} already. A dense model becomes a mixture. Use one."
+            f"The model already has experts={config.experts}. Only a dense model can be upcycled. "
+            "Use a dense model."
         )
     if config.has_bias("mlp"):
         problems.append(
-            "Its MLPs have biases. Experts have none, so it would not stay the same. Use a model "
-            "without, such as those of llama or qwen3."
+            "The MLPs of the model have biases. Experts have none, so the output would change. Use "
+            "a model without biases, such as Llama or Qwen3."
         )
     if not 0 <= shared_expert_mlp < config.mlp:
         problems.append(
-            f"shared_expert_mlp={shared_expert_mlp} of the mlp={config.mlp} hidden units. Some are "
-            f"left for the experts. Use 0 to {config.mlp - 1}."
+            f"shared_expert_mlp={shared_expert_mlp} is out of range for mlp={config.mlp} hidden "
+            f"units. Some units must remain for the experts. Use 0 to {config.mlp - 1}."
         )
     made = replace(
         config,
@@ -183,7 +184,9 @@ def upcycle_model(
     seed: int = 0,
     step: int = -1,
 ) -> list[str]:
-    """Makes a run of a mixture from a dense run or published model; returns lines about it."""
+    """Creates a run of a mixture from a dense run or published model; returns a summary in
+    lines.
+    """
     path = find_model(source)
     # A directory with config.toml is a run; anything else must be a published model.
     if (path / "config.toml").exists():
@@ -227,7 +230,7 @@ def _write_run(
         import_export.copy_origin_files(str(origin), here)
         import_export.write_initial_run(here, run, mixture, str(origin))
     return [
-        f"{config.experts} experts, {config.experts_per_token} for each token: "
-        f"{run.model.num_parameters:,} weights, of which a token meets "
-        f"{run.model.num_active_parameters:,}, in {out}"
+        f"{config.experts} experts, {config.experts_per_token} per token: "
+        f"{run.model.num_parameters:,} parameters, {run.model.num_active_parameters:,} active per "
+        f"token, in {out}"
     ]

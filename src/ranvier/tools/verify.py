@@ -1,11 +1,11 @@
-"""Verify: compare a shrunk model of the same architecture on one process and on the configured
+"""Verify: compares a small model of the same architecture on one process and on the configured
 grid.
 
 On one process it is plain PyTorch. Every rank also runs the plain model and compares its own shards
 with it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
-communication it recorded with what its layers predicted. Then it trains, saves, reloads and
+recorded communication with the predictions of its layers. Then it trains, saves, reloads and
 continues as a run does (`verify_run`), with the run's pruning and its offloading to the host.
-Shrinking (`shrink`) keeps what decides about parallel correctness.
+Shrinking (`shrink`) keeps everything that parallel correctness depends on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ONE_PASS_LIMIT = 1e-12
 AFTER_STEPS_LIMIT = 1e-9
 """Maximum difference, relative to the largest magnitude of a tensor."""
 ON_OTHER_STAGE = -1.0
-"""Difference reported for a tensor of another stage; if no rank holds it, that is an error."""
+"""Difference reported for a tensor of another stage; an error if no rank has the tensor."""
 COMPARED_STEPS = 3
 MAX_RANKS = 64
 EXPECTED_EXIT_CODES = (
@@ -54,7 +54,7 @@ EXPECTED_EXIT_CODES = (
     STOPPED_EXIT_CODE,
     *(kind.exit_code for kind in (PlanError, WriteError, UnsafeInputError)),
 )
-"""Exit codes of a verification that completed, or that failed because of a user error."""
+"""Exit codes of a verification that has completed, or that failed because of a user error."""
 
 
 def required_ranks(plan: Plan) -> int:
@@ -107,7 +107,7 @@ class SerialSteps:
         """Takes a few steps with torch's AdamW."""
         optim = run.optim
         named = list(model.named_parameters())
-        # One group per parameter, as weight decay applies to matrices only.
+        # One group per parameter, because weight decay applies only to matrices.
         optimizer = torch.optim.AdamW(
             [
                 {"params": [p], "weight_decay": optim.weight_decay * decays[name]}
@@ -135,8 +135,8 @@ class SerialSteps:
                 limit = math.inf
             found.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
-            # Load balancing by bias is not a gradient step: it is updated after the optimizer, as
-            # in training.
+            # Load balancing by bias is not a gradient step: the bias is updated after the
+            # optimizer, as in training.
             for mixture in getattr(model, "moe_layers", ()):
                 mixture.update_expert_bias()
         found.weights = {name: p.detach().clone() for name, p in named}
@@ -158,7 +158,7 @@ class Comparison:
 
 
 def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
-    """Compares as one rank; rank 0 prints the table. Returns 0 if all agree, else 1."""
+    """Compares as one rank; rank 0 prints the table. Returns 0 if all agree, otherwise 1."""
     # Ranks usually share the cores of one machine, and the model is tiny.
     torch.set_num_threads(1)
     run, device = shrink_run(run), comparison_device(run, me)
@@ -194,14 +194,14 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
 
 
 def _verify_short_run(run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device) -> bool:
-    """Trains, save, reload and continue; returns whether something was wrong, equal on all
+    """Trains, saves, reloads and continues; returns whether something is wrong, equal on all
     ranks.
     """
     # Flushed, because it is the last line a user sees if a rank crashes below.
     if me.rank == 0:
         print(
-            f"a run of {SAVED_STEPS} steps, saved, reloaded, and a step "
-            f"more:{_describe_features(run)}",
+            f"a run of {SAVED_STEPS} steps, saved, reloaded, and continued for one "
+            f"step:{_describe_features(run)}",
             flush=True,
         )
     report = train_and_judge(run, me, grid, device)
@@ -226,7 +226,7 @@ def _describe_features(run: RunConfig) -> str:
     else:
         words = []
     words += (
-        [f"states in {memory.optimizer_states} memory"]
+        [f"optimizer states in {memory.optimizer_states} memory"]
         if memory.optimizer_states != "device"
         else []
     )
@@ -242,7 +242,7 @@ def _describe_features(run: RunConfig) -> str:
 
 
 def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
-    """Device of the comparison: the CPU, unless the backend is NCCL."""
+    """Returns the device of the comparison: the CPU, unless the backend is NCCL."""
     if run.train.backend != "nccl":
         return torch.device("cpu")
     return resolve.resolve_device(run, me)
@@ -251,15 +251,15 @@ def comparison_device(run: RunConfig, me: ProcessInfo) -> torch.device:
 def compare_with_serial(
     run: RunConfig, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Comparison], list[str], list[Event]]:
-    """Comparisons of this rank, lines about unpredicted communication, and the recorded events."""
+    """Returns comparisons of this rank, lines about unpredicted communication, and the events."""
     batch = batch_type(run.model).random(run).to(device)
     serial = serial.to(device)
     # The same seed as in `verify_grid` gives both models the same initial weights.
     torch.manual_seed(run.train.seed)
-    # Tokens on their way to experts are not rounded, as the serial model rounds none.
+    # Tokens sent to experts are not rounded, because the serial model rounds none.
     plan = replace(run.plan, moe_dispatch_dtype="model")
-    # A compiled block saves what eager backward would gather again, so its events differ: compile
-    # only where blocks do not communicate.
+    # A compiled block saves tensors that eager backward would gather again, so its events differ:
+    # compile only where blocks do not communicate.
     if not plan.has_whole_blocks:
         plan = replace(plan, compile="off")
     model = parallelize(
@@ -297,7 +297,7 @@ def compare_with_serial(
     findings = _compare_numbers("loss", losses, reference.losses)
     findings += _compare_numbers("norm", norms, reference.grad_norms)
     if any(reference.aux_losses):
-        findings += _compare_numbers("loss of experts", extras, reference.aux_losses)
+        findings += _compare_numbers("auxiliary loss", extras, reference.aux_losses)
     findings += _compare_tensors(parallel, reference, grads)
     flow = ActivationShape(
         run.plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8
@@ -314,7 +314,7 @@ def _mean_aux_loss(parallel: ParallelModel, batch: SampleBatch) -> float:
 
 
 def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Comparison]:
-    """Relative difference of a number of each step; steps after the first may differ more."""
+    """Returns the relative difference of a number of each step; later steps may differ more."""
     pairs = enumerate(zip(have, want, strict=True))
     return [
         Comparison(
@@ -327,9 +327,7 @@ def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Co
 def predict_events(
     parallel: ParallelModel, flow: ActivationShape, micro_batches: int
 ) -> list[Event]:
-    """Returns the communication of one step: passes, update, and the two numbers that the step
-    reduces.
-    """
+    """Returns the communication of one step: passes, update, and the two reduced numbers."""
     axis = parallel.token_axis
     itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
@@ -340,7 +338,7 @@ def predict_events(
 
 
 def _local_gradients(parallel: ParallelModel) -> dict[str, tuple[Tensor, Shard]]:
-    """My shard of every gradient; the scheduler keeps the originals for the update."""
+    """Returns this rank's shard of every gradient; the scheduler keeps the originals."""
     return {
         weight.name: (part.clone(), bucket.state_shard(weight))
         for bucket, pieces in parallel.bucket_scheduler.finish_gradients()
@@ -358,13 +356,13 @@ def _compare_tensors(
     for name in (name for name, (_, trained, _) in parallel.weight_summaries.items() if trained):
         want = reference.grads[name]
         size = want.abs().max().item()
-        # A gradient that is zero in exact arithmetic has no magnitude of its own to compare with.
+        # A gradient that is zero in exact arithmetic has no magnitude to compare with.
         zero = size < NOISE_RATIO * floor
         scale = floor if zero else size
         findings.append(
             _compare_local_part(f"gradient of {name}", grads.get(name), want, scale, ONE_PASS_LIMIT)
         )
-        # Adam normalizes by the magnitude, and turns rounding noise into full steps: such weights
+        # Adam normalizes by the magnitude and turns rounding noise into full steps, so such weights
         # differ.
         if not zero:
             after = f"weight {name} after {COMPARED_STEPS} steps"
@@ -379,7 +377,7 @@ def _compare_tensors(
 def _compare_local_part(
     what: str, mine: tuple[Tensor, Shard] | None, whole: Tensor, scale: float, limit: float
 ) -> Comparison:
-    """Difference of my shard; a tensor of another stage is marked as such."""
+    """Returns the difference of this rank's shard; a tensor of another stage is marked as such."""
     if mine is None:
         return Comparison(what, ON_OTHER_STAGE, limit)
     part, place = mine
@@ -400,7 +398,7 @@ def _worst_of_ranks(
     most = collectives.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
     found = [max(m, h) for m, h in zip(most.tolist(), here.tolist(), strict=True)]
     return [
-        # If every rank reports another stage, no rank holds the tensor: that must fail.
+        # If every rank reports another stage, no rank has the tensor: that must fail.
         replace(f, difference=math.inf if worst == ON_OTHER_STAGE else worst)
         for f, worst in zip(findings, found, strict=True)
     ]
@@ -414,7 +412,7 @@ def _print_report(
         " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
         or "one rank"
     )
-    print(f"grid: {shape}; col splits {plan.col_splits} inside")
+    print(f"grid: {shape}; inside of layers, col splits {plan.col_splits}")
     unit = run.model_kind.unit
     print(
         f"shrunk model: {run.model.describe_shape()}, {run.data.seq_len} {unit}, "

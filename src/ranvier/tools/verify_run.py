@@ -1,14 +1,14 @@
-"""Verify a run: train the shrunk model, save, reload and continue it, as `ranvier train` does.
+"""Verifies a run: trains the small model, saves, reloads and continues it, as `ranvier train` does.
 
-Where `verify` compares passes and updates, this covers the whole life of a run on the configured
-grid: initial weights or those of another model (`train.init_from`), masks of pruned matrices,
+`verify` compares passes and updates. This module covers all phases of a run on the configured grid:
+initial weights or the weights of another model (`train.init_from`), masks of pruned matrices,
 optimizer states and weights offloaded to the host, two steps, the final checkpoint, a second run
-that resumes from it, and its final checkpoint. Everything is judged from outside, by the files that
-the run leaves: the losses and gradient norms in `metrics.jsonl`, the weights in the checkpoint and
-the status in `run.json` are compared with plain PyTorch in one process, in float64. A pruned run
-starts from the weights of another model, so that masks computed from the wrong weights are noticed.
+that resumes from it, and its final checkpoint. Only the files of the run are checked: the losses
+and gradient norms in `metrics.jsonl`, the weights in the checkpoint and the status in `run.json`
+are compared with plain PyTorch in one process, in float64. A pruned run starts from the weights of
+another model, so that masks computed from the wrong weights are noticed.
 
-Left out: adapters, the sample of text, dtypes other than float64.
+Not covered: adapters, the text sample, dtypes other than float64.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ SAVED_STEPS = 2
 TOTAL_STEPS = 3
 """Steps of the first run, and of both runs together."""
 NOISE_RATIO = 1e-10
-"""A gradient smaller than the model's largest by this ratio is rounding noise of a true zero."""
+"""A gradient smaller than the model's largest one by this ratio is rounding noise."""
 
 
 @dataclass(frozen=True)
 class RunVerification:
-    """Result of one rank: rank 0 has the differences, the others have nothing."""
+    """Result of one rank: rank 0 has the differences, the other ranks have none."""
 
     differences: dict[str, tuple[float, bool]] = field(default_factory=dict)
     """Largest relative difference by quantity, and whether it results from a single pass."""
     complaints: list[str] = field(default_factory=list)
-    """False statements in the files of the run."""
+    """Wrong values in the files of the run."""
 
 
 def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
-    """Returns the shrunk run, set up to train in a directory for `steps` steps, in float64."""
+    """Returns the small run, set up to train for `steps` steps in a directory, in float64."""
     memory = run.memory
     pruned = run.prune
     if memory.optimizer_states == "disk":
         memory = replace(memory, offload_dir=str(folder))
-    # A mask file fits the full model only: prune by magnitude instead.
+    # A mask file fits only the full model: prune by magnitude instead.
     if pruned.mask_file:
         pruned = replace(pruned, mask_file="", sparsity=pruned.sparsity or 0.5)
     # Let every step up to the checkpoint update the masks.
@@ -83,7 +83,7 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
         data=replace(
             run.data, sources=(str(folder / "tokens"),), mixture_weights=(), validation_fraction=0.0
         ),
-        # Everything that would round, measure or depend on chance is switched off.
+        # Everything that rounds, measures or is random is switched off.
         optim=replace(
             run.optim,
             state_dtype="master",
@@ -111,9 +111,9 @@ def short_run(run: ResolvedRun, folder: Path, *, steps: int) -> ResolvedRun:
 def train_and_judge(
     run: ResolvedRun, me: ProcessInfo, grid: Grid, device: torch.device
 ) -> RunVerification:
-    """Trains the shrunk run, save it, resume it, save it again; returns the findings of rank 0.
+    """Trains the small run, saves, resumes and saves it again; returns the findings of rank 0.
 
-    Communicates: all that two runs do; a path over all axes.
+    Communicates: everything that two runs do; a path over all axes.
     """
     with _shared_directory(run, grid, device) as folder:
         if grid.rank == 0:
@@ -139,7 +139,9 @@ def train_and_judge(
 
 @contextlib.contextmanager
 def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Iterator[Path]:
-    """A temporary directory seen by all ranks, beside the run's if it has one; removed at exit."""
+    """A temporary directory that all ranks see, next to the run's if it has one; removed at
+    exit.
+    """
     made = ""
     if grid.rank == 0:
         if run.train.output_dir:
@@ -157,7 +159,7 @@ def _shared_directory(run: RunConfig, grid: Grid, device: torch.device) -> Itera
 
 @contextlib.contextmanager
 def _redirect_output(path: Path) -> Iterator[None]:
-    """Redirect stdout to a file."""
+    """Redirects stdout to a file."""
     with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         yield
 
@@ -166,7 +168,7 @@ def _redirect_output(path: Path) -> Iterator[None]:
 
 
 def _read_stored(folder: Path) -> list[str]:
-    """Returns what the data source needs to open the random data."""
+    """Returns the sources with which the random data are opened."""
     stored: list[str] = json.loads((folder / "stored").read_text())
     return stored
 
@@ -206,7 +208,7 @@ class SerialRun:
     def train_serially(cls, folder: Path, run: RunConfig) -> SerialRun:
         """Takes all steps with torch's AdamW; matrices are pruned as documented."""
         seed = run.train.seed + (1 if run.train.init_from else 0)
-        # Initial values come from the counter-based RNG, which gives the same on any grid.
+        # Initial values come from the counter-based RNG, which is the same on any grid.
         parallel = _single_rank_model(run, seed)
         model = run.model_kind.build_model(run.model, run.lora).double()
         named = dict(model.named_parameters())
@@ -236,8 +238,7 @@ class SerialRun:
 
     @torch.no_grad()
     def prune_weights(self, run: RunConfig, weights: Mapping[str, Tensor], *, step: int) -> None:
-        """Keeps the largest magnitudes of each matrix, among the elements that are not pruned
-        yet.
+        """Keeps the largest magnitudes of each matrix, among the elements that are not yet pruned.
 
         weights: `[matrices, n, m]`, views of the parameters.
         """
@@ -245,8 +246,8 @@ class SerialRun:
         for name, weight in weights.items() if config.is_enabled else ():
             size = weight.abs().to(torch.float32)
             if name in self.masks:
-                # Magnitudes are never negative: -1 sorts pruned elements last, so that they never
-                # come back.
+                # Magnitudes are never negative: -1 sorts pruned elements last, so that they stay
+                # pruned.
                 size = size.masked_fill(~self.masks[name].view(size.shape), -1.0)
             if config.pattern_n_m is not None:
                 stay, of = config.pattern_n_m
@@ -269,9 +270,9 @@ class SerialRun:
         batch: SampleBatch,
         step: int,
     ) -> None:
-        """One step with the learning rate of its run."""
+        """Takes one step with the learning rate of its run."""
         optim = run.optim
-        # The schedule of the first run ends at its own last step, that of the second at the total.
+        # The schedule of the first run ends at its own last step, the second one's at the total.
         if step < SAVED_STEPS:
             steps = SAVED_STEPS
         else:
@@ -304,7 +305,7 @@ class SerialRun:
             limit = math.inf
         self.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
-        # An element that was pruned later still has Adam moments that would move it away from zero.
+        # An element pruned later still has Adam moments that would move it away from zero.
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if name in self.masks:
@@ -316,7 +317,7 @@ class SerialRun:
 def _build_adamw(
     run: RunConfig, parallel: ParallelModel, named: Mapping[str, nn.Parameter]
 ) -> torch.optim.AdamW:
-    """Torch's AdamW with a parameter group for each weight."""
+    """Returns torch's AdamW with a parameter group for each weight."""
     optim = run.optim
     groups = [
         {
@@ -360,7 +361,7 @@ def judge_run(run: ResolvedRun, folder: Path) -> RunVerification:
             for name, mask in want.masks.items()
         ]
         found["masks of pruned matrices: share that differs"] = (max(differ), True)
-    # Adam turns rounding noise into full steps: weights whose gradient is a true zero are left out.
+    # Adam turns rounding noise into full steps: weights whose gradient is exactly zero are skipped.
     floor = NOISE_RATIO * max(want.max_grads.values())
     errors = {
         name: _max_relative_error(weights.get(name), x)
@@ -379,30 +380,27 @@ def _reload_note(step: int) -> str:
 
 
 def _relative_difference(have: Any, want: float) -> float:
-    """Relative difference of a number; inf if it is missing."""
+    """Returns the relative difference of a number; inf if it is missing."""
     if isinstance(have, float):
         return abs(have - want) / abs(want)
     return math.inf
 
 
 def _max_relative_error(have: Tensor | None, want: Tensor) -> float:
-    """Largest difference of a tensor, relative to its largest magnitude."""
+    """Returns the largest difference of a tensor, relative to its largest magnitude."""
     if have is None:
         return math.inf
     return float((have.view(want.shape) - want).abs().max() / want.abs().max())
 
 
 def _find_complaints(where: Path, rows: Mapping[int, Any]) -> Iterator[str]:
-    """Yields the false statements in the files of the run."""
+    """Yields the wrong values in the files of the run."""
     facts = folders.read_run_json(where)
     if facts.get("status") != "finished":
-        yield f"run.json says {facts.get('status')!r} of a run that has finished"
+        yield f"run.json has status {facts.get('status')!r}, but the run has finished"
     if sorted(rows) != list(range(1, TOTAL_STEPS + 1)):
         yield f"metrics.jsonl has the steps {sorted(rows)}, not 1 to {TOTAL_STEPS}"
     if facts.get("restarts") != [SAVED_STEPS]:
-        yield (
-            f"run.json says it was reloaded after the steps {facts.get('restarts')}, not "
-            f"{SAVED_STEPS}"
-        )
+        yield (f"run.json has restarts after the steps {facts.get('restarts')}, not {SAVED_STEPS}")
     if not (where / "report.html").exists():
-        yield "the run left no report.html"
+        yield "the run did not write report.html"

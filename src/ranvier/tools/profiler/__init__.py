@@ -1,4 +1,4 @@
-"""Profiler: where the time of a step goes, kernel by kernel.
+"""Profiler: the time of a step, kernel by kernel.
 
 Imports train and what is below.
 """

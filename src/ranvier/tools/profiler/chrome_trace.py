@@ -1,16 +1,15 @@
 """Kernels of a profile: read from a Chrome trace, with their group, FLOPs and bytes.
 
-A trace holds what the host did (operators with the shapes of their inputs, driver calls) and what
-the device did (kernels, copies). A kernel has the correlation id of the call that launched it, and
-the call is nested in the operators that made it; so a kernel knows its operator, and from its
-shapes follow
+A trace contains the events of the host (operators with the shapes of their inputs, driver calls)
+and of the device (kernels, copies). A kernel has the correlation id of the call that launched it,
+and the call is nested in operators. So each kernel has an operator, whose shapes give
 
-    matrix product  2 · m · n · k
+    matmul          2 · m · n · k
     attention       4 · b · h · s · s · k, half of it if causal; backward 2.5 times that
-    other           bytes of inputs and outputs, each tensor once (also if a Triton kernel, of
-                    which no more is known, both reads and writes it)
+    other           bytes of inputs and outputs, each tensor once (even if a Triton kernel, whose
+                    code is not known, both reads and writes it)
 
-What does not follow from shapes stays None: operators outside the tables below, lists of tensors
+Values that do not follow from shapes are None: operators outside the tables below, lists of tensors
 (the trace does not contain their dtype), attention over ragged documents, kernels of a CUDA graph.
 """
 
@@ -52,7 +51,7 @@ FLOAT_TYPES = ("double", "float", "c10::BFloat16", "c10::Half")
 HALF_TYPES = ("c10::BFloat16", "c10::Half")
 FLOAT8_TYPES = ("c10::Float8_e4m3fn", "c10::Float8_e5m2")
 MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
-"""Matrix products, and the index of the left factor; the right one follows it."""
+"""Matmuls, and the index of the left factor; the right one follows it."""
 ATTENTION_OPS = tuple(
     f"_scaled_dot_product_{kind}_attention{where}"
     for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
@@ -92,14 +91,14 @@ class Op:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, copy or (on a CPU) operator; times in microseconds."""
+    """One kernel, copy or (on a CPU) operator; times are in microseconds."""
 
     name: str
     op: str
     """The operator that launched it; empty if unknown."""
     start: float
     duration: float
-    """On a CPU without the operators nested in it."""
+    """On a CPU without the time of nested operators."""
     shapes: tuple[Any, ...] = ()
     """Shapes of the inputs of the operator."""
     stream: str = ""
@@ -109,7 +108,7 @@ class Kernel:
     flops: float | None = None
     bytes: float | None = None
     span: float | None = None
-    """On a CPU: time from start to end, nested operators included."""
+    """On a CPU: time from start to end, with nested operators."""
 
     @property
     def end(self) -> float:
@@ -118,7 +117,7 @@ class Kernel:
 
     @property
     def is_local(self) -> bool:
-        """Whether it moves bytes within the device's own memory only."""
+        """Whether it moves bytes only within the device's own memory."""
         return not self.name.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memcpy PtoP"))
 
     @property
@@ -149,8 +148,8 @@ def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
         return "communication"
     if OPTIMIZER_SCOPE in scope:
         return OPTIMIZER_SCOPE
-    # The name of a fused kernel also lists operators next to it, so "attention" in it means
-    # nothing.
+    # The name of a fused kernel also lists neighboring operators, so "attention" in it is not
+    # significant.
     fused = _FUSED.match(name)
     if not fused and any(_ATTENTION.search(word) for word in around):
         return "attention"
@@ -176,14 +175,14 @@ def short_kernel_name(name: str) -> str:
     plain = name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
     text, arguments = _strip_brackets(plain.replace("(anonymous namespace)::", ""))
     base = (text.split() or [name])[-1].rpartition("::")[2]
-    # CUTLASS kernels all have this generic name; the template argument says which one it is.
+    # CUTLASS kernels all have this generic name; the template argument identifies the kernel.
     if base.lower() in ("kernel", "kernel2", "device_kernel") and arguments:
         return short_kernel_name(arguments.split(",")[0])
     return base or name
 
 
 def _strip_brackets(name: str) -> tuple[str, str]:
-    """Returns the part of a name outside of brackets, and what is inside the first angle
+    """Returns the part of a name outside of brackets, and the content of the first angle
     brackets.
     """
     outside = []
@@ -207,7 +206,7 @@ def _strip_brackets(name: str) -> tuple[str, str]:
 
 
 def argument_bytes(op: Op, i: int) -> int | None:
-    """Returns the bytes of an argument; 0 if it is not a tensor, None if its dtype or shape is
+    """Returns the bytes of an argument; 0 if it is not a tensor, None if dtype or shape is
     unknown.
     """
     if i < len(op.types):
@@ -223,7 +222,7 @@ def argument_bytes(op: Op, i: int) -> int | None:
         strides = op.strides[i]
     else:
         strides = []
-    # A dimension of stride 0 (an expanded one) reads the same element repeatedly: count it once.
+    # A dimension of stride 0 (expanded) reads the same element repeatedly: count it once.
     if len(strides) == len(dims):
         dims = [n for n, stride in zip(dims, strides, strict=True) if stride != 0 or n == 0]
     return int(math.prod(dims)) * ELEMENT_BYTES[kind]
@@ -238,14 +237,14 @@ def _input_bytes(op: Op) -> int | None:
 
 
 def _tensor_inputs(op: Op) -> list[tuple[list[int], str]]:
-    """Shape and dtype of the inputs that are tensors."""
+    """Returns shape and dtype of the inputs that are tensors."""
     pairs = zip(op.dims, op.types, strict=False)
     return [(list(dims), kind) for dims, kind in pairs if kind in ELEMENT_BYTES]
 
 
 def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
-    """Returns the positions of arguments in the schema of an aten operator; None if it lacks one
-    of them.
+    """Returns the positions of arguments in the schema of an aten operator; None if one is
+    missing.
     """
     try:
         schema = getattr(torch.ops.aten, name).default._schema
@@ -256,7 +255,7 @@ def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
 
 
 def count_flops(op: Op) -> int | None:
-    """Returns the FLOPs of a matrix product or of attention; None for anything else."""
+    """Returns the FLOPs of a matmul or of attention; None for anything else."""
     if not op.name.startswith("aten::"):
         return None
     if op.base_name in MATMUL_OPS:
@@ -275,8 +274,8 @@ def _factor_indices(op: Op) -> tuple[int, int]:
 
 
 def _attention_flops(op: Op) -> int | None:
-    """Returns the FLOPs for q, k `[b, h, s, d]`: 4 · b · h · s · s · d; half if causal, 2.5
-    times backward.
+    """Returns the FLOPs for q, k `[b, h, s, d]`: 4 · b · h · s · s · d; half if causal, 2.5 times
+    that in backward.
     """
     places = _argument_indices(op.base_name, "query", "key", "is_causal")
     if places is None or max(places) >= min(len(op.dims), len(op.values)):
@@ -287,18 +286,18 @@ def _attention_flops(op: Op) -> int | None:
     full = 4 * int(math.prod(op.dims[query])) * int(op.dims[key][2])
     if op.values[causal] == "True":
         full = full // 2
-    # Backward has five matrix products (it recomputes the scores) where forward has two.
+    # Backward has five matmuls (it recomputes the scores), forward two.
     if op.base_name.endswith("_backward"):
         return full * 5 // 2
     return full
 
 
 def count_bytes(op: Op) -> int | None:
-    """Returns the bytes of the inputs and outputs of an operator, each once; None where unknown."""
+    """Returns the bytes of inputs and outputs of an operator, each once; None if unknown."""
     inputs = _input_bytes(op)
     if inputs is None or not op.types:
         return None
-    # Outputs of a Triton function are among its arguments.
+    # The arguments of a Triton function include its outputs.
     if op.name.startswith((TRITON_PREFIX, "triton_")):
         return inputs
     if not op.name.startswith("aten::"):
@@ -319,7 +318,7 @@ def count_bytes(op: Op) -> int | None:
 
 
 def _output_bytes(op: Op) -> int | None:
-    """Returns the bytes of the output of an operator; None where unknown."""
+    """Returns the bytes of the output of an operator; None if unknown."""
     tensors = _tensor_inputs(op)
     plain = op.base_name.removesuffix("_backward")
     if not tensors:
@@ -339,7 +338,7 @@ def _output_bytes(op: Op) -> int | None:
         return int(math.prod(shape)) * (
             1 if op.base_name in COMPARISON_OPS else _result_itemsize(tensors)
         )
-    # The output is like q; gradients are like q, k and v, which follow the output's gradient.
+    # The output has the shape of q; gradients have the shapes of q, k and v, which follow it.
     if plain in ATTENTION_OPS:
         size = [math.prod(dims) * ELEMENT_BYTES[kind] for dims, kind in tensors]
         if op.base_name.endswith("_backward"):
@@ -402,11 +401,11 @@ class _HostEvent:
         return self.raw.get("cat") in ("cpu_op", "user_annotation")
 
     def get_argument(self, name: str) -> Any:
-        """Returns an argument of the event in the trace, None if missing."""
+        """Returns an argument of the event in the trace; None if missing."""
         return self.raw.get("args", {}).get(name)
 
     def enclosing_events(self) -> list[_HostEvent]:
-        """Returns the event itself and those that enclose it, innermost first."""
+        """Returns the event itself and the events that enclose it, innermost first."""
         return [self, *(self.parent.enclosing_events() if self.parent else [])]
 
     def to_op(self) -> Op:
@@ -422,7 +421,7 @@ HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
 def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
-    """Returns the kernels of a Chrome trace sorted by start; for a CPU trace its operators."""
+    """Returns the kernels of a Chrome trace sorted by start; for a CPU trace, its operators."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     host = _nest_events([event for event in events if event.get("cat") in HOST_CATEGORIES])
     device = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
@@ -433,17 +432,17 @@ def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
 
 
 def _nest_events(events: Iterable[Mapping[str, Any]]) -> list[_HostEvent]:
-    """Events of the host, each nested in the last one on its thread that has not ended."""
+    """Returns the events of the host, each nested in the last open event on its thread."""
     open_on: dict[Any, list[_HostEvent]] = {}
     made = []
-    # Of events that start together the longer one encloses the others, so it comes first.
+    # Of events that start together, the longest encloses the others, so it comes first.
     order = sorted(events, key=lambda raw: (float(raw["ts"]), -float(raw.get("dur", 0.0))))
     for key, raw in enumerate(order):
         stack = open_on.setdefault((raw["pid"], raw["tid"]), [])
         while stack and _end_time(stack[-1].raw) <= float(raw["ts"]):
             stack.pop()
         event = _HostEvent(raw, stack[-1] if stack else None, key=key)
-        # Time of nested operators is subtracted from the innermost operator around them, across
+        # The time of nested operators is subtracted from the innermost operator around them, across
         # annotations.
         outer = next((one for one in event.enclosing_events()[1:] if one.is_op), None)
         if outer is not None and event.is_op:
@@ -480,9 +479,9 @@ def _kernel_from_op(event: _HostEvent) -> Kernel:
 def _device_kernels(
     device: Iterable[Mapping[str, Any]], host: Sequence[_HostEvent]
 ) -> list[Kernel]:
-    """Kernels with the operators that launched them, and their share of the operators' work."""
+    """Returns kernels with the operators that launched them, and their share of the work."""
     # Two ways from a kernel to its operator: by the driver call that launched it, and by the
-    # external id of the operator itself. The first one that leads to an operator counts.
+    # external id of the operator itself. The first one that finds an operator counts.
     calls = {event.get_argument("correlation"): event for event in host if not event.is_scope}
     numbered = {event.get_argument("External id"): event for event in host if event.is_op}
     for table in (calls, numbered):
@@ -508,7 +507,7 @@ def _device_kernels(
                 tuple(str(event.raw["name"]) for event in reversed(around) if event.is_scope),
             )
         )
-        # An operator may launch several kernels; its work is assigned after all of them are known.
+        # An operator may launch several kernels; its work is assigned once all of them are known.
         owner = _owning_op(ops)
         if raw["cat"] != "kernel":
             kernels[-1] = replace(kernels[-1], bytes=_copied_bytes(raw))
@@ -520,7 +519,7 @@ def _device_kernels(
 
 
 def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
-    """Returns the bytes that a copy or fill moves in device memory; a copy to or from the host
+    """Returns the bytes that a copy or fill moves in device memory. A copy to or from the host
     counts once.
     """
     size = raw.get("args", {}).get("bytes")
@@ -537,10 +536,11 @@ def _owning_op(ops: Sequence[_HostEvent]) -> _HostEvent | None:
 
 
 def _assign_work(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
-    """Assign the work of an operator to its longest kernel.
+    """Assigns the work of an operator to its longest kernel.
 
-    Others of the same name get zero, which keeps their sum right. Of kernels with another name
-    nothing is known; nor of any, if the operator is neither a matrix product nor attention.
+    Other kernels of the same name get zero, which keeps their sum correct. For kernels with another
+    name the work is unknown; it is unknown for all if the operator is neither a matmul nor
+    attention.
     """
     work = count_flops(op)
     size = count_bytes(op)

@@ -1,14 +1,14 @@
-"""Profile: where the time of a step goes, kernel by kernel, and what bounds each kernel.
+"""Profile: the time of a step, kernel by kernel, and the bottleneck of each kernel.
 
 The run is built on one rank and takes a few steps on its own data; torch's profiler records the
-last of them. After that everything is a pure function of a list of kernels. A kernel is compared
+last of them. Everything after that is a pure function of a list of kernels. A kernel is compared
 with two peaks of the device (a roofline):
 
     least time = max(FLOPs / peak FLOP/s, bytes / peak bytes/s)
 
-It is bound by compute or memory, whichever term is larger; by neither, if it takes more than four
-times as long. What a trace does not contain is printed as "-". Not handled: several ranks (see
-`train.trace_comm`).
+The larger term is the bottleneck: compute or memory; neither, if the kernel takes more than four
+times as long. Values that a trace does not contain are printed as "-". Not handled: several
+ranks (see `train.trace_comm`).
 """
 
 from __future__ import annotations
@@ -54,34 +54,33 @@ from ranvier.train.resume import run_directory as folders
 from ranvier.train.trainer import Trainer
 
 NEAR_PEAK_FRACTION = 0.25
-"""Fraction of a peak from which on that peak counts as what bounds a kernel."""
+"""Minimum fraction of a peak for it to count as the bottleneck of a kernel."""
 FLOAT8_DEVICES = ("H100", "H200", "B200", "MI300")
-"""Devices that multiply 8-bit matrices twice as fast as 16-bit ones, according to their data
-sheets."""
+"""Devices whose data sheets list 8-bit matmuls twice as fast as 16-bit ones."""
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """Peak rates of a device per second; None where unknown."""
+    """Peak rates of a device per second; None if unknown."""
 
     flops: float | None = None
-    """FLOP/s of 16-bit matrix products."""
+    """FLOP/s of 16-bit matmuls."""
     bytes: float | None = None
     eighths: float | None = None
-    """FLOP/s of 8-bit matrix products."""
+    """FLOP/s of 8-bit matmuls."""
 
     @classmethod
     def from_device(cls, device: torch.device, dtype: torch.dtype) -> DevicePeaks:
-        """Peaks of a device, where its name is known."""
+        """Returns the peaks of a device, if its name is known."""
         flops = peak_flops(device, dtype)
         name = train.device_name(device)
-        # The table of peaks has 16-bit rates only; 8-bit ones follow from them.
+        # The table of peaks has only 16-bit rates; 8-bit ones follow from them.
         twice = flops is not None and any(word in name for word in FLOAT8_DEVICES)
         return cls(flops, peak_bandwidth(device), 2.0 * flops if flops and twice else None)
 
     def matmul_peak(self, kernels: Sequence[Kernel]) -> float | None:
-        """Returns the peak for the dtype that all of these kernels multiply; None if they
-        differ.
+        """Returns the peak for the matmul dtype of these kernels; None if they have different
+        ones.
         """
         for peak, kinds in ((self.eighths, FLOAT8_TYPES), (self.flops, HALF_TYPES)):
             if all(any(kind in kinds for kind in kernel.types) for kernel in kernels):
@@ -108,7 +107,7 @@ class KernelSummary:
     bound: str
     """compute, memory or neither; empty if unknown."""
     least_ms: float | None
-    """Its time at the peaks."""
+    """Its time at the peaks of the device."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class IdleGap:
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Where the time of a step went; times in milliseconds per step."""
+    """The time of a step by kernel; times are in milliseconds per step."""
 
     steps: int
     step_ms: float
@@ -140,7 +139,7 @@ class ProfileReport:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of the steps before the profiler was on."""
+    """Speed of the steps before profiling."""
 
     what: str
     device: str
@@ -156,7 +155,7 @@ class Throughput:
 def summarize_kernels(
     kernels: Sequence[Kernel], *, steps: int, peaks: DevicePeaks
 ) -> ProfileReport:
-    """Sums by group and by kernel, and the gaps between kernels of any stream."""
+    """Returns the sums by group and by kernel, and the gaps between kernels of any stream."""
     assert kernels and steps > 0, (len(kernels), steps)
     # Converts microseconds of all steps to milliseconds per step.
     unit = 1e3 * steps
@@ -206,7 +205,7 @@ def _summarize_kernel(
     ms = sum(kernel.duration for kernel in kernels) / 1e3 / steps
     work = [kernel.flops for kernel in kernels if kernel.flops is not None]
     size = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
-    # A partial sum would look like a fast kernel.
+    # A partial sum would make a kernel look fast.
     if len(work) == len(kernels):
         flops = sum(work) / steps
     else:
@@ -215,7 +214,7 @@ def _summarize_kernel(
         moved = sum(size) / steps
     else:
         moved = None
-    # Transfers to other memories run at the speed of a link, not of the device's own memory.
+    # Transfers to other memories have the speed of a link, not of the device's own memory.
     local = all(kernel.is_local for kernel in kernels)
     least_flops = _least_ms(flops, peaks.matmul_peak(kernels))
     least_bytes = _least_ms(moved, peaks.bytes if local else None)
@@ -245,13 +244,13 @@ def _least_ms(amount: float | None, peak: float | None) -> float | None:
 def roofline_bound(
     ms: float, flops_ms: float | None, bytes_ms: float | None, *, products: bool
 ) -> tuple[str, float | None]:
-    """Returns what bounds a kernel, and its least time; matrix products need their FLOPs for
-    that.
+    """Returns the bottleneck of a kernel and its least time; for matmuls only if FLOPs are
+    known.
     """
     if (products and flops_ms is None) or (flops_ms is None and bytes_ms is None):
         return "", None
     least = max(flops_ms or 0.0, bytes_ms or 0.0)
-    # Far from both peaks: limited by latency, launch size or a bad shape rather than by the
+    # Far from both peaks: limited by latency, launch size or an unsuitable shape, not by the
     # hardware.
     if least < NEAR_PEAK_FRACTION * ms:
         return "neither", least
@@ -262,7 +261,7 @@ def roofline_bound(
 
 
 def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
-    """Returns the report as text for people."""
+    """Returns the report as text."""
     cpu = pace.device == "CPU"
     if cpu:
         who = "operators ran"
@@ -277,7 +276,7 @@ def format_report(report: ProfileReport, pace: Throughput, *, top: int) -> str:
         f"step {1e3 * pace.seconds:,.2f} ms, {pace.tokens:,.0f} tokens/s{mfu}; under the profiler "
         f"{report.step_ms:,.2f} ms, in which {who} {_format_share(report.busy_ms, report)} of "
         "the time",
-        f"idle {report.idle_ms:,.2f} ms a step ({_format_share(report.idle_ms, report)}) in "
+        f"idle {report.idle_ms:,.2f} ms per step ({_format_share(report.idle_ms, report)}) in "
         f"{report.gaps:,.0f} gaps" + ("; the longest:" if report.longest else ""),
         *(f"  {gap.ms:,.3f} ms from {gap.before} to {gap.after}" for gap in report.longest),
         "",
@@ -368,19 +367,19 @@ def align_columns(lines: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 BOUND_SENTENCES = {
-    "compute": "Matrix products near their peak bound the step.",
-    "memory": "The device's memory bounds the step.",
-    "neither": "Kernels far from both peaks take most of the step: they are too small, or do not "
-    "suit their shapes.",
-    "communication": "Communication bounds the step.",
-    "idle": "The host bounds the step: the device waits for it. Fewer and larger kernels help, "
-    "such as a larger micro-batch.",
-    "": "What bounds most of the step is not known.",
+    "compute": "Bottleneck: compute. Matmuls run near their peak.",
+    "memory": "Bottleneck: memory bandwidth of the device.",
+    "neither": "Bottleneck: kernels far from both peaks. They are too small, or their shapes do "
+    "not suit the device.",
+    "communication": "Bottleneck: communication.",
+    "idle": "Bottleneck: the host. The device waits for it. Fewer and larger kernels help, for "
+    "example a larger micro-batch.",
+    "": "The bottleneck of most of the step is not known.",
 }
 
 
 def time_by_bound(report: ProfileReport) -> dict[str, float]:
-    """Returns the milliseconds per step by what bounds them."""
+    """Returns the milliseconds per step by bottleneck."""
     parts = dict.fromkeys(BOUND_SENTENCES, 0.0)
     for row in report.rows:
         parts["communication" if row.group == "communication" else row.bound] += row.ms
@@ -388,8 +387,8 @@ def time_by_bound(report: ProfileReport) -> dict[str, float]:
 
 
 def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
-    """Returns the milliseconds that a step would save at best, and how, largest first."""
-    found = [(report.idle_ms, f"the idle time, {report.idle_ms:,.2f} ms a step")]
+    """Returns the milliseconds that a step could save, and how, largest first."""
+    found = [(report.idle_ms, f"the idle time, {report.idle_ms:,.2f} ms per step")]
     for row in report.rows:
         if row.least_ms is not None:
             compute = row.flops_share or 0.0
@@ -397,25 +396,26 @@ def possible_savings(report: ProfileReport) -> list[tuple[float, str]]:
             if compute >= memory:
                 peak = "the peak FLOP/s"
             else:
-                peak = "the peak of the memory"
-            how = f"{row.name} ({row.group}), which takes {row.ms:,.2f} ms a step at "
+                peak = "the peak memory bandwidth"
+            how = f"{row.name} ({row.group}), which takes {row.ms:,.2f} ms per step at "
             how += (
-                f"{max(compute, memory):.0%} of {peak}; there it would take {row.least_ms:,.2f} ms"
+                f"{max(compute, memory):.0%} of {peak}; at the peak it would take "
+                f"{row.least_ms:,.2f} ms"
             )
             found.append((row.ms - row.least_ms, how))
     return sorted(found, key=lambda item: -item[0])
 
 
 def describe_bottleneck(report: ProfileReport) -> str:
-    """Returns what bounds the step, and where the most can be saved, as text."""
+    """Returns a text with the bottleneck of the step and the largest possible saving."""
     group, ms = max(report.groups.items(), key=lambda item: item[1])
     row = report.rows[0]
     largest = (
-        f"The largest group is {group} with {_format_share(ms, report)} of the step, the "
-        f"longest kernel {row.name} with {row.share:.1%}."
+        f"The largest group is {group} with {_format_share(ms, report)} of the step, and the "
+        f"longest kernel is {row.name} with {row.share:.1%}."
     )
     parts = time_by_bound(report)
-    # Without peaks or work no kernel has a known bound, and only the time can be reported.
+    # Without peaks or work the bound of a kernel is not known, and only times can be reported.
     if not any(parts[name] for name in ("compute", "memory", "neither")):
         return f"The peaks of this device or the work of its kernels are not known. {largest}"
     shares = ", ".join(
@@ -426,8 +426,8 @@ def describe_bottleneck(report: ProfileReport) -> str:
     _, saving = possible_savings(report)[0]
     most = max(parts, key=lambda name: parts[name])
     return (
-        f"{BOUND_SENTENCES[most]} Of a step, by what bounds it: {shares}. {largest} The "
-        f"largest saving to look at is {saving}."
+        f"{BOUND_SENTENCES[most]} Step time by bottleneck: {shares}. {largest} The largest "
+        f"possible saving is {saving}."
     )
 
 
@@ -437,20 +437,20 @@ def describe_bottleneck(report: ProfileReport) -> str:
 def profile_run(
     run: RunConfig, origin: Path, *, steps: int, warmup_steps: int, top: int, output: str
 ) -> int:
-    """Profile steps of a run on one rank, write and print the report; returns the exit code.
+    """Profiles steps of a run on one rank, prints and writes the report, and returns the exit code.
 
-    origin: the directory of the run or its TOML file; nothing else in it is changed.
+    origin: the run directory or its TOML file; no other file in it is changed.
     """
     for name, value in (("steps", steps), ("warmup_steps", warmup_steps), ("top", top)):
         if not 1 <= value <= 1000:
-            raise PlanError(f"{name}={value}. It is from 1 to 1000. Use {name}=10.")
+            raise PlanError(f"{name}={value} is out of range. It must be 1 to 1000. Use {name}=10.")
     # Check everything before data are tokenized and a model is built.
     _check_single_rank(run, origin)
     device = resolve.resolve_device(run, ProcessInfo())
     context = resolve.ResolveContext(world_size=1, device=device)
     resolved = resolve.resolve_run(run, context)
     resolve.check_memory(resolved, context)
-    # The first steps of a CUDA graph run eagerly or capture it: warm up until it is replayed.
+    # The first steps with a CUDA graph run eagerly or capture it: warm up until it is replayed.
     if resolved.plan.cuda_graph:
         warmup_steps = max(warmup_steps, WARMUP_STEPS + 2)
     if origin.is_dir():
@@ -466,7 +466,7 @@ def profile_run(
     grid = Grid.from_plan(
         resolved.plan, rank=0, connected=False, timeout_seconds=resolved.train.comm_timeout_seconds
     )
-    # More steps than are profiled, so that the run does not end meanwhile; nothing that interrupts
+    # More steps than are profiled, so that the run does not end early, and nothing that interrupts
     # steps.
     more = replace(
         resolved.train,
@@ -499,7 +499,8 @@ def _check_single_rank(run: RunConfig, origin: Path) -> None:
     plan = run.plan
     if me is not None and me.world_size > 1:
         raise PlanError(
-            f"A launcher has started {me.world_size} ranks. profile takes one. Start it alone."
+            f"A launcher has started {me.world_size} ranks. `ranvier profile` runs on one rank. "
+            "Start it without a launcher."
         )
     many = {axis: size for axis, size in plan.degrees.items() if size > 1}
     if not many:
@@ -510,8 +511,9 @@ def _check_single_rank(run: RunConfig, origin: Path) -> None:
     options += f" --plan.global-batch {max(plan.global_batch // readers, 1)}" if readers > 1 else ""
     raise PlanError(
         f"{origin} is a run on {' · '.join(f'{axis}={size}' for axis, size in many.items())}. "
-        "profile takes one rank. Profile the work of one, without its communication, with "
-        f"{options}; the communication of all is shown by: ranvier train --train.trace-comm True."
+        "`ranvier profile` runs on one rank. To profile the work of one rank without its "
+        f"communication, add {options}. To trace the communication of all ranks, use ranvier train "
+        "--train.trace-comm True."
     )
 
 
@@ -521,12 +523,12 @@ def _make_report_dir(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlanError(
-            f"output={str(folder)!r} cannot be made: {error.strerror}. The report needs a "
-            "directory that it can write in. Choose another with --output."
+            f"output={str(folder)!r} cannot be created: {error.strerror}. The report needs a "
+            "writable directory. Choose another with --output."
         ) from None
     if not launch.is_writable(folder):
         raise PlanError(
-            f"output={str(folder)!r} cannot be written in. Choose another with --output."
+            f"output={str(folder)!r} is not writable. Choose another directory with --output."
         )
     return folder
 
@@ -550,8 +552,8 @@ def _profile_steps(
     with _record_triton(), record as profiler:
         for taken in range(1 + steps):
             next(rows)
-            # Synchronize at both ends only: the trace holds whole steps, and steps between still
-            # overlap.
+            # Synchronize only at both ends: the trace has whole steps, and the steps in between
+            # still overlap.
             if cuda and taken in (0, steps):
                 torch.cuda.synchronize(trainer.device)
             profiler.step()
@@ -559,11 +561,11 @@ def _profile_steps(
     with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
         kernels = read_kernels(json.load(file))
     name = train.device_name(trainer.device)
-    # `span` is set for CPU operators only: with CUDA it means that the trace has no device events.
+    # `span` is set only for CPU operators: with CUDA it means that the trace has no device events.
     if not kernels or (cuda and kernels[0].span is not None):
         raise PlanError(
-            f"The profiler has seen no kernel of {name}. It needs the driver's permission, and "
-            "that no other profiler runs. End that one, or profile with --train.device cpu."
+            f"The profiler recorded no kernel of {name}. It needs the driver's permission, and no "
+            "other profiler may run. Stop the other profiler, or use --train.device cpu."
         )
     what = train.describe_run(trainer.run, trainer.state.parallel, trainer.device)
     return Throughput(
@@ -584,7 +586,7 @@ def _annotate_optimizer(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _record_triton() -> Iterator[None]:
-    """Have the trace show Triton functions with the shapes of their tensors, as it does for aten.
+    """Makes the trace show Triton functions with the shapes of their tensors, as for aten.
 
     Functions that torch compiles record themselves.
     """
