@@ -55,7 +55,7 @@ class PredictedCandidate:
 StyleTest = Callable[[Plan, int], bool]
 STYLES: Mapping[str, StyleTest] = {
     "Megatron": lambda p, node: p.depth == p.col == 1 and p.row <= node,
-    "FSDP": lambda p, node: p.pipe == p.row == p.col == 1,
+    "FSDP": lambda p, node: p.pipe == p.row == p.col == 1 and (p.depth > 1 or p.world_size == 1),
     "AxoNN": lambda p, node: p.pipe == 1,
     RANVIER_STYLE: lambda p, node: True,
 }

@@ -290,7 +290,7 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
     if "FSDP" in same:
         yield "The best FSDP layout is as fast as any other: other axes gain nothing here."
     elif same:
-        yield f"The best {' and the best '.join(same)} layout takes the same time."
+        yield f"The best layout of {' and of '.join(same)} is equally fast."
     for name, times in behind.items():
         if times >= TIE_RATIO:
             one = best[name]
