@@ -1,10 +1,10 @@
-"""Whether faster training learns the same: losses of variants against the eager reference.
+"""Compares the losses of faster training variants with the eager reference.
 
 The reference computes operation by operation in bf16 with fp32 master weights. Each variant takes
-the same steps on the same text from the same initial weights; the reference is also run from
-another seed of its weights. The mean absolute difference of the losses over the last quarter of the
-steps must not be larger between a variant and the reference than between the two seeds; the mean of
-fp8 must lie within 0.5 % of that of the same compiled step in bf16, which differs in nothing else.
+the same steps on the same text from the same initial weights. The reference also runs with another
+seed of its weights. The mean absolute difference of the losses over the last quarter of the steps
+must not be larger between a variant and the reference than between the two seeds. The mean loss of
+fp8 must be within 0.5% of the same compiled step in bf16, which differs only in precision.
 
     python benchmarks/convergence.py --corpus data/corpus --size 0.5b --batch 2 --steps 200
 """
@@ -37,11 +37,11 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 def settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--corpus", required=True, help="folder that `ranvier data prepare` made")
-    parser.add_argument("--size", default="0.5b", help=f"of {', '.join([*SIZES, *TOY])}")
+    parser.add_argument("--corpus", required=True, help="directory from `ranvier data prepare`")
+    parser.add_argument("--size", default="0.5b", help=f"one of {', '.join([*SIZES, *TOY])}")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", help="where all losses go")
+    parser.add_argument("--json", help="file to write all losses to")
     return parser.parse_args()
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     asked = settings()
     known = {**SIZES, **TOY}
     if asked.size not in known:
-        raise SystemExit(f"--size {asked.size} is not known. Sizes are {', '.join(known)}.")
+        raise SystemExit(f"--size {asked.size} is not known. Use one of {', '.join(known)}.")
     shape = known[asked.size][0]
     curves, tail = dict[str, list[float]](), slice(3 * asked.steps // 4, None)
     for name, changes in VARIANTS.items():
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def judged(tails: dict[str, list[float]]) -> bool:
-    """Returns whether every variant is near enough, in words."""
+    """Prints the differences; returns whether every variant is close enough."""
     means = {name: statistics.mean(curve) for name, curve in tails.items()}
     gaps = {
         name: statistics.mean(abs(a - b) for a, b in zip(curve, tails["eager"], strict=True))
@@ -93,14 +93,14 @@ def judged(tails: dict[str, list[float]]) -> bool:
     good = True
     for name, gap in gaps.items():
         shift = means[name] / means["eager"] - 1.0
-        words = f"{name:20} mean difference to eager {gap:.5f}, mean shifted by {shift:+.3%}"
+        words = f"{name:20} mean difference to eager {gap:.5f}, mean loss changed by {shift:+.3%}"
         if name.startswith("fp8"):
             change = means[name] / means["compiled"] - 1.0
-            words += f", by {change:+.3%} of compiled bf16 (at most 0.5 %)"
+            words += f", by {change:+.3%} relative to compiled bf16 (at most 0.5%)"
             good &= abs(change) <= 0.005
         good &= gap <= gaps["other seed"]
         print(words)
-    print("near enough" if good else "a variant is further away than the other seed, or than 0.5 %")
+    print("pass" if good else "FAIL: a variant differs more than the other seed, or by over 0.5%")
     return good
 
 

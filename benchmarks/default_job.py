@@ -1,13 +1,13 @@
-"""The default job against plain PyTorch: the same model, batches and documents on the same cores.
+"""Compares the default job with plain PyTorch: same model, batches, documents and cores.
 
 Usage: python benchmarks/default_job.py [--steps 150] [--turn 1.5] [-- OPTIONS OF ranvier train]
 
 Runs `ranvier train` with its defaults, and a plain PyTorch loop in one process with as many threads
-as there are cores: a model of torch.nn's modules with the same sizes, scaled-dot-product attention
-with a mask for packed documents, cross_entropy, and AdamW in its default form (and once more with
-`fused=True`). All read the same batches. They take turns of a second or two, in which the others
-are stopped: the speed of a shared machine changes by half within a minute. The first steps, and
-those in which a process was stopped, are left out; printed are medians of steps, and their ratio.
+as there are cores: a model of torch.nn modules with the same sizes, scaled-dot-product attention
+with a mask for packed documents, cross_entropy, and AdamW in its default form (and again with
+`fused=True`). All read the same batches. They alternate every second or two while the others are
+stopped, because the speed of a shared machine changes by half within a minute. The first steps, and
+steps in which a process was stopped, are skipped. Prints the medians of steps and their ratio.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ranvier.data.loader import load_micro_batches
 from ranvier.grid import Grid
 
 WARMUP = 5
-"""Steps that are left out."""
+"""Number of first steps to skip."""
 
 
 class Block(nn.Module):
@@ -73,13 +73,13 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions."""
+    """Applies rotary position embeddings."""
     left, right = x.chunk(2, -1)
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
 class Plain(nn.Module):
-    """A Llama of torch's modules."""
+    """A Llama of torch.nn modules."""
 
     def __init__(self, config: DecoderModelConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Plain(nn.Module):
         self.head = nn.Linear(config.embed, config.vocab, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Mean loss of a batch."""
+        """Returns the mean loss of a batch."""
         c, seq = self.config, batch.tokens.shape[1]
         positions = torch.arange(seq) if batch.positions is None else batch.positions
         rates = c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim)
@@ -144,7 +144,7 @@ def train_plain(steps: int, threads: int, out: Path, *, fused: bool) -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A process that trains, and the file in which it writes the seconds of its steps."""
+    """A process that trains, and the file to which it writes the seconds of its steps."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -152,7 +152,7 @@ class Contestant:
 
     @classmethod
     def start(cls, name: str, words: list[str], metrics: Path) -> Contestant:
-        """Starts a command of Python in a session of its own."""
+        """Starts a Python command in its own session."""
         command = [sys.executable, *words]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
         return cls(name, process, metrics)
@@ -165,17 +165,17 @@ class Contestant:
         return [float(json.loads(row)["step_seconds"]) for row in rows]
 
     def running(self) -> bool:
-        """Returns whether it has not ended yet."""
+        """Returns whether the process is still running."""
         return self.process.poll() is None
 
     def send(self, number: int) -> None:
-        """Sends it a signal, if it is there."""
+        """Sends the process a signal, if it exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
 def take_turns(contestants: Sequence[Contestant], turn: float) -> None:
-    """Lets them run to their ends, one at a time."""
+    """Lets the processes run to their ends, one at a time."""
     while any(one.running() for one in contestants):
         for one in contestants:
             if one.running():
@@ -193,15 +193,15 @@ def take_turns(contestants: Sequence[Contestant], turn: float) -> None:
 
 
 def main() -> None:
-    """Takes turns; print medians."""
+    """Alternates between the processes and prints medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150, help="of each (150)")
-    parser.add_argument("--turn", type=float, default=1.5, help="seconds of a turn (1.5)")
+    parser.add_argument("--steps", type=int, default=150, help="steps of each process (150)")
+    parser.add_argument("--turn", type=float, default=1.5, help="seconds per turn (1.5)")
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fused", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("options", nargs="*", help="of ranvier train")
+    parser.add_argument("options", nargs="*", help="options of ranvier train")
     asked = parser.parse_args()
     run, cores = RunConfig(), len(os.sched_getaffinity(0))
     if asked.plain:
@@ -240,10 +240,10 @@ def main() -> None:
                 one.process.wait()
     tokens = run.plan.global_batch * run.data.seq_len
     mine = statistics.median(found["ranvier"])
-    print(f"{tokens} tokens a step, {cores} cores")
+    print(f"{tokens} tokens per step, {cores} cores")
     for name, seconds in found.items():
         median = statistics.median(seconds)
-        ratio = f"ranvier is {median / mine:.2f} x as fast" if name != "ranvier" else ""
+        ratio = f"ranvier is {median / mine:.2f}x as fast" if name != "ranvier" else ""
         print(
             f"{name:<28} {len(seconds):>4} steps, median {median * 1e3:.1f} ms, "
             f"{tokens / median:,.0f} tokens/s  {ratio}"

@@ -1,15 +1,15 @@
-"""What experts communicate: all-to-all bytes against those of duplicated tokens, and recomputation.
+"""Counts all-to-all bytes of experts, with and without duplicated tokens, and in recomputation.
 
-Where ranks of a tensor group hold the same tokens, each of them sends all of them to the experts;
-DeepSpeed-TED drops these duplicates. Here a rank of row and col holds a part of the tokens and of
-their features, so its bytes fall with row·col; the baseline repeats them as often as a group with
-duplicates would. Bytes and calls are counted at torch's fake process group, below our own code, on
-one rank of many; nothing is computed (meta device). Experts are balanced.
+If the ranks of a tensor-parallel group have the same tokens, each of them sends all tokens to the
+experts; DeepSpeed-TED drops these duplicates. In Ranvier a rank of row and col has a part of the
+tokens and of their features, so its bytes decrease with row·col. The baseline repeats them as often
+as a group with duplicates would. Bytes and calls are counted in torch's fake process group, below
+the code of Ranvier, on one of many ranks. Nothing is computed (meta device). Experts are balanced.
 
     python benchmarks/duplicates.py
     python benchmarks/duplicates.py --size moe-tiny --expert 4 --seq 64 --json duplicates.json
 
-Asked for: bytes of a rank that do not grow with row·col; kept collectives add no call.
+Required: the bytes of a rank do not grow with row·col, and saved collectives add no call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MICRO = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A pass forward and backward of a rank."""
+    """A forward and backward pass of a rank."""
 
     row: int
     col: int
@@ -54,7 +54,7 @@ class Row:
 def run_of(
     size: str, *, expert: int, row: int, col: int, seq: int, keep: bool, full: bool
 ) -> RunConfig:
-    """Two layers of a size, of which one is a mixture at least."""
+    """Returns two layers of a size, of which at least one is an MoE layer."""
     plan = Plan(
         data=1,
         expert=expert,
@@ -75,7 +75,7 @@ def run_of(
 
 
 def called(run: RunConfig, *, duplicated: bool = False) -> list[launch.CommCall]:
-    """Calls of a pass forward and backward of the first rank."""
+    """Returns the calls of a forward and backward pass of the first rank."""
     with launch.fake_process_group(run.plan.world_size, 0):
         grid = Grid.from_plan(run.plan, rank=0, connected=True)
         model = build_model(run, grid, META, local_ranks=1)
@@ -103,7 +103,7 @@ def rows(size: str, expert: int, seq: int) -> list[Row]:
 
 
 def repeated(size: str, expert: int, seq: int) -> dict[str, int]:
-    """Calls of a pass on expert x 2 x 2 ranks that computes nothing again, all, or keeps them."""
+    """Returns the calls of a pass on expert x 2 x 2 ranks by recomputation: none, full, saved."""
     ways = {"none": (False, False), "full, rerun": (False, True), "full, save": (True, True)}
     shape = {"expert": expert, "row": 2, "col": 2, "seq": seq}
     return {
@@ -113,7 +113,7 @@ def repeated(size: str, expert: int, seq: int) -> dict[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Count, print, compare."""
+    """Counts, prints and compares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="ted-6.7b-16e")
     parser.add_argument("--expert", type=int, default=16)
@@ -121,20 +121,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", default="")
     asked = parser.parse_args(arguments)
     found = rows(asked.size, asked.expert, asked.seq)
-    print(f"{asked.size}, 2 layers, expert={asked.expert}, {MICRO} x {asked.seq} tokens a pass")
+    print(f"{asked.size}, 2 layers, expert={asked.expert}, {MICRO} x {asked.seq} tokens per pass")
     print(f"{'row':>4}{'col':>4}{'MB sent':>12}{'duplicated':>12}{'times':>8}")
     for one in found:
         times = one.duplicated / one.ours
         sizes = f"{one.ours / 1e6:>12.3f}{one.duplicated / 1e6:>12.3f}"
         print(f"{one.row:>4}{one.col:>4}{sizes}{times:>8.1f}")
     again = repeated(asked.size, asked.expert, asked.seq)
-    print("calls of a pass, row=2 col=2: " + ", ".join(f"{k} {n}" for k, n in again.items()))
+    print("calls per pass, row=2 col=2: " + ", ".join(f"{k} {n}" for k, n in again.items()))
     if asked.json:
         facts = {"rows": [asdict(one) for one in found], "calls": again}
         Path(asked.json).write_text(json.dumps(facts, indent=1))
     grown = [one for one in found if one.ours > found[0].ours]
     good = not grown and again["none"] == again["full, save"] < again["full, rerun"]
-    print("reached" if good else f"missed: {grown} {again}")
+    print("pass" if good else f"FAIL: {grown} {again}")
     return 0 if good else 1
 
 

@@ -1,4 +1,4 @@
-"""Group A: ranks that are killed at each phase, and runs that go on as if they had not been."""
+"""Group A: ranks killed in each phase, and runs that must continue bit-identically."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def at_step(name: str, step: int = 5, who: int = 1) -> dict[str, str]:
 
 
 def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2) -> str:
-    """Returns a run that goes on by itself after a kill, to the bit, from the last save or
-    better.
-    """
+    """Checks that a run continues by itself after a kill, bit-identically, from the last save."""
     ended = stage.run(*RUN, *SAVED, *words, faults=faults, ranks=ranks)
     ended.expect(0, "SIGKILL", "Restarting all ranks from the latest checkpoint")
     run, whole = stage.folder / "run", stage.whole(*words, ranks=ranks)
@@ -48,13 +46,13 @@ def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2)
     begins = json.loads((run / "run.json").read_text())["restarts"]
     lost = launch["failures"][0]["step"] - (begins[-1] if begins else 0)
     check(lost <= 3, f"{lost} steps were lost")
-    return f"{same(run, whole)}, {lost} step(s) again"
+    return f"{same(run, whole)}, {lost} step(s) repeated"
 
 
 # ---- before the first step --------------------------------------------------------------
 
 
-@case("A1", "SIGKILL rank 1 before it meets the others", "71 within 15 s, no orphans")
+@case("A1", "SIGKILL rank 1 before it connects to the others", "71 within 15 s, no orphans")
 def _before_meeting(stage: Stage) -> str:
     code = "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and kill())"
     faults = {"ranvier.launch.process_group": code}
@@ -63,7 +61,7 @@ def _before_meeting(stage: Stage) -> str:
     return f"71 after {ended.seconds:.1f} s"
 
 
-@case("A2", "SIGKILL rank 1 before the model is built", "71 within 5 s of it")
+@case("A2", "SIGKILL rank 1 before the model is built", "71 within 5 s")
 def _before_building(stage: Stage) -> str:
     code = "before(Trainer, 'from_run', lambda *_, **__: rank() == 1 and (mark(), kill()))"
     process = stage.start(*RUN, NEVER, faults={TRAINER: code})
@@ -83,14 +81,14 @@ before(Decoder, "__init__", _no)
 """
     ended = stage.run(*RUN, faults={TRAINER: code}).expect(70, "words of rank 1")
     check(ended.errors.startswith("rank 1: Traceback"), ended.errors[:200])
-    check("rank 0" not in ended.errors, "rank 0 speaks, too")
-    return "70, the traceback of rank 1 only"
+    check("rank 0" not in ended.errors, "rank 0 also reports an error")
+    return "70, only the traceback of rank 1"
 
 
 # ---- in a step --------------------------------------------------------------------------
 
 
-@case("A4 end", "SIGKILL rank 0, host of the store, no restarts", "71 within 5 s")
+@case("A4 end", "SIGKILL rank 0, which hosts the store, no restarts", "71 within 5 s")
 def _store(stage: Stage) -> str:
     code = "before(Trainer, 'issue_step', at(5, 0, lambda: (mark(), kill())))"
     process = stage.start(*RUN, NEVER, faults={TRAINER: code})
@@ -100,7 +98,7 @@ def _store(stage: Stage) -> str:
     return f"71 after {ended.seconds:.1f} s"
 
 
-@case("A4 again", "SIGKILL rank 0, host of the store, in a step", "restart, bit-equal")
+@case("A4 again", "SIGKILL rank 0, which hosts the store, in a step", "restart, bit-equal")
 def _store_again(stage: Stage) -> str:
     return restarted(stage, at_step("issue_step", who=0), ONCE)
 
@@ -140,7 +138,7 @@ for _name in PHASES:
     case(f"A5 {_name}", f"SIGKILL rank 1 in: {_name}", "restart, bit-equal")(partial(_phase, _name))
 
 
-@case("A5 metrics", "SIGKILL rank 0 when it writes a row of metrics", "restart, bit-equal")
+@case("A5 metrics", "SIGKILL rank 0 while it writes a row of metrics", "restart, bit-equal")
 def _metrics(stage: Stage) -> str:
     code = """
 _written = metrics_file
@@ -170,7 +168,7 @@ def _evaluation(stage: Stage) -> str:
         [json.loads(line)["val_loss"] for line in (run / "metrics.jsonl").open()]
         for run in (stage.folder / "run", stage.whole(*words))
     )
-    check(ours == theirs, f"held-out losses {ours}, not {theirs}")
+    check(ours == theirs, f"validation losses {ours}, not {theirs}")
     return done
 
 
@@ -215,7 +213,7 @@ for _name in CALLS:
 
 
 def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
-    """Kills a rank at the n-th call to the disk of saves of these steps; the run goes on."""
+    """Kills a rank at the n-th disk call of the saves of these steps; the run continues."""
     words = ["--checkpoint.interval=2", "--checkpoint.keep-latest=2", f"--train.steps={total}"]
     faults = {TRAINER: POINTS.format(steps=steps, who=who)}
     process = stage.start(*RUN, *words, faults=faults)
@@ -226,14 +224,14 @@ def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
     check(len(killed) >= len(steps) - 2, f"only {len(killed)} kills: {killed}")
     done = same(run, stage.whole(f"--train.steps={total}"))
     left = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
-    check(not left, f"left behind: {left}")
+    check(not left, f"leftover files: {left}")
     begins = told["restarts"]
     near = all(step - 2 <= begin for step, begin in zip(sorted(steps), begins, strict=False))
     check(near, f"restarts from {begins}")
     return f"{len(killed)} kills ({', '.join(sorted({*killed}))}), {done}"
 
 
-@case("A7", "SIGKILL rank 1 in the first save", "begins again and says so, bit-equal")
+@case("A7", "SIGKILL rank 1 in the first save", "starts from scratch and reports it, bit-equal")
 def _first_save(stage: Stage) -> str:
     faults = at_step("save_checkpoint", 2)
     ended = stage.run(*RUN, *SAVED, faults=faults).expect(0, "no committed checkpoint")
@@ -255,7 +253,7 @@ def _committing(stage: Stage) -> str:
     return kills(stage, steps, 0, 16)
 
 
-@case("A10", "SIGKILL rank 0 while it removes an old checkpoint", "what is left is whole")
+@case("A10", "SIGKILL rank 0 while it removes an old checkpoint", "the rest is complete")
 def _removing(stage: Stage) -> str:
     code = """
 from ranvier.checkpoint import directory as _folders
@@ -270,7 +268,7 @@ before(_folders, "_remove_path", _half)
     run = stage.folder / "run"
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     check(names == ["latest", f"step-{STEPS:08}"], str(names))
-    return f"half of it was hidden and is gone, {same(run, stage.whole())}"
+    return f"the half-removed checkpoint is gone, {same(run, stage.whole())}"
 
 
 @case("A11 error", "the writing thread of rank 1 fails: no space", "73 within a step")
@@ -283,7 +281,7 @@ def _thread_end(stage: Stage) -> str:
     return _writer(stage, "raise SystemExit(0)", 71, "before the run was complete")
 
 
-@case("A11 lost", "the writing thread of rank 1 vanishes without a word", "73, not a hang")
+@case("A11 lost", "the writing thread of rank 1 ends silently", "73, not a hang")
 def _thread_lost(stage: Stage) -> str:
     code = """
 from ranvier.checkpoint import async_saver as _saver
@@ -297,7 +295,7 @@ _saver.AsyncSaver._start_thread = _none
     stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(73, "rank-00001.json is not there")
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
-    return "73, nothing half is committed"
+    return "73, no incomplete checkpoint is committed"
 
 
 def _writer(stage: Stage, action: str, code: int, words: str) -> str:
@@ -315,7 +313,7 @@ before(_part, "write_rank_file", _fails)
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     check(steps <= 6, f"{steps} steps were taken")
     stage.run(*RUN, *SAVED).expect(0, "Going on after step 2")
-    return f"{ended.code} after step {steps}, then on from step 2, {same(run, stage.whole())}"
+    return f"{ended.code} after step {steps}, then resumed at step 2, {same(run, stage.whole())}"
 
 
 @case("A12", "SIGKILL rank 1 while it loads", "the next start loads the same, bit-equal")
@@ -333,7 +331,7 @@ before(_load.ElementCopy, "copy_from", _half)
     return f"two restarts, {same(stage.folder / 'run', stage.whole())}"
 
 
-# ---- ends of its own --------------------------------------------------------------------
+# ---- exits without a kill -----------------------------------------------------------------
 
 
 @case("A13", "os._exit(0) of rank 1 in a step", "71, never 0")

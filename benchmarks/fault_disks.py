@@ -1,4 +1,4 @@
-"""Group C: disks that are full, slow, read-only or gone."""
+"""Group C: disks that are full, slow, read-only or missing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ranvier.checkpoint import directory as folders
 from ranvier.cli import checkpoint
 
 WIDE = ["--model.embed=128", "--model.mlp=256"]
-"""A model whose checkpoints have about 3 MB."""
+"""A model with checkpoints of about 3 MB."""
 ON_DISK = ["--train.output-dir=disk/run"]
 
 
 @contextmanager
 def disk(folder: Path, options: str) -> Iterator[Path]:
-    """A small file system of its own in memory."""
+    """Mounts a small file system in memory."""
     folder.mkdir(parents=True)
     if os.geteuid() or _mounted("-t", "tmpfs", "-o", options, "tmpfs", str(folder)):
         raise UnableError("needs root, to mount a small file system")
@@ -40,34 +40,34 @@ def _mounted(*words: str) -> int:
 
 
 def again(stage: Stage, run: Path, *words: str) -> str:
-    """Returns what was committed is whole, and the run goes on from it to the bit."""
+    """Checks that committed checkpoints are intact and that the run resumes bit-identically."""
     kept = folders.find_checkpoints(run / "checkpoints")
     for path in kept:
         with Path(os.devnull).open("w") as null, redirect_stdout(null):
             check(checkpoint.verify_checkpoints(path) == 0, f"{path} is damaged")
     name = str(run.relative_to(stage.folder))
     stage.run(*RUN, *SAVED, *words, f"--train.output-dir={name}").expect(0)
-    return f"{len(kept)} checkpoint(s) as they were, then {same(run, stage.whole(*words))}"
+    return f"{len(kept)} checkpoint(s) intact, then {same(run, stage.whole(*words))}"
 
 
 def clean(ended: Ended) -> None:
-    """No traceback, and what to do is said."""
+    """Checks that the message has a remedy and no traceback."""
     check("Traceback" not in ended.errors, ended.errors[-800:])
     check("Free space" in ended.errors, ended.errors[-800:])
 
 
 def full(stage: Stage, background: str) -> str:
-    """Returns a disk on which the third checkpoint does not fit."""
+    """Runs on a disk on which the third checkpoint does not fit."""
     with disk(stage.folder / "disk", "size=8m") as where:
         words = [*WIDE, f"--checkpoint.async-save={background}"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK)
         ended.expect(73, "No space left on device", "bytes are free", "Warning:")
         clean(ended)
-        check(not _mounted("-o", "remount,size=64m", str(where)), "no remount")
+        check(not _mounted("-o", "remount,size=64m", str(where)), "remount failed")
         return f"73, {again(stage, where / 'run', *words)}"
 
 
-case("C1 behind", "disk full while parts are written, behind the run", "73, good k intact")(
+case("C1 behind", "disk full while parts are written in the background", "73, good k intact")(
     partial(full, background="True")
 )
 case("C1 waiting", "disk full while parts are written, the run waits", "73, good k intact")(
@@ -90,7 +90,7 @@ before({owner}, {name!r}, _fails)
 def failing(
     owner: str, name: str, number: str, *, where: str = "True", times: int = 99, who: int = 0
 ) -> dict[str, str]:
-    """Have calls fail from the save of step 4 on."""
+    """Makes calls fail from the save of step 4 on."""
     text = FAIL.format(owner=owner, name=name, number=number, where=where, times=times, who=who)
     return {TRAINER: NOW + text}
 
@@ -103,7 +103,7 @@ PLACES = {
 
 
 def place(stage: Stage, name: str) -> str:
-    """No space at one point of a commit."""
+    """Runs out of space at one point of a commit."""
     owner, call, where = PLACES[name]
     faults = failing(owner, call, "ENOSPC", where=where)
     ended = stage.run(*RUN, *SAVED, faults=faults).expect(73, "No space left on device")
@@ -112,13 +112,13 @@ def place(stage: Stage, name: str) -> str:
 
 
 for _name in PLACES:
-    case(f"C2 {_name}", f"disk full at: {_name}", "73, goes on bit-equal")(
+    case(f"C2 {_name}", f"disk full at: {_name}", "73, resumes bit-equal")(
         partial(place, name=_name)
     )
 
 
 def error(stage: Stage, number: str) -> str:
-    """Returns an error of the system when a part is written."""
+    """Injects a system error when a part is written."""
     ended = stage.run(*RUN, *SAVED, faults=failing("os", "pwrite", number, who=1))
     text = os.strerror(getattr(errno, number))
     ended.expect(73, text)
@@ -133,7 +133,7 @@ for _name in ("EDQUOT", "EACCES", "ENAMETOOLONG", "ESTALE"):
     )
 
 
-@case("C3 EFBIG", "files may not have more than 100 kB (ulimit -f)", "73, begins again")
+@case("C3 EFBIG", "files larger than 100 kB are not allowed (ulimit -f)", "73, starts again")
 def _large(stage: Stage) -> str:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -144,7 +144,7 @@ def _large(stage: Stage) -> str:
     return f"73, {again(stage, stage.folder / 'run')}"
 
 
-@case("C3 EROFS", "the disk becomes read-only in the run", "73, good k intact")
+@case("C3 EROFS", "the disk becomes read-only during the run", "73, good k intact")
 def _read_only(stage: Stage) -> str:
     with disk(stage.folder / "run" / "checkpoints", "size=64m") as where:
         code = f"""
@@ -158,11 +158,11 @@ before(Trainer, "save_checkpoint", _remount)
         words = ["--checkpoint.async-save=False"]
         ended = stage.run(*RUN, *SAVED, *words, faults=faults).expect(73, "Read-only file system")
         clean(ended)
-        check(not _mounted("-o", "remount,rw", str(where)), "no remount")
+        check(not _mounted("-o", "remount,rw", str(where)), "remount failed")
         return f"73, {again(stage, stage.folder / 'run', *words)}"
 
 
-@case("C4 removed", "the directory of checkpoints is removed in the run", "73, told")
+@case("C4 removed", "the checkpoint directory is removed during the run", "73, reported")
 def _removed(stage: Stage) -> str:
     code = """
 import shutil
@@ -175,7 +175,7 @@ before(Trainer, "issue_step", at(3, 0, lambda: shutil.rmtree("run/checkpoints"))
 
 
 def odd(stage: Stage, what: str) -> str:
-    """Something else lies where the run writes."""
+    """Puts another kind of file where the run writes."""
     run = stage.folder / "run"
     if what == "file":
         stage.folder.mkdir()
@@ -198,20 +198,20 @@ for _name in ("file", "checkpoints", "link"):
         {
             "file": "train.output_dir is a file",
             "checkpoints": "train.output_dir/checkpoints is a file",
-            "link": "train.output_dir/checkpoints leads nowhere",
+            "link": "train.output_dir/checkpoints is a dangling link",
         }[_name],
         "refused",
     )(partial(odd, what=_name))
 
 
-@case("C5", "EIO at the first write, not at the second", "one repetition, bit-equal")
+@case("C5", "EIO at the first write, not at the second", "one retry, bit-equal")
 def _stumbles(stage: Stage) -> str:
     ended = stage.run(*RUN, *SAVED, faults=failing("os", "pwrite", "EIO", times=1)).expect(0)
     check(ended.errors.count("writing again") == 1, ended.errors)
-    return f"told once, {same(stage.folder / 'run', stage.whole())}"
+    return f"reported once, {same(stage.folder / 'run', stage.whole())}"
 
 
-@case("C6", "fsync says EIO", "73, that save is not committed")
+@case("C6", "fsync fails with EIO", "73, that save is not committed")
 def _not_synced(stage: Stage) -> str:
     ended = stage.run(*RUN, *SAVED, faults=failing("os", "fsync", "EIO")).expect(73, "error")
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
@@ -220,7 +220,7 @@ def _not_synced(stage: Stage) -> str:
     return f"73, {again(stage, stage.folder / 'run')}"
 
 
-@case("C7", "a disk slower than the interval of saves", "saves left out with a warning")
+@case("C7", "a disk slower than the interval of saves", "saves skipped with a warning")
 def _slow(stage: Stage) -> str:
     code = """
 from ranvier.train.resume import checkpointer
@@ -235,7 +235,7 @@ before(Trainer, "issue_step", lambda *_, **__: time.sleep(0.05))
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code})
     ended.expect(0, "is still being written")
     count = ended.errors.count("is still being written")
-    return f"{count} left out, {same(stage.folder / 'run', stage.whole())}"
+    return f"{count} skipped, {same(stage.folder / 'run', stage.whole())}"
 
 
 @case("C8", "no inodes left", "73, good k intact")
@@ -243,11 +243,11 @@ def _inodes(stage: Stage) -> str:
     with disk(stage.folder / "disk", "size=64m,nr_inodes=24") as where:
         ended = stage.run(*RUN, *SAVED, *ON_DISK).expect(73, "No space left on device")
         clean(ended)
-        check(not _mounted("-o", "remount,nr_inodes=1000", str(where)), "no remount")
+        check(not _mounted("-o", "remount,nr_inodes=1000", str(where)), "remount failed")
         return f"73, {again(stage, where / 'run')}"
 
 
-@case("C9", "newer checkpoints have older times", "the newest by step, bit-equal")
+@case("C9", "newer checkpoints have older times", "the latest by step is used, bit-equal")
 def _clock(stage: Stage) -> str:
     stage.folder.mkdir()
     stage.run(*RUN, *SAVED).expect(0)
@@ -258,10 +258,10 @@ def _clock(stage: Stage) -> str:
     for path in (old, *old.iterdir()):
         os.utime(path, (0, 0))
     stage.run(*RUN, *SAVED).expect(0, "Going on after step 6", "latest is missing")
-    return f"on from step 6, {same(run, stage.whole())}"
+    return f"resumed at step 6, {same(run, stage.whole())}"
 
 
-@case("C10", "the disk of the metrics is full", "one warning, the run goes on to its end")
+@case("C10", "the disk of the metrics is full", "one warning, the run continues to its end")
 def _no_metrics(stage: Stage) -> str:
     with disk(stage.folder / "disk", "size=2m") as where:
         code = """
@@ -283,10 +283,10 @@ before(Trainer, "issue_step", at(3, 0, _fill))
         (where / "filler").unlink()
         stage.run("report", "disk/run", ranks=0).expect(0)
         kept = len((where / "run" / "metrics.jsonl").read_text().splitlines())
-        return f"exit code 0, {count} warning, {kept} of 20 rows; a report is made of them"
+        return f"exit code 0, {count} warning, {kept} of 20 rows; the report uses them"
 
 
-@case("C11", "1.05 times a checkpoint is free", "a warning, then saved; the next one is 73")
+@case("C11", "1.05 times a checkpoint is free", "a warning, then saved; the next save is 73")
 def _short(stage: Stage) -> str:
     with disk(stage.folder / "disk", "size=16m") as where:
         code = """
@@ -308,4 +308,4 @@ before(Trainer, "issue_step", _fill)
         check("No space" not in early and "step 6" in later, ended.errors)
         names = [path.name for path in folders.find_checkpoints(where / "run" / "checkpoints")]
         check(names == ["step-00000002", "step-00000004"], str(names))
-        return "warned before step 4, which was saved, and before step 6, which was not: 73"
+        return "warning before step 4, which was saved, and before step 6, which was not: 73"

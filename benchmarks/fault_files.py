@@ -1,4 +1,4 @@
-"""Group D: checkpoints that are damaged, of another model or of another grid."""
+"""Group D: checkpoints that are damaged, from another model or from another grid."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 
 
 def base(stage: Stage, *words: str, ranks: int = 2) -> Path:
-    """Returns the directory of a run with checkpoints of steps 2, 4 and 6, two steps from its
+    """Returns the directory of a run with checkpoints at steps 2, 4 and 6, two steps from its
     end.
     """
     run = stage.folder / "run"
@@ -49,14 +49,14 @@ def base(stage: Stage, *words: str, ranks: int = 2) -> Path:
 
 
 def flipped(path: Path, at: int) -> None:
-    """Flip one bit of a file."""
+    """Flips one bit of a file."""
     data = bytearray(path.read_bytes())
     data[at] ^= 1
     path.write_bytes(bytes(data))
 
 
 def within(checkpoint: Path, end: str) -> tuple[Path, int]:
-    """Returns the file and a byte of the first tensor whose name ends so."""
+    """Returns the file and a byte of the first tensor whose name has this ending."""
     manifest = manifests.read_manifest(checkpoint)
     name = next(name for name in manifest.tensors if name.endswith(end))
     part = manifest.tensors[name].shards[0]
@@ -70,7 +70,7 @@ def flip_tensor(end: str) -> Callable[[Path], None]:
 def edited(
     change: Callable[[bytes], bytes], name: str = manifests.MANIFEST_NAME
 ) -> Callable[[Path], None]:
-    """Change the bytes of a file of a checkpoint."""
+    """Returns a function that changes the bytes of a file of a checkpoint."""
 
     def edit(checkpoint: Path) -> None:
         (checkpoint / name).write_bytes(change((checkpoint / name).read_bytes()))
@@ -90,22 +90,22 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "D1 moment": ("a bit of a moment flipped", flip_tensor(".square")),
     "D1 random": ("a bit of the random state flipped", flip_tensor("random.cpu")),
     "D1 data": (
-        "a digit of the place in the data changed",
+        "a digit of the position in the data changed",
         edited(lambda data: data.replace(b'"samples":48', b'"samples":49')),
     ),
     "D2": ("4 kB of zeros in a part", edited(lambda x: x[:8192] + bytes(4096) + x[12288:], SECOND)),
-    "D3 empty": ("a part cut to 0 bytes", edited(lambda x: b"", SECOND)),
-    "D3 half": ("a part cut to half", edited(lambda x: x[: len(x) // 2], FIRST)),
-    "D3 byte": ("the last byte of a part cut off", edited(lambda x: x[:-1], FIRST)),
+    "D3 empty": ("a part truncated to 0 bytes", edited(lambda x: b"", SECOND)),
+    "D3 half": ("a part truncated to half", edited(lambda x: x[: len(x) // 2], FIRST)),
+    "D3 byte": ("the last byte of a part removed", edited(lambda x: x[:-1], FIRST)),
     "D4 missing": ("a part removed", lambda checkpoint: (checkpoint / SECOND).unlink()),
     "D4 swapped": ("two parts swapped", _swap),
     "D5 missing": (
         "no manifest",
         lambda checkpoint: (checkpoint / manifests.MANIFEST_NAME).unlink(),
     ),
-    "D5 cut": ("the manifest cut to half", edited(lambda x: x[: len(x) // 2])),
+    "D5 cut": ("the manifest truncated to half", edited(lambda x: x[: len(x) // 2])),
     "D5 empty": ("an empty manifest", edited(lambda x: b"")),
-    "D5 text": ("a manifest that is no JSON", edited(lambda x: b"hello\n")),
+    "D5 text": ("a manifest that is not JSON", edited(lambda x: b"hello\n")),
     "D5 digest": (
         "a digit of the digest in the manifest changed",
         edited(lambda x: x[:11] + (b"1" if x[11:12] == b"0" else b"0") + x[12:]),
@@ -114,7 +114,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 def damaged(stage: Stage, name: str) -> str:
-    """Damages the newest checkpoint; the one before is taken."""
+    """Damages the latest checkpoint; the previous one must be used."""
     run = base(stage)
     before = (run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME).read_bytes()
     DAMAGE[name][1](run / "checkpoints" / NEWEST)
@@ -123,23 +123,23 @@ def damaged(stage: Stage, name: str) -> str:
         check(path.read_bytes() != before, "nothing was changed")
     ended = stage.run("train", "run").expect(0, "damaged, not used", NEWEST)
     check("Going on after step 4" in ended.out, ended.out)
-    check((run / "checkpoints" / f"aside-{NEWEST}-1").is_dir(), "it was not set aside")
-    return f"'damaged, not used', on from step 4, {same(run, stage.whole())}"
+    check((run / "checkpoints" / f"aside-{NEWEST}-1").is_dir(), "it was not moved aside")
+    return f"'damaged, not used', resumed at step 4, {same(run, stage.whole())}"
 
 
 for _name, (_words, _) in DAMAGE.items():
-    case(_name, _words, "the one before is taken, bit-equal")(partial(damaged, name=_name))
+    case(_name, _words, "the previous one is used, bit-equal")(partial(damaged, name=_name))
 
 
-@case("D4 foreign", "a foreign file in a checkpoint", "ignored, bit-equal")
+@case("D4 foreign", "an unknown file in a checkpoint", "ignored, bit-equal")
 def _foreign(stage: Stage) -> str:
     run = base(stage)
     (run / "checkpoints" / NEWEST / "notes.txt").write_text("mine")
     stage.run("train", "run").expect(0, "Going on after step 6")
-    return f"on from step 6, {same(run, stage.whole())}"
+    return f"resumed at step 6, {same(run, stage.whole())}"
 
 
-@case("D5 version", "a manifest of a later version", "refused (76), never begun anew")
+@case("D5 version", "a manifest of a later version", "refused (76), never restarted from scratch")
 def _version(stage: Stage) -> str:
     run = base(stage)
     path = run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME
@@ -162,7 +162,7 @@ POINTERS = {
 
 
 def pointer(stage: Stage, name: str) -> str:
-    """Change what `latest` says."""
+    """Changes the content of `latest`."""
     run, (text, code) = base(stage), POINTERS[name]
     path = run / "checkpoints" / "latest"
     path.unlink() if text is None else path.write_text(text)
@@ -171,16 +171,16 @@ def pointer(stage: Stage, name: str) -> str:
         ended.expect(code, "Remove it")
         return f"{code}"
     ended.expect(0, "the newest checkpoint is step-00000006", "Going on after step 6")
-    return f"told, on from step 6, {same(run, stage.whole())}"
+    return f"reported, resumed at step 6, {same(run, stage.whole())}"
 
 
 for _name, (_, _code) in POINTERS.items():
-    case(f"D6 {_name}", f"latest is {_name}", "77" if _code else "told, newest taken")(
+    case(f"D6 {_name}", f"latest is {_name}", "77" if _code else "reported, latest step used")(
         partial(pointer, name=_name)
     )
 
 
-@case("D7", "all checkpoints damaged", "66, each named with its damage")
+@case("D7", "all checkpoints damaged", "66, each listed with its damage")
 def _all(stage: Stage) -> str:
     run = base(stage)
     found = folders.find_checkpoints(run / "checkpoints")
@@ -189,10 +189,10 @@ def _all(stage: Stage) -> str:
     ended = stage.run("train", "run").expect(66, *(path.name for path in found))
     check("resume=never" in ended.errors, ended.errors)
     check([*folders.find_checkpoints(run / "checkpoints")] == found, "they were moved")
-    return "66, three named, none touched"
+    return "66, three listed, none changed"
 
 
-@case("D8", "checkpoint.resume names an empty directory", "66 before the first step")
+@case("D8", "checkpoint.resume is an empty directory", "66 before the first step")
 def _empty(stage: Stage) -> str:
     (stage.folder / "empty").mkdir(parents=True)
     stage.run(*RUN, "--checkpoint.resume=empty").expect(66, "has no checkpoint")
@@ -211,7 +211,7 @@ def _other(stage: Stage) -> str:
     names = [word[2:].partition("=")[0] for word in words]
     ended = stage.run("train", "run", *words).expect(66, *names)
     check("Traceback" not in ended.errors, ended.errors)
-    return f"66, {', '.join(names)} are named"
+    return f"66, lists {', '.join(names)}"
 
 
 @case("D10", "names and shapes differ; then --checkpoint.strict", "66 with a list; then runs")
@@ -220,7 +220,7 @@ def _names(stage: Stage) -> str:
     words = ["--model.layers=3", "--checkpoint.allow-config-mismatch=True"]
     stage.run("train", "run", *words).expect(66, "blocks.2.")
     stage.run("train", "run", *words, "--checkpoint.strict=False").expect(0, "so left as they are")
-    return f"66 with names; partial: {len(rows(run))} steps"
+    return f"66 with names; not strict: {len(rows(run))} steps"
 
 
 GRIDS = {
@@ -244,7 +244,7 @@ def axes(grid: str) -> list[str]:
 
 
 def regridded(stage: Stage, name: str) -> str:
-    """Go on from a checkpoint on another grid."""
+    """Resumes from a checkpoint on another grid."""
     old, new, ranks = GRIDS[name]
     world = 4 if "," in old else 1 if old == "data=1" else 2
     run = base(stage, *axes(old), ranks=world)
@@ -282,14 +282,14 @@ before(Trainer, "run_steps", _again)
     return f"{len(one)} tensors equal, {same(run, stage.whole())}"
 
 
-@case("D13 moments", "another type of moments", "66")
+@case("D13 moments", "another dtype of moments", "66")
 def _moments(stage: Stage) -> str:
     base(stage)
     stage.run("train", "run", "--optim.state-dtype=bf16").expect(66, "optim.state_dtype='bf16'")
-    return "66, told which setting"
+    return "66, lists the setting"
 
 
-@case("D13 length", "another number of steps, so another schedule", "told, goes on")
+@case("D13 length", "another number of steps, so another schedule", "reported, continues")
 def _length(stage: Stage) -> str:
     run = base(stage)
     stage.run("train", "run", "--train.steps=10").expect(0, "changed: train.steps from 8 to 10")
@@ -297,7 +297,7 @@ def _length(stage: Stage) -> str:
     return "'changed: train.steps from 8 to 10'"
 
 
-@case("D14", "a norm weight of rank 1 changed on row=2 before a save", "74, not saved, named")
+@case("D14", "a norm weight of rank 1 changed on row=2 before a save", "74, not saved, reported")
 def _drift(stage: Stage) -> str:
     code = """
 def _drift(self, **_):
@@ -314,7 +314,7 @@ before(Trainer, "save_checkpoint", _drift)
     return f"74: {ended.errors.splitlines()[0][:90]}"
 
 
-@case("D15", "weights that are no numbers", "not saved (74); such a checkpoint is warned of")
+@case("D15", "non-finite weights", "not saved (74); loading such a checkpoint warns")
 def _bad(stage: Stage) -> str:
     poison = """
 from ranvier.train.resume import checkpointing
@@ -363,7 +363,7 @@ def _many(stage: Stage) -> str:
 
 
 def linked(stage: Stage, kind: str) -> str:
-    """Returns a part that is no plain file of its own."""
+    """Replaces a part by a link or a pipe."""
     run = base(stage)
     path = run / "checkpoints" / NEWEST / SECOND
     path.rename(stage.folder / "moved")
@@ -381,7 +381,7 @@ for _name in ("symlink", "hard link", "pipe"):
     case(f"D17 {_name}", f"a part is a {_name}", "77, nothing blocks")(partial(linked, kind=_name))
 
 
-@case("D18", "checkpoints are read while newer ones replace them", "whole, or a clean error")
+@case("D18", "checkpoints are read while newer ones replace them", "complete, or a clean error")
 def _reader(stage: Stage) -> str:
     words = ["--checkpoint.interval=1", "--checkpoint.keep-latest=1", "--train.steps=60"]
     process, good, gone = stage.start(*RUN, *words), 0, 0
@@ -398,4 +398,4 @@ def _reader(stage: Stage) -> str:
             time.sleep(0.05)
     process.end().expect(0)
     check(good > 0, f"{good} reads")
-    return f"{good} whole, {gone} refused as gone"
+    return f"{good} complete, {gone} refused as missing"

@@ -1,4 +1,4 @@
-"""Groups E, F and G as far as whole runs show them: data, settings and numbers that are wrong."""
+"""Groups E, F and G, as far as whole runs show them: wrong data, settings and numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ranvier.checkpoint import directory as folders
 
 
 def corpus(stage: Stage, times: int = 200) -> list[str]:
-    """Returns a text of one's own, as options."""
+    """Writes a small text corpus; returns the options that use it."""
     stage.folder.mkdir(exist_ok=True)
     lines = (f"Line {n} of {times} says {n * n}.\n" for n in range(times))
     (stage.folder / "text.txt").write_text("".join(lines))
     return ["--data.sources=text.txt"]
 
 
-@case("E2", "on with other micro-batches and half the ranks", "losses within 1e-6")
+@case("E2", "resumed with other micro-batches and half the ranks", "losses within 1e-6")
 def _micro(stage: Stage) -> str:
     run = base(stage)
     words = ["--plan.data=1", "--plan.micro-batch=2"]
@@ -28,7 +28,7 @@ def _micro(stage: Stage) -> str:
     return close(run, stage.whole())
 
 
-@case("E3", "the text was changed; then other_data", "65 with fingerprints; then goes on")
+@case("E3", "the text was changed; then other_data", "65 with fingerprints; then continues")
 def _changed(stage: Stage) -> str:
     words = corpus(stage)
     code = "before(Trainer, 'issue_step', at(5, 0, lambda: kill(signal.SIGTERM)))"
@@ -38,11 +38,11 @@ def _changed(stage: Stage) -> str:
     stage.run("train", "run", "--checkpoint.allow-data-mismatch=True").expect(
         0, "Going on after step"
     )
-    return "65, then on with other_data"
+    return "65, then continues with other_data"
 
 
 def no_text(stage: Stage, what: str) -> str:
-    """Returns a corpus that cannot be read."""
+    """Uses a corpus that cannot be read."""
     words = corpus(stage)
     path = stage.folder / "text.txt"
     path.unlink()
@@ -60,15 +60,15 @@ for _name in ("missing", "empty"):
     )
 
 
-@case("E6", "a text shorter than one batch", "read again, finite losses")
+@case("E6", "a text shorter than one batch", "read repeatedly, finite losses")
 def _short(stage: Stage) -> str:
     stage.run(*RUN, *corpus(stage, 12), "--data.validation-fraction=0").expect(0)
-    check(len(rows(stage.folder / "run")) == 8, "other steps")
+    check(len(rows(stage.folder / "run")) == 8, "wrong number of steps")
     return "8 steps"
 
 
 def loading(stage: Stage, action: str, code: int) -> str:
-    """Returns the thread that reads data on rank 1 fails."""
+    """Makes the thread that reads data fail on rank 1."""
     text = f"""
 _loaded = Trainer._batch_maker
 def _bad(self):
@@ -86,19 +86,19 @@ Trainer._batch_maker = _bad
     return f"{code}: {ended.errors.strip()[:80]}"
 
 
-case("E8 error", "reading data fails on rank 1 (EIO)", "65, rank named")(
+case("E8 error", "reading data fails on rank 1 (EIO)", "65, names the rank")(
     partial(loading, action="fail(errno.EIO)", code=65)
 )
-case("E8 hang", "reading data hangs on rank 1, timeout 6 s", "72, rank named")(
+case("E8 hang", "reading data hangs on rank 1, timeout 6 s", "72, names the rank")(
     partial(loading, action="time.sleep(40)", code=72)
 )
 
 
 def refused(stage: Stage, words: tuple[str, ...], says: str) -> str:
-    """Returns the settings that cannot be."""
+    """Checks that invalid settings are refused."""
     ended = stage.run(*RUN, *words).expect(64, says)
     check("Traceback" not in ended.errors, ended.errors[-500:])
-    check(not (stage.folder / "run").exists(), "a directory was made")
+    check(not (stage.folder / "run").exists(), "a directory was created")
     return f"64: {ended.errors.strip()[:90]}"
 
 
@@ -114,7 +114,7 @@ for _name, _words, _says in (
     )
 
 
-@case("F4", "ranks with different settings (as of another launcher)", "64, keys and ranks named")
+@case("F4", "ranks with different settings (another launcher)", "64, names keys and ranks")
 def _unequal(stage: Stage) -> str:
     from ranvier.launch import find_free_port
 
@@ -134,17 +134,17 @@ def _unequal(stage: Stage) -> str:
     check([end.code for end in ends] == [64, 64], f"exit codes {[end.code for end in ends]}")
     text = "".join(end.errors for end in ends)
     check("optim.lr" in text and "rank 1" in text, text)
-    return "64 on both, optim.lr and rank 1 named"
+    return "64 on both, names optim.lr and rank 1"
 
 
-@case("F9", "on with another number of steps and another batch", "told, goes on")
+@case("F9", "resumed with another number of steps and another batch", "reported, continues")
 def _longer(stage: Stage) -> str:
     base(stage)
     words = ["--train.steps=9", "--plan.global-batch=4", "--plan.micro-batch=-1"]
     stage.run("train", "run", *words).expect(
         0, "changed: train.steps", "changed: plan.global_batch"
     )
-    return "both are told"
+    return "both are reported"
 
 
 # ---- numbers ----------------------------------------------------------------------------
@@ -163,25 +163,25 @@ Trainer.from_run = _poisoned
 """
 
 
-@case("G1", "a NaN on rank 1 in one step", "left out on all ranks, counted")
+@case("G1", "a NaN on rank 1 in one step", "skipped on all ranks, counted")
 def _one_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4,))}
     stage.run(*RUN, *SAVED, faults=faults).expect(0, "that makes 1 of guard.max_skipped_steps=10")
     found = [row["step"] for row in rows(stage.folder / "run") if row["skipped"]]
-    check(found == [4], f"left out: {found}")
-    return "step 5 left out, told, the run ends well"
+    check(found == [4], f"skipped: {found}")
+    return "step 5 skipped and reported, the run finishes"
 
 
-@case("G3", "a NaN on rank 1 in more steps than allowed", "74, a checkpoint is named")
+@case("G3", "a NaN on rank 1 in more steps than allowed", "74, names a checkpoint")
 def _many_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4, 5, 6))}
     ended = stage.run(*RUN, *SAVED, "--guard.max-skipped-steps=1", faults=faults)
     ended.expect(74, "go on from run/checkpoints/step-0000000")
     check(folders.find_checkpoints(stage.folder / "run" / "checkpoints"), "no checkpoint")
-    return "74, checkpoint named"
+    return "74, names a checkpoint"
 
 
-@case("G6", "a bit of a weight flips on rank 1", "74 at the next comparison, rank named")
+@case("G6", "a bit of a weight flips on rank 1", "74 at the next comparison, names the rank")
 def _flip(stage: Stage) -> str:
     code = """
 def _flip(self, *_, **__):
@@ -198,7 +198,7 @@ before(Trainer, "compare_replicas", _flip)
 
 
 def resumed(stage: Stage, grid: str) -> str:
-    """Returns a run that is stopped and goes on, on one grid."""
+    """Stops a run and resumes it on the same grid."""
     code = "before(Trainer, 'issue_step', at(3, 1, lambda: kill(signal.SIGTERM)))"
     stage.run(*RUN, f"--plan.{grid}", faults={TRAINER: code}).expect(75)
     stage.run("train", "run").expect(0, "Going on after step")

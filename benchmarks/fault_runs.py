@@ -1,7 +1,7 @@
-"""Runs to which something happens: real `ranvier train` processes, and faults put into them.
+"""Runs with injected faults: real `ranvier train` processes, and code injected into them.
 
-A fault is code that a process runs when it has imported a module. Nothing in the package knows of
-it: a `sitecustomize` beside the run brings it in.
+A fault is code that a process runs after it has imported a module. The package does not know about
+it: a `sitecustomize` next to the run injects it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL = [
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
     *("--model.vocab", "260", "--train.eval-interval", "0", "--train.sample-prompt", ""),
 ]
-"""A run of a few hundredths of a second a step."""
+"""A run with a few hundredths of a second per step."""
 STEPS = 8
 RUN = ["train", *SMALL, "--train.output-dir", "run", "--train.steps", str(STEPS)]
 SAVED = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
@@ -39,7 +39,7 @@ HANG_SECONDS = 90.0
 ORPHAN_SECONDS = 5.0
 """How long processes of a run may outlive it."""
 PATIENCE = [1.0]
-"""What limits of time are multiplied by: more on a machine that does other things, too."""
+"""Factor on time limits: larger on a busy machine."""
 TRAINER = "ranvier.train.trainer"
 SITE = """
 import importlib.util, sys
@@ -81,7 +81,7 @@ def kill(number=9):
     os.kill(os.getpid(), number)
 
 def mark(name="there"):
-    """Tell whoever watches that this point was reached, and by which process."""
+    """Tell the observer that this point was reached, and by which process."""
     hidden = os.path.join(HERE, f"{name}-{os.getpid()}")  # several ranks may come here
     with open(hidden, "w") as file:
         file.write(str(os.getpid()))
@@ -99,7 +99,7 @@ def before(owner, name, action):
     setattr(owner, name, patched)
 
 def at(step, who, action, name="once"):
-    """An action of one rank when its trainer has taken so many steps; once, unless name is ""."""
+    """An action of one rank after so many steps of its trainer; once, unless name is ""."""
     def met(self, *_, **__):
         if self.state.step == step and self.grid.rank == who and (not name or first(name)):
             action()
@@ -108,15 +108,15 @@ def at(step, who, action, name="once"):
 
 
 class WrongError(Exception):
-    """What happened is not what has to."""
+    """The result is not the expected one."""
 
 
 class UnableError(Exception):
-    """This machine cannot play a case."""
+    """This machine cannot run a case."""
 
 
 def check(good: object, words: str) -> None:
-    """Refuse what is not as expected."""
+    """Raises if a condition does not hold."""
     if not good:
         raise WrongError(words)
 
@@ -131,7 +131,7 @@ class Ended:
     seconds: float
 
     def expect(self, code: int, *words: str, within: float = 0.0) -> Ended:
-        """Refuse another exit code, missing words, or too long a time."""
+        """Raises on another exit code, missing words, or too long a time."""
         text = self.out + self.errors
         check(self.code == code, f"exit code {self.code}, not {code}: {self.errors[-600:]}")
         for word in words:
@@ -142,7 +142,7 @@ class Ended:
 
 
 def alive(folder: Path) -> list[int]:
-    """Processes that work in a folder."""
+    """Returns the processes that work in a directory."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -157,14 +157,14 @@ def alive(folder: Path) -> list[int]:
 
 @dataclass
 class Process:
-    """A command that has begun."""
+    """A command that has been started."""
 
     folder: Path
     child: subprocess.Popen[str]
     began: float = field(default_factory=time.monotonic)
 
     def when(self, name: str = "there", seconds: float = 40.0) -> int:
-        """Waits until a process of the run has reached a mark; its id."""
+        """Waits until a process of the run has reached a mark; returns its id."""
         limit = time.monotonic() + seconds * PATIENCE[0]
         while not (self.folder / name).exists():
             if self.child.poll() is not None or time.monotonic() > limit:
@@ -174,12 +174,12 @@ class Process:
         return int((self.folder / name).read_text())
 
     def tell(self, number: int) -> float:
-        """Sends a signal to the launcher; when."""
+        """Sends a signal to the launcher; returns the time."""
         self.child.send_signal(number)
         return time.monotonic()
 
     def end(self, seconds: float = HANG_SECONDS) -> Ended:
-        """Waits for the end; a hang and orphans are wrong."""
+        """Waits for the end. A hang or an orphan is an error."""
         try:
             out, errors = self.child.communicate(timeout=seconds * PATIENCE[0])
         except subprocess.TimeoutExpired:
@@ -198,15 +198,15 @@ class Process:
 
 @dataclass
 class Stage:
-    """A folder in which a case is played."""
+    """A directory in which a case runs."""
 
     folder: Path
     root: Path
-    """The folder of all cases; runs that nobody disturbs are shared."""
+    """The directory of all cases; undisturbed runs are shared."""
     seed: int = 0
 
     def draw(self) -> random.Random:
-        """Random numbers that are the same each time."""
+        """Returns random numbers that are the same each time."""
         return random.Random(f"{self.seed} {self.folder.name}")
 
     def start(
@@ -217,7 +217,7 @@ class Stage:
         environment: Mapping[str, str] | None = None,
         begin: Callable[[], None] | None = None,
     ) -> Process:
-        """Begins a command; faults: code by the module whose import it follows."""
+        """Starts a command. faults: code by the module after whose import it runs."""
         self.folder.mkdir(exist_ok=True)
         (self.folder / "injected.py").write_text(INJECTED)
         (self.folder / "sitecustomize.py").write_text(SITE.format(faults=dict(faults or {})))
@@ -240,7 +240,7 @@ class Stage:
         return self.start(*words, **how).end()
 
     def whole(self, *words: str, ranks: int = 2) -> Path:
-        """Returns the directory of a run that nobody disturbs, made once."""
+        """Returns the directory of an undisturbed run, which is made once."""
         words = tuple(word for word in words if not word.startswith("--launch"))
         name = "whole-" + "-".join(word.lstrip("-").replace("/", "_") for word in words)
         stage = Stage(self.root / f"{name}-{ranks}", self.root)
@@ -252,7 +252,7 @@ class Stage:
 
 
 def _paths() -> list[str]:
-    """Returns where the package is, also for processes of another directory."""
+    """Returns the paths of the package, also for processes in another directory."""
     package = str(Path(folders.__file__).resolve().parents[2])
     return [package, *filter(None, [os.environ.get("PYTHONPATH", "")])]
 
@@ -268,7 +268,7 @@ def losses(run: Path) -> list[float]:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Returns all tensors of the newest checkpoint of a run."""
+    """Returns all tensors of the latest checkpoint of a run."""
     found = folders.find_checkpoints(run / "checkpoints")
     check(found, f"{run} has no checkpoint")
     return read(found[-1])
@@ -283,7 +283,7 @@ def read(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Returns the names of tensors that are not the same bits."""
+    """Returns the names of tensors that are not bit-identical."""
     return [
         name
         for name in sorted({*one, *other})
@@ -292,16 +292,16 @@ def differing(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def soon(began: float, limit: float) -> float:
-    """Returns the seconds since a moment; refused if they are too many."""
+    """Returns the seconds since a time; raises if they exceed the limit."""
     seconds = time.monotonic() - began
     check(seconds < limit * PATIENCE[0], f"took {seconds:.1f} s, not {limit:g}")
     return seconds
 
 
 def same(run: Path, whole: Path, *, weights: bool = True) -> str:
-    """Refuse losses or tensors that are not those of an undisturbed run, to the bit."""
+    """Raises if losses or tensors are not bit-identical to an undisturbed run."""
     ours, theirs = rows(run), rows(whole)
-    check([row["step"] for row in ours] == [*range(len(theirs))], f"{run}: other steps")
+    check([row["step"] for row in ours] == [*range(len(theirs))], f"{run}: wrong steps")
     odd = [a["step"] for a, b in zip(ours, theirs, strict=True) if a["loss"] != b["loss"]]
     check(not odd, f"losses differ from step {odd[:1]}")
     if weights:
@@ -311,7 +311,7 @@ def same(run: Path, whole: Path, *, weights: bool = True) -> str:
 
 
 def close(run: Path, whole: Path, bound: float = 1e-6) -> str:
-    """Refuse losses that differ from an undisturbed run's by more than rounding."""
+    """Raises if losses differ from an undisturbed run by more than rounding."""
     pairs = list(zip(losses(run), losses(whole), strict=True))
     worst = max(abs(a - b) / abs(b) for a, b in pairs)
     check(worst <= bound, f"losses differ by {worst:.2g}")
@@ -323,7 +323,7 @@ def close(run: Path, whole: Path, bound: float = 1e-6) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """Something that is done to a run, and what has to happen."""
+    """A fault in a run, and the expected result."""
 
     name: str
     done: str

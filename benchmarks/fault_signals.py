@@ -1,4 +1,4 @@
-"""Group A: signals, hangs, crash loops, other runs in the way; runs that shrink."""
+"""Group A: signals, hangs, crash loops, conflicting runs, and runs that shrink."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from fault_runs import (
 from ranvier.checkpoint import directory as folders
 
 SLOW = "before(Trainer, 'issue_step', lambda self, *_, **__: time.sleep(0.1))\n"
-"""Steps that are long enough for a signal to come between."""
+"""Steps long enough for a signal to arrive in between."""
 THERE = SLOW + "before(Trainer, 'issue_step', at(3, 1, mark))\n"
 
 
 def stopped(stage: Stage, ended: Ended) -> str:
-    """Returns a run that stopped: saved once, and going on to the bit."""
+    """Checks that a stopped run was saved once and resumes bit-identically."""
     ended.expect(75, "saved in")
     run = stage.folder / "run"
     done = len(rows(run))
@@ -49,7 +49,7 @@ def stopped(stage: Stage, ended: Ended) -> str:
 
 
 def told(stage: Stage, number: int, *, worker: bool) -> str:
-    """Returns a signal to the launcher or to a rank in a step."""
+    """Sends a signal to the launcher or to a rank in a step."""
     process = stage.start(*RUN, faults={TRAINER: THERE})
     pid = process.when()
     if worker:
@@ -72,12 +72,12 @@ for _id, _number, _worker in (
     case(
         _id,
         f"{_number.name} to {'one rank' if _worker else 'the launcher'} in a step",
-        "75, saved, goes on bit-equal",
+        "75, saved, resumes bit-equal",
     )(partial(told, number=_number, worker=_worker))
 
 
 def twice(stage: Stage, number: int, code: int) -> str:
-    """Two signals in a long step."""
+    """Sends two signals in a long step."""
     faults = {TRAINER: "before(Trainer, 'issue_step', at(3, 0, lambda: (mark(), time.sleep(30))))"}
     process = stage.start(*RUN, *SAVED, faults=faults)
     process.when()
@@ -92,13 +92,13 @@ def twice(stage: Stage, number: int, code: int) -> str:
     return f"{code} after {seconds:.1f} s"
 
 
-case("A15 twice", "a second SIGTERM", "143 at once")(
+case("A15 twice", "a second SIGTERM", "143 immediately")(
     partial(twice, number=signal.SIGTERM, code=143)
 )
 case("A20", "Ctrl-C, Ctrl-C", "130 within 2 s")(partial(twice, number=signal.SIGINT, code=130))
 
 
-@case("A18", "SIGTERM while a save runs", "that save is finished once, 75")
+@case("A18", "SIGTERM during a save", "that save is finished once, 75")
 def _in_save(stage: Stage) -> str:
     code = """
 from ranvier.checkpoint import checksummed_file as _blocks
@@ -153,7 +153,7 @@ WAITS = {
 
 
 def waiting(stage: Stage, name: str) -> str:
-    """SIGTERM while ranks wait for something."""
+    """Sends SIGTERM while ranks wait for something."""
     module, code, saves = WAITS[name]
     words = (
         ["--train.eval-interval=4", "--data.validation-fraction=0.3"]
@@ -173,7 +173,7 @@ for _name in WAITS:
     case(f"A19 {_name}", f"SIGTERM in: {_name}", "75 within 10 s")(partial(waiting, name=_name))
 
 
-@case("A19 compile", "SIGTERM while blocks are compiled", "75 once the step is done")
+@case("A19 compile", "SIGTERM while blocks are compiled", "75 after the step")
 def _compiling(stage: Stage) -> str:
     check(shutil.which("g++"), "no compiler")
     code = "before(Trainer, 'issue_step', at(0, 1, mark))"
@@ -197,7 +197,7 @@ def _launcher(stage: Stage) -> str:
     process.end()
     left = alive(stage.folder)
     check(not left, f"left: {left}")
-    return f"none is left after {time.monotonic() - began:.1f} s"
+    return f"no process left after {time.monotonic() - began:.1f} s"
 
 
 # ---- hangs and loops --------------------------------------------------------------------
@@ -215,7 +215,7 @@ def _stopped(stage: Stage) -> str:
 
 
 def hung(stage: Stage, action: str) -> str:
-    """Returns a rank that does not come back."""
+    """Checks a run in which a rank hangs."""
     code = f"before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), {action})))"
     process = stage.start(*RUN, *SAVED, "--launch.watchdog-seconds=8", faults={TRAINER: code})
     process.when()
@@ -228,7 +228,7 @@ def hung(stage: Stage, action: str) -> str:
     return f"72 after {seconds:.1f} s, stacks and collectives shown"
 
 
-case("A23", "SIGSTOP rank 1 for ever, watchdog 8 s", "72 within 8 + 5 s, stacks")(
+case("A23", "SIGSTOP rank 1 forever, watchdog 8 s", "72 within 8 + 5 s, stacks")(
     partial(hung, action="kill(signal.SIGSTOP)")
 )
 case("A24", "rank 1 holds its interpreter (C sleep), watchdog 8 s", "72 by the launcher")(
@@ -236,7 +236,7 @@ case("A24", "rank 1 holds its interpreter (C sleep), watchdog 8 s", "72 by the l
 )
 
 
-@case("A25", "rank 1 dies at the same step each time", "93 after 3 restarts")
+@case("A25", "rank 1 crashes at the same step each time", "93 after 3 restarts")
 def _loop(stage: Stage) -> str:
     code = "before(Trainer, 'issue_step', at(5, 1, kill, ''))"
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(93, "3 consecutive restarts")
@@ -244,7 +244,7 @@ def _loop(stage: Stage) -> str:
     return "93 after 3 restarts"
 
 
-@case("A26", "6 kills of random ranks at random steps of 60", "bit-equal, goodput told")
+@case("A26", "6 kills of random ranks at random steps of 60", "bit-equal, reports goodput")
 def _random(stage: Stage) -> str:
     draw = stage.draw()
     steps = sorted(draw.sample(range(3, 58), 6))
@@ -256,17 +256,17 @@ def _random(stage: Stage) -> str:
     process = stage.start(*RUN, *words, "--checkpoint.interval=3", faults={TRAINER: code})
     ended = process.end(180.0).expect(0)
     run = stage.folder / "run"
-    told = json.loads((run / "run.json").read_text())
-    count = len(told["launches"][0]["failures"])
+    facts = json.loads((run / "run.json").read_text())
+    count = len(facts["launches"][0]["failures"])
     check(count == 6, f"{count} restarts")
     done = same(run, stage.whole(*words))
-    return f"killed at {steps}: {done}, goodput {told['goodput']:.0%} of {ended.seconds:.0f} s"
+    return f"killed at {steps}: {done}, goodput {facts['goodput']:.0%} of {ended.seconds:.0f} s"
 
 
-# ---- others in the way ------------------------------------------------------------------
+# ---- conflicting runs -------------------------------------------------------------------
 
 
-@case("A27 lock", "a process of an earlier run holds the directory", "77 within 5 s, names it")
+@case("A27 lock", "a process of an earlier run locks the directory", "77 within 5 s, names it")
 def _locked(stage: Stage) -> str:
     (stage.folder / "run").mkdir(parents=True)
     code = (
@@ -291,7 +291,7 @@ def _locked(stage: Stage) -> str:
     return f"77 after {ended.seconds:.1f} s, process named"
 
 
-@case("A27 port", "another process listens at MASTER_PORT", "71, address told; not a hang")
+@case("A27 port", "another process listens on MASTER_PORT", "71 with the address; not a hang")
 def _port(stage: Stage) -> str:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -301,7 +301,9 @@ def _port(stage: Stage) -> str:
         ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         words = [*RUN, "--train.comm-timeout-seconds=5"]
         ended = stage.run(*words, ranks=0, environment=ranks).expect(71, f"127.0.0.1:{port}")
-    return f"71 after {ended.seconds:.1f} s, {'in use' if 'EADDRINUSE' in ended.errors else 'told'}"
+    return (
+        f"71 after {ended.seconds:.1f} s, {'in use' if 'EADDRINUSE' in ended.errors else 'other'}"
+    )
 
 
 @case("A28", "a second run in the same directory", "77; the first is bit-equal")
@@ -345,7 +347,7 @@ def _four(stage: Stage) -> str:
     return f"{done}; all ended after {ended.seconds:.1f} s"
 
 
-@case("X2", "rank 1 dies whenever there are two, --launch.fallback-grids data=1", "goes on alone")
+@case("X2", "rank 1 crashes on two ranks, --launch.fallback-grids data=1", "continues on one rank")
 def _smaller(stage: Stage) -> str:
     code = """
 def _dies(self, *_, **__):
@@ -362,5 +364,5 @@ before(Trainer, "issue_step", _dies)
     ended = stage.run(*RUN, *words, faults={TRAINER: code})
     ended.expect(0, "Continuing on the grid data=1")
     run, whole = stage.folder / "run", stage.whole()
-    check(len(losses(run)) == len(losses(whole)), "other steps")
+    check(len(losses(run)) == len(losses(whole)), "wrong number of steps")
     return f"'Continuing on the grid data=1', {close(run, whole)}"

@@ -1,11 +1,11 @@
-"""Play the faults of a long run with real processes: kills, signals, full disks, damaged files.
+"""Injects faults into real training processes: kills, signals, full disks, damaged files.
 
 Usage: python benchmarks/faults.py [--only A5,C1] [--list] [--seed 0] [--keep] [--patience 1]
 
-Each case starts `ranvier train` (two ranks unless it says otherwise), has something happen to it,
-and compares the end with what the reliability list asks for: exit code, message, time, no process
-left behind, and losses and weights that are those of an undisturbed run, to the bit. Prints a table
-of all cases; the exit code is 1 if one of them fails.
+Each case starts `ranvier train` (two ranks by default), injects a fault, and compares the outcome
+with the requirements: exit code, message, time, no process left behind, and losses and weights that
+are bit-identical to an undisturbed run. Prints a table of all cases; the exit code is 1 if any of
+them fails.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GROUPS = (fault_crashes, fault_signals, fault_disks, fault_files, fault_inputs)
 
 
 def wanted(names: str) -> list[Case]:
-    """Returns the cases of these names or groups, all if none is named."""
+    """Returns the cases with these names or groups; all if none is named."""
     if not names:
         return CASES
     words = [word.strip() for word in names.split(",")]
     unknown = [w for w in words if not any(_named(case, w) for case in CASES)]
     if unknown:
-        sys.exit(f"--only={names}: there is no case {', '.join(unknown)}. See --list.")
+        sys.exit(f"--only={names}: unknown case {', '.join(unknown)}. See --list.")
     return [case for case in CASES if any(_named(case, word) for word in words)]
 
 
@@ -47,7 +47,7 @@ def _named(case: Case, word: str) -> bool:
 
 
 def played(case: Case, root: Path, seed: int) -> tuple[str, str]:
-    """Verdict of a case, and what happened."""
+    """Returns the verdict of a case, and what happened."""
     stage = Stage(root / case.name.replace(" ", "-"), root, seed)
     try:
         return "pass", case.play(stage)
@@ -61,7 +61,7 @@ def played(case: Case, root: Path, seed: int) -> tuple[str, str]:
 
 def table(results: list[tuple[Case, str, str]]) -> str:
     """Returns all results, one line each."""
-    lines = ["| case | what was done | expected | what happened | |", "|---|---|---|---|---|"]
+    lines = ["| case | fault | expected | result | |", "|---|---|---|---|---|"]
     for case, verdict, words in results:
         short = " ".join(words.split())[:160].replace("|", "/")
         lines.append(f"| {case.name} | {case.done} | {case.expected} | {short} | {verdict} |")
@@ -70,11 +70,11 @@ def table(results: list[tuple[Case, str, str]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="names or groups of cases: A5,C")
-    parser.add_argument("--list", action="store_true", help="only name the cases")
+    parser.add_argument("--only", default="", help="names or groups of cases, e.g. A5,C")
+    parser.add_argument("--list", action="store_true", help="only list the cases")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true", help="leave the directories of the runs")
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies limits of time")
+    parser.add_argument("--keep", action="store_true", help="keep the directories of the runs")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor on time limits")
     options = parser.parse_args()
     PATIENCE[0] = options.patience
     cases = wanted(options.only)

@@ -1,9 +1,9 @@
-"""Flip single bits of a checkpoint: none may pass `verify`, nor a load that reads that byte.
+"""Flips single bits of a checkpoint: `verify` and a load that reads the byte must notice each.
 
 Usage: python benchmarks/flips.py [--flips 10000] [--seed 0]
 
-The checkpoint is of four ranks with tensors of several types and sizes; bits of all files in its
-directory are flipped one at a time, each byte equally likely, and set right again.
+The checkpoint is from four ranks with tensors of several dtypes and sizes. Bits of all files in its
+directory are flipped and restored one at a time, each byte equally likely.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def noticed(checkpoint: Path) -> tuple[bool, bool]:
 
 
 def flips(checkpoint: Path, count: int, seed: int) -> Iterator[tuple[str, int, bool, bool]]:
-    """File, byte, and whether verify and load notice, of so many flipped bits."""
+    """Yields file, byte, and whether verify and load notice, for each flipped bit."""
     draw = random.Random(seed)
     files = sorted(path for path in checkpoint.iterdir())
     sizes = [path.stat().st_size for path in files]
     for number in range(count):
-        # Half of them in proportion to the size, half in each file alike: manifests are small.
+        # Half in proportion to the file size, half evenly over files, because manifests are small.
         weights = sizes if number % 2 else [1] * len(files)
         path = draw.choices(files, weights)[0]
         at, bit = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
@@ -74,14 +74,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="flips-") as folder:
         saved(Path(folder), 1, 1.0, Kind("four ranks", ranks=4), "aaaa")
         checkpoint = Path(folder) / "step-00000001"
-        assert noticed(checkpoint) == (False, False), "the control: nothing is wrong with it"
+        assert noticed(checkpoint) == (False, False), "control: the checkpoint is not damaged"
         for name, at, seen, failed in flips(checkpoint, options.flips, options.seed):
             missed["verify"] += not seen
             missed["load"] += not failed
             if not seen or not failed:
                 print(f"byte {at} of {name}: verify {seen}, load {failed}")
-        assert noticed(checkpoint) == (False, False), "the control: all is as it was"
-    print(f"{options.flips} flips: {missed['verify']} passed verify, {missed['load']} a load")
+        assert noticed(checkpoint) == (False, False), "control: all bits are restored"
+    print(
+        f"{options.flips} flips: not noticed by verify {missed['verify']}, by load {missed['load']}"
+    )
     return int(any(missed.values()))
 
 

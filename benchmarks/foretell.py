@@ -1,13 +1,13 @@
-"""Foretell: predicted step time and memory of single-device runs beside what they take.
+"""Compares predicted and measured step time and memory of single-device runs.
 
-    python benchmarks/foretell.py --json foretell.json     eight configurations, four minutes
-    python benchmarks/foretell.py --only fp8               those whose name has this word
-    python benchmarks/foretell.py --tiny                   toys on the CPU, to see that all works
+    --json FILE    eight configurations, four minutes; the file gets all results
+    --only fp8     only configurations whose name has this word
+    --tiny         small models on the CPU, as a check
 
-The machine is measured first as `ranvier measure` does it; no training run goes into a prediction.
-Then each configuration is put together by our trainer and takes steps; medians of windows count.
-Good: seconds within 8 %, memory (the most that torch has allocated) within 5 %. The JSON holds all
-measured rates and the kernels of a step, so that the model can be judged elsewhere.
+The machine is measured first as with `ranvier measure`; predictions do not use any training run.
+Then the trainer builds each configuration and takes steps; medians of windows count. Required:
+seconds within 8%, memory (peak bytes allocated by torch) within 5%. The JSON contains all measured
+rates and the kernels of a step, so that the model can be checked on another machine.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ranvier.tools.profiler.report import (
 from ranvier.train.metrics import DeviceEvent
 
 TIME, MEMORY = 0.08, 0.05
-"""Largest errors."""
+"""Maximum errors."""
 FP8 = {"train__float8": "tensorwise"}
 CONFIGS = [
     config("0.5b", 16, "none", "compiled"),
@@ -60,21 +60,21 @@ TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager"
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--only", default="", help="configurations whose name has one of these words")
     add("--windows", type=int, default=3, help="windows of each configuration")
-    add("--steps", type=int, default=4, help="steps of a window")
-    add("--tiny", action="store_true", help="toys on the CPU, to see that all works")
-    add("--json", type=Path, metavar="FILE", help="write everything there, after each one anew")
+    add("--steps", type=int, default=4, help="steps per window")
+    add("--tiny", action="store_true", help="small models on the CPU, as a check")
+    add("--json", type=Path, metavar="FILE", help="file to write, updated after each configuration")
     return parser.parse_args()
 
 
 def foretold(run: RunConfig, made: Cluster) -> dict[str, Any]:
-    """Returns what the planner says of a run on one device of a cluster."""
+    """Returns the prediction for a run on one device of a cluster."""
     from ranvier.planner.model_spec import resolve_model_spec
     from ranvier.planner.predict import Candidate, Workload, predict_step
     from ranvier.planner.time.compute import FP8_SCALING
@@ -103,13 +103,13 @@ class Taken:
         self.run = self.bench.trainer.run
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Takes one optimizer step."""
         trainer = self.bench.trainer
         trainer.take_step(self.bench.batches, RATE, trainer.state.guard.step_limits)
         trainer.grid.trace.waited_events = []
 
     def facts(self) -> dict[str, Any]:
-        """Returns the seconds and bytes of steps, and where the seconds go."""
+        """Returns the seconds, bytes and longest kernels of steps."""
         cuda = self.device.type == "cuda"
         for _ in range(3):
             self.step()
@@ -129,7 +129,7 @@ class Taken:
         return found | {"kernels": self.kernels() if cuda else {}}
 
     def kernels(self) -> dict[str, Any]:
-        """Returns the milliseconds of a step by group, and the longest kernels."""
+        """Returns the milliseconds per step by group, and the longest kernels."""
         _annotate_optimizer(self.bench.trainer.state.optimizer)
         both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with tempfile.TemporaryDirectory() as folder, _record_triton():
@@ -153,7 +153,7 @@ class Taken:
 def one_row(
     one: Config, made: Cluster, device: torch.device, asked: argparse.Namespace
 ) -> dict[str, Any]:
-    """Predicts and measure a configuration."""
+    """Predicts and measures a configuration."""
     row: dict[str, Any] = {"name": one.name, "settings": dict(one.settings), "batch": one.batch}
     begun, taken = time.perf_counter(), None
     try:
@@ -171,27 +171,27 @@ def one_row(
     return row
 
 
-def told(row: Mapping[str, Any]) -> str:
-    """Returns a row for people."""
+def format_row(row: Mapping[str, Any]) -> str:
+    """Formats a row."""
     words = f"{row['name']:44}"
     measured, predicted = row.get("measured"), row.get("predicted")
     if measured:
         words += f" {measured['seconds'] * 1e3:9.2f} ms {measured['memory'] / GIB:7.2f} GiB"
     if measured and predicted:
-        words += f"  foretold {predicted['seconds'] * 1e3:9.2f} ms {errors(row)[0]:+6.1%}"
+        words += f"  predicted {predicted['seconds'] * 1e3:9.2f} ms {errors(row)[0]:+6.1%}"
         words += f" {predicted['memory'] / GIB:7.2f} GiB {errors(row)[1]:+6.1%}"
     return words + f"  ({row['took']:.0f} s)" + (f"  {row['failed']}" if "failed" in row else "")
 
 
 def errors(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Of time and memory: predicted over measured, less 1; memory is not counted on a CPU."""
+    """Returns predicted / measured - 1 of time and memory; memory is not counted on a CPU."""
     measured, predicted = row["measured"], row["predicted"]
     memory = predicted["memory"] / measured["memory"] - 1.0 if measured["memory"] else 0.0
     return predicted["seconds"] / measured["seconds"] - 1.0, memory
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Prints which are good; whether all are."""
+    """Prints which configurations pass; returns whether all do."""
     good = True
     for row in rows:
         fine = "failed" not in row
@@ -199,12 +199,12 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> bool:
             late, more = errors(row)
             fine = abs(late) <= TIME and abs(more) <= MEMORY
         good &= fine
-        print(f"{'pass' if fine else 'FAIL'}  {told(row)}")
+        print(f"{'pass' if fine else 'FAIL'}  {format_row(row)}")
     return good
 
 
 def main() -> int:
-    """Measures, predict, compare; 0 if all is good."""
+    """Measures, predicts and compares; returns 0 if all pass."""
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")
     if device.type == "cuda":
@@ -219,12 +219,12 @@ def main() -> int:
     for one in TINY if asked.tiny else CONFIGS:
         if any(word in one.name for word in asked.only.split(",")):
             facts["rows"].append(one_row(one, made, device, asked))
-            print(told(facts["rows"][-1]), flush=True)
+            print(format_row(facts["rows"][-1]), flush=True)
             if asked.json:
                 asked.json.write_text(json.dumps(facts, indent=1, default=dict))
     print()
     good = verdict(facts["rows"])
-    print(f"{time.perf_counter() - begun:.0f} s in all")
+    print(f"{time.perf_counter() - begun:.0f} s in total")
     return 0 if good else 1
 
 

@@ -1,12 +1,12 @@
-"""Kill a process at every step of saving a checkpoint: what is left must load, and be whole.
+"""Kills a process at every step of saving a checkpoint; the remaining files must load completely.
 
 Usage: python benchmarks/kills.py [--trials 300] [--seed 0] [--control]
 
-A child is forked that saves checkpoint k + 1 after checkpoint k, and is killed (SIGKILL) right
-before or in the middle of its n-th call that changes the disk, for each n there is: files made,
-written and synced, directories made, renamed and removed, by the thread that writes as by the one
-that commits. After each kill the newest checkpoint that reads is k or k + 1 in all its tensors, and
-`verify` finds nothing wrong with it. Prints how many trials there were, and on which calls.
+A forked child saves checkpoint k + 1 after checkpoint k and is killed (SIGKILL) directly before or
+in the middle of its n-th call that changes the disk, for every n: files created, written and
+synced, directories created, renamed and removed, by the writing thread and by the committing one.
+After each kill the latest readable checkpoint is k or k + 1 in all its tensors, and `verify` finds
+no damage. Prints the number of trials and the calls at which they were killed.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ranvier.grid import Grid
 from ranvier.sharding import Shard, ShardedStateDict
 
 CALLS = ("open", "pwrite", "write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir")
-"""Functions of `os` that change what a disk holds."""
+"""Functions of `os` that change the content of a disk."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of saving that is tried at every call."""
+    """A way of saving, tried at every call."""
 
     name: str
     ranks: int = 1
     keep: RetentionPolicy | None = None
     same: bool = False
-    """Save the same step again."""
+    """Whether the same step is saved again."""
     left: bool = False
-    """A save that was killed has left its files."""
+    """Whether files of a killed save are left."""
 
 
 KINDS = (
@@ -65,7 +65,7 @@ KINDS = (
 
 
 def state(rank: int, ranks: int, value: float) -> ShardedStateDict:
-    """Returns a part of two tensors, one of which is large enough for several blocks."""
+    """Returns a shard of two tensors, one of which is large enough for several blocks."""
     rows, width = 4, 70_000
     large = Shard((rows * ranks, width), (rows * rank, 0), (rows, width), (rows, width))
     small = Shard((ranks, 3), (rank, 0), (1, 3), (1, 3))
@@ -76,7 +76,7 @@ def state(rank: int, ranks: int, value: float) -> ShardedStateDict:
 
 
 def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None:
-    """Saves as all ranks of a kind do, in one process."""
+    """Saves in one process as all ranks of a kind do."""
     with (
         mock.patch.object(async_saver, "broadcast_text", lambda *_: nonce),
         mock.patch.object(async_saver, "run_and_raise_together", lambda work, *_: work()),
@@ -103,8 +103,8 @@ def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None
 
 
 def killed_at(number: int, half: bool) -> Callable[[str, Any], Any]:
-    """Returns a wrapper of calls that ends the process at the n-th of all; half of a write is
-    done.
+    """Returns a wrapper of calls that ends the process at the n-th call, perhaps half-way through a
+    write.
     """
     counter = itertools.count(1)
 
@@ -124,7 +124,9 @@ def killed_at(number: int, half: bool) -> Callable[[str, Any], Any]:
 
 
 def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
-    """Saves k, then k + 1 in a child that is killed at a call; that call, empty if it ended."""
+    """Saves k, then k + 1 in a child killed at a call; returns that call, or empty if it
+    finished.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     before = Kind(kind.name, kind.ranks)
     saved(folder, 1, 1.0, before, "aaaa")
@@ -153,9 +155,7 @@ def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
 
 
 def check(folder: Path, kind: Kind) -> int:
-    """Returns the value of what is left; an AssertionError if it is no whole checkpoint of k or
-    k + 1.
-    """
+    """Returns the value of the remaining checkpoint; raises if it is not a complete k or k + 1."""
     paths, _ = folders.newest_checkpoints(folder)
     for path in paths:
         try:
@@ -169,13 +169,13 @@ def check(folder: Path, kind: Kind) -> int:
         with open(os.devnull, "w") as null, redirect_stdout(null):
             assert checkpoint.verify_checkpoints(path) == 0, path
         return value
-    raise AssertionError(f"{kind.name}: nothing loads of {sorted(os.listdir(folder))}")
+    raise AssertionError(f"{kind.name}: nothing can be loaded from {sorted(os.listdir(folder))}")
 
 
 def trials(
     folder: Path, kinds: Sequence[Kind] = KINDS, count: int | None = None, seed: int = 0
 ) -> Iterator[tuple[Kind, int, str, int]]:
-    """Kinds, calls, their names and the values left: all of them, or so many at random."""
+    """Yields kinds, calls, their names and the values left: all of them, or `count` at random."""
     if count is None:
         for kind in kinds:
             for half in (False, True):
@@ -199,7 +199,7 @@ def trials(
 
 
 def removed(folder: Path, step: int) -> Path:
-    """Returns what must not be done: make room for a checkpoint by removing the one before."""
+    """The negative control: makes room for a checkpoint by removing the previous one."""
     path = folder / f"step-{step:08d}"
     shutil.rmtree(path, ignore_errors=True)
     return path
@@ -207,7 +207,7 @@ def removed(folder: Path, step: int) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trials", type=int, default=0, help="so many at random; 0: every call")
+    parser.add_argument("--trials", type=int, default=0, help="random trials; 0: every call")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="remove a step before it is saved")
     options = parser.parse_args()

@@ -1,14 +1,14 @@
-"""Layouts: twelve layouts of the default job on this machine, predicted and measured.
+"""Compares predictions and measurements of twelve layouts of the default job on this machine.
 
     python benchmarks/layouts.py                 measure the machine, then all layouts: 5 rounds
-    python benchmarks/layouts.py --cluster FILE  with what `ranvier measure` has written
-    python benchmarks/layouts.py --rounds 1      a short look
+    python benchmarks/layouts.py --cluster FILE  with a file of `ranvier measure`
+    python benchmarks/layouts.py --rounds 1      a short check
 
-On a CPU, with 2 to 8 ranks over Gloo. A set of ranks of each size lives from the first to the last
-round; each layout is put together once and takes its steps in turn, so that what else the machine
-does meets all of them. The median of the rounds counts. Good: Kendall's tau of predicted and
-measured times at least 0.7, where pairs whose medians lie within their interquartile ranges are
-ties; the median error at most 25 %; the slowest layout takes at least twice as long as the fastest.
+Runs on a CPU with 2 to 8 ranks over Gloo. A set of ranks of each size exists from the first to the
+last round. Each layout is built once and the layouts alternate, so that other load on the machine
+affects all of them. The median of the rounds counts. Required: Kendall's tau of predicted and
+measured times at least 0.7, where pairs whose medians are within their interquartile ranges are
+ties; a median error of at most 25%; the slowest layout takes at least twice as long as the fastest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, loc
 from ranvier.train.resolve import ResolveContext, resolve_run
 
 TAU, ERROR, SPREAD = 0.7, 0.25, 2.0
-"""Least rank correlation, largest median error, least spread."""
+"""Minimum rank correlation, maximum median error, minimum spread."""
 RATE = 1e-4
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"data": 2},
@@ -57,20 +57,20 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--rounds", type=int, default=5, help="turns of each layout")
-    add("--steps", type=int, default=4, help="steps of a turn; one more comes before")
+    add("--steps", type=int, default=4, help="steps per turn, after one untimed step")
     add("--cluster", default="", help="TOML file of this machine (default: measure it now)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--json", type=Path, metavar="FILE", help="file to write all results to")
     return parser.parse_args()
 
 
 def named(degrees: Mapping[str, Any]) -> str:
-    """Returns a layout in words."""
+    """Formats a layout."""
     return " ".join(f"{key}={value}" for key, value in degrees.items())
 
 
@@ -95,7 +95,7 @@ class Crew:
     members: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Starts them."""
+        """Starts the ranks."""
         context = multiprocessing.get_context("spawn")
         for me in local_process_infos(self.size):
             here, there = context.Pipe()
@@ -105,8 +105,8 @@ class Crew:
             self.members.append((one, here))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what rank 0 gives back for `function(worker, *arguments)`, once all have done
-        it.
+        """Returns the result of `function(worker, *arguments)` on rank 0, after all ranks have
+        run it.
         """
         for _, pipe in self.members:
             pipe.send((function, arguments))
@@ -117,7 +117,7 @@ class Crew:
         return results[0][1]
 
     def stop(self) -> None:
-        """End them."""
+        """Stops the ranks."""
         for one, pipe in self.members:
             pipe.close()
             one.kill()
@@ -126,7 +126,7 @@ class Crew:
 
 @dataclass
 class Worker:
-    """What a rank keeps between calls."""
+    """The state of a rank between calls."""
 
     rank: int
     world: int
@@ -134,7 +134,7 @@ class Worker:
 
 
 def _serve(me: ProcessInfo, pipe: Connection) -> None:
-    """The life of a rank."""
+    """Runs a rank until it is stopped."""
     import torch
 
     die_with_parent()
@@ -153,7 +153,7 @@ def _serve(me: ProcessInfo, pipe: Connection) -> None:
 
 
 def build(worker: Worker, degrees: Mapping[str, Any]) -> None:
-    """Puts a layout together and warm it up."""
+    """Builds a layout and warms it up."""
     import torch
 
     from ranvier.grid import Grid
@@ -169,7 +169,7 @@ def build(worker: Worker, degrees: Mapping[str, Any]) -> None:
 
 
 def _batch(run: RunConfig) -> Any:
-    """Random tokens, in two documents a sample, of which the length differs."""
+    """Returns random tokens, in two documents per sample of different lengths."""
     import torch
 
     from ranvier.data.batch import Batch
@@ -187,7 +187,7 @@ def _batch(run: RunConfig) -> Any:
 
 
 def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:
-    """Returns the seconds a step of some steps, after one that is not timed."""
+    """Returns the seconds per step, after one untimed step."""
     trainer, batches = worker.seats[named(degrees)]
     began = time.perf_counter()
     for i in range(steps + 1):
@@ -198,7 +198,7 @@ def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:
     return (time.perf_counter() - began) / steps
 
 
-# ---- what comes out ---------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -212,12 +212,12 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Of the rounds."""
+        """Median of the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Of the rounds."""
+        """Quartiles of the rounds."""
         if len(self.seconds) < 2:
             return self.median, self.median
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -225,17 +225,17 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less 1."""
+        """Predicted / measured - 1."""
         return self.predicted / self.median - 1.0
 
     def ties(self, other: Row) -> bool:
-        """Returns whether the medians lie within each other's interquartile range."""
+        """Returns whether the medians are within each other's interquartile range."""
         (a, b), (c, d) = self.quartiles, other.quartiles
         return c <= self.median <= d or a <= other.median <= b
 
 
 def kendall(rows: Sequence[Row]) -> tuple[float, int]:
-    """Kendall's tau over pairs that are no ties, and how many these are."""
+    """Returns Kendall's tau over pairs that are not ties, and the number of these pairs."""
     pairs = [(a, b) for a, b in itertools.combinations(rows, 2) if not a.ties(b)]
     score = sum(
         math.copysign(1.0, (a.predicted - b.predicted) * (a.median - b.median)) for a, b in pairs
@@ -244,7 +244,7 @@ def kendall(rows: Sequence[Row]) -> tuple[float, int]:
 
 
 def foretell(rows: Sequence[Row], path: str) -> None:
-    """Fills in predictions."""
+    """Adds the predictions to the rows."""
     from ranvier.planner import cluster
     from ranvier.tools.local_cluster import predict_run
 
@@ -258,7 +258,7 @@ def foretell(rows: Sequence[Row], path: str) -> None:
 
 
 def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
-    """Lets all layouts take their turns."""
+    """Measures all layouts, alternating between them."""
     worlds = {named(row.degrees): run_of(row.degrees).plan.world_size for row in rows}
     crews = {size: Crew(size) for size in sorted({*worlds.values()})}
     try:
@@ -277,7 +277,7 @@ def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
 
 
 def report(rows: Sequence[Row]) -> bool:
-    """Prints the table and the verdict; whether all is good."""
+    """Prints the table and the verdict; returns whether all pass."""
     for row in sorted(rows, key=lambda row: row.median):
         low, high = row.quartiles
         parts = " ".join(f"{k} {v * 1e3:.0f}" for k, v in row.parts.items() if v > 5e-4)
@@ -290,7 +290,7 @@ def report(rows: Sequence[Row]) -> bool:
     spread = max(row.median for row in rows) / min(row.median for row in rows)
     good = [tau >= TAU, error <= ERROR, spread >= SPREAD]
     words = [
-        f"Kendall tau {tau:.2f} over {pairs} pairs that differ (at least {TAU})",
+        f"Kendall's tau {tau:.2f} over {pairs} pairs that differ (at least {TAU})",
         f"median error {error:.1%} (at most {ERROR:.0%})",
         f"slowest over fastest {spread:.2f} (at least {SPREAD})",
     ]
@@ -300,7 +300,7 @@ def report(rows: Sequence[Row]) -> bool:
 
 
 def main() -> int:
-    """Measures, predict, compare; 0 if all is good."""
+    """Measures, predicts and compares; returns 0 if all pass."""
     asked = settings()
     rows = [Row(dict(degrees)) for degrees in LAYOUTS]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""LoRA on one GPU: our trainer and PEFT on the same model, in one process, in turns.
+"""Compares LoRA on one GPU with PEFT: the same model, in one process, alternating.
 
 Both train adapters of the same rank on all linear layers of a Llama with frozen weights in bf16, on
 the same random tokens. PEFT trains the model of transformers with torch's attention and fused
-AdamW, as its users do; `--compile` compiles its blocks, too.
+AdamW, as its users do; `--compile` also compiles its blocks.
 
     python benchmarks/lora.py --size 8b --batch 1
     python benchmarks/lora.py --size toy --device cpu
 
-MFU counts 4·N + 6·L·D·S operations a token: the gradients of frozen weights are not computed.
+MFU counts 4·N + 6·L·D·S FLOPs per token, because gradients of frozen weights are not computed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Theirs:
         self.task, self.loss = task, torch.zeros(())
 
     def step(self, i: int) -> None:
-        """One optimizer step on batch number i."""
+        """Takes one optimizer step on batch number i."""
         tokens, targets = self.task.pairs[i % len(self.task.pairs)]
         loss: Tensor = cross_entropy(self.model(tokens, use_cache=False).logits, targets)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -76,22 +76,22 @@ class Theirs:
         self.loss = loss.detach()
 
     def close(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
         self.__dict__.clear()
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--size", choices=[*SIZES, *TOY], default="8b")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=0, help="0: that of the size")
+    parser.add_argument("--seq", type=int, default=0, help="tokens per sample; 0: as the size has")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dora", action="store_true")
-    parser.add_argument("--compile", action="store_true", help="compile the peer's blocks, too")
-    parser.add_argument("--checkpointing", action="store_true", help="the peer recomputes")
+    parser.add_argument("--compile", action="store_true", help="also compile the blocks of PEFT")
+    parser.add_argument("--checkpointing", action="store_true", help="PEFT recomputes activations")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda")
@@ -99,7 +99,7 @@ def settings() -> argparse.Namespace:
 
 
 def timed(one: Contestant, steps: int, first: int, device: torch.device) -> float:
-    """Returns the seconds of a step."""
+    """Returns the seconds per step."""
     _wait(device)
     began = time.perf_counter()
     for i in range(first, first + steps):
@@ -114,13 +114,13 @@ def _wait(device: torch.device) -> None:
 
 
 def operations(shape: Shape) -> int:
-    """Operations a token."""
+    """Returns the FLOPs per token."""
     weights = shape.parameters - shape.table
     return 4 * weights + 6 * shape.layers * shape.heads * shape.head_dim * shape.max_seq
 
 
 def main() -> None:
-    """Builds both, let them take turns, print a table."""
+    """Builds both, alternates between them, and prints a table."""
     words = settings()
     shape = {**SIZES, **TOY}[words.size][0]
     if words.seq:

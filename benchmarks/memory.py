@@ -1,15 +1,15 @@
-"""Memory on one GPU: the predicted table beside what torch has counted; fits into small devices.
+"""Compares predicted and measured memory on one GPU, and fits models into small devices.
 
     python benchmarks/memory.py --table                 twelve configurations, about three minutes
-    python benchmarks/memory.py --table --only 8b       those whose name has this word
-    python benchmarks/memory.py --fit                   four sizes, each with a limit of its own
+    python benchmarks/memory.py --table --only 8b       configurations whose name has this word
+    python benchmarks/memory.py --fit                   four sizes, each with its own limit
     python benchmarks/memory.py --table --tiny          the same code on the CPU
 
-A configuration is assembled by our trainer, predicted in closed form, and then takes three steps.
-The verdict compares the most bytes that torch has allocated in the last two with the prediction:
-good from 0.95 to 1.05. On the CPU storages of tensors are counted instead, during the passes. A
-limit is emulated: torch refuses to hold more than that share of the device. All run one after the
-other in this process.
+The trainer builds a configuration, predicts its memory in closed form, and takes three steps. The
+verdict compares the peak bytes that torch has allocated in the last two steps with the prediction:
+a ratio of 0.95 to 1.05 passes. On the CPU the storages of tensors are counted instead, during the
+passes. A limit is emulated: torch refuses to allocate more than that share of the device. All
+configurations run one after the other in this process.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 
 GOOD = (0.95, 1.05)
-"""Measured over predicted."""
+"""Accepted range of measured / predicted."""
 RATE = 1e-4
 
 
 @dataclass(frozen=True)
 class Config:
-    """A size, sequences of a step, and settings."""
+    """A size, sequences per step, and settings."""
 
     name: str
     size: str
@@ -60,7 +60,7 @@ class Config:
 
 
 def config(size: str, batch: int, kind: str, how: str, **more: str) -> Config:
-    """With a kind of recomputation, eager or compiled, and further settings by dotted name."""
+    """Returns a configuration with a recompute mode, eager or compiled, and further settings."""
     words = {name.replace("__", "."): text for name, text in more.items()}
     name = " ".join([size, f"b{batch}", kind, how, *(f"{k}={v}" for k, v in words.items())])
     compiled = "on" if how == "compiled" else "off"
@@ -91,7 +91,7 @@ CONFIGS = [
     ),
 ]
 LIMITS = [("0.5b", 8, 4.0), ("1.5b", 8, 8.0), ("1.5b", 8, 24.0), ("8b", 8, 80.0)]
-"""Size, sequences of a step, GiB."""
+"""Size, sequences per step, GiB."""
 TINY = [
     config("toy", 4, "none", "eager"),
     config("toy", 4, "selective", "eager", plan__micro_batch="2"),
@@ -101,7 +101,7 @@ TINY_LIMITS = [("toy", 4, 0.01), ("toy-tied", 4, 0.003)]
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,10 +109,10 @@ def settings() -> argparse.Namespace:
     add("--table", action="store_true", help="predicted and measured bytes of configurations")
     add("--fit", action="store_true", help="memory.auto=True with small limits")
     add("--only", default="", help="configurations whose name has this word")
-    add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting of all")
+    add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting for all")
     add("--steps", type=int, default=3, help="steps of each; the first is not measured")
-    add("--tiny", action="store_true", help="toys on the CPU, to see that all works")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--tiny", action="store_true", help="small models on the CPU, as a check")
+    add("--json", type=Path, metavar="FILE", help="file to write all results to")
     return parser.parse_args()
 
 
@@ -136,7 +136,7 @@ class Bench:
         )
 
     def predicted(self) -> MemoryTracker:
-        """Returns the account of the trainer."""
+        """Returns the memory tracker of the trainer."""
         trainer = self.trainer
         if trainer.memory_tracker.fit_problem is None:
             trainer.memory_tracker = predict_memory(
@@ -145,7 +145,7 @@ class Bench:
         return trainer.memory_tracker
 
     def measured(self, steps: int) -> MemoryBreakdown:
-        """Takes steps; what all but the first have held."""
+        """Takes steps; returns the memory of all but the first."""
         trainer, account = self.trainer, self.trainer.memory_tracker
         if self.device.type == "cpu":
             return self._counted()
@@ -158,7 +158,7 @@ class Bench:
         return account.measure_usage(trainer.state.optimizer, self.device)
 
     def _counted(self) -> MemoryBreakdown:
-        """On the CPU: storages made in the passes of a step, and what is there all the time."""
+        """Counts on the CPU: storages created in the passes of a step, and resident ones."""
         trainer, queue = self.trainer, get_parallel_model(self.trainer.state.model).bucket_scheduler
         before = [[b.data for b in queue.buckets], [b.model_inputs() for b in self.batches]]
         with probe.HostMemoryCounter(before, partial(probe.live_gradients, queue)) as watch:
@@ -170,7 +170,7 @@ class Bench:
         return MemoryBreakdown({**known.device, "activations": rest}, known.host)
 
     def close(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
         self.__dict__.clear()
         gc.collect()
         if torch.cuda.is_available():
@@ -186,7 +186,7 @@ def shape_of(size: str) -> Shape:
 
 
 def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Predicts and measure each configuration."""
+    """Predicts and measures each configuration."""
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for one in chosen(TINY if asked.tiny else CONFIGS, asked, folder):
@@ -215,7 +215,7 @@ def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, An
 
 
 def chosen(configs: Sequence[Config], asked: argparse.Namespace, folder: str) -> list[Config]:
-    """Returns the configurations that were asked for, with the settings of all."""
+    """Returns the selected configurations, with the settings for all."""
     more = dict(text.split("=", 1) for text in asked.ours)
     found = []
     for one in configs:
@@ -228,7 +228,7 @@ def chosen(configs: Sequence[Config], asked: argparse.Namespace, folder: str) ->
 
 
 def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Fit each size into its limit and take steps there."""
+    """Fits each size into its limit and takes steps."""
     found: list[dict[str, Any]] = []
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     for size, batch, limit in TINY_LIMITS if asked.tiny else LIMITS:
@@ -264,7 +264,7 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
                 *(f"  {line}" for line in breakdown.format_breakdown(predicted, measured)), sep="\n"
             )
             if total:  # on the CPU host and device are one
-                print(f"  held {measured.total_bytes / GIB:.3g} of {limit:g} GiB")
+                print(f"  used {measured.total_bytes / GIB:.3g} of {limit:g} GiB")
         except (RanvierError, RuntimeError, AssertionError) as error:
             row["failed"] = str(error)
             print(f"\n{name} failed: {error}")
@@ -278,12 +278,12 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
 
 
 def main() -> int:
-    """Runs what was asked for; 0 if all is good."""
+    """Runs the selected parts; returns 0 if all pass."""
     use_expandable_segments()
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")
     if not asked.table and not asked.fit:
-        print("Give --table or --fit.", file=sys.stderr)
+        print("Pass --table or --fit.", file=sys.stderr)
         return 2
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -296,13 +296,13 @@ def main() -> int:
         fine = "failed" not in row and GOOD[0] <= row["ratio"] <= GOOD[1]
         good &= fine
         what = row.get("failed") or f"{row['ratio']:.3f}"
-        print(f"{'good' if fine else 'BAD ':5} {what:>7}  {row['name']}")
+        print(f"{'pass' if fine else 'FAIL':5} {what:>7}  {row['name']}")
     for row in made["fit"]:
         fine = "failed" not in row and row["tries"] <= 2 and (asked.tiny or row["ratio"] <= 1.0)
         good &= fine
-        held = "" if asked.tiny else f", {row.get('ratio', 0.0):.0%} held"
+        held = "" if asked.tiny else f", {row.get('ratio', 0.0):.0%} used"
         what = "failed" if "failed" in row else f"try {row['tries']}{held}"
-        print(f"{'good' if fine else 'BAD ':5} {what}  {row['name']}")
+        print(f"{'pass' if fine else 'FAIL':5} {what}  {row['name']}")
     if asked.json:
         asked.json.write_text(json.dumps(made, indent=1))
     return 0 if good else 1

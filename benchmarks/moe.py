@@ -1,19 +1,20 @@
-"""Mixtures of experts on one GPU: ours, torchtitan's and transformers', in one loop.
+"""Compares mixtures of experts on one GPU: Ranvier, torchtitan and transformers, in one loop.
 
-Everybody trains the same shape on the same random tokens: weights, gradients and both moments of
-torch's fused AdamW in bf16. One contestant after the other is built, warmed and timed; ours comes
-first and last, so that clocks that drift show.
+All train the same shape on the same random tokens: weights, gradients and both moments of torch's
+fused AdamW in bf16. Each contestant is built, warmed up and timed; Ranvier is first and last, so
+that drifting clocks are visible.
 
     python benchmarks/moe.py --json moe.json
     python benchmarks/moe.py --shapes 32x1408 --contestants ranvier,titan
     python benchmarks/moe.py --tiny
 
-titan is torchtitan's Llama with its MoE layer, compiled as torchtitan does; titan-block the same
-with whole blocks compiled; the faster counts. hf is transformers' Qwen3-MoE with grouped_mm experts
-as the library runs it; it has no shared expert and so less to do. hf-compiled is the same under
-torch.compile, told beside it.
-MFU counts 6 · (active weights without the table) + 12·L·D·S operations a token.
-Asked for: 1.10 x titan's and 1.5 x transformers' tokens a second, and no more memory than titan.
+titan is torchtitan's Llama with its MoE layer, compiled as torchtitan does. titan-block is the same
+with whole blocks compiled; the faster of the two counts. hf is transformers' Qwen3-MoE with
+grouped_mm experts as the library runs it; it has no shared expert and so less work. hf-compiled is
+the same under torch.compile, reported separately.
+MFU counts 6 · (active weights without the embedding) + 12·L·D·S FLOPs per token.
+Required: 1.10x the tokens per second of titan and 1.5x of transformers, and no more memory than
+titan.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ from ranvier.train.step import forward_backward
 
 KINDS = {"titan": ("titan", "titan-block"), "hf": ("hf",)}
 FASTER = {"titan": 1.10, "hf": 1.5}
-"""What our speed is to be over that of the fastest of each kind."""
+"""Required speed relative to the fastest of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Shape):
-    """A Llama whose every MLP is a mixture of experts."""
+    """A Llama in which every MLP is a mixture of experts."""
 
     @property
     def active(self) -> int:
-        """Weights that a token meets, the table left out."""
+        """Active parameters per token, without the embedding."""
         attention = self.embed * (self.heads + self.kv_heads) * self.head_dim * 2
         experts = (
             3 * self.embed * (self.experts_per_token * self.expert_mlp + self.shared_expert_mlp)
@@ -81,12 +82,12 @@ class Mixed(Shape):
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """All parameters."""
         idle = 3 * self.embed * (self.experts - self.experts_per_token) * self.expert_mlp
         return self.active + self.layers * idle + self.vocab * self.embed
 
     def flops(self, *, full: bool = True) -> int:
-        """Of a token, forward and backward."""
+        """FLOPs per token, forward and backward."""
         attention = self.layers * self.heads * self.head_dim * self.max_seq
         return 6 * self.active + (12 if full else 6) * attention
 
@@ -105,7 +106,7 @@ SHAPES: dict[str, tuple[Mixed, int]] = {
     "32x1408": (_shape(32, 4, 1408), 4),
     "64x704": (_shape(64, 8, 704, shared_expert_mlp=1408), 4),
 }
-"""Shapes and sequences of a step."""
+"""Shapes and sequences per step."""
 TINY = {
     "tiny": (
         replace(
@@ -119,22 +120,22 @@ TINY = {
         2,
     )
 }
-"""What a CPU can train in a moment."""
+"""A shape that a CPU trains quickly."""
 
 # ---- contestants ------------------------------------------------------------------------
 
 
 @dataclass
 class Contestant:
-    """Weights, and how their gradients come about."""
+    """Weights, and the function that computes their gradients."""
 
     weights: list[Tensor]
     learn: Callable[[Tensor, Tensor], Tensor]
-    """The mean loss of tokens and targets; gradients are in the weights afterwards."""
+    """Returns the mean loss of tokens and targets, and leaves gradients in the weights."""
     shape: Mixed
     undo: Callable[[], None] = lambda: None
     forget: Callable[[], None] | None = None
-    """Lets go of the gradients; None: the optimizer does."""
+    """Frees the gradients; None if the optimizer does."""
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +144,7 @@ class Contestant:
         )
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Returns the one loop."""
+        """Takes one step."""
         loss = self.learn(tokens, targets)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -153,7 +154,7 @@ class Contestant:
 
 
 def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
-    """Our model on a grid of one rank; its buckets are the weights of the loop's AdamW."""
+    """Returns Ranvier on a grid of one rank; its buckets are the weights of the loop's AdamW."""
     assert isinstance(task.shape, Mixed), task.shape
     chosen_ = dict(text.partition("=")[::2] for text in settings)
     known = {"train.dtype": "bf16", "plan.recompute": "none", **chosen_}
@@ -193,7 +194,7 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
 
 
 def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **rest: Any) -> Any:
-    """Returns a model with weights of its own."""
+    """Returns a contestant whose model has its own weights."""
     model.train()
 
     def learn(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -205,7 +206,9 @@ def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **res
 
 
 def titan(task: Task, *, whole: bool = False) -> Contestant:
-    """torchtitan's Llama with its MoE layer; whole: blocks, whose graphs may break, compiled."""
+    """Returns torchtitan's Llama with its MoE layer. whole: compile whole blocks, with graph
+    breaks.
+    """
     transformer, arguments, _ = import_titan()
     with stubbed(*UNUSED):
         from torchtitan.models.llama4.infra.parallelize import apply_compile
@@ -259,7 +262,7 @@ def titan(task: Task, *, whole: bool = False) -> Contestant:
 
 
 def transformers(task: Task, *, eager: bool = False) -> Contestant:
-    """transformers' Qwen3-MoE with grouped products; it has no shared expert."""
+    """Returns transformers' Qwen3-MoE with grouped matmuls; it has no shared expert."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as module
 
     shape = replace(task.shape, shared_expert_mlp=0)
@@ -303,13 +306,13 @@ CONTESTANTS: dict[str, Callable[[Task], Contestant]] = {
     "hf": partial(transformers, eager=True),
     "hf-compiled": transformers,
 }
-"""How each is made."""
+"""How each contestant is made."""
 
 # ---- the loop ---------------------------------------------------------------------------
 
 
 def tried(make: Callable[[Task], Contestant], task: Task, asked: Any) -> dict[str, Any]:
-    """Builds, warm and time one; what it needs of memory, and why it failed if it did."""
+    """Builds, warms up and times a contestant; returns its memory, or why it failed."""
     if task.cuda:
         torch.cuda.reset_peak_memory_stats()
     one: Contestant | None = None
@@ -345,7 +348,7 @@ def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
     count = sum(weight.numel() for weight in one.weights)
     extra = (count - shape.parameters) / shape.parameters
     if abs(extra) > 1e-3:  # queries' and keys' norms, a few numbers of padding
-        raise ValueError(f"it has {count:,} weights, not {shape.parameters:,}")
+        raise ValueError(f"it has {count:,} parameters, not {shape.parameters:,}")
     loss = torch.zeros(())
     for _ in range(asked.windows):
         begin = DeviceEvent(task.device)
@@ -369,7 +372,7 @@ def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
 
 
 def line(name: str, row: dict[str, Any], best: float | None) -> str:
-    """Returns a contestant's numbers for people."""
+    """Formats the numbers of a contestant."""
     if "failed" in row:
         return f"{name:12} failed: {row['failed']}"
     mfu = "     -" if row["mfu"] is None else f"{row['mfu']:6.1%}"
@@ -383,7 +386,7 @@ def line(name: str, row: dict[str, Any], best: float | None) -> str:
 
 
 def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Returns whether we are as fast and as small as asked for."""
+    """Returns whether speed and memory reach the requirements."""
     done = {name: row for name, row in rows.items() if "failed" not in row}
     mine = [row for name, row in done.items() if name.startswith("ranvier")]
     if not mine:
@@ -399,7 +402,7 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
         best = max(theirs, key=lambda row: float(row["tokens_per_second"]))
         ratio = speed / best["tokens_per_second"]
         word = "reached" if ratio >= factor else "MISSED"
-        found.append(f"{kind}: {ratio:.3f}x of {factor}x, {word}")
+        found.append(f"{kind}: {ratio:.3f}x, required {factor}x, {word}")
         if kind == "titan":
             word = "reached" if memory <= best["memory"] else "MISSED"
             sizes = f"{memory / GIB:.1f} of {best['memory'] / GIB:.1f} GiB"
@@ -408,11 +411,11 @@ def verdicts(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Returns one shape: all contestants, ours once more at the end."""
+    """Runs one shape: all contestants, and Ranvier again at the end."""
     shape = task.shape
     assert isinstance(shape, Mixed), shape
     print(
-        f"\n{name}: {shape.parameters / 1e9:.3f} billion weights, {shape.active / 1e9:.3f} active, "
+        f"\n{name}: {shape.parameters / 1e9:.3f}B parameters, {shape.active / 1e9:.3f}B active, "
         f"{task.batch} x {shape.max_seq} tokens",
         flush=True,
     )
@@ -425,33 +428,33 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
         rows[title] = tried(made[one], task, asked)
         best = rows.get("ranvier", {}).get("tokens_per_second")
         print(line(title, rows[title], None if title.startswith("ranvier") else best), flush=True)
-    words = verdicts(rows) if task.cuda else ["a CPU decides nothing"]
+    words = verdicts(rows) if task.cuda else ["no verdict on a CPU"]
     print("; ".join(words), flush=True)
     return {"shape": name, "config": asdict(shape), "contestants": rows, "verdicts": words}
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--shapes", help=f"comma-separated, of {', '.join(SHAPES)} (default: all)")
-    add("--contestants", help=f"comma-separated, of {', '.join(CONTESTANTS)} (default: all)")
-    add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours")
+    add("--shapes", help=f"comma-separated list of {', '.join(SHAPES)} (default: all)")
+    add("--contestants", help=f"comma-separated list of {', '.join(CONTESTANTS)} (default: all)")
+    add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting of Ranvier")
     add("--windows", type=int, default=3, help="windows of each contestant")
-    add("--steps", type=int, default=5, help="steps of a window")
-    add("--warm", type=int, default=3, help="steps before the first window; they also compile")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
-    add("--trace", action="store_true", help="end at the first failure, with its traceback")
-    add("--tiny", action="store_true", help="a toy on the CPU, to see that all works")
+    add("--steps", type=int, default=5, help="steps per window")
+    add("--warm", type=int, default=3, help="steps before the first window, which also compile")
+    add("--json", type=Path, metavar="FILE", help="file to write all results to")
+    add("--trace", action="store_true", help="stop at the first failure, with its traceback")
+    add("--tiny", action="store_true", help="a small model on the CPU, as a check")
     return parser.parse_args()
 
 
 def compare(asked: argparse.Namespace) -> None:
-    """Everything that was asked for."""
+    """Runs all selected shapes."""
     if not asked.tiny and not torch.cuda.is_available():
-        raise PlanError("torch sees no CUDA device. The benchmark needs one. Try --tiny here.")
+        raise PlanError("torch sees no CUDA device. The benchmark needs one. Use --tiny here.")
     device = torch.device("cpu") if asked.tiny else torch.device("cuda", 0)
     shapes = TINY if asked.tiny else SHAPES
     names = chosen(asked.contestants, list(CONTESTANTS), "contestant")
@@ -472,7 +475,7 @@ def compare(asked: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Compares; a mistake of the user is told without a traceback."""
+    """Compares; prints user errors without a traceback."""
     try:
         compare(settings())
     except RanvierError as error:

@@ -1,18 +1,17 @@
-"""Whether a mixture learns more than the dense model of its active weights, and stays balanced.
+"""Checks whether a mixture learns more than the dense model of its active size, and is balanced.
 
-Both have the same depth, width, attention and vocabulary; what one token meets of a layer's MLP is
-equally wide (experts_per_token · expert_mlp + shared_expert_mlp = mlp). Both take the same steps,
-with the same settings of the optimizer, on the same samples of the default corpus, of which some
-documents are held out. A table shows the mean of the training losses of the last tenth of the
-steps, the loss of held-out samples, and for each mixed layer the rows of its busiest expert in
-means of the layer: the mean over the steps after warm-up, and the largest. Seeds are of initial
-weights and of the order.
+Both have the same depth, width, attention and vocabulary, and the active MLP width per token is the
+same (experts_per_token · expert_mlp + shared_expert_mlp = mlp). Both take the same steps with the
+same optimizer settings on the same samples of the default corpus, with some documents held out. A
+table shows the mean training loss of the last tenth of the steps, the loss of held-out samples, and
+for each MoE layer the load of its busiest expert relative to the mean of the layer: the mean over
+the steps after warm-up, and the maximum. Seeds determine initial weights and the order of samples.
 
-    python benchmarks/moe_tiny.py                     on one core 20 minutes
-    python benchmarks/moe_tiny.py --tiny              a few steps, to see that it runs
+    python benchmarks/moe_tiny.py                     20 minutes on one core
+    python benchmarks/moe_tiny.py --tiny              a few steps, as a check
 
-The mixture passes if the means over seeds of both losses are lower than those of the dense model,
-and in every layer the mean load over seeds and steps after warm-up is below 1.5.
+The mixture passes if the means over seeds of both losses are lower than for the dense model, and in
+every layer the mean load over seeds and steps after warm-up is below 1.5.
 """
 
 from __future__ import annotations
@@ -38,20 +37,22 @@ from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.trainer import Trainer
 
 LIMIT = 1.5
-"""Largest mean load of the busiest expert, in means of its layer."""
+"""Maximum mean load of the busiest expert, relative to the mean of its layer."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What was seen of one run."""
+    """Measurements of one run."""
 
     model: str
     seed: int
     losses: list[float]
-    """Of each step."""
+    """Training loss of each step."""
     held_out: float
     loads: list[list[float]]
-    """Of each step after warm-up and each layer, that of the busiest expert in means."""
+    """Load of the busiest expert relative to the mean, of each step after warm-up and each
+    layer.
+    """
     seconds: float
 
     @property
@@ -61,26 +62,26 @@ class Curve:
 
     @property
     def layers(self) -> list[float]:
-        """Mean load of each mixed layer."""
+        """Mean load of each MoE layer."""
         return [statistics.fmean(layer) for layer in zip(*self.loads, strict=True)]
 
 
 def settings(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--mixture", default="moe-tiny", help="a size with experts")
-    parser.add_argument("--dense", default="tiny", help="a size of equal active weights")
+    parser.add_argument("--dense", default="tiny", help="a size with equal active parameters")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--seq", type=int, default=96, help="tokens of a sequence")
-    parser.add_argument("--held-out", type=float, default=0.1, help="share of the documents")
-    parser.add_argument("--samples", type=int, default=256, help="held-out sequences")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step")
+    parser.add_argument("--seq", type=int, default=96, help="tokens per sequence")
+    parser.add_argument("--held-out", type=float, default=0.1, help="share of held-out documents")
+    parser.add_argument("--samples", type=int, default=256, help="number of held-out sequences")
     parser.add_argument("--corpus", default="stdlib")
     parser.add_argument("--tiny", action="store_true", help="one seed, three steps, one layer")
-    parser.add_argument("--json", help="where all that was seen goes")
+    parser.add_argument("--json", help="file to write all measurements to")
     found = parser.parse_args(words)
     if found.tiny:
         found.seeds, found.steps, found.batch, found.seq, found.samples = 1, 3, 2, 16, 4
@@ -88,7 +89,7 @@ def settings(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
-    """Refuse models that differ in more than their MLPs, or meet a token with other widths."""
+    """Raises if the models differ in more than their MLPs, or have different active widths."""
     own = {field.name for field in dataclasses.fields(ExpertConfig)} | {"mlp"}
     one, other = (
         {key: value for key, value in dataclasses.asdict(config).items() if key not in own}
@@ -99,14 +100,14 @@ def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
     rest = mixture.mlp if mixture.moe_layer_interval > 1 or mixture.dense_first_layers else width
     if one != other or dense.experts or not mixed or not width == rest == dense.mlp:
         raise PlanError(
-            f"The mixture meets a token with MLPs {width} wide, the dense model with {dense.mlp}. "
-            "Both must be equal but for experts. Choose experts_per_token · expert_mlp + "
+            f"The active MLP width of the mixture is {width}, of the dense model {dense.mlp}. "
+            "Both must be equal. Choose experts_per_token · expert_mlp + "
             "shared_expert_mlp."
         )
 
 
 def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
-    """Returns one run of one model."""
+    """Trains one model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tables: dict[str, dict[str, Any]] = {
         "model": {"size": model, **({"layers": 1} if asked.tiny else {})},
@@ -137,7 +138,7 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
 
 
 def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]]:
-    """Means over seeds: training loss, held-out loss, load of each layer; and a line of them."""
+    """Returns means over seeds: training loss, held-out loss, load of each layer; prints them."""
     mine = [curve for curve in curves if curve.model == model]
     tail = statistics.fmean(curve.tail for curve in mine)
     held = statistics.fmean(curve.held_out for curve in mine)
@@ -147,13 +148,13 @@ def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]
     if loads:
         worst = max(load for curve in mine for step in curve.loads for load in step)
         words = " ".join(f"{load:.2f}" for load in loads)
-        print(f"  load of layers {words}, largest of a step {worst:.2f}", end="")
+        print(f"  load of layers {words}, maximum of a step {worst:.2f}", end="")
     print(flush=True)
     return tail, held, loads
 
 
 def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
-    """Returns whether the mixture learns more and is balanced, in words."""
+    """Prints whether the mixture learns more and is balanced; returns whether both hold."""
     dense, mixture = (told(curves, model) for model in (asked.dense, asked.mixture))
     better = mixture[0] < dense[0] and mixture[1] < dense[1]
     balanced = max(mixture[2]) < LIMIT
@@ -165,7 +166,7 @@ def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Trains all, print a table."""
+    """Trains all models and prints a table."""
     asked = settings(words)
     check(MODEL_SIZES[asked.dense], MODEL_SIZES[asked.mixture])
     tokens = asked.steps * asked.batch * asked.seq

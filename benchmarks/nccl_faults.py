@@ -1,11 +1,11 @@
-"""Inject faults into whole runs whose ranks share one GPU over NCCL: kills, stops, exceptions.
+"""Injects faults into complete runs whose ranks share one GPU over NCCL: kills, stops, exceptions.
 
 Usage: python benchmarks/nccl_faults.py [--trials 12] [--seed 0] [--backend gloo] [--keep]
            [--grid pipe=2,row=2] [--kind stop] [--steps 24] [--budget-seconds 600]
 
 For each grid an uninterrupted `ranvier train` gives the losses of all steps and the duration of a
-run. Every trial then starts the same run and injects one fault at a random moment of it: after a
-random step (the last one included), or while the ranks start. The kinds of faults take turns:
+run. Every trial then starts the same run and injects one fault at a random time: after a random
+step (including the last one), or while the ranks start. The kinds of faults alternate:
 
     kill       SIGKILL to a rank: the launcher restarts all ranks, and the run finishes
     launcher   SIGKILL to the launcher: all ranks end with it
@@ -13,14 +13,14 @@ random step (the last one included), or while the ranks start. The kinds of faul
     term       SIGTERM to the launcher: the run saves and ends with 75
     exception  a rank raises an exception in a collective of a step: the run ends with 70
 
-Except after `kill` the same command is given again and must continue; only a run that had finished
-before the fault may be refused (64). Checked after each trial: the exit codes, how long the ranks
-took to end, the losses (those of the uninterrupted run to the bit, in every row of every step),
-processes that are left, and GPU memory that was not given back. Prints a line for each trial; the
-exit code is 1 if any check failed.
+Except after `kill`, the same command is run again and must continue; only a run that had finished
+before the fault may be refused (64). Each trial checks the exit codes, how long the ranks took to
+end, the losses (bit-identical to the uninterrupted run, in every row of every step), leftover
+processes, and GPU memory that was not released. Prints a line for each trial; the exit code is 1 if
+any check failed.
 
 Processes are found by a variable in their environment (Linux only). `--backend gloo` runs on the
-CPU, for machines without a GPU. Not covered: several nodes, several GPUs, faults of a disk.
+CPU, for machines without a GPU. Not covered: several nodes, several GPUs, disk faults.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MODEL = (
     *("--train.deterministic", "True", "--train.seed", "0", "--plan.global-batch", "8"),
     *("--checkpoint.interval", "4", "--plan.compile", "off"),
 )
-"""Settings of a model whose steps are quick, with a checkpoint every few steps."""
+"""Settings of a model with fast steps and frequent checkpoints."""
 GRIDS = ("data=2,row=2", "depth=2,row=2", "pipe=2,row=2")
 VARIABLE = "RANVIER_BENCHMARK_TRIAL"
 """Environment variable that all processes of a command inherit."""
@@ -60,12 +60,14 @@ WATCHDOG_SECONDS = 8.0
 ORPHAN_SECONDS = 10.0
 """How long processes and GPU memory of a run may outlive it."""
 MEMORY_MIB = 64
-"""GPU memory that may be in use after a trial in addition to what was before any run."""
+"""GPU memory that may be in use after a trial in addition to the amount before any run."""
 POLL_SECONDS = 0.05
 LATE_STEPS = 3
-"""A run that is asked to stop so few steps before its end may also finish."""
+"""A run that is asked to stop this many steps before its end may also finish."""
 ATTEMPTS = 3
-"""Runs that may end before the fault is injected; each next one has it earlier."""
+"""Maximum number of runs that end before the fault is injected; it is injected earlier each
+time.
+"""
 REFUSED = 64
 """Exit code of the command of a run that has finished."""
 ERROR_LINES = 30
@@ -111,12 +113,12 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-"""A `sitecustomize` with which a rank raises in its next collective once a file asks it to."""
+"""A `sitecustomize` with which a rank raises in its next collective once a file requests it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault, and what must follow it."""
+    """A kind of fault, and the required outcome."""
 
     name: str
     exit_code: int
@@ -124,7 +126,7 @@ class Kind:
     """How long after the fault all ranks must have ended."""
     at_start: bool
     """Whether it is also injected while ranks start. There the watchdog waits for 600 s, and no
-    step is under way that could raise."""
+    step is running that could raise."""
 
 
 KINDS = {
@@ -144,7 +146,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What /proc/PID/stat says of a process."""
+    """The content of /proc/PID/stat of a process."""
 
     state: str
     session: int
@@ -163,15 +165,15 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class Process:
-    """A process; a later one with the same number is another one."""
+    """A process; a later one with the same number is a different process."""
 
     pid: int
     start_ticks: int
 
     def is_alive(self) -> bool:
-        """Returns whether it runs or is stopped.
+        """Returns whether the process runs or is stopped.
 
-        A process that is exiting has no environment any more but may still hold its GPU memory.
+        An exiting process no longer has an environment but may still hold its GPU memory.
         """
         status = ProcessStatus.read(self.pid)
         return (
@@ -181,7 +183,7 @@ class Process:
         )
 
     def describe(self) -> str:
-        """Its number and command line."""
+        """Returns its number and command line."""
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{self.pid}/cmdline").read_bytes()
             return f"{self.pid} ({line.replace(bytes(1), b' ').decode(errors='replace')[:100]})"
@@ -189,7 +191,7 @@ class Process:
 
 
 def find_processes(token: str) -> list[Process]:
-    """Processes that have inherited a token in their environment."""
+    """Returns the processes that have inherited a token in their environment."""
     entry = f"{VARIABLE}={token}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
@@ -221,7 +223,7 @@ def find_rank_number(process: Process) -> int | None:
 class TrainCommand:
     """A `ranvier train` that was started, with its output and all processes that belong to it.
 
-    Leaving it as a context ends whatever is left.
+    Leaving the context ends all remaining processes.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class TrainCommand:
     ) -> None:
         self.token = uuid.uuid4().hex
         self.rank_of: dict[Process, int] = {}
-        """All ranks found so far, those of earlier attempts included."""
+        """All ranks found so far, including those of earlier attempts."""
         self.others: set[Process] = set()
         """Other processes found so far: launcher, forkserver, resource tracker."""
         self._errors = folder / f"stderr-{self.token[:8]}.txt"
@@ -251,7 +253,7 @@ class TrainCommand:
         self.kill_processes()
 
     def observe_processes(self) -> None:
-        """Look for processes that are new."""
+        """Looks for new processes."""
         for process in find_processes(self.token):
             if process in self.rank_of:
                 continue
@@ -268,7 +270,7 @@ class TrainCommand:
         return {rank: process for process, rank in self.rank_of.items() if process.is_alive()}
 
     def wait_until(self, is_met: Callable[[], bool], seconds: float) -> bool:
-        """Waits for a condition and observe processes meanwhile; whether it was met in time."""
+        """Waits for a condition while observing processes; returns whether it was met in time."""
         limit = time.monotonic() + seconds
         while not is_met():
             if time.monotonic() > limit:
@@ -287,7 +289,7 @@ class TrainCommand:
         return [process for process in (*self.rank_of, *self.others) if process.is_alive()]
 
     def kill_processes(self) -> None:
-        """End all that is left."""
+        """Ends all remaining processes."""
         limit = time.monotonic() + ORPHAN_SECONDS
         while (alive := self.list_alive()) and time.monotonic() < limit:
             for process in alive:
@@ -299,17 +301,17 @@ class TrainCommand:
             self.child.wait(timeout=1.0)
 
     def read_errors(self) -> str:
-        """Returns what it has written to stderr."""
+        """Returns its stderr."""
         return self._errors.read_text(errors="replace")
 
 
 def read_gpu_memory() -> list[int] | None:
-    """MiB in use on each GPU, by all processes; None without a GPU."""
+    """Returns the MiB in use on each GPU by all processes; None without a GPU."""
     query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30.0)
         return [int(line) for line in text.stdout.split()] or None
-    # A process of its own: a CUDA context in this one would occupy memory in all trials.
+    # In a separate process: a CUDA context in this one would occupy memory in all trials.
     code = (
         "import torch\n"
         "for device in range(torch.cuda.device_count()):\n"
@@ -336,19 +338,19 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def format_grid(grid: Mapping[str, int]) -> str:
-    """Returns the opposite of `parse_grid`."""
+    """Formats a grid; the inverse of `parse_grid`."""
     return ",".join(f"{axis}={size}" for axis, size in grid.items())
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs have in common."""
+    """The settings that all runs share."""
 
     root: Path
     backend: str
     steps: int
     memory: list[int] | None
-    """MiB in use on each GPU before any run; None: not checked."""
+    """MiB in use on each GPU before any run; None if not checked."""
 
     def build_arguments(self, grid: Mapping[str, int], out: Path) -> list[str]:
         """Returns the arguments of `ranvier train`."""
@@ -369,12 +371,14 @@ class Setup:
         folder: Path,
         environment: Mapping[str, str] | None = None,
     ) -> TrainCommand:
-        """Starts a command whose output goes to a folder; all of them share one cache."""
+        """Starts a command whose output is written to a folder; all of them share one cache."""
         cache = {"RANVIER_CACHE": str(self.root / "cache")}
         return TrainCommand(arguments, folder, {**cache, **(environment or {})})
 
     def measure_memory_growth(self) -> int | None:
-        """MiB in use on a GPU in addition to what was before any run, once it is little enough."""
+        """Returns the MiB in use on a GPU in addition to the amount before any run, once it is
+        small.
+        """
         if self.memory is None:
             return None
         limit = time.monotonic() + ORPHAN_SECONDS
@@ -389,7 +393,7 @@ class Setup:
 
 
 def count_rows(out: Path) -> int:
-    """Steps in the metrics of a run, which may be under way."""
+    """Returns the number of steps in the metrics of a run, which may be running."""
     try:
         return (out / "metrics.jsonl").read_bytes().count(b"\n")
     except OSError:
@@ -397,7 +401,7 @@ def count_rows(out: Path) -> int:
 
 
 def is_finished(out: Path) -> bool:
-    """Returns whether a run has written that it has taken all its steps."""
+    """Returns whether a run is recorded as finished."""
     try:
         status = json.loads((out / "run.json").read_text())["status"]
     except (OSError, ValueError, KeyError):
@@ -414,22 +418,22 @@ def read_losses(out: Path) -> Iterator[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Reference:
-    """An uninterrupted run; times are in seconds since its command was given."""
+    """An uninterrupted run; times are in seconds since its command was started."""
 
     losses: dict[int, float]
     ranks_seconds: float
-    """When all ranks were there."""
+    """When all ranks were running."""
     first_seconds: float
     """When the first step was written."""
     end_seconds: float
 
     @property
     def patience_seconds(self) -> float:
-        """A run that takes longer has hung; it may start twice and share the machine."""
+        """Seconds after which a run counts as hung; it may start twice and share the machine."""
         return 60.0 + 4.0 * self.end_seconds
 
     def find_differences(self, out: Path) -> list[str]:
-        """Returns what is wrong with the losses of a run: they must be the same bits in every
+        """Returns the differences in the losses of a run, which must be bit-identical in every
         row.
         """
         try:
@@ -449,7 +453,7 @@ class Reference:
 
 
 class FailedReferenceError(Exception):
-    """An uninterrupted run that failed: nothing can be compared with it."""
+    """An uninterrupted run failed, so nothing can be compared with it."""
 
 
 def run_reference(setup: Setup, grid: Mapping[str, int]) -> Reference:
@@ -494,23 +498,23 @@ def format_errors(text: str) -> str:
 
 @dataclass
 class Trial:
-    """A fault of a run, and what followed it."""
+    """A fault in a run, and its outcome."""
 
     number: int
     kind: Kind
     grid: dict[str, int]
     setup: Setup
     rank: int
-    """The rank that the fault is for, if it is for one."""
+    """The rank of the fault, if it concerns one rank."""
     at_start: bool
-    """Whether it comes before the first step."""
+    """Whether the fault is before the first step."""
     share: float
-    """Where the fault is: of all steps, or of the time in which ranks start."""
+    """Position of the fault, as a fraction of all steps or of the start-up time."""
     reference: Reference = field(init=False)
     start_seconds: float = field(init=False)
-    """How long ranks start."""
+    """Duration of the start-up of the ranks."""
     start_began: float = math.inf
-    """When all ranks of this run were there."""
+    """When all ranks of this run were running."""
     moment: str = "never"
     rows: int = 0
     """Steps written before the fault."""
@@ -526,7 +530,7 @@ class Trial:
     """The stderr of the command that failed, or of the last one."""
 
     def play(self, reference: Reference) -> None:
-        """Starts the run, inject the fault, continue the run, and check everything."""
+        """Starts the run, injects the fault, continues the run, and checks everything."""
         self.reference = reference
         self.start_seconds = reference.first_seconds - reference.ranks_seconds
         for attempt in range(ATTEMPTS):
@@ -544,13 +548,13 @@ class Trial:
             self.problems += differences
             self.losses = "differ" if differences else "equal"
         elif not self.problems:
-            self.problems.append("run.json does not say that the run has finished")
+            self.problems.append("run.json does not record that the run has finished")
         self.memory = self.setup.measure_memory_growth()
         if self.memory is not None and self.memory > MEMORY_MIB:
-            self.problems.append(f"{self.memory} MiB of GPU memory were not given back")
+            self.problems.append(f"{self.memory} MiB of GPU memory were not released")
 
     def format_line(self, trials: int) -> str:
-        """Returns what happened, in one line."""
+        """Formats the outcome in one line."""
         seconds = "-" if self.end_seconds is None else f"{self.end_seconds:.2f} s"
         codes = ", then ".join("none" if code is None else str(code) for code in self.exit_codes)
         memory = "-" if self.memory is None else f"{self.memory:+d} MiB"
@@ -568,7 +572,7 @@ class Trial:
         return arguments
 
     def _interrupt_run(self, folder: Path) -> bool:
-        """Starts the run and inject the fault; whether the run was still there for it."""
+        """Starts the run and injects the fault; returns whether the run was still running."""
         environment = {}
         if self.kind.name == "exception":
             (folder / "sitecustomize.py").write_text(PATCH)
@@ -593,7 +597,7 @@ class Trial:
         return True
 
     def _wait_for_moment(self, command: TrainCommand, out: Path) -> bool:
-        """Waits until the fault is due; whether the run was still under way then."""
+        """Waits until the fault is due; returns whether the run was still running."""
         world = math.prod(self.grid.values())
         steps = 1 + int(self.share * self.setup.steps)
 
@@ -606,7 +610,7 @@ class Trial:
 
         if not command.wait_until(is_ready, self.reference.patience_seconds):
             self.problems.append(
-                "the run did not get to " + ("a rank" if self.at_start else "a step")
+                "the run did not reach " + ("a rank" if self.at_start else "a step")
             )
             return False
         self.start_began = time.monotonic()
@@ -615,8 +619,8 @@ class Trial:
         return not command.has_exited()
 
     def _note_early_end(self, command: TrainCommand) -> bool:
-        """Checks that a run that came to its end before the fault has finished; False."""
-        # The reference was slower, perhaps as the machine did other things, too.
+        """Checks that a run that ended before the fault has finished; returns False."""
+        # The reference was slower, perhaps because of other load on the machine.
         self.start_seconds = min(self.start_seconds, time.monotonic() - self.start_began)
         command.wait_until(command.has_exited, self.reference.patience_seconds)
         self.moment = "never"
@@ -630,7 +634,7 @@ class Trial:
     def _inject_fault(
         self, command: TrainCommand, ranks: Mapping[int, Process], folder: Path
     ) -> float | None:
-        """Does what the kind of the trial says; when, or None if the run had ended."""
+        """Injects the fault of the trial; returns the time, or None if the run had ended."""
         name = self.kind.name
         if not ranks:  # only the launcher is left, which is about to end
             return None
@@ -650,7 +654,9 @@ class Trial:
         return began
 
     def _raise_exception(self, command: TrainCommand, folder: Path) -> float | None:
-        """Have the rank raise in its next collective; when it did, None if it issued none."""
+        """Makes the rank raise in its next collective; returns the time, or None if it issued
+        none.
+        """
         (folder / f"raise-{self.rank}").touch()
         raised = folder / "raised"
         command.wait_until(
@@ -659,11 +665,11 @@ class Trial:
         return float(raised.read_text()) if raised.exists() else None
 
     def _check_end(self, command: TrainCommand, known: set[Process], struck: float) -> None:
-        """Checks how a run ends after its fault. known: the ranks that had been started before."""
+        """Checks how a run ends after its fault. known: the ranks started before."""
         kind = self.kind
 
         def is_ended() -> bool:
-            # After a kill others are started; after anything else no rank may be left.
+            # After a kill other ranks are started; after any other fault no rank may be left.
             ranks = known if kind.name == "kill" else {*known, *command.rank_of}
             return not any(rank.is_alive() for rank in ranks)
 
@@ -681,9 +687,9 @@ class Trial:
         if code != kind.exit_code and not (finishing and code == 0):
             self.problems.append(f"exit code {code} instead of {kind.exit_code}")
         if kind.name == "kill" and not restarted and self.rows < self.setup.steps:
-            self.problems.append("the ranks were not started again")
+            self.problems.append("the ranks were not restarted")
         if kind.name != "kill" and restarted:
-            self.problems.append("ranks were started again")
+            self.problems.append("the ranks were restarted")
         if kind.name == "exception" and "InjectedError" not in errors:
             self.problems.append("the exception is not in the message")
         if kind.name == "stop":
@@ -700,21 +706,21 @@ class Trial:
         if not command.wait_until(lambda: not command.list_alive(), ORPHAN_SECONDS):
             left = [process.describe() for process in command.list_alive()]
             self.left += left
-            self.problems.append(f"processes are left: {', '.join(left)}")
+            self.problems.append(f"leftover processes: {', '.join(left)}")
 
     def _continue_run(self, folder: Path) -> None:
-        """Gives the same command again; it must finish, unless it had before the fault."""
+        """Runs the same command again; it must finish, unless it had before the fault."""
         finished = is_finished(folder / "run") and self.exit_codes[-1] != KINDS["term"].exit_code
         with self.setup.start_command(self._build_arguments(folder), folder) as command:
             self._check_exit(command)
             self.errors = command.read_errors()
         code = self.exit_codes[-1]
         if code != 0 and not (finished and code == REFUSED):
-            self.problems.append(f"exit code {code} of the same command given again")
+            self.problems.append(f"exit code {code} of the same command run again")
 
 
 def plan_trials(options: argparse.Namespace, setup: Setup) -> Iterator[Trial]:
-    """Trials of all kinds and grids in rotation; one of three of a kind is at the start."""
+    """Yields trials of all kinds and grids in rotation; a third of them are at the start."""
     draw = random.Random(options.seed)
     counts = dict.fromkeys(options.kind, 0)
     for number in range(1, options.trials + 1):
@@ -734,18 +740,18 @@ def plan_trials(options: argparse.Namespace, setup: Setup) -> Iterator[Trial]:
 
 @dataclass
 class Session:
-    """All trials: the references that they need, and how many failed."""
+    """All trials, the references that they need, and the number of failures."""
 
     options: argparse.Namespace
     setup: Setup
     began: float = field(default_factory=time.monotonic)
     references: dict[str, Reference | None] = field(default_factory=dict)
-    """By the name of a grid; None: its uninterrupted run failed."""
+    """Reference by name of the grid; None if its uninterrupted run failed."""
     trials: int = 0
     failures: int = 0
 
     def play(self) -> int:
-        """Play all trials that the budget allows; the exit code."""
+        """Runs all trials that the budget allows; returns the exit code."""
         try:
             for trial in plan_trials(self.options, self.setup):
                 seconds = time.monotonic() - self.began
@@ -765,7 +771,7 @@ class Session:
         return int(self.failures > 0 or self.trials == 0)
 
     def _play_trial(self, trial: Trial, reference: Reference) -> None:
-        """Play a trial and print what happened."""
+        """Runs a trial and prints its outcome."""
         trial.play(reference)
         self.trials += 1
         self.failures += bool(trial.problems)
@@ -775,7 +781,7 @@ class Session:
             print(format_errors(trial.errors), flush=True)
 
     def _get_reference(self, grid: Mapping[str, int]) -> Reference | None:
-        """Returns the uninterrupted run of a grid, which is run once; None if it failed."""
+        """Returns the uninterrupted run of a grid, which runs once; None if it failed."""
         name = format_grid(grid)
         if name in self.references:
             return self.references[name]
@@ -797,36 +803,36 @@ class Session:
 
 
 def parse_options() -> argparse.Namespace:
-    """Returns the options of the command line."""
+    """Parses the command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trials", type=int, default=12, help="trials in all (12)")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and ranks (0)")
+    parser.add_argument("--trials", type=int, default=12, help="number of trials (12)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of times and ranks (0)")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument(
         "--grid",
         type=parse_grid,
         action="append",
-        help=f"a grid, such as pipe=2,row=2; may be repeated ({' '.join(GRIDS)})",
+        help=f"a grid, e.g. pipe=2,row=2; may be repeated ({' '.join(GRIDS)})",
     )
     parser.add_argument(
         "--kind", choices=KINDS, action="append", help="a kind of fault; may be repeated (all)"
     )
-    parser.add_argument("--steps", type=int, default=24, help="steps of a run (24)")
+    parser.add_argument("--steps", type=int, default=24, help="steps per run (24)")
     parser.add_argument(
         "--budget-seconds",
         type=float,
         default=0.0,
-        help="start no trial after so long; 0: no limit",
+        help="start no trial after this many seconds; 0: no limit",
     )
     parser.add_argument(
         "--shared-device",
         action="store_true",
-        help="other programs use the GPU at the same time: its memory is not compared",
+        help="other programs use the GPU at the same time, so its memory is not compared",
     )
-    parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
+    parser.add_argument("--keep", action="store_true", help="keep the directories of all runs")
     options = parser.parse_args()
     options.grid = options.grid or [parse_grid(text) for text in GRIDS]
     options.kind = options.kind or [*KINDS]

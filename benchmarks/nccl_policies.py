@@ -1,13 +1,13 @@
-"""Every policy on pipe 2 row 2 depth 2 over NCCL, all ranks on one GPU, against one process.
+"""Compares every policy on pipe 2 row 2 depth 2 over NCCL, on one GPU, with a single process.
 
 Usage: python benchmarks/nccl_policies.py [--policy 1f1b] [--dtype fp64] [--backend gloo]
 
-Whole runs under torchrun: losses and gradient norms of every step, and of runs in float64 the
-weights that are saved at the end, are compared with those of a run in one process. float64 must
-agree to 1e-9 (10 steps), fp32 to 1e-5 in the loss of every step (20 steps), bf16 to 2 % in the last
-loss (100 steps of the default model and batch, policy message: with the few tokens a step of the
-other runs the rounding of bf16 alone moves a single loss by more). Each run must end within 10 s of
-its last step. With --backend gloo the same on the CPU, slowly.
+Complete runs under torchrun: losses and gradient norms of every step and, in float64, the final
+saved weights are compared with a run in one process. float64 must agree to 1e-9 (10 steps), fp32 to
+1e-5 in the loss of every step (20 steps), bf16 to 2% in the last loss (100 steps of the default
+model and batch, policy message_driven; with the few tokens per step of the other runs, the rounding
+of bf16 alone changes a single loss by more). Each run must end within 10 s of its last step.
+--backend gloo does the same on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ranvier.checkpoint.load import load_full_tensors
 POLICIES = ("message_driven", "1f1b", "gpipe", "zero-bubble", "interleaved")
 STEPS = {"fp64": 10, "fp32": 20, "bf16": 100}
 LIMITS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02}
-"""Largest relative difference of losses; of bf16 of the last one."""
+"""Maximum relative difference of losses; for bf16 of the last one."""
 END_SECONDS = 10.0
 RUN_SECONDS = 300.0
 COMMON = ("--train.eval-interval", "0", "--train.sample-prompt", "", "--plan.compile", "off")
@@ -37,7 +37,7 @@ SMALL = (
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
     *("--model.vocab", "260", "--plan.global-batch", "8", "--plan.micro-batch", "1"),
 )
-"""A model whose steps are quick."""
+"""A model with fast steps."""
 GRID = ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1")
 RANKS = 8
 
@@ -88,8 +88,8 @@ def largest_difference(have: Sequence[float], want: Sequence[float]) -> float:
 
 
 def compare_weights(have: Path, want: Path) -> float:
-    """Returns the largest difference of two runs' last weights, relative to the largest of each
-    tensor.
+    """Returns the largest difference of two runs' last weights, relative to the largest magnitude
+    of each tensor.
     """
     mine, whole = (
         load_full_tensors(find_checkpoints(folder / "checkpoints")[-1]) for folder in (have, want)
@@ -101,7 +101,7 @@ def compare_weights(have: Path, want: Path) -> float:
 
 
 def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
-    """Returns a run against that of one process: in words, and whether it is good."""
+    """Compares a run with the one of a single process; returns a text and whether it passes."""
     if ended.code:
         return f"exit code {ended.code}\n{ended.output[-2000:]}", False
     rows, whole = ended.rows, one.rows
@@ -118,7 +118,7 @@ def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Runs, compare, print."""
+    """Runs, compares and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

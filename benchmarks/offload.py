@@ -1,12 +1,12 @@
-"""Models whose states rest on the host: how large, how fast, and beside FSDP2 with CPU offload.
+"""Measures models with optimizer states on the host: size, speed, and comparison with FSDP2.
 
-    python benchmarks/offload.py --speed --sizes 1.5b     tokens a second over tokens of a step
-    python benchmarks/offload.py --fsdp --sizes 1.5b      in turns with torch's FSDP2, CPU offload
-    python benchmarks/offload.py --largest                the largest model of each way
-    python benchmarks/offload.py --speed --smoke          a toy, on any machine
+    python benchmarks/offload.py --speed --sizes 1.5b     tokens per second by tokens per step
+    python benchmarks/offload.py --fsdp --sizes 1.5b      alternating with FSDP2 and CPU offload
+    python benchmarks/offload.py --largest                the largest model for each placement
+    python benchmarks/offload.py --speed --smoke          a small model, on any machine
 
-The bound beside the curve: 12 bytes a parameter go each way in a step, and none of it can be hidden
-but behind the first forward pass, so a step takes at least 12·N / (bandwidth of the link).
+The printed bound: 12 bytes per parameter are transferred each way per step, and only the first
+forward pass can overlap with it, so a step takes at least 12·N / (bandwidth of the link).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WEIGHTS = {**HOST, "memory.parameters": "host"}
 
 
 def device() -> torch.device:
-    """Returns where it runs."""
+    """Returns the device to run on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,12 +61,12 @@ def synchronize() -> None:
 
 
 def peak() -> int:
-    """Most bytes on the device since the last reset."""
+    """Returns the peak bytes on the device since the last reset."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def cleared() -> None:
-    """Lets go of what nobody holds."""
+    """Frees unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -74,7 +74,7 @@ def cleared() -> None:
 
 
 def bandwidth(size: int = GIB) -> float:
-    """Returns the bytes a second that go each way at once between host and device."""
+    """Returns the bytes per second between host and device in both directions at once."""
     if not torch.cuda.is_available():
         return 1e10
     host = Arena(2 * size, device())
@@ -95,7 +95,7 @@ def bandwidth(size: int = GIB) -> float:
 
 
 def timed(one: Contestant, steps: int) -> float:
-    """Returns the seconds of a step."""
+    """Returns the seconds per step."""
     synchronize()
     begun = time.perf_counter()
     for i in range(steps):
@@ -105,9 +105,7 @@ def timed(one: Contestant, steps: int) -> float:
 
 
 def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[str, float]:
-    """Returns the seconds of a step, bytes at the peak and parameters of a contestant, alone on
-    the device.
-    """
+    """Returns seconds per step, peak bytes and parameters of a contestant, alone on the device."""
     cleared()
     one = make()
     for i in range(warm):
@@ -133,11 +131,9 @@ def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[s
 
 
 def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the tokens a second with states on the device and on the host, by tokens of a
-    step.
-    """
+    """Returns tokens per second with states on the device and on the host, by tokens per step."""
     link, rows = bandwidth(), []
-    print(f"link: {link / 1e9:.1f} GB/s each way at once")
+    print(f"link: {link / 1e9:.1f} GB/s in each direction at once")
     for name, shape in shapes(arguments):
         seq = shape.max_seq
         for tokens in arguments.tokens:
@@ -173,7 +169,7 @@ def told(row: Mapping[str, Any], link: float) -> None:
 def attempt(
     make: Callable[[], Contestant], arguments: argparse.Namespace
 ) -> dict[str, float] | None:
-    """Returns what was measured; None if it does not fit."""
+    """Returns the measurements; None if it does not fit."""
     try:
         return measured(make, warm=arguments.warm, steps=arguments.steps)
     except torch.OutOfMemoryError as error:
@@ -182,7 +178,7 @@ def attempt(
         return None
 
 
-# ---- beside FSDP2 -----------------------------------------------------------------------
+# ---- comparison with FSDP2 --------------------------------------------------------------
 
 
 class Offloaded(Peer):
@@ -218,7 +214,7 @@ class Offloaded(Peer):
         super().__init__(model, mean_loss, task)
 
     def step(self, i: int) -> None:
-        """One optimizer step on batch number i; the norm is clipped as ours is."""
+        """Takes one optimizer step on batch number i; the norm is clipped as in Ranvier."""
         loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -228,7 +224,7 @@ class Offloaded(Peer):
 
 
 def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ours and FSDP2 with CPU offload, in turns."""
+    """Compares Ranvier with FSDP2 and CPU offload, alternating."""
     rows = []
     for name, shape in shapes(arguments):
         task = Task.of(shape, arguments.batch, device(), clip=True)
@@ -251,13 +247,13 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             print(
                 f"{name:>6} {way:>10} {seconds:8.3f} s {task.batch * shape.max_seq / seconds:9.0f} "
                 f"tok/s {last['peak'] / GIB:6.2f} GiB loss {last['loss']:.3f} "
-                f"{row['ratio']:.2f} x",
+                f"{row['ratio']:.2f}x",
                 flush=True,
             )
         resident = 4 * found["states"][0]["parameters"]
         verdicts = {
             "states: faster": theirs > statistics.median(o["seconds"] for o in found["states"]),
-            "states: its memory, weights and gradients at most": found["states"][-1]["peak"]
+            "states: at most its memory plus weights and gradients": found["states"][-1]["peak"]
             <= found["fsdp2 cpu"][-1]["peak"] + resident,
             "weights: no more memory": found["weights"][-1]["peak"]
             <= found["fsdp2 cpu"][-1]["peak"],
@@ -267,20 +263,20 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-# ---- how large --------------------------------------------------------------------------
+# ---- largest models ---------------------------------------------------------------------
 
 WAYS: dict[str, dict[str, str]] = {
     "plain": {"plan.recompute": "none"},
     "fp32 states": {"memory.auto": "True", "plan.recompute": "full"},
     "8-bit moments": {"memory.auto": "True", "plan.recompute": "full", "optim.state_dtype": "int8"},
 }
-"""Plain AdamW, and states where they fit; nothing but places and numbers of moments differs."""
+"""Plain AdamW, and states where they fit; only placement and dtype of the moments differ."""
 
 
 def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the most blocks of each way by its predicted table, confirmed by running.
+    """Returns the largest number of blocks of each placement, predicted and confirmed by a run.
 
-    Each way has a process of its own: threads of the last update hold what they work on.
+    Each placement has its own process, because threads of the last update keep their tensors.
     """
     if arguments.way:
         return [one_way(arguments.way, arguments)]
@@ -293,17 +289,17 @@ def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             (row,) = json.loads(path.read_text())["largest"]
         rows.append(row)
-        print(f"{way:>14}: {row['parameters'] / rows[0]['parameters']:.2f} x", flush=True)
+        print(f"{way:>14}: {row['parameters'] / rows[0]['parameters']:.2f}x", flush=True)
     return rows
 
 
 def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the most blocks of one way."""
+    """Returns the largest number of blocks for one placement."""
     if arguments.limit and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
     toy = Shape.of(1, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64)
-    # In a small device a small vocabulary: else it alone is more than plain AdamW holds.
+    # A small device gets a small vocabulary: otherwise it alone exceeds what plain AdamW can hold.
     small = Shape.of(1, 2560, 20, 10240, kv_heads=4, vocab=50304, max_seq=2048)
     shape = toy if arguments.smoke else small if arguments.limit else wide(1)
     where = {**WAYS[way], "plan.compile": "off"}
@@ -312,21 +308,21 @@ def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     blocks = foretold(shape, where, arguments)
     row = confirmed(shape, where, blocks)
     print(
-        f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f} B, "
-        f"{row['seconds']:.2f} s a step, {row['peak'] / GIB:.1f} GiB on the device, "
-        f"{row['host'] / GIB:.1f} on the host"
+        f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f}B parameters, "
+        f"{row['seconds']:.2f} s per step, {row['peak'] / GIB:.1f} GiB on the device, "
+        f"{row['host'] / GIB:.1f} GiB on the host"
     )
     print(*(f"    {line}" for line in row["table"]), sep="\n", flush=True)
     return {**row, "way": way, "predicted blocks": blocks}
 
 
 def wide(layers: int) -> Shape:
-    """Returns a model of so many blocks of the width of Llama 3 8B."""
+    """Returns a model with this many blocks of the width of Llama 3 8B."""
     return Shape.of(layers, 4096, 32, 14336, max_seq=2048)
 
 
 def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
-    """Returns the most blocks that fit, as predicted."""
+    """Returns the predicted largest number of blocks that fit."""
     limits = MemoryLimits(available_bytes(0.0, device(), 1), host_bytes_per_rank(1))
     if arguments.smoke:
         limit = 10 * offload_search.min_device_bytes(fit_problem(shape, where, limits, 3))
@@ -346,7 +342,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
 def fit_problem(
     shape: Shape, where: Mapping[str, str], limits: MemoryLimits, blocks: int
 ) -> FitProblem:
-    """Returns the placements of a model of so many blocks."""
+    """Returns the fit problem of a model with this many blocks."""
     run = run_of(replace(shape, layers=blocks), 1, where, device().type)
     run = resolve_run(run, ResolveContext(world_size=1, device=device()))
     free = open_settings(run) if run.memory.auto else frozenset[str]()
@@ -362,7 +358,7 @@ def fitting(case: FitProblem) -> bool:
 
 
 def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:
-    """Returns what a model of so many blocks needs and takes; a twentieth less where it does not
+    """Returns memory and time of a model with this many blocks, or with 5% fewer if it does not
     fit.
     """
     for _ in range(3):
@@ -388,11 +384,11 @@ def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, 
         except (torch.OutOfMemoryError, RanvierError) as error:
             print(f"{blocks} blocks do not fit: {str(error).splitlines()[0][:200]}")
             blocks -= max(blocks // 20, 1)
-    raise SystemExit("Nothing near the prediction fits.")
+    raise SystemExit("No number of blocks near the prediction fits.")
 
 
 def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
-    """Returns the models that were asked for."""
+    """Returns the selected models."""
     known = TOY if arguments.smoke else SIZES
     names = list(TOY)[:1] if arguments.smoke else arguments.sizes.split(",")
     found = []
@@ -404,23 +400,23 @@ def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     for mode in ("speed", "fsdp", "largest", "smoke"):
         add(f"--{mode}", action="store_true")
-    add("--sizes", default="1.5b", help=f"of {', '.join(SIZES)}, or 30x4096: blocks, width")
-    add("--seq", type=int, default=0, help="tokens of a sample; 0: those of the size")
+    add("--sizes", default="1.5b", help=f"list of {', '.join(SIZES)}, or 30x4096 (blocks x width)")
+    add("--seq", type=int, default=0, help="tokens per sample; 0: as the size has")
     add("--tokens", type=int, nargs="+", default=[2048 * 4**i for i in range(4)] + [262144])
-    add("--micro", type=int, default=8, help="samples of a micro-batch at most")
-    add("--host-micro", type=int, default=0, help="the same with states on the host; 0: alike")
-    add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
+    add("--micro", type=int, default=8, help="maximum samples per micro-batch")
+    add("--host-micro", type=int, default=0, help="the same with states on the host; 0: equal")
+    add("--batch", type=int, default=4, help="samples per step in the comparison with FSDP2")
     add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
-    add("--way", default="", choices=["", *WAYS], help="of the largest models; '': all of them")
+    add("--way", default="", choices=["", *WAYS], help="placement of the largest model; '': all")
     add("--recompute", default="none")
-    add("--update", default="auto", help="who updates states on the host: auto, device, cpu")
+    add("--update", default="auto", help="where states on the host are updated: auto, device, cpu")
     add("--windows", type=int, default=2)
     add("--warm", type=int, default=2)
     add("--steps", type=int, default=3)
@@ -429,7 +425,7 @@ def settings() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Runs the selected parts."""
     use_expandable_segments()
     arguments, found = settings(), {}
     if arguments.smoke:

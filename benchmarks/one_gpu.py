@@ -1,17 +1,18 @@
-"""Llama-shaped models on one GPU: our trainer and others, in one process, in turns.
+"""Compares Llama-shaped models on one GPU: Ranvier and other trainers, in one process, alternating.
 
-Every contestant trains the same shape on the same random tokens with AdamW, its weights in fp32
-and its matrix products in bf16. For each peer the windows alternate: each variant of ours, the
-peer, ours, the peer. A ratio comes from the windows of that peer only, so that clocks that drift
-cancel. Where two contestants do not fit into memory together, each is built anew for its window.
+Every contestant trains the same shape on the same random tokens with AdamW, with weights in fp32
+and matmuls in bf16. For each peer the windows alternate: each variant of Ranvier, the peer,
+Ranvier, the peer. A ratio comes only from the windows of that peer, so that drifting clocks cancel.
+If two contestants do not fit into memory together, each is rebuilt for its window.
 
     python benchmarks/one_gpu.py --sizes 1.5b --batch 4 --json one_gpu.json
     python benchmarks/one_gpu.py --variant plain: --variant full:plan.recompute=full
     python benchmarks/one_gpu.py --smoke
 
-Peers are looked for among the installed packages and in the folder peers/ (unpacked wheels). The
-table: MFU counts 6·(N - table) + 6·L·D·S operations a token (full: 12·L·D·S); ceiling is the share
-of the step that its matrix products would take alone; the last columns are our speed over a peer's.
+Peers are searched among the installed packages and in the directory peers/ (unpacked wheels). In
+the table, MFU counts 6·(N - embedding) + 6·L·D·S FLOPs per token (full: 12·L·D·S); ceiling is the
+share of the step that its matmuls would take alone; the last columns are the speed of Ranvier
+relative to a peer.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "3b": (Shape.of(28, 3072, 24, 8192), (4,)),
     "8b": (Shape.of(32, 4096, 32, 14336), (1,)),
 }
-"""Shapes, and sequences of a step."""
+"""Shapes, and sequences per step."""
 TOY = {
     "toy": (Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64), (2,)),
     "toy-tied": (
@@ -53,39 +54,39 @@ TOY = {
         (2,),
     ),
 }
-"""What a CPU can train in a moment."""
+"""A shape that a CPU trains quickly."""
 GIB = 2**30
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--sizes", help=f"comma-separated, of {', '.join(SIZES)} (default: all)")
-    add("--batch", help="sequences of a step, comma-separated (default: those of the size)")
-    add("--peers", help=f"comma-separated, of {', '.join(PEERS)}, or none (default: all there are)")
+    add("--sizes", help=f"comma-separated list of {', '.join(SIZES)} (default: all)")
+    add("--batch", help="sequences per step, comma-separated (default: as the size has)")
+    add("--peers", help=f"comma-separated list of {', '.join(PEERS)}, or none (default: all)")
     add(
         "--ours",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a setting of every variant of ours, as plan.recompute=full; may be repeated",
+        help="a setting of every variant of Ranvier, e.g. plan.recompute=full; may be repeated",
     )
     add(
         "--variant",
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,KEY=VALUE",
-        help="a variant of ours with its settings; may be repeated (default: ranvier, without)",
+        help="a variant of Ranvier with its settings; may be repeated (default: ranvier, without)",
     )
     add("--windows", type=int, default=3, help="windows of each contestant against each peer")
-    add("--steps", type=int, default=6, help="steps of a window")
-    add("--warm", type=int, default=3, help="steps before the first window; they also compile")
-    add("--clip", action="store_true", help="peers clip the gradient norm too (ours always does)")
-    add("--json", type=Path, metavar="FILE", help="write everything there, after each peer anew")
-    add("--smoke", action="store_true", help="a toy on the CPU in fp32, to see that all works")
+    add("--steps", type=int, default=6, help="steps per window")
+    add("--warm", type=int, default=3, help="steps before the first window, which also compile")
+    add("--clip", action="store_true", help="peers also clip the gradient norm, as Ranvier does")
+    add("--json", type=Path, metavar="FILE", help="file to write, updated after each peer")
+    add("--smoke", action="store_true", help="a small model on the CPU in fp32, as a check")
     return parser.parse_args()
 
 
@@ -94,24 +95,24 @@ def settings() -> argparse.Namespace:
 
 @dataclass(eq=False)
 class Seat:
-    """The place of a contestant, who may come and go."""
+    """The place of a contestant, which can be built and freed."""
 
     name: str
     make: Callable[[], Contestant]
     settings: Mapping[str, str] | None = None
-    """Of ours; peers have none."""
+    """Settings of a variant of Ranvier; peers have none."""
     live: Contestant | None = None
     cold: bool = True
-    """Steps are to be taken before any is timed."""
+    """Whether warm-up steps are needed before any step is timed."""
     held: int = 0
-    """Bytes it holds between steps."""
+    """Bytes that it holds between steps."""
     failed: str = ""
     built: list[float] = field(default_factory=list)
-    """Seconds of building and warming, each time."""
+    """Seconds of building and warming up, each time."""
     windows: list[dict[str, Any]] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Lets go of the contestant and its memory."""
+        """Frees the contestant and its memory."""
         if self.live is not None:
             self.live.close()
         self.live, self.cold, self.held = None, True, 0
@@ -120,23 +121,23 @@ class Seat:
             torch.cuda.empty_cache()
 
     def against(self, peer: str) -> list[float]:
-        """Returns the milliseconds a step in the windows interleaved with a peer."""
+        """Returns the milliseconds per step in the windows interleaved with a peer."""
         return [window["ms"] for window in self.windows if window["against"] == peer]
 
 
 @dataclass
 class Arena:
-    """A task, and those who are tried on it."""
+    """A task and its contestants."""
 
     task: Task
     asked: argparse.Namespace
     ours: list[Seat]
     peers: list[Seat]
     alone: bool = False
-    """Contestants do not fit into memory together."""
+    """Whether contestants do not fit into memory together."""
 
     def play(self, after: Callable[[], None]) -> None:
-        """All rounds; `after` is called when one is done."""
+        """Runs all rounds; `after` is called after each one."""
         for peer in self.peers:
             if not self.alone:
                 self.attempt(peer, self.ready)
@@ -157,7 +158,7 @@ class Arena:
         gc.collect()
 
     def round(self, seats: Sequence[Seat], peer: str) -> None:
-        """The windows of ours and a peer, in turns."""
+        """Runs the windows of Ranvier and a peer, alternating."""
         for _ in range(self.asked.windows):
             for seat in seats:
                 if not seat.failed:
@@ -166,7 +167,7 @@ class Arena:
                 break
 
     def attempt(self, seat: Seat, action: Callable[[Seat], None]) -> None:
-        """Does something with a contestant; if memory is short, once more without the others."""
+        """Does something with a contestant; retries without the others if out of memory."""
         others = [one for one in (*self.ours, *self.peers) if one is not seat]
         for again in (False, True):
             for other in others:
@@ -187,11 +188,11 @@ class Arena:
                 seat.failed = reason
                 print(f"  {seat.name:24} failed: {reason}", flush=True)
                 return
-            print(f"  {seat.name:24} does not fit beside others; from here each alone", flush=True)
+            print(f"  {seat.name:24} does not fit with others; from here on each alone", flush=True)
             self.alone = True
 
     def ready(self, seat: Seat) -> None:
-        """Builds and warm a contestant."""
+        """Builds and warms up a contestant."""
         if seat.live is not None and not seat.cold:
             return
         torch.manual_seed(0)
@@ -208,7 +209,7 @@ class Arena:
         seat.held = self.allocated() - self.beside(seat)
 
     def window(self, seat: Seat, *, peer: str) -> None:
-        """Time some steps of a contestant."""
+        """Times some steps of a contestant."""
         self.ready(seat)
         assert seat.live is not None, seat.name
         cuda, device, beside = self.task.cuda, self.task.device, self.beside(seat)
@@ -234,7 +235,7 @@ class Arena:
         )
 
     def beside(self, seat: Seat) -> int:
-        """Returns the bytes that the others hold."""
+        """Returns the bytes that the other contestants hold."""
         return sum(one.held for one in (*self.ours, *self.peers) if one is not seat)
 
     def allocated(self) -> int:
@@ -242,22 +243,22 @@ class Arena:
         return torch.cuda.memory_allocated() if self.task.cuda else 0
 
     def wait(self) -> None:
-        """Until the device has done all."""
+        """Waits until the device has finished."""
         if self.task.cuda:
             torch.cuda.synchronize()
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Also where a library says so in its own words."""
+    """Returns whether an error means out of memory, in the words of any library."""
     words = ("out of memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def ceiling(task: Task) -> float:
-    """Floating-point operations a second of the matrix products of a step, run by torch.mm alone.
+    """Returns the FLOPs per second of the matmuls of a step, run by torch.mm alone.
 
-    Each kind of matrix forward, for the gradient of its input and for that of itself; the rate is
-    their work over their time, as often as a step has each.
+    Each kind of matrix runs forward, for the gradient of its input and for its own gradient; the
+    rate is their work divided by their time, weighted by how often a step has each.
     """
     tokens, work, seconds = task.batch * task.shape.max_seq, 0.0, 0.0
     dtype = torch.bfloat16 if task.cuda else torch.float32
@@ -274,7 +275,7 @@ def ceiling(task: Task) -> float:
 
 
 def _seconds(a: Tensor, b: Tensor, device: torch.device) -> float:
-    """Of a product, the median of some runs of several."""
+    """Returns the seconds of a matmul: the median of several runs."""
     out = torch.mm(a, b)
     for _ in range(3):
         torch.mm(a, b, out=out)
@@ -289,7 +290,7 @@ def _seconds(a: Tensor, b: Tensor, device: torch.device) -> float:
     return statistics.median(times)
 
 
-# ---- what comes out ---------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------
 
 
 def summary(arena: Arena, rate: float) -> dict[str, Any]:
@@ -327,7 +328,7 @@ def summary(arena: Arena, rate: float) -> dict[str, Any]:
 
 
 def ratio(ours: Seat, peer: Seat) -> float | None:
-    """Our speed over a peer's: the median over pairs of neighbouring windows."""
+    """Returns the speed of Ranvier relative to a peer: the median over neighboring windows."""
     pairs = list(zip(ours.against(peer.name), peer.against(peer.name), strict=False))
     if not pairs or ours.failed or peer.failed:
         return None
@@ -335,14 +336,14 @@ def ratio(ours: Seat, peer: Seat) -> float | None:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Returns the numbers of a size and batch for people."""
+    """Formats the numbers of a size and batch."""
     ours = [row["name"] for row in result["contestants"] if row["settings"] is not None]
     head = ["", "tok/s", "ms", "MFU", "full", "ceiling", "GiB", "loss", "build s"]
     lines = [[*head, *(f"{name} is" for name in ours)]]
     notes = []
     for row in result["contestants"]:
         if "ms" not in row:
-            notes.append(f"{row['name']} failed: {row['failed'] or 'it was never its turn'}")
+            notes.append(f"{row['name']} failed: {row['failed'] or 'it did not run'}")
             lines.append([row["name"], "failed", *[""] * (len(head) - 2 + len(ours))])
             continue
         ratios = result["ratios"].get(row["name"], {})
@@ -368,7 +369,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of all that takes part."""
+    """Returns the versions of all packages."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("ranvier", "triton", *PACKAGES):
         try:
@@ -378,7 +379,7 @@ def versions() -> dict[str, str | None]:
     return {**found, "torch": torch.__version__, "cuda": torch.version.cuda}
 
 
-# ---- the whole --------------------------------------------------------------------------
+# ---- main -------------------------------------------------------------------------------
 
 
 def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
@@ -387,7 +388,7 @@ def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
     for name in names:
         if name not in known:
             near = suggest_nearest(name, known)
-            raise PlanError(f"{name!r} is no {what}.{near} There are {', '.join(known)}.")
+            raise PlanError(f"{name!r} is not a known {what}.{near} Use one of {', '.join(known)}.")
     return names
 
 
@@ -395,19 +396,19 @@ def pairs_of(texts: Sequence[str]) -> dict[str, str]:
     """Returns the settings from KEY=VALUE."""
     for text in texts:
         if "=" not in text:
-            raise PlanError(f"{text!r} sets nothing. A setting is KEY=VALUE. Give it a value.")
+            raise PlanError(f"{text!r} has no value. A setting is KEY=VALUE. Add a value.")
     return {key: value for key, _, value in (text.partition("=") for text in texts)}
 
 
 def variants(asked: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """Returns the settings of each variant of ours by its name."""
+    """Returns the settings of each variant of Ranvier by its name."""
     found = {}
     for text in asked.variant or ["ranvier:"]:
         name, colon, rest = text.partition(":")
         if not colon or not name or name in PEERS or name in found:
             raise PlanError(
-                f"--variant {text!r} has no name of its own. Write NAME:KEY=VALUE,KEY=VALUE, or "
-                "NAME: for one without settings."
+                f"--variant {text!r} has no unique name. Write NAME:KEY=VALUE,KEY=VALUE, or NAME: "
+                "for one without settings."
             )
         parts = re.split(r",(?=[\w.]+=)", rest) if rest else []  # commas of lists stay
         found[name] = {**pairs_of(asked.ours), **pairs_of(parts)}
@@ -415,17 +416,17 @@ def variants(asked: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 
 def batches_of(asked: argparse.Namespace, usual: Sequence[int]) -> list[int]:
-    """Sequences of a step."""
+    """Returns the sequences per step."""
     words = asked.batch.split(",") if asked.batch else [str(size) for size in usual]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise PlanError(f"--batch {asked.batch!r} is no list of numbers above 0. Use 4 or 4,8.")
+        raise PlanError(f"--batch {asked.batch!r} is not a list of numbers above 0. Use 4 or 4,8.")
     return [int(word) for word in words]
 
 
 def compare(asked: argparse.Namespace) -> None:
-    """Everything that was asked for."""
+    """Runs all selected sizes and batches."""
     if not asked.smoke and not torch.cuda.is_available():
-        raise PlanError("torch sees no CUDA device. The benchmark needs one. Try --smoke here.")
+        raise PlanError("torch sees no CUDA device. The benchmark needs one. Use --smoke here.")
     if min(asked.windows, asked.steps, asked.warm) < 1:
         raise PlanError("--windows, --steps and --warm are at least 1. Use 3, 6 and 3.")
     device = torch.device("cpu") if asked.smoke else torch.device("cuda", 0)
@@ -433,7 +434,7 @@ def compare(asked: argparse.Namespace) -> None:
     known, ours = chosen(asked.sizes, list(sizes), "size"), variants(asked)
     wanted = [] if asked.peers == "none" else chosen(asked.peers or usual, list(PEERS), "peer")
     plan = [(size, batch) for size in known for batch in batches_of(asked, sizes[size][1])]
-    for size, batch in plan:  # what is wrong is said before any work
+    for size, batch in plan:  # errors are reported before any work
         for changes in ours.values():
             run_of(sizes[size][0], batch, changes, device.type)
     reasons = {name: missing(name) for name in wanted}
@@ -464,11 +465,11 @@ def play(
     peers: Sequence[str],
     facts: dict[str, Any],
 ) -> None:
-    """One size and batch: its windows, its table and its part of the file."""
+    """Runs one size and batch: its windows, its table and its part of the file."""
     shape, rate = task.shape, ceiling(task)
     print(
-        f"\n{size}: {shape.parameters / 1e9:.3f} billion parameters, {task.batch} x "
-        f"{shape.max_seq} tokens, matrix products alone {rate / 1e12:.4g} TFLOP/s",
+        f"\n{size}: {shape.parameters / 1e9:.3f}B parameters, {task.batch} x "
+        f"{shape.max_seq} tokens, matmuls alone {rate / 1e12:.4g} TFLOP/s",
         flush=True,
     )
     arena = Arena(
@@ -489,7 +490,7 @@ def play(
 
 
 def main() -> int:
-    """Compares; a mistake of the user is told without a traceback."""
+    """Compares; prints user errors without a traceback."""
     try:
         compare(settings())
     except RanvierError as error:

@@ -1,8 +1,8 @@
-"""What metrics, progress and prefetch cost: the trainer's loop against a bare loop, interleaved.
+"""Measures the cost of metrics, progress and prefetch: the trainer's loop and a bare loop.
 
-The bare loop takes the same steps (forward, backward, update) on batches that lie on the device
-already and reads nothing. Both use the same model and optimizer in the same process, in turns; the
-medians of many turns are compared.
+The bare loop takes the same steps (forward, backward, update) on batches that are already on the
+device and reads nothing. Both use the same model and optimizer in the same process and alternate;
+the medians of many turns are compared.
 
     python benchmarks/overhead.py --size llama3-1b --seq 2048 --batch 4 --steps 10 --turns 7
 """
@@ -38,7 +38,7 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--size", default="llama3-1b")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--turns", type=int, default=7)
     return parser.parse_args()
 
@@ -68,7 +68,7 @@ def wait(trainer: Trainer) -> float:
 
 
 def bare(trainer: Trainer, steps: int) -> float:
-    """Returns the seconds of a step of the bare loop."""
+    """Returns the seconds per step of the bare loop."""
     load = trainer._batch_maker()
     first = trainer.state.step  # the steps that the trainer takes next
     ready = [[batch.to(trainer.device) for batch in load(first + i)] for i in range(steps)]
@@ -85,7 +85,7 @@ def bare(trainer: Trainer, steps: int) -> float:
 
 
 def full(rows: Iterator[dict[str, object]], sink: object, trainer: Trainer, steps: int) -> float:
-    """Returns the seconds of a step of the trainer's loop, metrics written and shown."""
+    """Returns the seconds per step of the trainer's loop, with metrics written and shown."""
     start = wait(trainer)
     for _ in range(steps):
         sink(next(rows))  # type: ignore[operator]
@@ -112,7 +112,7 @@ def main() -> None:
     plain, ours = (statistics.median(column) for column in zip(*times, strict=True))
     ratios = sorted(b / a for a, b in times)
     print(f"{asked.size}, {asked.batch} x {asked.seq} tokens, {asked.turns} turns of {asked.steps}")
-    print(f"bare loop {plain * 1e3:.2f} ms a step, trainer {ours * 1e3:.2f} ms")
+    print(f"bare loop {plain * 1e3:.2f} ms per step, trainer {ours * 1e3:.2f} ms")
     middle, quarter = statistics.median(ratios) - 1.0, len(ratios) // 4
     print(
         f"overhead {middle:+.2%}, half of the turns {ratios[quarter] - 1:+.2%} to "

@@ -1,9 +1,9 @@
-"""Contestants of `one_gpu.py`: our trainer, and other trainers of the same model.
+"""Contestants of `one_gpu.py`: Ranvier's trainer, and other trainers of the same model.
 
-A contestant has `parameters`, the loss of its last step, `step(i)`, which takes one whole optimizer
-step on batch number i, and `close()`. Peers are looked for among the installed packages and in the
-folder `peers/` at the root of the repository (unpacked wheels; git ignores it). What they import
-for their data and logs only may be missing: empty modules stand in for it.
+A contestant has `parameters`, the loss of its last step, `step(i)`, which takes one optimizer step
+on batch number i, and `close()`. Peers are searched among the installed packages and in the
+directory `peers/` at the root of the repository (unpacked wheels; git ignores it). Packages that
+they import only for data and logs may be missing: empty modules replace them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from ranvier.train.trainer import Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "peers"
 RATE = 1e-4
-"""Learning rate of everybody."""
+"""Learning rate of all contestants."""
 BATCHES = 4
-"""Different batches; step i takes number i modulo this."""
+"""Number of different batches; step i uses batch i modulo this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Shape(DecoderConfig):
 
     vocab: int = 128256
     max_seq: int = 4096
-    """Tokens of a sample."""
+    """Tokens per sample."""
     rope_theta: float = 500000.0
 
     @classmethod
     def of(cls, layers: int, embed: int, heads: int, mlp: int, **rest: Any) -> Shape:
-        """With heads that fill the width, 8 of them for keys and values."""
+        """Returns a shape whose heads fill the width, with 8 key-value heads."""
         rest = {"kv_heads": 8, "head_dim": embed // heads, **rest}
         return cls(layers=layers, embed=embed, heads=heads, mlp=mlp, **rest)
 
@@ -70,24 +70,26 @@ class Shape(DecoderConfig):
 
     @property
     def table(self) -> int:
-        """Weights that are in no matrix product: the embedding, unless it is the head as well."""
+        """Number of weights outside of matmuls: the embedding, unless it is also the head."""
         return 0 if self.tie_embeddings else self.vocab * self.embed
 
     @property
     def parameters(self) -> int:
-        """All weights; a tied table counts once."""
+        """Number of weights; a tied embedding counts once."""
         matrices = sum(k * n * count for k, n, count in self.matmuls.values())
         return matrices + self.table + (2 * self.layers + 1) * self.embed
 
     def flops(self, *, full: bool) -> int:
-        """Of a token, forward and backward: 6·(N - table) + 6·L·D·S; attention in full 12·L·D·S."""
+        """FLOPs per token, forward and backward: 6·(N - table) + 6·L·D·S; full attention
+        12·L·D·S.
+        """
         attention = self.layers * self.embed * self.max_seq
         return 6 * (self.parameters - self.table) + (12 if full else 6) * attention
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every contestant trains: a shape, on the same batches, on a device."""
+    """The job of every contestant: a shape, the same batches, and a device."""
 
     shape: Shape
     batch: int
@@ -95,11 +97,11 @@ class Task:
     pairs: Sequence[tuple[Tensor, Tensor]]
     """Tokens and targets `[b, s]` of each batch."""
     clip: bool = False
-    """Peers also clip the gradient norm, as we do."""
+    """Whether peers also clip the gradient norm, as Ranvier does."""
 
     @classmethod
     def of(cls, shape: Shape, batch: int, device: torch.device, *, clip: bool) -> Task:
-        """With random tokens from a fixed seed."""
+        """Returns a task with random tokens from a fixed seed."""
         source = torch.Generator(device).manual_seed(0)
         size = (BATCHES, batch, shape.max_seq + 1)
         ids = torch.randint(0, shape.vocab, size, device=device, generator=source)
@@ -108,31 +110,29 @@ class Task:
 
     @property
     def cuda(self) -> bool:
-        """Whether peers compile and compute in bf16: elsewhere they only prove that they work."""
+        """Whether peers compile and compute in bf16; on a CPU this is only a check."""
         return self.device.type == "cuda"
 
     def autocast(self) -> torch.autocast:
-        """bf16 on fp32 weights."""
+        """Returns an autocast to bf16 with fp32 weights."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda)
 
 
 class Contestant(Protocol):
-    """Somebody who trains."""
+    """A trainer of the model."""
 
     parameters: int
     loss: Tensor | None
 
     def step(self, i: int) -> None:
-        """One optimizer step on batch number i."""
+        """Takes one optimizer step on batch number i."""
 
     def close(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
 
 
 def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> RunConfig:
-    """Returns the run of a shape on one device; settings are dotted, as `plan.recompute` and
-    `full`.
-    """
+    """Returns the run of a shape on one device. settings: by dotted name, e.g. `plan.recompute`."""
     tables: dict[str, dict[str, Any]] = {
         "model": asdict(shape),
         "data": {"seq_len": shape.max_seq},
@@ -142,13 +142,15 @@ def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> 
     for name, text in settings.items():
         section, dot, key = name.partition(".")
         if not dot:
-            raise PlanError(f"{name!r} is no setting. One has a section. Write plan.{name}.")
+            raise PlanError(
+                f"{name!r} is not a setting. A setting has a section. Write plan.{name}."
+            )
         tables.setdefault(section, {})[key] = _value(text)
     return runs.run_from_tables(tables).check_and_resolve(1)
 
 
 def _value(text: str) -> Any:
-    """Returns a setting as TOML reads it; what TOML cannot read is a text."""
+    """Parses a setting as TOML; anything else is a text."""
     lower = text.lower()
     try:
         return tomllib.loads(f"x = {lower if lower in ('true', 'false') else text}")["x"]
@@ -157,7 +159,7 @@ def _value(text: str) -> Any:
 
 
 class Ours:
-    """Ranvier, put together by its trainer."""
+    """Ranvier, built by its trainer."""
 
     def __init__(self, task: Task, settings: Mapping[str, str]) -> None:
         run = run_of(task.shape, task.batch, settings, task.device.type)
@@ -173,24 +175,24 @@ class Ours:
         self.loss: Tensor | None = None
 
     def step(self, i: int) -> None:
-        """One optimizer step on batch number i."""
+        """Takes one optimizer step on batch number i."""
         trainer = self.trainer
         micros = self.batches[i % len(self.batches)]
         self.loss = trainer.take_step(micros, RATE, trainer.state.guard.step_limits).loss
         trainer.grid.trace.waited_events = []  # as the trainer does
 
     def close(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
         self.__dict__.clear()
 
 
 @dataclass
 class Peer:
-    """A model of others with fp32 weights, and torch's fused AdamW."""
+    """A model of another library with fp32 weights, and torch's fused AdamW."""
 
     model: nn.Module
     mean_loss: Callable[[Tensor, Tensor], Tensor]
-    """Of tokens and targets."""
+    """Returns the loss of tokens and targets."""
     task: Task
     undo: Callable[[], None] = lambda: None
     loss: Tensor | None = None
@@ -205,7 +207,7 @@ class Peer:
         )
 
     def step(self, i: int) -> None:
-        """One optimizer step on batch number i."""
+        """Takes one optimizer step on batch number i."""
         loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
         loss.backward()
         if self.task.clip:
@@ -215,13 +217,13 @@ class Peer:
         self.loss = loss.detach()
 
     def close(self) -> None:
-        """Lets go of all memory."""
+        """Frees all memory."""
         self.undo()
         self.__dict__.clear()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over all tokens, in fp32."""
+    """Returns the mean over all tokens, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -230,7 +232,7 @@ def _compiled(function: Any, task: Task) -> Any:
 
 
 class _Stub(types.ModuleType):
-    """A module in which every name is a class that does nothing, and is false."""
+    """A module in which every name is a false class without behavior."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -240,7 +242,7 @@ class _Stub(types.ModuleType):
 
 
 class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stubs for packages that nobody else finds."""
+    """Finds stubs for packages that are not installed."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self.roots = roots
@@ -253,12 +255,12 @@ class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Stub(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Does nothing."""
 
 
 @contextmanager
 def stubbed(*roots: str) -> Iterator[None]:
-    """Inside, packages that are missing can be imported; afterwards they are missing again."""
+    """Makes missing packages importable inside the context."""
     finder = _Missing(roots)
     sys.meta_path.append(finder)
     board = "torch.utils.tensorboard"  # it is there, but fails without its package
@@ -273,11 +275,11 @@ def stubbed(*roots: str) -> Iterator[None]:
 
 
 UNUSED = ("datasets", "tensorboard", "torchdata")
-"""What torchtitan imports for its data and logs."""
+"""Packages that torchtitan imports for data and logs."""
 
 
 def import_titan() -> tuple[Any, Any, Any]:
-    """torchtitan's Llama, its arguments and what it does to a model on a grid."""
+    """Returns torchtitan's Llama, its arguments and its parallelize function."""
     with stubbed(*UNUSED):
         from torchtitan.models.llama3.infra import parallelize
         from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -286,7 +288,7 @@ def import_titan() -> tuple[Any, Any, Any]:
 
 
 def import_float8() -> Any:
-    """torchao's training in float8, as torchtitan uses it."""
+    """Returns torchao's float8 training, as torchtitan uses it."""
     import_titan()
     from torchao import float8
 
@@ -294,7 +296,7 @@ def import_float8() -> Any:
 
 
 def titan(task: Task, *, fsdp: bool = False, float8: bool = False) -> Peer:
-    """torchtitan: blocks and loss compiled; autocast, or FSDP2 with mixed precision on one rank."""
+    """Returns torchtitan: blocks and loss compiled; autocast, or FSDP2 with mixed precision."""
     transformer, arguments, parallelize = import_titan()
     shape = task.shape
     usual = int(2 * 4 * shape.embed / 3)
@@ -338,7 +340,7 @@ def titan(task: Task, *, fsdp: bool = False, float8: bool = False) -> Peer:
 
 
 def _shard(model: Any, task: Task, parallelize: Any) -> None:
-    """FSDP2 on one rank: bf16 weights made from fp32 shards, gradients reduced in fp32."""
+    """Applies FSDP2 on one rank: bf16 weights from fp32 shards, gradients reduced in fp32."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -359,7 +361,7 @@ def _shard(model: Any, task: Task, parallelize: Any) -> None:
 
 
 def import_litgpt() -> tuple[Any, Any]:
-    """litgpt's model and config; its package itself would import all of Lightning."""
+    """Returns litgpt's model and config; importing its package would import all of Lightning."""
     if "litgpt" not in sys.modules:
         spec = importlib.util.find_spec("litgpt")
         if spec is None:
@@ -374,7 +376,7 @@ def import_litgpt() -> tuple[Any, Any]:
 
 
 def litgpt(task: Task) -> Peer:
-    """litgpt: the whole model compiled, and the loss; autocast."""
+    """Returns litgpt: the whole model and the loss compiled; autocast."""
     gpt, config = import_litgpt()
     shape = task.shape
     with torch.device(task.device):
@@ -418,7 +420,7 @@ def import_transformers() -> Any:
 
 
 def import_liger() -> Any:
-    """Returns what puts Liger's kernels into transformers' Llama."""
+    """Returns the function that puts Liger's kernels into transformers' Llama."""
     import_transformers()
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -426,7 +428,7 @@ def import_liger() -> Any:
 
 
 def transformers(task: Task, *, liger: bool = False) -> Peer:
-    """transformers: the whole model with its loss compiled, or with Liger's kernels; autocast."""
+    """Returns transformers: model and loss compiled, or with Liger's kernels; autocast."""
     module, shape = import_transformers(), task.shape
     causal = module.LlamaForCausalLM
     before, forward = dict(vars(module)), causal.forward
@@ -477,9 +479,9 @@ PEERS: dict[str, Kind] = {
     "liger": (import_liger, partial(transformers, liger=True)),
     "hf": (import_transformers, transformers),
 }
-"""How each peer is imported and made."""
+"""How each peer is imported and built."""
 PACKAGES = ("torchtitan", "torchao", "litgpt", "liger-kernel", "transformers")
-"""What they come from."""
+"""The package of each peer."""
 
 
 def missing(name: str) -> str:
@@ -494,6 +496,6 @@ def missing(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what an error says, in a line."""
+    """Returns the message of an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]

@@ -1,30 +1,31 @@
-"""Pipelines: ours against `torch.distributed.pipelining`, and the simulator against both clocks.
+"""Compares pipelines with `torch.distributed.pipelining`, and the simulator with both.
 
-Both run the same layers with the same weights and messages in the same processes (Gloo, a thread
-each), in turns: after a warm-up each repetition takes one step of everyone, whose turn is first
-changes, and ratios are medians over repetitions. Two ranks multiply matrices; four ranks, more than
-the cores of a small machine, sleep for as long as the work would take.
+Both run the same layers with the same weights and messages in the same processes (Gloo, one thread
+each) and alternate: after a warm-up each repetition takes one step of every contestant in a
+changing order, and ratios are medians over repetitions. Two ranks multiply matrices; four ranks,
+more than the cores of a small machine, sleep for as long as the work would take.
 
-    real   a virtual stage is a stack of `relu(x Wᵀ)`; jitter varies how many layers a micro-batch
-           passes (never how large messages are), forward and backward alike
-    sleep  forward sleeps f, backward f for the input's and f for the weights' gradient; jitter
-           varies each of the three on its own
+    real   a virtual stage is a stack of `relu(x Wᵀ)`; jitter varies the number of layers per
+           micro-batch (never the size of messages), forward and backward alike
+    sleep  forward sleeps f, backward f for the input gradient and f for the weight gradient; jitter
+           varies each of the three independently
 
 jitter: factors exp(N(-σ²/2, σ)), σ = 0.5, drawn from repetition, virtual stage, micro-batch and
-kind: the same for all. slow: rank 1 does half as much again. Gradients of weights can wait on
-both sides: ours by `Moment.do`, torch's ZBV by its own hook for that, `dw_builder`. So the sides
-differ in nothing but what decides on jobs, sends and receives. Chunks are compared with as many
-chunks. Ours are what a run would take by itself: `message` may split backward, as zero-bubble and
-ZBV do; `=mem` keeps no more than 1F1B (interleaved) does. At equal memory each of torch's is
-compared with our fastest of all that keeps no more, in activations of a whole stage.
+kind, the same for all. slow: rank 1 has 1.5 times the work. Weight gradients can be deferred on
+both sides: by the step context in Ranvier, by the hook `dw_builder` in torch's ZBV. So the two
+sides differ only in the choice of jobs, sends and receives. Chunks are compared with equally many
+chunks. The policies of Ranvier are those that a run would choose: `message_driven` may split
+backward, as zero-bubble and ZBV do; `=mem` keeps no more activations than 1F1B (interleaved). At
+equal memory each of torch's schedules is compared with the fastest policy that keeps no more, in
+activations of a whole stage.
 
-The simulator is given the median time of each kind of job on each virtual stage, as measured in
-these very runs, times the factors drawn, and the time of a message.
+The simulator gets the median time of each kind of job on each virtual stage, as measured in these
+runs, times the random factors, and the time of a message.
 
-With --nccl no time is measured: all ranks share the first GPU over NCCL, in which their times mean
-nothing. Each policy takes steps, and what it chose on each stage is compared with what it chooses
-in the simulator for the same messages, which come as they did; every message comes once, in order.
---rendezvous does the same on the CPU: over Gloo, with transfers that stages agree on as over NCCL.
+With --nccl no time is measured: all ranks share the first GPU over NCCL, so their times mean
+nothing. Each policy takes steps, and its choices on each stage are compared with its choices in the
+simulator for the same message arrivals; every message must arrive once, in order. --rendezvous does
+the same on the CPU: over Gloo, with rendezvous transfers as over NCCL.
 
     python benchmarks/pipeline.py --json pipeline.json
     python benchmarks/pipeline.py --nccl
@@ -98,29 +99,31 @@ OURS = {
     2: ("message_driven", "message_driven =mem", "interleaved", "zero-bubble"),
 }
 WARM = 2
-"""Steps of everyone before any is measured."""
+"""Number of steps of every contestant before any is measured."""
 LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jitter", 4): 1.05}
-"""Least speed of ours over the best of torch's."""
+"""Minimum speed relative to the best schedule of torch."""
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")
     add("--case", action="append", choices=CASES, help="default: all")
-    add("--micros", type=int, action="append", help="micro-batches of a step (default: 8, 16)")
-    add("--repeat", type=int, default=9, help="repetitions; of jitter twice as many")
-    add("--ms", type=float, default=10.0, help="forward of a stage, if it sleeps")
-    add("--layers", type=int, default=8, help="of a stage, if it multiplies")
+    add("--micros", type=int, action="append", help="micro-batches per step (default: 8, 16)")
+    add("--repeat", type=int, default=9, help="repetitions; twice as many with jitter")
+    add("--ms", type=float, default=10.0, help="milliseconds of a stage's forward, if it sleeps")
+    add("--layers", type=int, default=8, help="layers per stage, if it multiplies")
     add("--width", type=int, default=512, help="features")
-    add("--rows", type=int, default=64, help="of a micro-batch")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--rows", type=int, default=64, help="rows per micro-batch")
+    add("--json", type=Path, metavar="FILE", help="file to write all results to")
     add("--quick", action="store_true", help="a short run, whose verdicts mean little")
-    add("--nccl", action="store_true", help="instead: the order of jobs and messages over NCCL")
-    add("--rendezvous", action="store_true", help="instead: the same over Gloo")
+    add(
+        "--nccl", action="store_true", help="instead check the order of jobs and messages over NCCL"
+    )
+    add("--rendezvous", action="store_true", help="instead do the same check over Gloo")
     asked = parser.parse_args()
     asked.ranks, asked.case = asked.ranks or [2, 4], asked.case or [*CASES]
     asked.micros = asked.micros or ([4] if asked.quick else [8, 16])
@@ -131,7 +134,7 @@ def settings() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured."""
+    """A configuration to measure."""
 
     ranks: int
     case: str
@@ -153,7 +156,7 @@ class Setting:
 
     @staticmethod
     def all(asked: argparse.Namespace) -> list[Setting]:
-        """In the order in which they are measured."""
+        """Returns all settings, in the order of measurement."""
         return [
             Setting(
                 ranks=ranks,
@@ -176,15 +179,15 @@ class Setting:
 
 @dataclass
 class Effort:
-    """How much each job of a repetition has to do, as a factor."""
+    """The work of each job of a repetition, as a factor."""
 
     setting: Setting
     chunks: int
     seed: int = -1
-    """Of the repetition; -1: jobs are all alike."""
+    """Seed of the repetition; -1 if all jobs are equal."""
 
     def factor(self, rank: int, virtual: int, micro: int, kind: str) -> float:
-        """Of a job, as it is done: in layers, if it multiplies."""
+        """Returns the factor of a job; in whole layers if it multiplies."""
         case, real = self.setting.case, self.setting.real
         factor = SLOW if case == "slow" and rank == 1 else 1.0
         if case == "jitter" and self.seed >= 0:
@@ -198,7 +201,7 @@ class Effort:
 
 
 class Nap(torch.autograd.Function):
-    """Work that is slept through."""
+    """Work that is replaced by sleep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, block: Block, micro: int) -> Tensor:
@@ -217,7 +220,7 @@ class Nap(torch.autograd.Function):
 
 
 class Product(torch.autograd.Function):
-    """y = x Wᵀ, whose dW can wait."""
+    """y = x Wᵀ with a deferrable dW."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, moment: StepContext) -> Tensor:
@@ -228,7 +231,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
-        """Returns the gradient of x, and now or later that of the weight."""
+        """Returns the gradient of x, and computes dW now or later."""
         (x,), weight, dy = ctx.saved_tensors, ctx.weight, dys[0]
 
         def deliver() -> None:
@@ -247,7 +250,7 @@ class Block(nn.Module):
         super().__init__()
         self.effort, self.moment, self.rank, self.virtual = effort, moment, rank, virtual
         self.calls = 0
-        """Forward passes of this step: micro-batches come in order."""
+        """Number of forward passes in this step: micro-batches are in order."""
         setting, made = effort.setting, torch.Generator().manual_seed(virtual)
         self.base = setting.layers // effort.chunks
         width, count = setting.width, (8 * self.base if setting.real else 1)
@@ -258,16 +261,16 @@ class Block(nn.Module):
         )
 
     def amount(self, micro: int, kind: str) -> float:
-        """Factor of a job."""
+        """Returns the factor of a job."""
         return self.effort.factor(self.rank, self.virtual, micro, kind)
 
     def seconds(self, micro: int, kind: str) -> float:
-        """Of a job that sleeps."""
+        """Returns the seconds of a job that sleeps."""
         setting = self.effort.setting
         return setting.ms / 1e3 / self.effort.chunks * self.amount(micro, kind)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the next micro-batch."""
+        """Runs the next micro-batch."""
         micro = self.calls % self.effort.setting.micros
         self.calls += 1
         if not self.effort.setting.real:
@@ -279,7 +282,7 @@ class Block(nn.Module):
 
 
 def loss_of(y: Tensor, target: Tensor) -> Tensor:
-    """Of a micro-batch."""
+    """Returns the loss of a micro-batch."""
     return (y - target).square().mean()
 
 
@@ -288,24 +291,24 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 @dataclass
 class Contestant:
-    """Someone who takes steps."""
+    """A pipeline that takes steps."""
 
     name: str
     chunks: int
     effort: Effort
     blocks: dict[int, Block]
-    """By virtual stage."""
+    """Blocks by virtual stage."""
     take: Callable[[], list[Tensor]]
-    """A step; losses, where the last virtual stage is."""
+    """Takes a step; returns losses on the last virtual stage."""
     policy: SchedulingPolicy | None = None
-    """Of ours."""
+    """Executor of Ranvier; None for torch."""
     runtime: PipelineExecutor | None = None
     log: list[int] = field(default_factory=list)
     """Activations that torch's stages began to keep (1) and freed (-1)."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def step(self, seed: int) -> None:
-        """One step after all are there, noted."""
+        """Takes and records one step after a barrier."""
         self.effort.seed = seed
         self.log.clear()
         for block in self.blocks.values():
@@ -332,7 +335,9 @@ class Contestant:
 
 
 def jobs_of(runtime: PipelineExecutor) -> list[dict[str, Any]]:
-    """Jobs of the last step; choosing a job is part of it, waiting for it is not."""
+    """Returns the jobs of the last step; the choice of a job is part of it, waiting for it is
+    not.
+    """
     jobs, before = [], None
     for one in runtime.job_records:
         if one.kind in KINDS:
@@ -342,7 +347,7 @@ def jobs_of(runtime: PipelineExecutor) -> list[dict[str, Any]]:
 
 
 class NoQueue:
-    """Weights that are not on the grid need no gathering."""
+    """A bucket scheduler that does nothing: these weights need no gathering."""
 
     def job(self, *, last: bool = False, forget: bool = False) -> None:
         """Nothing."""
@@ -353,7 +358,7 @@ class NoQueue:
 
 @dataclass
 class Field:
-    """All that the contestants of a setting share on this rank."""
+    """Everything that the contestants of a setting share on this rank."""
 
     setting: Setting
     grid: Grid
@@ -367,7 +372,9 @@ class Field:
         self.targets = torch.randn(shape, generator=made).to(self.device)
 
     def ours(self, chunks: int) -> Callable[[str, SchedulingPolicy], Contestant]:
-        """Makes those of ours with so many chunks, who share a runtime."""
+        """Returns a function that makes policies of Ranvier with this many chunks and one
+        executor.
+        """
         setting, moment, effort = self.setting, StepContext(), Effort(self.setting, chunks)
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
         blocks = {v: Block(effort, moment, self.rank, v).to(self.device) for v in mine}
@@ -448,7 +455,7 @@ class Field:
 
 
 def waiting(moment: StepContext) -> Callable[[], None]:
-    """Work on weights that the last backward left, for torch to do when it likes."""
+    """Returns the deferred weight gradients of the last backward, for torch to run later."""
     works, moment.deferred_weight_grads = moment.deferred_weight_grads or [], []
 
     @torch.no_grad()
@@ -460,7 +467,7 @@ def waiting(moment: StepContext) -> Callable[[], None]:
 
 
 class Counted(PipelineStage):
-    """Torch's stage that notes what it keeps."""
+    """Torch's stage that records its activations."""
 
     log: list[int]
 
@@ -470,7 +477,7 @@ class Counted(PipelineStage):
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Frees it, unless the weights are to follow."""
+        """Frees it, unless weight gradients follow."""
         result = super().backward_one_chunk(*args, **kwargs)
         self.log.append(-1 if kwargs.get("full_backward", True) else 0)
         return result
@@ -500,7 +507,7 @@ def told(value: Any) -> Any:
 
 
 def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
-    """Returns all steps of all contestants on all ranks."""
+    """Measures all steps of all contestants on all ranks."""
     field = Field(setting, grid, rank, torch.device("cpu"))
     found: list[Contestant] = []
     known: dict[int, JobTimes] = {}
@@ -536,7 +543,9 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
 
 
 def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contestant], JobTimes]:
-    """Ours with so many chunks, and times that are measured first, by which policies are chosen."""
+    """Returns the policies of Ranvier with this many chunks, and the job times used to choose
+    them.
+    """
     setting = field.setting
     make = field.ours(chunks)
     shape = PipelineShape(setting.ranks, setting.micros, chunks)
@@ -552,7 +561,7 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contesta
     times = times_of(effort, runs)
     if setting.case == "jitter":
         times = replace(times, jitter=SIGMA)
-    # as a run does that is not told otherwise
+    # as a run does by default
     expected = replace(times, jitter=max(times.jitter, Plan().stage_time_jitter))
     order = tried[0].policy
     assert isinstance(order, FixedSchedule)
@@ -569,9 +578,10 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contesta
 def times_of(
     effort: Effort, runs: Sequence[tuple[SchedulingPolicy | None, Sequence[Any]]]
 ) -> JobTimes:
-    """Median time of each kind of job on each virtual stage, per unit of work, and of a message.
+    """Returns the median time of each kind of job on each virtual stage, per unit of work, and of a
+    message.
 
-    runs: a policy, and of each rank its steps.
+    runs: a policy, and the steps of each rank.
     """
     setting, seen = effort.setting, defaultdict[tuple[str, int], list[float]](list)
     delays: list[float] = []
@@ -596,7 +606,7 @@ def times_of(
 
 
 def slow(setting: Setting, rank: int) -> float:
-    """Returns the factor that all jobs of a rank have: it belongs to their time, not to luck."""
+    """Returns the factor on all jobs of a rank: it belongs to their time, not to the jitter."""
     return (
         Effort(replace(setting, case="slow"), 1).factor(rank, 0, 0, "F")
         if (setting.case == "slow")
@@ -605,9 +615,9 @@ def slow(setting: Setting, rank: int) -> float:
 
 
 def links_of(ranks: Sequence[Any], setting: Setting) -> Iterator[float]:
-    """From the end of a job until the next begins, where the next rank was idle before.
+    """Yields the time from the end of a job to the start of the next, if the next rank was idle.
 
-    Clocks of one machine agree.
+    The clocks of one machine agree.
     """
     for steps in zip(*ranks, strict=True):
         ends = {
@@ -626,7 +636,7 @@ def links_of(ranks: Sequence[Any], setting: Setting) -> Iterator[float]:
                 idle = job["stop"]
 
 
-# ---- what it says -------------------------------------------------------------------------------
+# ---- results ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -637,16 +647,16 @@ class Row:
     chunks: int
     policy: str
     seconds: list[float]
-    """Of each repetition: from the last rank's start to the last rank's end."""
+    """Seconds of each repetition: from the last rank's start to the last rank's end."""
     peak: list[int]
-    """Most activations that each stage kept, a chunk's counts as one."""
+    """Peak activations of each stage, counted per chunk."""
     loss: float
     predicted: list[float]
-    """By the simulator, for each repetition."""
+    """Seconds predicted by the simulator, for each repetition."""
 
     @property
     def ours(self) -> bool:
-        """Whether it is one of ours."""
+        """Whether it is a policy of Ranvier."""
         return not self.name.startswith("torch")
 
     @property
@@ -656,7 +666,7 @@ class Row:
 
 
 def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, JobTimes]]:
-    """Contestants of a setting, and the times of jobs by number of chunks."""
+    """Returns the contestants of a setting, and the times of jobs by number of chunks."""
     setting = Setting(**result["setting"])
     contestants, times, rows = result["contestants"], dict[int, JobTimes](), list[Row]()
     for chunks in OURS:
@@ -690,7 +700,7 @@ def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, JobTimes]]:
 def prediction(
     setting: Setting, chunks: int, policy: SchedulingPolicy, times: JobTimes, seed: int
 ) -> float:
-    """Returns the seconds of a repetition, as the simulator sees it."""
+    """Returns the seconds of a repetition, as predicted by the simulator."""
     effort = Effort(setting, chunks, seed)
     shape = PipelineShape(setting.ranks, setting.micros, chunks, policy.split_backward)
     table = draw_job_seconds(replace(shape, split_backward=True), times)
@@ -710,9 +720,11 @@ def prediction(
 
 
 def bound(setting: Setting, chunks: int, times: JobTimes) -> float:
-    """Least seconds of a step: for each stage its work, what must come before, what must follow.
+    """Returns the least seconds of a step: for each stage its work, and the work before and after
+    it.
 
-    `max over k of M·(work of a micro-batch on stage k) + forward and backward of those before k`
+    `max over k of M·(work of a micro-batch on stage k) + forward and backward of the stages before
+    k`
     """
     whole = [f + b + w for f, b, w in zip(times.forward, times.backward, times.weight, strict=True)]
     return max(
@@ -722,23 +734,23 @@ def bound(setting: Setting, chunks: int, times: JobTimes) -> float:
 
 
 def ratio(peer: Row, ours: Row) -> float:
-    """Returns how many times as fast ours is: median over repetitions."""
+    """Returns the speed of Ranvier relative to a peer: median over repetitions."""
     return median(a / b for a, b in zip(peer.seconds, ours.seconds, strict=True))
 
 
 @dataclass
 class Verdict:
-    """A requirement and what was measured."""
+    """A requirement and the measured value."""
 
     text: str
     value: float
     limit: float
     most: bool = False
-    """Whether the limit is the most, else the least."""
+    """Whether the limit is a maximum; otherwise it is a minimum."""
 
     @property
     def good(self) -> bool:
-        """Whether it is met."""
+        """Whether the requirement is met."""
         return self.value <= self.limit if self.most else self.value >= self.limit
 
     def __str__(self) -> str:
@@ -750,19 +762,19 @@ class Verdict:
 
 
 def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes]) -> list[Verdict]:
-    """On the requirements that a setting is for."""
+    """Returns the verdicts on the requirements of a setting."""
     found, by = [], {(row.name, row.chunks): row for row in rows}
     if least := LEAST.get((setting.case, setting.ranks)):
         for chunks in OURS:
             peers = [row for row in rows if not row.ours and row.chunks == chunks]
             best, own = min(peers, key=lambda r: r.middle), by["message_driven", chunks]
-            text = f"{own.name} over {best.name}, {chunks} chunks"
+            text = f"{own.name} relative to {best.name}, {chunks} chunks"
             found.append(Verdict(text, ratio(best, own), least))
         peers, mine = ([r for r in rows if r.ours is own] for own in (False, True))
         best, own = min(peers, key=lambda r: r.middle), min(mine, key=lambda r: r.middle)
         found.append(
             Verdict(
-                f"best of all: {own.name} ({own.chunks}) over {best.name} ({best.chunks})",
+                f"best of all: {own.name} ({own.chunks}) relative to {best.name} ({best.chunks})",
                 best.middle / own.middle,
                 least,
             )
@@ -770,38 +782,41 @@ def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes]) 
     if setting.case == "slow":
         for chunks in OURS:
             value = by["message_driven", chunks].middle / bound(setting, chunks, times[chunks])
-            text = f"message over the bound, {chunks} chunks"
+            text = f"message_driven relative to the bound, {chunks} chunks"
             found.append(Verdict(text, value, 1.05, most=True))
     mine = [row for row in rows if row.ours]
     off = max(mine, key=lambda r: abs(median(r.predicted) / r.middle - 1))
     found.append(
         Verdict(
-            f"prediction, worst ({off.name}, {off.chunks} chunks)",
+            f"worst prediction ({off.name}, {off.chunks} chunks)",
             abs(median(off.predicted) / off.middle - 1),
             0.10,
             most=True,
         )
     )
-    return [*found, Verdict("pairs in another order than predicted", wrong(mine), 0, most=True)]
+    return [*found, Verdict("pairs ordered differently than predicted", wrong(mine), 0, most=True)]
 
 
 def wrong(rows: Sequence[Row]) -> int:
-    """Pairs that differ by more than 5 % when measured and are predicted the other way round."""
+    """Returns the number of pairs that differ by more than 5% in the opposite order of
+    predictions.
+    """
     count = 0
     for a, b in itertools.combinations(rows, 2):
-        real, said = ratio(a, b), median(a.predicted) / median(b.predicted)
-        if max(real, 1 / real) > 1.05 and (real > 1) != (said > 1):
+        real, predicted = ratio(a, b), median(a.predicted) / median(b.predicted)
+        if max(real, 1 / real) > 1.05 and (real > 1) != (predicted > 1):
             print(
-                f"      {a.name} ({a.chunks}) / {b.name} ({b.chunks}): {real:.3f}, said {said:.3f}"
+                f"      {a.name} ({a.chunks}) / {b.name} ({b.chunks}): {real:.3f}, predicted "
+                f"{predicted:.3f}"
             )
             count += 1
     return count
 
 
 def refuse_other_models(setting: Setting, rows: Sequence[Row]) -> None:
-    """Losses must agree between all who have as many chunks.
+    """Checks that losses agree between contestants with equally many chunks.
 
-    Not with a slow rank and several: ZBV puts other virtual stages there, which get its layers.
+    Not with a slow rank and several chunks: ZBV puts other virtual stages there.
     """
     for chunks in OURS if setting.case != "slow" else (1,):
         losses = {row.name: row.loss for row in rows if row.chunks == chunks}
@@ -810,7 +825,7 @@ def refuse_other_models(setting: Setting, rows: Sequence[Row]) -> None:
 
 
 def equal_memory(rows: Sequence[Row]) -> list[str]:
-    """Torch's against our fastest that keeps no more, in activations of a whole stage."""
+    """Returns torch's schedules compared with the fastest policy that keeps no more activations."""
     found = []
     for peer in rows:
         if peer.ours:
@@ -821,13 +836,13 @@ def equal_memory(rows: Sequence[Row]) -> list[str]:
             best = min(mine, key=lambda r: r.middle)
             found.append(
                 f"info  within the {room:g} activations of {peer.name}: {best.name} "
-                f"({best.chunks} chunks) {ratio(peer, best):.3f} times as fast"
+                f"({best.chunks} chunks) is {ratio(peer, best):.3f}x as fast"
             )
     return found
 
 
 def words(times: JobTimes) -> str:
-    """Means over virtual stages."""
+    """Returns means over virtual stages as text."""
     rows = zip(KINDS, (times.forward, times.backward, times.weight), strict=True)
     jobs = " ".join(f"{kind} {statistics.fmean(row) * 1e3:.2f}" for kind, row in rows)
     assert isinstance(times.link, float)
@@ -837,25 +852,27 @@ def words(times: JobTimes) -> str:
 def show(
     setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes], known: dict[int, JobTimes]
 ) -> None:
-    """The table of a setting."""
+    """Prints the table of a setting."""
     print(f"\n{setting}, {setting.repeat} repetitions")
     for chunks, one in times.items():
         print(f"  {chunks} chunks: {words(one)}, bound {bound(setting, chunks, one) * 1e3:.1f} ms")
         print(f"            (when policies were chosen: {words(known[chunks])})")
-    print("  name               chunks     ms  (half of them)  torch's best  predicted  keeps")
+    print(
+        "  name               chunks     ms  (quartiles)     torch's best  predicted  activations"
+    )
     for row in sorted(rows, key=lambda r: (r.chunks, r.middle)):
         peers = [r for r in rows if not r.ours and r.chunks == row.chunks]
         best = min(peers, key=lambda r: r.middle)
         low, high = (statistics.quantiles(row.seconds, n=4)[i] * 1e3 for i in (0, 2))
-        said = f"{median(row.predicted) / row.middle:9.3f}" if row.ours else " " * 9
+        predicted = f"{median(row.predicted) / row.middle:9.3f}" if row.ours else " " * 9
         print(
             f"  {row.name:<18} {row.chunks:>6} {row.middle * 1e3:7.1f}  ({low:6.1f}-{high:6.1f})"
-            f"  {ratio(best, row):12.3f}  {said}  {row.peak}  {row.policy}"
+            f"  {ratio(best, row):12.3f}  {predicted}  {row.peak}  {row.policy}"
         )
 
 
 def serve(me: ProcessInfo, settings: Sequence[Setting], pipe: Any) -> None:
-    """The life of a rank."""
+    """Runs a rank."""
     die_with_parent()
     torch.set_num_threads(1)
     init_process_group(me, backend="gloo", timeout_seconds=300.0)
@@ -869,7 +886,7 @@ def serve(me: ProcessInfo, settings: Sequence[Setting], pipe: Any) -> None:
 
 
 def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
-    """Of each setting, by processes that are started for all of them."""
+    """Yields the results of each setting, from processes that are started for all of them."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     workers = [
@@ -892,7 +909,7 @@ def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OrderRow:
-    """What a policy chose on one stage in a few steps, and what it chooses in the simulator."""
+    """Choices of a policy on one stage in a few steps, compared with the simulator."""
 
     policy: str
     chunks: int
@@ -909,13 +926,13 @@ def compare_orders(
     shape: PipelineShape,
     differences: list[str],
 ) -> OrderRow:
-    """Returns the last step of a runtime against the simulator."""
+    """Compares the last step of an executor with the simulator."""
     stage, kinds = runtime.stage.index, {"forward": "F", "backward": "B"}
     arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.arrival_log]  # type: ignore[arg-type]
     for way, chunk in {key for key, _, _ in runtime.arrival_log}:
         numbers = [number for key, number, _ in runtime.arrival_log if key == (way, chunk)]
         if numbers != list(range(shape.micro_batches)):
-            differences.append(f"messages {way} of chunk {chunk} came as {numbers}")
+            differences.append(f"messages {way} of chunk {chunk} arrived as {numbers}")
     taken = [job for job, _ in runtime.policy_choices]
     chosen = replay_choices(
         shape, policy, stage, arrivals, [seen for _, seen in runtime.policy_choices]
@@ -925,12 +942,12 @@ def compare_orders(
             differences.append(f"choice {number}: {real}, in the simulator {simulated}")
     done = [Job(one.kind, one.micro, one.chunk) for one in runtime.job_records if one.kind in KINDS]  # type: ignore[arg-type]
     if done != taken or len(chosen) != len(taken):
-        differences.append(f"{len(done)} jobs were done, {len(taken)} chosen, {len(chosen)} played")
+        differences.append(f"{len(done)} jobs done, {len(taken)} chosen, {len(chosen)} simulated")
     return OrderRow(name, shape.chunks, stage, len(taken), len(arrivals), tuple(differences))
 
 
 def serve_orders(me: ProcessInfo, setting: Setting, backend: str, pipe: Any) -> None:
-    """The life of a rank that takes steps of all policies."""
+    """Runs a rank that takes steps of all policies."""
     die_with_parent()
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -964,7 +981,7 @@ def serve_orders(me: ProcessInfo, setting: Setting, backend: str, pipe: Any) -> 
 
 
 def check_orders(asked: argparse.Namespace) -> int:
-    """Shows, of each policy, whether all stages chose as in the simulator."""
+    """Prints for each policy whether all stages chose as in the simulator."""
     backend, bad = "nccl" if asked.nccl else "gloo", 0
     for ranks in asked.ranks:
         setting = Setting.all(argparse.Namespace(**{**vars(asked), "ranks": [ranks]}))[0]
@@ -1000,18 +1017,18 @@ def check_orders(asked: argparse.Namespace) -> int:
         if len(rows) != wanted:
             print(f"  {wanted - len(rows)} of {wanted} steps are missing")
             bad += 1
-    print(f"\n{'FAIL' if bad else 'PASS'}: {bad} policies chose otherwise")
+    print(f"\n{'FAIL' if bad else 'PASS'}: {bad} policies chose differently")
     return 1 if bad else 0
 
 
 def commit() -> str:
-    """Of the working tree."""
+    """Returns the commit of the working tree."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> int:
-    """Measures, show, judge."""
+    """Measures, prints and judges."""
     asked = settings()
     if asked.nccl or asked.rendezvous:
         return check_orders(asked)

@@ -1,8 +1,8 @@
-"""Pipelines whose messages come late at random equal one process: many seeds beyond the tests.
+"""Compares pipelines with randomly delayed messages with one process, for many seeds.
 
-Cases are drawn from the whole product of `tests/pipeline/test_stages.py` (grids, models, policies,
-chunks), each with a seed of delays of its own that no test uses; losses, gradients, weights after a
-step and the optimizer's state are compared as the tests do. Case n is the same on every run.
+Cases are drawn from the full product of `tests/pipeline/test_stages.py` (grids, models, policies,
+chunks), each with its own seed of delays that no test uses. Losses, gradients, weights after a step
+and the optimizer state are compared as in the tests. Case n is the same in every run.
 
     python benchmarks/pipeline_delays.py --count 200
     python benchmarks/pipeline_delays.py --first 137 --count 1
@@ -27,11 +27,11 @@ from grids import label  # noqa: E402
 from pool import Pool, RankError  # noqa: E402
 
 FIRST_SEED = 1_000_000
-"""Tests use the numbers of their cases, which are smaller."""
+"""First seed: tests use the numbers of their cases, which are smaller."""
 
 
 def settings() -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,13 +41,13 @@ def settings() -> argparse.Namespace:
 
 
 def drawn(number: int) -> tuple[dict[str, int], Case]:
-    """Case of a number."""
+    """Returns the case of a number."""
     grid, case = random.Random(number).choice(whole_product())
     return grid, replace(case, delay=FIRST_SEED + number)
 
 
 def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
-    """Returns what is not as in one process."""
+    """Returns the differences to one process."""
     whole = serial(case.model, case.packed)
     try:
         return compare(whole, pool.on_grid(grid, run_case, case, whole.batch, LR, CLIP))
@@ -56,7 +56,7 @@ def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
 
 
 def main() -> int:
-    """Try them all."""
+    """Tries all cases."""
     asked, pool, bad, start = settings(), Pool(), 0, time.perf_counter()
     for number in range(asked.first, asked.first + asked.count):
         grid, case = drawn(number)

@@ -1,12 +1,12 @@
-"""The planner against published runs of other frameworks: step time, ranking, memory.
+"""Compares the planner with published runs of other frameworks: step time, ranking, memory.
 
     python benchmarks/published.py [--data FILE] [--leave source|framework|machine|chip]
                                    [--show SOURCE] [--fit] [--json FILE]
 
-Constants are fitted to the runs in `benchmarks/data` (`published_fit`), whichever file is scored,
-and each run is predicted with those that were fitted without its whole source (or framework,
-machine, chip). A run with a word that nothing here models is reported and left out of the score.
-The null model knows no communication: FLOPs, bubble and one constant for a device and a precision.
+Constants are fitted to the runs in `benchmarks/data` (`published_fit`), for any scored file. Each
+run is predicted with constants that were fitted without its whole source (or framework, machine,
+chip). A run with a word that is not modeled is reported and not scored. The null model has no
+communication: FLOPs, bubble and one constant per device and precision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Guess:
-    """A run and what is predicted for it."""
+    """A run and its prediction."""
 
     row: Row
     prediction: Prediction
@@ -45,25 +45,23 @@ class Guess:
 
     @property
     def error(self) -> float:
-        """Predicted over measured seconds, less 1."""
+        """Predicted / measured seconds - 1."""
         return self.prediction.step_seconds / self.row.seconds - 1
 
     @property
     def fits(self) -> bool:
-        """Whether it is called to fit."""
+        """Whether it is predicted to fit."""
         return self.prediction.fits_memory
 
     @property
     def inside(self) -> bool:
-        """Whether the measured time lies in the printed interval."""
+        """Whether the measured time is in the printed interval."""
         low, high = self.prediction.interval
         return low <= self.row.seconds <= high
 
 
 def guess(row: Row, terms: Terms | None = None, runs: Framework | None = None) -> Guess:
-    """Returns the prediction for a run; terms: None for the shipped ones; runs: None for its own
-    row.
-    """
+    """Predicts a run. terms: None for the shipped ones. runs: None for its own framework."""
     runs = runs or published.framework(row)
     found = fits.prediction(row, terms or fits.shipped(row), runs)
     size = found.memory.total_bytes
@@ -73,12 +71,12 @@ def guess(row: Row, terms: Terms | None = None, runs: Framework | None = None) -
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Runs whose step time is scored."""
+    """Returns the runs whose step time is scored."""
     return [r for r in rows if r.scored and not r.unknown and r.seconds and not r.oom]
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Runs whose memory is scored."""
+    """Returns the runs whose memory is scored."""
     known = [r for r in rows if r.scored and not r.unknown and r.gib and not r.oom]
     return [row for row in known if row.number("cp") == 1]
 
@@ -91,7 +89,9 @@ def given() -> tuple[Row, ...]:
 
 @cache
 def fitted(group: str, name: str) -> Terms:
-    """Constants fitted to the given runs outside of a group; those of no given run: to all."""
+    """Returns constants fitted to the runs outside of a group; to all runs if it has none of
+    them.
+    """
     of = fits.GROUPS[group]
     return _fitted(tuple(row for row in given() if of(row) != name))
 
@@ -121,7 +121,7 @@ def left_out(
 
 
 def work(row: Row) -> float:
-    """Returns the FLOPs of a device with what is computed again, and the bubble."""
+    """Returns the FLOPs of a device with recomputation and bubble."""
     plan = published.layout(row, "none").plan
     again = 4 / 3 if plan.recompute == "full" else 1.0
     flops = guess(row).prediction.flops * again / plan.world_size
@@ -129,7 +129,7 @@ def work(row: Row) -> float:
 
 
 def null_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Returns the null model's error of each run, its constants fitted to all of them."""
+    """Returns the error of the null model for each run; its constants are fitted to all runs."""
     by = defaultdict(list)
     for row in rows:
         by[chip(row), row.narrow].append(row)
@@ -144,12 +144,12 @@ def null_errors(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def mape(errors: Iterable[float]) -> float:
-    """Mean absolute error in percent."""
+    """Returns the mean absolute error in percent."""
     return 100 * statistics.fmean(map(abs, errors))
 
 
 def tau(measured: Sequence[float], guessed: Sequence[float]) -> float:
-    """Kendall's tau over pairs that differ by more than the noise."""
+    """Returns Kendall's tau over pairs that differ by more than the noise."""
     signs = []
     for i, j in combinations(range(len(measured)), 2):
         one, other = measured[i], measured[j]
@@ -159,7 +159,7 @@ def tau(measured: Sequence[float], guessed: Sequence[float]) -> float:
 
 
 def is_sweep(row: Row) -> bool:
-    """Returns whether a run is one of the layout sweep."""
+    """Returns whether a run belongs to the layout sweep."""
     date, layers, hidden, batches = SWEEP
     same = row.number("layers") == layers and row.number("hidden") == hidden
     dated = date in row.facts["source_locator"] and row.number("heads") == 64
@@ -175,7 +175,7 @@ def verdict(text: str, value: float, limit: float, *, least: bool = False) -> bo
 
 
 def times(guesses: Sequence[tuple[Guess, bool]], null: dict[str, float]) -> None:
-    """Errors of the step time by source, and their means."""
+    """Prints the errors of the step time by source, and their means."""
     if not guesses:
         print("no run with a time that can be scored")
         return
@@ -200,23 +200,23 @@ def times(guesses: Sequence[tuple[Guess, bool]], null: dict[str, float]) -> None
         found = [mape(some) for (name, _), some in means.items() if name == kind]
         if found:
             verdict(f"step time, {kind}: mean over sources, %", statistics.fmean(found), limit)
-    print(f"null model, all runs: {mape(null.values()):.1f} %")
+    print(f"null model, all runs: {mape(null.values()):.1f}%")
     wide = [one for one, _ in guesses if not one.row.narrow]
     if wide:
         share = 100 * statistics.fmean(one.inside for one in wide)
-        verdict("16-bit runs inside the printed 80 % interval, %", share, 72, least=True)
+        verdict("16-bit runs inside the printed 80% interval, %", share, 72, least=True)
         verdict("the same", share, 90)
         verdict("widest interval, upper / lower", max(map(width, wide)), 1.6)
 
 
 def width(one: Guess) -> float:
-    """Returns the upper end of its interval over the lower."""
+    """Returns the ratio of the upper to the lower end of its interval."""
     low, high = one.prediction.interval
     return high / low
 
 
 def ranking(guesses: Sequence[Guess], null: dict[str, float]) -> None:
-    """The layout sweep."""
+    """Prints the results of the layout sweep."""
     sweep = [one for one in guesses if is_sweep(one.row)]
     if len(sweep) < 3:
         return
@@ -227,18 +227,18 @@ def ranking(guesses: Sequence[Guess], null: dict[str, float]) -> None:
     print(f"\nlayout sweep of {len(sweep)} runs")
     verdict("tau", tau(measured, guessed), 0.7, least=True)
     order = sorted(range(len(sweep)), key=guessed.__getitem__)
-    verdict("regret of the first pick, %", 100 * (measured[order[0]] / min(measured) - 1), 5)
+    verdict("regret of the first choice, %", 100 * (measured[order[0]] / min(measured) - 1), 5)
     top = min(measured[i] for i in order[:3])
-    verdict("best of the first three over the best, %", 100 * (top / min(measured) - 1), 3)
+    verdict("best of the first three relative to the best, %", 100 * (top / min(measured) - 1), 3)
     first = min(range(len(sweep)), key=zero.__getitem__)
     print(
         f"null model: tau {tau(measured, zero):.2f}, regret "
-        f"{100 * (measured[first] / min(measured) - 1):.1f} %"
+        f"{100 * (measured[first] / min(measured) - 1):.1f}%"
     )
 
 
 def memory(rows: Sequence[Row]) -> None:
-    """Memory, and runs that did not fit."""
+    """Prints the results on memory, and on runs that did not fit."""
     guesses = [guess(row) for row in rows]
     known = [one for one in guesses if one.row.gib and not one.row.oom]
     plain = [one for one in known if one.row.number("cp") == 1]
@@ -246,25 +246,25 @@ def memory(rows: Sequence[Row]) -> None:
         errors = [overstated(one) for one in plain]
         print(f"\nmemory of {len(plain)} runs, and {len(known) - len(plain)} with context > 1")
         verdict("MAPE, %", mape(errors), 12)
-        verdict("most under, %", -100 * min(errors), 5)
+        verdict("largest underestimate, %", -100 * min(errors), 5)
         alone = [overstated(without_it(one, plain)) for one in plain]
-        verdict("most under, reserves set without the run, %", -100 * min(alone), 5)
+        verdict("largest underestimate, reserves fitted without the run, %", -100 * min(alone), 5)
     for one in known:
         if overstated(one) < -0.05:
             print(f"  {one.row.name}: {one.row.gib} GiB, predicted {one.bytes / GIB:.1f}")
     failed = [one for one in guesses if one.row.oom]
     called = sum(not one.fits for one in failed)
-    verdict(f"runs out of memory called so, of {len(failed)}", called, len(failed), least=True)
+    verdict(f"predicted out of memory, of {len(failed)} such runs", called, len(failed), least=True)
     ran = [one for one in guesses if one.row.seconds and not one.row.oom]
     false = [one.row.name for one in ran if not one.fits]
     if ran:
         share = 100 * len(false) / len(ran)
-        verdict(f"runs that ran called out of memory, % of {len(ran)}", share, 4)
+        verdict(f"wrongly predicted out of memory, % of {len(ran)}", share, 4)
     print("  ", *false)
 
 
 def without_it(one: Guess, several: Sequence[Guess]) -> Guess:
-    """Returns the guess for a run with the reserve that the other runs of its framework need."""
+    """Returns the prediction for a run with the reserve that other runs of its framework need."""
     runs = published.framework(one.row)
     others = [other.row for other in several if other.row.name != one.row.name]
     reserve = fits.reserves(others).get(runs.name, runs.allocator_reserve)
@@ -272,14 +272,15 @@ def without_it(one: Guess, several: Sequence[Guess]) -> Guess:
 
 
 def overstated(one: Guess) -> float:
-    """Predicted over measured memory, less 1."""
+    """Returns predicted / measured memory - 1."""
     return one.bytes / GIB / one.row.gib - 1
 
 
 def calibrated(guesses: Sequence[Guess]) -> tuple[float, float]:
-    """Measured over predicted, between which 80 % of the runs lie.
+    """Returns the bounds of measured / predicted that contain 80% of the runs.
 
-    A run counts by the root of how many its source has: they are alike, but not the same.
+    A run is weighted by the square root of the number of runs of its source: they are similar, but
+    not equal.
     """
     count: dict[str, int] = defaultdict(int)
     for one in guesses:
@@ -296,26 +297,28 @@ def calibrated(guesses: Sequence[Guess]) -> tuple[float, float]:
 
 
 def unknown(rows: Sequence[Row]) -> None:
-    """Runs that are left out of the score, and why; their errors with the common row."""
+    """Prints the runs that are not scored, and why, with their errors under the common
+    framework.
+    """
     several = [row for row in rows if row.scored and row.unknown]
     if not several:
         return
-    print(f"\nleft out of the score: {len(several)} runs")
+    print(f"\nnot scored: {len(several)} runs")
     for row in several:
         print(f"  {row.name}: unknown {', '.join(row.unknown)}", end="")
         apart = [word for word in row.unknown if not word.startswith("framework")]
         if row.seconds and not row.oom and not apart:
-            print(f"; with the common row {100 * guess(row).error:+.0f} %", end="")
+            print(f"; with the common framework {100 * guess(row).error:+.0f}%", end="")
         print()
 
 
 def main() -> None:
-    """Prints all figures."""
+    """Prints all results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--show", default="", help="print each run of a source")
     parser.add_argument("--fit", action="store_true", help="print constants fitted to all sources")
     parser.add_argument("--leave", choices=tuple(fits.GROUPS), default="source")
-    parser.add_argument("--common", action="store_true", help="every framework counts as unknown")
+    parser.add_argument("--common", action="store_true", help="treat every framework as unknown")
     parser.add_argument("--data", type=Path, default=published.DATA / "published_runs.csv")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -333,7 +336,7 @@ def main() -> None:
             parts = {name: round(x, 2) for name, x in one.prediction.seconds_by_part.items() if x}
             print(
                 f"{one.row.name} {one.row.seconds:8.2f} {one.prediction.step_seconds:8.2f} "
-                f"{100 * one.error:+6.1f} % {parts}"
+                f"{100 * one.error:+6.1f}% {parts}"
             )
     times(guesses, null)
     ranking([one for one, _ in guesses], null)
@@ -341,7 +344,7 @@ def main() -> None:
     unknown(rows)
     if len(guesses) > 1:
         low, high = calibrated([one for one, _ in guesses if not one.row.narrow])
-        print(f"\nmeasured over predicted, 16 bits: 80 % between {low:.2f} and {high:.2f}")
+        print(f"\nmeasured / predicted, 16 bits: 80% between {low:.2f} and {high:.2f}")
     if args.json:
         facts = {
             one.row.name: [one.row.seconds, one.prediction.step_seconds, *one.prediction.interval]

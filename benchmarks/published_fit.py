@@ -1,9 +1,9 @@
-"""Constants of the planner fitted to published runs, and runs left out by whole groups.
+"""Fits the constants of the planner to published runs, with whole groups left out.
 
-Fitted are three numbers that all share (`Terms`: passes of eager kernels, the share of overlapped
-communication that is hidden, stragglers) and four for a chip (`Reach`), each pulled towards what it
-is without data. All else is data sheets and facts about code. A left-out group, a source, a
-framework, a machine or a chip, is predicted with numbers fitted to the runs of the others.
+Three numbers that all runs share are fitted (`Terms`: memory passes of eager kernels, the hidden
+share of overlapped communication, stragglers), and four per chip (`Efficiency`), each regularized
+towards its default value. Everything else comes from data sheets and facts about code. A left-out
+group (a source, framework, machine or chip) is predicted with numbers fitted to the other runs.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from ranvier.planner.cluster import Cluster, Efficiency
 from ranvier.planner.predict import Prediction, merge_predictions, predict_step
 
 CHIPS = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
-"""Devices with the chip of another one."""
+"""Devices that have the chip of another device."""
 MOST = 0.35
-"""An error counts for no more than this, so that a broken run does not move all others."""
+"""Maximum error that counts, so that a broken run does not affect all others."""
 RUNS = 10
-"""Runs of a source on a chip that a fit reads, spread evenly."""
+"""Maximum number of runs of a source on a chip in a fit, spread evenly."""
 PULL = 0.03
-"""Weight of the distance to what a number is without data, on squared logarithms."""
+"""Weight of the distance to the default values, on squared logarithms."""
 TUNED = 1.3
-"""Where a run does not say how it was laid out, it is no slower than so many times the best."""
+"""If the layout of a run is not published, it is assumed to be at most this much slower than the
+best."""
 UNKNOWN_FRAMEWORK = (0.9, 1.35)
-"""Measured over predicted, as `predict.INTERVAL`, where the framework has no row (--common)."""
+"""Measured / predicted, as `predict.INTERVAL`, for frameworks without a profile (--common)."""
 BOUNDS = ((1.0, 4.0), (0.05, 0.95), (0.001, 0.04))
 REACH_BOUNDS = ((0.6, 1.04), (0.6, 1.04), (0.35, 0.95), (0.5, 0.95))
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What is fitted; the usual values are those without any data."""
+    """The fitted numbers; the defaults apply without any data."""
 
     eager: float = 2.0
     """`frameworks.EAGER`."""
@@ -50,7 +51,7 @@ class Terms:
     straggle: float = 0.01
     """`Cluster.straggle`."""
     reach: tuple[tuple[str, Efficiency], ...] = field(default=())
-    """Of each chip that there are runs of; others have the usual one."""
+    """Numbers of each chip with runs; other chips have the defaults."""
 
     def of(self, name: str) -> Efficiency:
         """Returns the numbers of a chip."""
@@ -58,20 +59,20 @@ class Terms:
 
 
 def chip(row: Row) -> str:
-    """Returns the chip of a run: parts with other memory or power are the same."""
+    """Returns the chip of a run; variants with other memory or power are the same."""
     assert row.device is not None
     name = row.device.name.split("-")[0]
     return CHIPS.get(name, name)
 
 
 def framework(row: Row) -> str:
-    """Returns the framework of a run; years of one are the same."""
+    """Returns the framework of a run; all years of a framework are the same."""
     name = published.framework(row).name
     return "Megatron-LM" if name.startswith("Megatron-LM") else name
 
 
 def machine(row: Row) -> str:
-    """Returns the machine of a run: device, devices of a node, network."""
+    """Returns the machine of a run: device, devices per node, network."""
     facts = row.facts
     network = facts["inter_node_gbs_per_node"]
     return f"{facts['gpu']} x {facts['gpus_per_node']}, {network} GB/s" + row.source * (not network)
@@ -83,11 +84,11 @@ GROUPS: dict[str, Callable[[Row], str]] = {
     "machine": machine,
     "chip": chip,
 }
-"""What may be left out as a whole."""
+"""Kinds of groups that can be left out."""
 
 
 def shipped(row: Row) -> Terms:
-    """Returns the constants of the package, for a run."""
+    """Returns the shipped constants, for a run."""
     assert row.device is not None
     own = ((chip(row), row.device.reach),)
     return Terms(frameworks.EAGER, frameworks.HIDDEN, published.machine(row).straggle, own)
@@ -97,7 +98,7 @@ def shipped(row: Row) -> Terms:
 
 
 def with_terms(runs: Framework, terms: Terms) -> Framework:
-    """Returns a runtime with fitted numbers in place of the shipped ones."""
+    """Returns a framework with fitted numbers instead of the shipped ones."""
     eager = {frameworks.EAGER: terms.eager, frameworks.PARTLY: (1 + terms.eager) / 2}
     passes = eager.get(runs.elementwise_passes, runs.elementwise_passes)
     row = terms.hidden if runs.row_overlap == frameworks.HIDDEN else runs.row_overlap
@@ -114,7 +115,7 @@ def place(row: Row, terms: Terms) -> Cluster:
 
 @cache
 def settled(row: Row, way: Ways, runs: Framework) -> str:
-    """Returns what is computed again where a run does not say: the least that fits."""
+    """Returns the recompute mode if a run does not report it: the least that fits."""
     for word in ("none", "selective"):
         layout = published.layout(row, word, way)
         if predict_step(published.job(row), layout, published.machine(row), runs).fits_memory:
@@ -123,9 +124,7 @@ def settled(row: Row, way: Ways, runs: Framework) -> str:
 
 
 def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
-    """Returns the prediction for a run: over all layouts that it may have had, where it does not
-    say.
-    """
+    """Predicts a run, over all plausible layouts if its layout is not published."""
     cluster, used, found = place(row, terms), with_terms(runs, terms), []
     for way in published.ways(row):
         again = "" if row.facts["recompute"] else settled(row, way, runs)
@@ -146,7 +145,7 @@ def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
 def _error(
     row: Row, reach: Efficiency, eager: float | None, hidden: float | None, straggle: float
 ) -> float:
-    """|log(predicted / measured)|, at most `MOST`; None: a number that the run does not need."""
+    """Returns |log(predicted / measured)|, at most `MOST`; None for numbers that are not needed."""
     usual = Terms()
     terms = Terms(eager or usual.eager, hidden or usual.hidden, straggle, ((chip(row), reach),))
     spent = prediction(row, terms, published.framework(row)).step_seconds
@@ -163,7 +162,7 @@ def _own_error(row: Row, terms: Terms) -> float:
 
 
 def loss(rows: Iterable[Row], terms: Terms) -> float:
-    """Mean over sources of their mean error, and how far the numbers are from usual ones."""
+    """Returns the mean over sources of their mean error, plus the distance to the defaults."""
     by = defaultdict(list)
     for row in rows:
         by[row.source].append(_own_error(row, terms))
@@ -175,7 +174,7 @@ def loss(rows: Iterable[Row], terms: Terms) -> float:
 
 
 def _spread(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """At most `RUNS` of each source on a chip, evenly."""
+    """Returns at most `RUNS` runs of each source on a chip, spread evenly."""
     by = defaultdict(list)
     for row in rows:
         by[row.source, chip(row)].append(row)
@@ -187,7 +186,7 @@ def _spread(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _neighbours(terms: Terms, step: float) -> Iterator[Terms]:
-    """Terms with one number a step up or down."""
+    """Yields the terms with one number increased or decreased by a step."""
     for way in (1 + step, 1 / (1 + step)):
         for name, (low, high) in zip(("eager", "hidden", "straggle"), BOUNDS, strict=True):
             value = min(max(getattr(terms, name) * way, low), high)
@@ -202,7 +201,7 @@ def _neighbours(terms: Terms, step: float) -> Iterator[Terms]:
 
 
 def fit(rows: Sequence[Row]) -> Terms:
-    """Returns the numbers that fit best, by steps along each in turn that get shorter."""
+    """Returns the best fit, by coordinate descent with decreasing steps."""
     used = _spread(rows)
     best = Terms(reach=tuple((name, Efficiency()) for name in sorted({chip(row) for row in used})))
     least, step = loss(used, best), 0.16
@@ -229,14 +228,14 @@ def without(rows: Sequence[Row], group: str) -> dict[str, Terms]:
 # ---- memory -----------------------------------------------------------------------------
 
 UNDER = 0.02
-"""A framework's reserve is the least with which no run of it is under by more than this share."""
+"""Maximum share by which the memory of any run may be underestimated, which determines a
+reserve.
+"""
 
 
 @cache
 def reserve_needed(row: Row) -> float:
-    """Returns the reserve with which a run's memory is under by `UNDER`: tensors · (1 +
-    reserve).
-    """
+    """Returns the reserve with which the memory of a run is underestimated by `UNDER`."""
     runs = published.framework(row)
     table = prediction(row, shipped(row), replace(runs, allocator_reserve=0.0)).memory
     fixed = runs.context_bytes if "nvidia-smi" in row.facts["mem_basis"] else 0.0

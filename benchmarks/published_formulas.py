@@ -1,16 +1,16 @@
-"""Formulas: bytes and seconds of a rank under other frameworks, as their papers count them.
+"""Formulas for bytes and seconds of a rank in other frameworks, according to their papers.
 
-    weights, gradients, states    bytes a parameter, split as the framework splits them
-    activations                   a block keeps what its products and norms read (arXiv 2205.05198),
+    weights, gradients, states    bytes per parameter, sharded as the framework does
+    activations                   a block saves the inputs of matmuls and norms (arXiv 2205.05198),
                                   times the micro-batches in flight on the first stage
     logits                        of a micro-batch, on the last stage
 
-plus gathered blocks, fixed buffers, and a share of all for what the allocator reserves and does not
-use. The worst stage counts.
+plus gathered blocks, fixed buffers, and a share of all for memory that the allocator reserves but
+does not use. The worst stage counts.
 
-What is communicated follows from what a block does: with T tokens a rank and d features two gathers
-and two scatters of T·d over row, backward the same and both gathers again (sequence parallelism),
-or two all-reduces forward and backward without it.
+The communication follows from the layers of a block: with T tokens per rank and d features, two
+gathers and two scatters of T·d over row, the same in backward plus both gathers again (sequence
+parallelism), or two all-reduces forward and backward without it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 def kept(
     part: BlockSpec, setup: ComputeContext, runtime: Framework, recompute: str
 ) -> tuple[float, float]:
-    """Returns the bytes that a block keeps of a micro-batch, and that it has while it runs
-    backward.
-    """
+    """Returns the bytes that a block saves per micro-batch, and its bytes during backward."""
     width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0) / setup.col
     outer = setup.row if runtime.sequence_parallel else 1
     narrow = 0.5 if setup.fp8 and runtime.fp8_casts == "fused" else 1.0  # what products read
@@ -78,7 +76,9 @@ def kept(
 
 
 def flights(pipe: int, chunks: int, micro: int) -> float:
-    """Micro-batches that the first stage holds: p of them, (1 + (p-1)/(p·v)) times with chunks."""
+    """Returns the micro-batches that the first stage holds: p, or (1 + (p-1)/(p·v)) p with
+    chunks.
+    """
     if pipe == 1:
         return 1.0
     return min(pipe * (1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1.0), float(micro))
@@ -169,7 +169,7 @@ def _stage(
 
 
 def _share(model: ModelSpec, pipe: int, chunks: int) -> float:
-    """Blocks of a stage."""
+    """Returns the number of blocks of a stage."""
     if pipe == 1 or model.num_layers % (pipe * chunks) == 0:
         return model.num_layers / pipe
     return math.ceil((model.num_layers + 2) / pipe) - (
@@ -188,7 +188,7 @@ def spoken(
     runtime: Framework,
     places: RankGroups,
 ) -> CommTime:
-    """Returns the seconds that another framework communicates in a step."""
+    """Returns the seconds per step that another framework communicates."""
     found, row = CommTime(), places["row",]
     block = next(part for part in model.parts if part.is_block)
     size = 2 * setup.tokens * model.units["embed"]
@@ -215,7 +215,7 @@ OPS = ("all_gather", "reduce_scatter")
 def _depth(
     plan: Plan, cluster: Cluster, runtime: Framework, weights: int, places: RankGroups
 ) -> float:
-    """Gathers and reductions over depth of a block in a micro-batch."""
+    """Returns the seconds of gathers and reductions over depth per block and micro-batch."""
     shards = places["context", "depth"]
     if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
         return 0.0
@@ -232,7 +232,7 @@ def _depth(
 def _data(
     model: ModelSpec, plan: Plan, cluster: Cluster, runtime: Framework, places: RankGroups
 ) -> tuple[float, float]:
-    """Reductions over data, and gathers of updated weights."""
+    """Returns the seconds of reductions over data, and of gathers of updated weights."""
     whole = plan.depth == 1 and not runtime.fsdp
     copies = places["data", "expert", "context"] if whole else places["data",]
     if copies.size == 1:

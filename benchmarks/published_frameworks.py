@@ -1,10 +1,10 @@
-"""Frameworks: those whose published runs are scored, one row each, and the one of all others.
+"""Profiles of the frameworks whose published runs are scored, and one for all others.
 
-Entries are facts about code, not numbers fitted to its runs; `source` says where each comes from.
-What no code says is one number for all that do a thing the same way (`EAGER`, `HIDDEN`), and a
-reserve of memory a framework (benchmarks/published.py). Runs of the same framework may differ in
-sequence parallelism, compilation or asynchronous tensor parallelism: `replace` the field then. A
-framework without a row has `COMMON`.
+Entries are facts about code, not numbers fitted to its runs; `source` names the origin of each.
+What does not follow from code is one number for all frameworks that do a thing in the same way
+(`EAGER`, `HIDDEN`), and a memory reserve per framework (benchmarks/published.py). Runs of the same
+framework may differ in sequence parallelism, compilation or asynchronous tensor parallelism: use
+`replace` on the field. A framework without a profile has `COMMON`.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ from ranvier.planner.time.compute import ComputeContext
 Reduction = Literal["all_reduce", "scatter", "both"]
 
 EAGER = 2.0
-"""Reads and writes of what is between matrix products where one kernel follows another, over those
-of kernels fused by hand. Fitted, the same for all eager frameworks."""
+"""Memory accesses between matmuls if kernels are not fused, relative to hand-fused kernels. Fitted,
+the same for all eager frameworks."""
 PARTLY = (1 + EAGER) / 2
-"""The same where norms and rotations are fused, and activations and residuals are not."""
+"""The same if norms and rotations are fused, and activations and residuals are not."""
 HIDDEN = 0.52
-"""Share of communication over row, and of messages, that runs beside compute where a framework
-overlaps them. Fitted, the same for all that do."""
+"""Share of communication over row, and of messages, that overlaps with compute if a framework
+overlaps them. Fitted, the same for all of them."""
 BUCKET = 25e6
-"""Bytes of a bucket of torch's DistributedDataParallel, in the type of the weights."""
+"""Bytes of a bucket of torch's DistributedDataParallel, in the dtype of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Framework(Foreign):
-    """Another framework at work."""
+    """Another framework."""
 
     reduce: Reduction = "scatter"
-    """Gradients over data: an all-reduce; a reduce-scatter, and a gather of updated weights; or an
-    all-reduce and that gather."""
+    """Reduction of gradients over data: an all-reduce; a reduce-scatter and a gather of updated
+    weights; or an all-reduce and that gather."""
     gathers: Literal["again", "keep"] = "again"
-    """Weights gathered over depth for each micro-batch, or once a step."""
+    """Whether weights are gathered over depth for each micro-batch, or once per step."""
     regathers: bool = False
-    """Whether what is computed again gathers weights over depth once more."""
+    """Whether recomputation gathers weights over depth again."""
     bucket: float = 0.0
-    """Bytes of gradients that are reduced over data at a time; 0: all, or by blocks."""
+    """Bytes of gradients that are reduced over data at a time; 0 means all, or by blocks."""
     copied: int = 0
     """Tensors of a block whose parts are copied rank by rank around a reduce-scatter and a gather
-    over data, a kernel for each; 0: no copies."""
+    over data, with one kernel each; 0 means no copies."""
     interleaves: bool = True
-    """Whether its pipelines know chunks."""
+    """Whether its pipelines support virtual stages."""
     held_gradient: float = 0.0
-    """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
+    """Bytes of gradient per parameter in memory, with copies and buckets; 0 means `gradient`."""
     wide_gradient: float = 4.0
-    """The same where gradients are added up in fp32."""
+    """The same if gradients are accumulated in fp32."""
     fsdp: bool = False
-    """Whether weights are split over context as well, also where depth is 1."""
+    """Whether weights are also sharded over context, even if depth is 1."""
     kept: float = 1.0
-    """Bytes that a block keeps over those that its products, norms and activations read."""
+    """Bytes that a block saves, relative to the inputs of its matmuls, norms and activations."""
     logits: int = 10
-    """Bytes of a logit, with what the loss makes of it."""
+    """Bytes per logit, with temporaries of the loss."""
     split_logits: int = 0
-    """The same where row splits the words, and no kernel is fused; 0: `logits`."""
+    """The same if row splits the vocabulary and no kernel is fused; 0 means `logits`."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
     messages: int = 0
-    """Messages of a micro-batch in flight that a stage keeps besides what its blocks keep."""
+    """Messages per micro-batch in flight that a stage keeps in addition to saved activations."""
     copies: int = 2
-    """Gathered blocks that are there at once."""
+    """Number of gathered blocks in memory at once."""
 
     def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
         """Returns the bytes of its worst stage by category."""
@@ -86,7 +86,7 @@ class Framework(Foreign):
         cluster: Cluster,
         places: RankGroups,
     ) -> CommTime:
-        """Returns the seconds that a rank communicates in a step."""
+        """Returns the seconds per step that a rank communicates."""
         return formulas.spoken(model, plan, setup, cluster, self, places)
 
 
@@ -124,8 +124,8 @@ MEGATRON22 = Framework(
     grad_bytes=2,
     held_gradient=4.0,
     shards_states=False,
-    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
-    "reduced over row in backward overlaps with the gradient of the weight",
+    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; "
+    "reductions over row in backward overlap with the gradient of the weight",
 )
 MEGATRON_DEEPSPEED = Framework(
     name="Megatron-DeepSpeed",
@@ -150,8 +150,7 @@ DEEPSPEED3 = Framework(
     grad_bytes=2,
     regathers=True,
     interleaves=False,
-    source="arXiv 1910.02054: weights are gathered for forward, for what is computed again and for "
-    "backward",
+    source="arXiv 1910.02054: weights are gathered for forward, for recomputation and for backward",
 )
 MEGATRON_CORE = Framework(
     name="Megatron-Core",
@@ -181,7 +180,7 @@ TORCHTITAN = Framework(
     allocator_reserve=0.18,
     context_bytes=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
-    "matrix product; pipelines without a given number take as many micro-batches as stages",
+    "matmul; pipelines without a given number take as many micro-batches as stages",
 )
 NANOTRON = Framework(
     name="nanotron",
@@ -195,9 +194,9 @@ NANOTRON = Framework(
     kept=2.0,
     allocator_reserve=0.1,
     source="huggingface/nanotron (models/llama.py, optim/gradient_accumulator.py, distributed.py): "
-    "eager but for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
+    "eager except for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
     "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
-    "each rank's part of each tensor; stages cut by the compute cost of blocks",
+    "each rank's part of each tensor; stages balanced by the compute cost of blocks",
 )
 FOUNDRY = Framework(
     name="llm-foundry",
@@ -226,6 +225,6 @@ COMMON = Framework(
     elementwise_passes=EAGER,
     fp8_casts="fused",
     kernels_per_block=60,
-    source="a framework that has no row: eager kernels, FlashAttention-2, nothing hidden over row, "
-    "gradients reduced beside backward in fp32, states split over data",
+    source="a framework without a profile: eager kernels, FlashAttention-2, no overlap over row, "
+    "gradients reduced in fp32 during backward, states sharded over data",
 )

@@ -1,6 +1,6 @@
-"""A published run as a job, a layout, a machine and a runtime.
+"""Converts a published run into a job, a layout, a machine and a framework.
 
-The names of GPUs in the runs differ from those of data sheets: `cluster.device` knows both.
+The names of GPUs in the runs differ from the names of data sheets: `cluster.device` knows both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ranvier.planner.predict import Candidate, Workload
 
 DATA = Path(__file__).parent / "data"
 BASE = {70: "summit", 80: "dgx-a100", 90: "dgx-h100", 100: "dgx-b200"}
-"""The machine whose links a device has, where the run's own is not built in."""
+"""The machine whose links a device has if the machine of the run is not built in."""
 OWN = {"BLOOM": "jean-zay"}
-"""Machines that are built in."""
+"""Built-in machines."""
 FRAMEWORKS = {
     "Megatron-DeepSpeed": frameworks.MEGATRON_DEEPSPEED,
     "DeepSpeed + Megatron": frameworks.MEGATRON_DEEPSPEED,
@@ -44,40 +44,42 @@ FRAMEWORKS = {
     "NeMo Framework": frameworks.MEGATRON_CORE,
     "NeMo Megatron": frameworks.MEGATRON_CORE,
 }
-"""By the whole name without a version; other names are not known."""
+"""Framework by its full name without a version; other names are unknown."""
 YEARS = {2019: 20, 2020: 20, 2021: 21, 2022: 22}
 """Years in which Megatron-LM had an older row."""
 OLDER = {20: frameworks.MEGATRON20, 21: frameworks.MEGATRON21, 22: frameworks.MEGATRON22}
 VERSION = r"v?\d+(\.[\dx]+)*([.-]?(rc|a|b|post|dev)\d*)?"
-"""A version or a year behind a name, as `24.07`, `v0.5` or `2021`."""
+"""A version or a year after a name, e.g. `24.07`, `v0.5` or `2021`."""
 WHOLE = {"none", "ddp", "no_shard", "fsdp no_shard", "zero0", "zero 0"}
 """Words for: each data-parallel rank has all states."""
 STATES = {"zero1", "zero 1", "distributed optimizer", "dist opt"}
-"""States are split over data."""
+"""Words for: states are sharded over data."""
 ALL = {"zero3", "zero 3", "fsdp", "fsdp1", "fsdp2", "full_shard", "fsdp full_shard"}
-"""Weights are split over data. `fsdp2` is the name of an interface, `fsdp8` eight ranks."""
+"""Words for: weights are sharded over data. `fsdp2` is the name of an API, `fsdp8` means eight
+ranks.
+"""
 KEPT = {"fsdp shard_grad_op", "shard_grad_op", "zero2", "zero 2"}
-"""Weights stay gathered for a step; gradients and states are split."""
+"""Words for: weights stay gathered for a step; gradients and states are sharded."""
 NODES = {"hsdp", "fsdp hybrid_shard", "hybrid_shard"}
-"""Weights are split inside a node."""
+"""Words for: weights are sharded inside a node."""
 CHUNKS = 12
-"""Chunks of a stage at most, where a run does not say."""
+"""Maximum number of chunks per stage, if a run does not report it."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What data-parallel ranks share."""
+    """What data-parallel ranks shard."""
 
     depth: int
-    """Ranks over which weights are split."""
+    """Number of ranks over which weights are sharded."""
     states: bool | None
-    """Whether states are split over all; None: as the framework does."""
+    """Whether states are sharded over all ranks; None: as the framework does."""
     keep: bool = False
     """Whether weights stay gathered for a step."""
 
 
 def known_framework(name: str) -> Framework | None:
-    """Returns the row of a framework; None: there is none, and it is not read as another."""
+    """Returns the profile of a framework; None if it is unknown."""
     plain = " + ".join(part.strip() for part in re.sub(r"\(.*?\)", "", name).split("+"))
     found = re.fullmatch(rf"(?P<name>.*?)(?:[ -](?P<version>{VERSION}))?", plain)
     assert found is not None
@@ -90,9 +92,7 @@ def known_framework(name: str) -> Framework | None:
 
 
 def known_split(row: Row) -> Split | None:
-    """Returns what the sharding word of a run means; None: it is not known, and not read as
-    another.
-    """
+    """Returns the meaning of the sharding word of a run; None if it is unknown."""
     dp = row.number("dp")
     plain = re.sub(r"\(.*?\)", "", row.facts["sharding"]).lower().replace("-", " ")
     word = " ".join(plain.split())
@@ -123,7 +123,7 @@ class Row:
     facts: dict[str, str]
 
     def number(self, name: str, usual: int = 1) -> int:
-        """Returns a whole number of the run; what is not published has its usual value."""
+        """Returns an integer of the run; a number that is not published has its usual value."""
         text = self.facts.get(name, "")
         return int(float(text)) if text else usual
 
@@ -134,17 +134,17 @@ class Row:
 
     @property
     def source(self) -> str:
-        """Where it was published."""
+        """Name of the publication."""
         return self.name.rsplit("-", 1)[0]
 
     @property
     def seconds(self) -> float:
-        """Of a step; 0: not published."""
+        """Seconds per step; 0 if not published."""
         return float(self.facts["sec_per_iter"] or 0)
 
     @property
     def gib(self) -> float:
-        """Memory; 0: not published."""
+        """Memory in GiB; 0 if not published."""
         return float(self.facts["mem_gib"] or 0)
 
     @property
@@ -154,12 +154,12 @@ class Row:
 
     @property
     def narrow(self) -> bool:
-        """Whether it multiplies in 8 bits."""
+        """Whether its matmuls are in 8 bits."""
         return "fp8" in self.facts["precision"].lower()
 
     @property
     def device(self) -> Device | None:
-        """Its device, if that has a data sheet."""
+        """Its device, if it has a data sheet."""
         try:
             return cluster.find_device(self.facts["gpu"])
         except PlanError:
@@ -167,7 +167,7 @@ class Row:
 
     @property
     def scored(self) -> bool:
-        """A dense run of the core set with layout and precision, on a device that is known."""
+        """Whether it is a dense run with known layout, precision and device."""
         wide = "fp4" not in self.facts["precision"].lower()
         layout = all(self.facts[name] for name in ("tp", "pp", "dp", "global_batch"))
         plain = self.facts["set"] == "core" and self.facts["arch"] != "moe"
@@ -175,7 +175,7 @@ class Row:
 
     @property
     def unknown(self) -> list[str]:
-        """Words of the run that nothing here models: it is reported, and left out of the score."""
+        """Words of the run that are not modeled: it is reported, and not scored."""
         facts, found = self.facts, []
         if known_framework(facts["framework"]) is None:
             found.append(f"framework {facts['framework']!r}")
@@ -218,13 +218,13 @@ def model(row: Row) -> ModelSpec:
 
 @cache
 def job(row: Row) -> Workload:
-    """Returns what is trained."""
+    """Returns the workload of a run."""
     return Workload(model(row), row.number("seq"), row.number("global_batch"))
 
 
 @dataclass(frozen=True)
 class Ways:
-    """Numbers of a layout that a run may have had, where it does not say."""
+    """Unpublished numbers of a layout that a run may have had."""
 
     chunks: int
     micro_batch: int
@@ -232,9 +232,7 @@ class Ways:
 
 @cache
 def ways(row: Row) -> tuple[Ways, ...]:
-    """Returns all that are plausible: chunks that divide a stage, micro-batches of powers of
-    two.
-    """
+    """Returns all plausible ones: chunks that divide a stage, micro-batches of powers of two."""
     pipe, dp, batch = row.number("pp"), row.number("dp"), row.number("global_batch")
     own, runs = max(batch // dp, 1), framework(row)
     micros = [min(row.number("micro_batch"), own)]
@@ -257,7 +255,7 @@ def ways(row: Row) -> tuple[Ways, ...]:
 
 @cache
 def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Candidate:
-    """Returns how it is laid out; recompute, way: where the run does not say."""
+    """Returns the layout of a run. recompute, way: used if the run does not report them."""
     split, dp = known_split(row) or Split(1, None), row.number("dp")
     pipe, batch = row.number("pp"), row.number("global_batch")
     word = row.facts["recompute"].split(" ")[0] or recompute or "none"
@@ -286,7 +284,7 @@ def _compiled(row: Row) -> bool:
 
 @cache
 def machine(row: Row) -> Cluster:
-    """Returns the machine of a run: its device and network, links of a machine with such
+    """Returns the machine of a run: its device and network, and links of a machine with such
     devices.
     """
     device = row.device
@@ -329,14 +327,12 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
 
 @cache
 def framework(row: Row) -> Framework:
-    """Returns the runtime of a run, with what its own columns and notes say; `COMMON` if it has
-    no row.
-    """
+    """Returns the framework of a run, with its own columns and notes; `COMMON` if it is unknown."""
     return stated(row, known_framework(row.facts["framework"]) or frameworks.COMMON)
 
 
 def stated(row: Row, found: Framework) -> Framework:
-    """Returns a runtime with what a run says of itself, whichever framework it is."""
+    """Returns a framework with the settings that a run reports."""
     note, precision = row.facts["notes"].lower(), row.facts["precision"]
     found = replace(found, sequence_parallel=row.facts["seq_parallel"] == "1")
     split = known_split(row)

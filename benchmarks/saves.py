@@ -1,10 +1,10 @@
-"""What a checkpoint costs a run: steps with one save behind them against steps without, in turns.
+"""Measures the cost of a checkpoint: windows with one background save and without, alternating.
 
     python benchmarks/saves.py --size llama3-1b --untied --seq 4096 --batch 8 --steps 50 --turns 5
 
-Then the same tensors are saved by torch's distributed checkpoint, which the run would wait for, and
-by ours without the background. The first save, which allocates host memory, is apart. Verdicts: the
-stall of a window is at most one step, and at most a tenth of torch's synchronous save.
+Then the same tensors are saved synchronously by torch's distributed checkpoint and by Ranvier. The
+first save, which allocates host memory, is reported separately. Verdicts: the stall of a window is
+at most one step, and at most a tenth of torch's synchronous save.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=50, help="steps of a window")
+    parser.add_argument("--steps", type=int, default=50, help="steps per window")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--peers", type=int, default=2, help="saves by torch's DCP")
-    parser.add_argument("--folder", default=None, help="where checkpoints go")
+    parser.add_argument("--peers", type=int, default=2, help="number of saves by torch's DCP")
+    parser.add_argument("--folder", default=None, help="directory for checkpoints")
     parser.add_argument("--json", default="")
     return parser.parse_args()
 
@@ -79,9 +79,7 @@ def now(trainer: Trainer) -> float:
 
 
 def window(rows: Iterator[object], trainer: Trainer, steps: int, *, save: bool) -> float:
-    """Returns the seconds of so many steps, after a fifth of which a checkpoint is due; it may
-    end later.
-    """
+    """Returns the seconds of a window of steps; a save that starts after a fifth may end later."""
     due = trainer.state.step + max(steps // 5, 1) if save else NEVER
     _every(trainer, due)
     start = now(trainer)
@@ -98,7 +96,7 @@ def _every(trainer: Trainer, steps: int) -> None:
 
 
 def written(trainer: Trainer) -> float:
-    """Returns the seconds until the save behind the run has ended."""
+    """Returns the seconds until the background save has ended."""
     start = time.perf_counter()
     trainer.checkpointer.saver.finish_saving()
     return time.perf_counter() - start
@@ -125,7 +123,8 @@ def main() -> int:
         first = window(rows, trainer, 10, save=True)
         rest = written(trainer)
         print(
-            f"{asked.size}, {asked.batch} x {asked.seq} tokens a step, {size / 1e9:.2f} GB of state"
+            f"{asked.size}, {asked.batch} x {asked.seq} tokens per step, {size / 1e9:.2f} GB of "
+            "state"
         )
         print(f"first save: 10 steps took {first:.2f} s, then {rest:.2f} s to write", flush=True)
         times: list[tuple[float, float]] = []
@@ -135,7 +134,7 @@ def main() -> int:
                 pair[save] = window(rows, trainer, asked.steps, save=save)
                 behind = written(trainer) if save else 0.0
                 if save:
-                    print(f"  after the window {behind:.2f} s more to write")
+                    print(f"  {behind:.2f} s more to write after the window")
             times.append((pair[False], pair[True]))
             print(f"turn {turn}: {pair[False]:.3f} s without, {pair[True]:.3f} s with", flush=True)
         rows.close()  # type: ignore[attr-defined]
@@ -146,18 +145,18 @@ def main() -> int:
         trainer.checkpointer.saver.step = -1
         start = now(trainer)
         trainer.save_checkpoint()
-        print(f"ours without the background: {time.perf_counter() - start:.2f} s")
+        print(f"Ranvier, synchronous: {time.perf_counter() - start:.2f} s")
     return 0 if good else 1
 
 
 def verdict(
     asked: argparse.Namespace, times: list[tuple[float, float]], theirs: list[float]
 ) -> bool:
-    """Prints what was found, and whether it is good enough."""
+    """Prints the results; returns whether all pass."""
     step = statistics.median(a for a, _ in times) / asked.steps
     stall = statistics.median(b - a for a, b in times)
     best = min(theirs)
-    print(f"a step {step * 1e3:.1f} ms; one save in {asked.steps} steps costs {stall * 1e3:.1f} ms")
+    print(f"{step * 1e3:.1f} ms per step; a save in {asked.steps} steps costs {stall * 1e3:.1f} ms")
     print(f"synchronous: torch DCP {', '.join(f'{x:.2f}' for x in theirs)} s", flush=True)
     verdicts = {"at most one step": stall <= step, "at most DCP / 10": stall <= best / 10}
     for words, good in verdicts.items():

@@ -1,10 +1,10 @@
-"""How long the planner searches, and how soon the command answers.
+"""Measures how long the planner searches, and the start-up time of the command.
 
-Usage: python benchmarks/search.py
-Prints, for a few jobs, layouts, seconds and layouts a second with one and two processes, and the
-seconds of `ranvier plan` from the shell besides its search: of a named size, which needs no torch
-(the least of TIMES calls), and the first call with another model, which is built once. Limits:
-10,000 layouts in 10 s on two cores; starts of half a second and of 4 s.
+Usage: python benchmarks/search.py Prints layouts, seconds and layouts per second with one and two
+processes for a few jobs, and the seconds of `ranvier plan` from the shell in addition to its
+search: for a built-in size, which needs no torch (the minimum of TIMES calls), and for the first
+call with another model, which is built once. Limits: 10,000 layouts in 10 s on two cores; start-up
+in 0.5 s and 4 s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMES = 10
 
 def main() -> None:
     """Prints the table."""
-    print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'a second':>9}")
+    print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'per second':>10}")
     for size, machine, nodes, batch in JOBS:
         wish = SearchRequest(
             Workload(model_spec.load_shipped_spec(size), 4096, batch),
@@ -48,17 +48,15 @@ def main() -> None:
         name = f"{size} on {nodes} x {machine}"
         print(
             f"{name:32} {result.num_grids:6} {result.num_candidates:8,} {spent[1]:8.2f} s "
-            f"{spent[0]:6.2f} s {result.num_candidates / spent[0]:9,.0f}"
+            f"{spent[0]:6.2f} s {result.num_candidates / spent[0]:10,.0f}"
         )
-    for name, words in (("named size", NAMED), ("other model", OTHER)):
+    for name, words in (("built-in size", NAMED), ("other model", OTHER)):
         spent_all = [started(words) for _ in range(TIMES if words is NAMED else 1)]
-        print(f"start, {name}: {min(spent_all):.2f} s (ranvier {' '.join(words)})")
+        print(f"start-up, {name}: {min(spent_all):.2f} s (ranvier {' '.join(words)})")
 
 
 def started(words: Sequence[str]) -> float:
-    """Returns the seconds of a command from the shell besides its search; models are listed
-    anew.
-    """
+    """Returns the seconds of a command from the shell without its search, with an empty cache."""
     with tempfile.TemporaryDirectory() as cache:
         began = time.perf_counter()
         out = subprocess.run(

@@ -1,13 +1,13 @@
-"""Memory of a rank while a published model is read: never a second copy of its part.
+"""Measures the memory of a rank while a published model is read: never a second copy of its shard.
 
-A Llama of the wanted size is written as safetensors, tensor by tensor. Then it is read by
-`ranvier.from_pretrained` on one rank and on depth·row·col = 2·2·2, and made a run by `ranvier
-import`, each in new processes that note how much anonymous memory (RssAnon) they have while they
-read: what a rank has above that before must stay below
+A Llama of the given size is written as safetensors, tensor by tensor. Then
+`ranvier.from_pretrained` reads it on one rank and on depth·row·col = 2·2·2, and `ranvier import`
+makes it a run, each in new processes that record their anonymous memory (RssAnon) while they read.
+Its increase on each rank must stay below
 
     1.3 x the bytes of its shard + 64 MiB
 
-(`ranvier import` is one rank, which reads all of it and keeps nothing).
+(`ranvier import` is one rank, which reads the whole model and keeps nothing).
 
     python benchmarks/streaming.py --gib 1 --folder /tmp
 """
@@ -41,9 +41,9 @@ GRIDS: dict[str, dict[str, int]] = {"one rank": {}, "2·2·2": {"depth": 2, "row
 
 
 def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderConfig:
-    """Returns a Llama of at least so many bytes: its layers are made wide before they are many.
+    """Returns a Llama of at least this many bytes, with wide layers before more layers.
 
-    experts: of a Mixtral in its place, each as wide as the MLP divided by their number.
+    experts: number of experts of a Mixtral instead, each as wide as the MLP divided by it.
     """
     width = 256
     while width < 2048 and 8 * width * width * dtype.itemsize * 16 < num_bytes:
@@ -67,7 +67,7 @@ def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderCo
 
 
 def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) -> int:
-    """Writes a model with random weights, one tensor at a time; its bytes."""
+    """Writes a model with random weights, one tensor at a time; returns its bytes."""
     config = config_of(num_bytes, dtype, experts)
     family = find_family("mixtral" if experts else "llama")
     sizes = model.shapes_of(config)
@@ -85,17 +85,17 @@ def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) ->
 
 @dataclass(frozen=True)
 class Read:
-    """What reading has cost a rank."""
+    """The cost of reading on a rank."""
 
     shard: int
-    """Bytes of its part of the weights."""
+    """Bytes of its shard of the weights."""
     above: int
-    """Bytes of anonymous memory beyond those before, at most."""
+    """Maximum increase of anonymous memory, in bytes."""
     seconds: float
 
     @property
     def bound(self) -> float:
-        """Bytes that it may have beyond those before."""
+        """Allowed increase in bytes."""
         return FACTOR * self.shard + ROOM
 
 
@@ -106,7 +106,7 @@ def anonymous() -> int:
 
 
 def watched(work: Callable[[], int]) -> Read:
-    """Does work that returns the bytes of a shard; what it took."""
+    """Measures work that returns the bytes of a shard."""
     before, over = anonymous(), threading.Event()
     most = [before]
 
@@ -126,7 +126,7 @@ def watched(work: Callable[[], int]) -> Read:
 
 
 def load(folder: Path, axes: dict[str, int]) -> Read:
-    """Reads a model on the grid of all ranks that were started."""
+    """Reads a model on the grid of all ranks."""
     from ranvier import from_pretrained
     from ranvier.comm.collectives import all_gather
     from ranvier.comm.consensus import world_axis
@@ -134,7 +134,7 @@ def load(folder: Path, axes: dict[str, int]) -> Read:
 
     torch.set_num_threads(1)
     grid, device = build_grid(axes, device="cpu")
-    all_gather(torch.zeros(1), world_axis(grid)).wait()  # what a first message costs is no reading
+    all_gather(torch.zeros(1), world_axis(grid)).wait()  # a first message costs memory
     held: list[Any] = []
 
     def work() -> int:
@@ -146,7 +146,7 @@ def load(folder: Path, axes: dict[str, int]) -> Read:
 
 
 def imported(folder: Path, out: Path) -> Read:
-    """Makes it a run."""
+    """Imports a model as a run."""
     from ranvier.train import import_export
 
     torch.set_num_threads(1)
@@ -159,7 +159,7 @@ def imported(folder: Path, out: Path) -> Read:
 
 
 def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
-    """Returns what each of new processes has to tell."""
+    """Returns the results of new processes, one per rank."""
     world = torch.Size(axes.values()).numel()
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     words = [sys.executable, __file__, "--folder", str(folder), "--rank", what]
@@ -179,10 +179,10 @@ def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
 
 
 def shown(name: str, reads: list[Read]) -> bool:
-    """Prints one line a rank; whether all kept the bound."""
+    """Prints one line per rank; returns whether all are within the bound."""
     for rank, one in enumerate(reads):
         print(
-            f"{name:22} rank {rank}: shard {one.shard / MIB:8.1f} MiB, above before "
+            f"{name:22} rank {rank}: shard {one.shard / MIB:8.1f} MiB, increase "
             f"{one.above / MIB:8.1f}, bound {one.bound / MIB:8.1f}, {one.seconds:5.1f} s",
             flush=True,
         )
@@ -191,8 +191,8 @@ def shown(name: str, reads: list[Read]) -> bool:
 
 def settings() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=1.0, help="bytes of the model")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where it is written")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the model in GiB")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="directory for the model")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
     parser.add_argument("--axes", default="{}", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,8 +1,8 @@
 """Pipeline executor: runs the jobs of a stage as messages arrive, in the order its policy chooses.
 
-There is no global schedule. Each stage knows which messages have arrived and asks its policy, the
+No global schedule exists. Each stage knows which messages have arrived and asks its policy, the
 same object that the simulator runs. Ranks that share collectives inside a stage follow the first of
-them (the leader). One stage is gradient accumulation: there are no messages, and the order is
+them (the leader). One stage is gradient accumulation without messages, in the order
 F(0) B(0) F(1) B(1) ...
 
 With rendezvous transfers (NCCL, see `comm.p2p`) the leader also decides when the other ranks post

@@ -1,4 +1,4 @@
-"""Scheduling policies: which of its ready jobs a stage runs next.
+"""Scheduling policies choose which of its ready jobs a stage runs.
 
 A step is a set of jobs. Virtual stage `v = chunk · stages + stage` runs forward F(m), backward B(m)
 and, if backward is split, the weight gradients W(m) of every micro-batch m. F(m) needs the
@@ -95,7 +95,7 @@ class StageProgress:
 
 
 class SchedulingPolicy(Protocol):
-    """Decides which job a stage runs next."""
+    """Chooses the next job of a stage."""
 
     @property
     def split_backward(self) -> bool:

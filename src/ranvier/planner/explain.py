@@ -209,7 +209,7 @@ def _explain_compile(result: SearchResult) -> Iterator[str]:
         spent = sum(predict.step_seconds_by_part(wish.workload, plain, wish.cluster).values())
         yield (
             "Its blocks are compiled (--plan.compile on). Communication inside a compiled block is "
-            f"not overlapped, but with eager blocks a step takes {format_seconds(spent)}."
+            f"not overlapped, but eager blocks take {format_seconds(spent)} per step."
         )
 
 

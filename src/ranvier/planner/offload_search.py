@@ -418,7 +418,7 @@ def _state_placements(
 ) -> Iterator[Placement]:
     """Yields locations of the states of a placement: as many on the device as fit.
 
-    rests: bytes of each stage without states.
+    The last argument has the bytes of each stage without states.
     """
     free = "optimizer_states" in case.open_settings
     if not free and not (

@@ -59,7 +59,7 @@ def _check_writable(name: str) -> None:
 
 
 def _file_mode(path: Path) -> int:
-    """Returns the mode of the file at a path; 0 if there is no file."""
+    """Returns the mode of the file at a path; 0 if the file does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

@@ -134,7 +134,7 @@ ROUNDS = {"cpu": 2, "cuda": 1}
 """Number of rounds in which everything is measured: the speed of CPUs varies from minute to minute
 with the other load of a machine."""
 ETHERNET = Link(bandwidth=25e9, latency=1e-5)
-"""Link between nodes if none was measured and there is no data sheet: 200 Gbit/s."""
+"""Link between nodes without a measurement and a data sheet: 200 Gbit/s."""
 
 
 def count_local_ranks(nproc: int) -> int:

@@ -80,9 +80,9 @@ def calibrate_cluster(folder: Path, name: str = "") -> int:
         f"{seen.exposed_seconds * 1e3:.4g} ms is exposed communication"
     )
     for word, made in (("before", before), ("after", after)):
-        said = predict_run(run, made).step_seconds
-        off = said / seen.seconds - 1.0
-        print(f"  predicted {word} calibration: {said * 1e3:.4g} ms ({off:+.1%})")
+        predicted = predict_run(run, made).step_seconds
+        off = predicted / seen.seconds - 1.0
+        print(f"  predicted {word} calibration: {predicted * 1e3:.4g} ms ({off:+.1%})")
     cluster.write_cluster(
         replace(after, source=f"{before.source}; calibrated by {folder.name}"), path
     )

@@ -204,7 +204,7 @@ class StageMemory:
         found = 0
         moving = self.reducing_grads(turn)
         # A gradient that is being reduced is counted as communication unless an earlier pass has
-        # left an accumulated one. With a single pass there is no such gradient.
+        # left an accumulated one. A single pass has no such gradient.
         if self.has_several_passes:
             several = 2
         else:
