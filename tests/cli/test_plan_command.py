@@ -192,7 +192,7 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
         ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
         ("--nodes 1 --plan.global-batch 0", "global_batch=0 cannot be split"),
         ("--nodes 4 --plan.global-batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
-        (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "fits 1 x H100"),
+        (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "does not fit on 1 x H100"),
         ("--model.size llama3-70b --devices 1", "does not fit on 1 x H100-SXM5-80GB in any layout"),
         (
             "--model.size llama3-70b --devices 5 --plan.global-batch 40 --plan.pipe 5",
@@ -306,7 +306,7 @@ def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
         (8e9, 4096, 24, 384, "about"),
         (1e9, 4096, 4096, 4096, "one sequence for each of 4,096"),
         (405e9, 4096, 1024, 2048, "about 10.6M tokens"),
-        (8e9, 131072, 8192, 512, "the most that is assumed"),
+        (8e9, 131072, 8192, 512, "the largest batch that is assumed"),
         (8e9, 4096, 131072, 32768, "at least 1024 tokens for each of 131,072"),
     ],
 )

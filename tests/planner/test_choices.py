@@ -182,7 +182,7 @@ def test_it_is_said_what_was_chosen_and_why() -> None:
         lines = explain_fit(at(gib), found, every)
         assert 2 <= len(lines) <= 6
         assert lines[0].startswith(
-            f"memory: {found.device_bytes / GIB:.3g} of {gib} GiB, most in the "
+            f"memory: {found.device_bytes / GIB:.3g} of {gib} GiB, peak in the "
         )
         assert lines[2].startswith("next best: micro-batch ") and "%)" in lines[2]
         assert ("bottleneck: none." in lines[-1]) == (gib == 200)

@@ -37,8 +37,8 @@ def test_words_are_numbers(text: str, want: Goal) -> None:
         ("70B, 30 days", "no tokens"),
         ("2T tokens", "has no time"),
         ("70B, 2T tokens, fast", "'fast' is not a size"),
-        ("70B, 0 tokens, 30 days", "no number above 0"),
-        ("1.2.3T tokens, 1 day", "no number above 0"),
+        ("70B, 0 tokens, 30 days", "is not a number above 0"),
+        ("1.2.3T tokens, 1 day", "is not a number above 0"),
         ("", "no tokens and no time"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_load_is_told_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixtur
     facts = json.loads(file.read_text())
     assert facts["expert_imbalance"] == 1.5
     assert call(*words, "--expert-imbalance", "5") != 0
-    assert "expert_imbalance=5 with plan.expert=4" in capsys.readouterr().err
+    assert "expert_imbalance=5 is out of range for plan.expert=4" in capsys.readouterr().err
 
 
 # ---- the search -------------------------------------------------------------------------

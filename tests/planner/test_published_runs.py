@@ -135,8 +135,8 @@ def test_the_report_names_what_is_left_out(
     monkeypatch.setattr(sys, "argv", ["published.py", "--data", str(path)])
     published.main()
     printed = capsys.readouterr().out
-    assert "left out of the score: 2 runs" in printed
-    assert "MEG21-004: unknown framework 'Own'; with the common row" in printed
+    assert "not scored: 2 runs" in printed
+    assert "MEG21-004: unknown framework 'Own'; with the common framework" in printed
     assert "MPT-003: unknown sharding 'mics'" in printed
 
 

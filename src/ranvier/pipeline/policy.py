@@ -1,4 +1,4 @@
-"""Scheduling policies choose which of its ready jobs a stage runs.
+"""Scheduling policies: choose among the ready jobs of a stage.
 
 A step is a set of jobs. Virtual stage `v = chunk · stages + stage` runs forward F(m), backward B(m)
 and, if backward is split, the weight gradients W(m) of every micro-batch m. F(m) needs the

@@ -122,7 +122,7 @@ class _WorkQueue:
             other = self.workers[pipe]
             other.join(1.0)
             raise RanvierError(
-                f"A worker process exited with code {other.exitcode} before its work was done. "
+                f"A worker process ended with exit code {other.exitcode} before its work was done. "
                 "Workers must run until the end. Check whether memory ran out, and try again."
             ) from error
         if isinstance(results, BaseException):
