@@ -54,7 +54,7 @@ def test_a_box_for_each_job_says_what_it_is() -> None:
     titles = [box.findtext("title") for box in boxes(svg)]
     assert len(titles) == 2 * 2 * 3
     assert "forward 0, stage 0: starts at 0, takes 1 s" in titles
-    assert "backward 2, stage 0: at 10 s, takes 2 s" in titles
+    assert "backward 2, stage 0: starts at 10 s, takes 2 s" in titles
     assert ElementTree.fromstring(svg).get("role") == "img"
     assert "1f1b: 12 s, bubble 25.0%" in svg
 

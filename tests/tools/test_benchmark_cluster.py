@@ -146,7 +146,7 @@ def test_what_is_computed_again_costs() -> None:
 
 def test_a_moment_is_enough_to_guess_a_host() -> None:
     made = benchmark_cluster.estimate_cluster(4)
-    assert made.per_node == 4 and made.cores >= 1 and "guess" in made.source
+    assert made.per_node == 4 and made.cores >= 1 and "estimated" in made.source
     assert {row.size for row in made.collectives} == {2, 4}
     assert sum(seconds(made, data=4).values()) > 0.0
     assert shared_cores.PYTHON_OVERHEAD > 1.0

@@ -209,7 +209,7 @@ def test_the_run_is_drawn_above_what_is_simulated(
         "--policies",
         "1f1b",
     )
-    assert "timeline.json is of 4 virtual stages and is left out" in capsys.readouterr().out
+    assert "timeline.json has 4 virtual stages and is ignored" in capsys.readouterr().out
 
 
 def test_times_by_work_are_those_of_the_cut() -> None:
