@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         Path(asked.json).write_text(json.dumps(facts, indent=1))
     grown = [one for one in found if one.ours > found[0].ours]
     good = not grown and again["none"] == again["full, save"] < again["full, rerun"]
-    print("pass" if good else f"FAIL: {grown} {again}")
+    print("PASS" if good else f"FAIL: {grown} {again}")
     return 0 if good else 1
 
 

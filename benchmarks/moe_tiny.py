@@ -101,8 +101,8 @@ def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
     if one != other or dense.experts or not mixed or not width == rest == dense.mlp:
         raise PlanError(
             f"The active MLP width of the mixture is {width}, of the dense model {dense.mlp}. "
-            "Both must be equal. Choose experts_per_token · expert_mlp + "
-            "shared_expert_mlp."
+            "Both models must be equal except for their experts. Choose experts_per_token · "
+            "expert_mlp + shared_expert_mlp = mlp."
         )
 
 

@@ -60,5 +60,5 @@ def test_only_equal_active_weights_are_compared(bench: ModuleType) -> None:
         {"heads": 4},
         {"experts": 0},
     ):
-        with pytest.raises(PlanError, match="equal but for experts"):
+        with pytest.raises(PlanError, match="equal except for their experts"):
             bench.check(dense, dataclasses.replace(mixture, **change))
