@@ -155,12 +155,12 @@ class Batch(SampleBatch):
     def from_windows(cls, windows: Sequence[Window], *, packed: bool) -> Self:
         """The samples of windows; packed: with their documents."""
 
-        def stacked(name: str) -> Tensor:
+        def stack_field(name: str) -> Tensor:
             return torch.from_numpy(np.stack([getattr(window, name) for window in windows]))
 
         if not packed:
-            return cls(stacked("tokens"), stacked("targets"))
-        return cls(*map(stacked, ("tokens", "targets", "positions", "documents")))
+            return cls(stack_field("tokens"), stack_field("targets"))
+        return cls(*map(stack_field, ("tokens", "targets", "positions", "documents")))
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model."""
