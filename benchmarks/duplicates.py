@@ -31,7 +31,7 @@ from ranvier.grid import Grid
 from ranvier.nn.moe.layer import MoELayer
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.train.build_model import build_model
-from ranvier.train.memory.probe import blank_batch
+from ranvier.train.memory.usage import blank_batch
 from ranvier.train.step import forward_backward
 
 META = torch.device("meta")

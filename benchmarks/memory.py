@@ -37,7 +37,7 @@ from ranvier.launch import use_expandable_segments
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
-from ranvier.train.memory import probe
+from ranvier.train.memory import usage
 from ranvier.train.memory.breakdown import MemoryTracker
 from ranvier.train.memory.resolve import predict_memory
 from ranvier.train.resolve import ResolveContext, resolve_run
@@ -161,7 +161,7 @@ class Bench:
         """Counts on the CPU: storages created in the passes of a step, and resident ones."""
         trainer, queue = self.trainer, get_parallel_model(self.trainer.state.model).bucket_scheduler
         before = [[b.data for b in queue.buckets], [b.model_inputs() for b in self.batches]]
-        with probe.HostMemoryCounter(before, partial(probe.live_gradients, queue)) as watch:
+        with usage.HostMemoryCounter(before, partial(usage.live_gradients, queue)) as watch:
             passes = partial(forward_backward, trainer.state.model, self.batches)
             trainer.memory_tracker.track_gradients(trainer.state.model, passes)
         known = trainer.memory_tracker.measure_usage(trainer.state.optimizer, self.device)

@@ -41,7 +41,7 @@ from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.offload_search import FitProblem
 from ranvier.train.memory.breakdown import TYPICAL_RATES
 from ranvier.train.memory.choose import MemoryLimits, build_fit_problem, open_settings
-from ranvier.train.memory.probe import available_bytes
+from ranvier.train.memory.usage import available_bytes
 from ranvier.train.resolve import ResolveContext, resolve_run
 
 GIB = 2**30

@@ -383,7 +383,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (foreign_to_models, "models/decoder.py", "from ..config.plan import Plan"),
     (kinds_of_models, "train/step.py", "from ranvier.models.decoder import Block"),
     (kinds_of_models, "train/step.py", "from ranvier.models import Decoder"),
-    (kinds_of_models, "train/memory/probe.py", "from ranvier.models import build_decoder"),
+    (kinds_of_models, "train/memory/usage.py", "from ranvier.models import build_decoder"),
     (kinds_of_models, "train/train.py", "if run.model.kind == 'decoder':\n    pass"),
     (kinds_of_models, "train/train.py", "x = 1 if run.model.kind in ('graph',) else 2"),
     (kinds_of_models, "train/train.py", "match run.model.kind:\n    case 'graph':\n        pass"),

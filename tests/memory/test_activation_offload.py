@@ -20,7 +20,7 @@ from ranvier.grid import Grid
 from ranvier.memory.activation_offload import ActivationOffload
 from ranvier.memory.host import HostBufferPool
 from ranvier.parallel.parallel_model import get_parallel_model
-from ranvier.train.memory import probe
+from ranvier.train.memory import usage
 from ranvier.train.step import forward_backward
 
 CPU = torch.device("cpu")
@@ -278,7 +278,7 @@ def test_the_peak_falls() -> None:
         store = stored(model, share)
         for _ in range(2):
             get_parallel_model(model).bucket_scheduler.begin_step("")
-            watch = probe.HostMemoryCounter(
+            watch = usage.HostMemoryCounter(
                 [bucket.data for bucket in get_parallel_model(model).bucket_scheduler.buckets]
             )
             with watch:

@@ -29,7 +29,7 @@ from ranvier.nn.layer import StepContext
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.trace import Event, communication_events, diff_events
-from ranvier.train.memory import probe
+from ranvier.train.memory import usage
 from ranvier.train.step import forward_backward
 
 KINDS: list[Recompute] = ["none", "selective", "full"]
@@ -210,7 +210,7 @@ def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: ParallelModel) ->
     kept = 0
     for _ in range(2):
         parallel.bucket_scheduler.begin_step("")
-        with probe.HostMemoryCounter(
+        with usage.HostMemoryCounter(
             [[bucket.data for bucket in parallel.bucket_scheduler.buckets], x]
         ) as watch:
             y = run()

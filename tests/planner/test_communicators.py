@@ -42,8 +42,8 @@ from ranvier.planner.model_spec import load_shipped_spec, resolve_model_spec
 from ranvier.planner.predict import Candidate, Prediction, Workload, predict_step
 from ranvier.tools.dry_run import META, _prepare_model, _varying_axes, resolve_dry_run
 from ranvier.train.build_model import build_model
-from ranvier.train.memory.probe import blank_batch
 from ranvier.train.memory.resolve import build_optimizer, count_peers
+from ranvier.train.memory.usage import blank_batch
 from ranvier.train.step import StepLimits, train_step
 
 SMALL: dict[str, Any] = {"layers": 6, "embed": 48, "heads": 24, "kv_heads": 2, "head_dim": 4}

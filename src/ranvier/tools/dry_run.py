@@ -40,8 +40,8 @@ from ranvier.planner.memory.breakdown import MemoryBreakdown
 from ranvier.system.terminal import print
 from ranvier.train.build_model import DTYPES, build_model
 from ranvier.train.memory.breakdown import tensors_by_category
-from ranvier.train.memory.probe import HostMemoryCounter, blank_batch, live_gradients
 from ranvier.train.memory.resolve import build_optimizer
+from ranvier.train.memory.usage import HostMemoryCounter, blank_batch, live_gradients
 from ranvier.train.resolve import ResolveContext, resolve_run
 from ranvier.train.step import StepLimits, train_step
 

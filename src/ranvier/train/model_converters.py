@@ -26,7 +26,7 @@ from ranvier.nn.autotune import Autotuner
 from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
-from ranvier.train.memory.probe import candidate_micro_batches
+from ranvier.train.memory.usage import candidate_micro_batches
 
 DEFAULT_FLOAT8_LAYERS = TrainConfig().float8_layers
 MAX_PACKED_FEATURES = 4096

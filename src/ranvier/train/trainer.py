@@ -44,8 +44,8 @@ from ranvier.train.health.nan_diagnosis import find_first_nonfinite
 from ranvier.train.health.replica_check import StepReplay, compare_replicas
 from ranvier.train.memory import saved_collectives
 from ranvier.train.memory.breakdown import MemoryTracker
-from ranvier.train.memory.probe import candidate_micro_batches
 from ranvier.train.memory.resolve import resolve_in_flight_limit, resolve_memory
+from ranvier.train.memory.usage import candidate_micro_batches
 from ranvier.train.metrics import (
     DeferredRead,
     DeviceEvent,
@@ -123,7 +123,7 @@ class Trainer:
         """Build model and optimizer of a resolved run.
 
         local_ranks: ranks that share the memory of this machine; 0: all ranks.
-        Communicates: creation of process groups; see `train.memory.resolve` and `probe`.
+        Communicates: creation of process groups; see `train.memory.resolve`.
         """
         if not isinstance(run, ResolvedRun) or run.train.dtype == "auto":
             raise TypeError(

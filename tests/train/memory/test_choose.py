@@ -26,7 +26,8 @@ from ranvier.train.build_model import build_model
 from ranvier.train.memory import choose
 from ranvier.train.memory.breakdown import tensors_by_category
 from ranvier.train.memory.choose import MemoryLimits
-from ranvier.train.memory.probe import (
+from ranvier.train.memory.resolve import build_optimizer
+from ranvier.train.memory.usage import (
     GIB,
     HostMemoryCounter,
     available_bytes,
@@ -34,7 +35,6 @@ from ranvier.train.memory.probe import (
     candidate_micro_batches,
     live_gradients,
 )
-from ranvier.train.memory.resolve import build_optimizer
 from ranvier.train.step import forward_backward
 from training import run_of
 

@@ -23,7 +23,7 @@ from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.offload_search import Placement
 from ranvier.train.memory import breakdown, choose, resolve
 from ranvier.train.memory.choose import MemoryLimits
-from ranvier.train.memory.probe import GIB
+from ranvier.train.memory.usage import GIB
 from ranvier.train.resume.checkpointing import state_tensors
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of

@@ -27,7 +27,7 @@ from ranvier.planner.memory import breakdown
 from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
 from ranvier.planner.memory.rank_memory import RankMemory
 from ranvier.planner.offload_search import FitProblem, Placement
-from ranvier.train.memory.probe import live_gradients, mark_blocks
+from ranvier.train.memory.usage import live_gradients, mark_blocks
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """Parts of torch's out-of-memory messages."""

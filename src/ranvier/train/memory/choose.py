@@ -33,7 +33,7 @@ from ranvier.planner.predict import default_schedule
 from ranvier.planner.time.compute import FP8_SCALING
 from ranvier.train.build_model import DTYPES
 from ranvier.train.memory.breakdown import MemoryTracker
-from ranvier.train.memory.probe import candidate_micro_batches
+from ranvier.train.memory.usage import candidate_micro_batches
 
 TILE_FRACTION = 0.02
 STATE_BYTES = 12

@@ -39,7 +39,7 @@ from ranvier.train.memory.breakdown import (
     tensors_by_category,
 )
 from ranvier.train.memory.choose import MemoryChoice, MemoryLimits
-from ranvier.train.memory.probe import available_bytes, blank_batch, drop_gradients
+from ranvier.train.memory.usage import available_bytes, blank_batch, drop_gradients
 from ranvier.train.step import forward_backward
 
 TRIAL_PASSES = 3

@@ -23,8 +23,8 @@ from ranvier.memory.recompute_collectives import (
 )
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
-from ranvier.train.memory.probe import GIB
 from ranvier.train.memory.resolve import predict_memory
+from ranvier.train.memory.usage import GIB
 
 
 def choose_saved_collectives(
