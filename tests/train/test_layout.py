@@ -73,7 +73,10 @@ def test_the_planner_fills_all_ranks_and_keeps_what_was_given() -> None:
 
 
 def test_a_fit_keeps_its_own_choices() -> None:
-    """memory.auto measures whole models: no pipeline, and what it finds stays open."""
+    """With memory.auto the layout has no pipeline, and micro-batch and recomputation stay open.
+
+    The planner's closed form chooses them after the layout, and trial steps verify the choice.
+    """
     run = planned(replace(on_cpu(), memory=MemoryConfig(auto=True)), 4)
     assert run.plan.pipe == 1 and run.plan.world_size == 4
     assert (run.plan.micro_batch, run.plan.recompute) == (-1, "none")

@@ -47,7 +47,8 @@ def choose_layout(
     # A setting that differs from its default was given: the search must keep it.
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "global_batch", "auto"}
-    # What a run with open memory settings recomputes is chosen later, for a layout without stages.
+    # A limitation: with open memory settings only layouts without a pipeline are searched. These
+    # settings are chosen after the layout, so the search assumes selective recomputation.
     fixed |= {"pipe", "recompute"} if measured else set()
     # The memory limit bounds what stages may hold, which the policy decides.
     fixed |= {"schedule"} if run.memory.device_limit_gib else set()
@@ -68,7 +69,7 @@ def choose_layout(
     # Marked as given, so that restarts and resumed runs keep this layout.
     found = replace(best.candidate.plan, auto=False)
     if measured:
-        # These two are measured later; the search only used stand-ins.
+        # The search only assumed values for these two; `train.memory.choose` chooses them later.
         found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
     memory = run.memory
     if best.candidate.states == "host" and memory.optimizer_states == "device":
