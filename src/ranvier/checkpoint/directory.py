@@ -82,8 +82,8 @@ def newest_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
     name, why = read_latest_pointer(folder)
     if name == paths[0].name:
         return paths, []
-    said = f"names {name}" if name else why
-    return paths, [f"{folder / LATEST_POINTER} {said}; the newest checkpoint is {paths[0].name}"]
+    state = f"names {name}" if name else why
+    return paths, [f"{folder / LATEST_POINTER} {state}; the newest checkpoint is {paths[0].name}"]
 
 
 def read_latest_pointer(folder: Path) -> tuple[str, str]:
@@ -157,8 +157,8 @@ def publish_checkpoint(folder: Path, here: Path, step: int) -> Path:
 def rename_finished(here: Path, final: Path) -> None:
     """Atomically rename a complete directory."""
     # The reports of the ranks are merged into the manifest by now.
-    for told in here.glob("rank-*.json"):
-        told.unlink()
+    for rank_report in here.glob("rank-*.json"):
+        rank_report.unlink()
     # The entries must be on disk before the rename makes them visible.
     checksummed_file.fsync_path(here)
     os.replace(here, final)

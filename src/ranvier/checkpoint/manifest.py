@@ -218,8 +218,8 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
     tensors = {str(name): _parse_entry(entry, sizes) for name, entry in body["tensors"].items()}
     facts = dict(body["facts"])
     degrees = {k: _parse_count(n) for k, n in body["degrees"].items()}
-    told = {str(k): str(v) for k, v in body["versions"].items()}
-    return CheckpointManifest(_parse_count(body["step"]), degrees, facts, told, files, tensors)
+    versions = {str(k): str(v) for k, v in body["versions"].items()}
+    return CheckpointManifest(_parse_count(body["step"]), degrees, facts, versions, files, tensors)
 
 
 def _parse_count(value: Any) -> int:

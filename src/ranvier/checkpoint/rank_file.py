@@ -238,7 +238,7 @@ def write_rank_file(
     folder: Path, rank: int, state: ShardedStateDict, layout: FileLayout, data: Sequence[LazyBytes]
 ) -> None:
     """Write the tensors of a rank, and a report with their entries for the manifest."""
-    file, told = (folder / name for name in rank_file_names(rank))
+    file, report = (folder / name for name in rank_file_names(rank))
     sums = checksummed_file.write_checksummed(file, [memoryview(layout.header), *data])
     start = len(layout.header)
     tensors = {
@@ -252,7 +252,7 @@ def write_rank_file(
     }
     body = {"size": sums.size, "sums": sums.to_hex(), "tensors": tensors}
     checksummed_file.write_checksummed(
-        told, [memoryview(add_digest(json.dumps(body, separators=(",", ":")).encode()))]
+        report, [memoryview(add_digest(json.dumps(body, separators=(",", ":")).encode()))]
     )
 
 

@@ -165,9 +165,9 @@ def _refuse_texts(folder: Path, pair: Path) -> None:
 
 def _tokenizer_beside(prefixes: Sequence[Path], name: str, cache: Path) -> Tokenizer | None:
     """The tokenizer of pairs: the tokenizer.json next to them, or a given path."""
-    beside = prefixes[0].parent / "tokenizer.json"
-    if os.path.lexists(beside):
-        return load_tokenizer(beside, cache)
+    tokenizer_file = prefixes[0].parent / "tokenizer.json"
+    if os.path.lexists(tokenizer_file):
+        return load_tokenizer(tokenizer_file, cache)
     # A name is the default for texts; these tokens may come from any tokenizer.
     if name in TOKENIZER_NAMES:
         return None
@@ -187,13 +187,13 @@ def index_pairs(
     else:
         fingerprint = tokenizer.fingerprint
     if tokenizer is not None and tokenizer.explicit_end_name:
-        told = [tokenizer.explicit_end_name]
+        end_name = [tokenizer.explicit_end_name]
     else:
-        told = []
+        end_name = []
     pairs = [IndexedDataset.open(prefix.absolute()) for prefix in prefixes]
     # Keyed by name, size and time: contents are hashed once, not at every start.
     labels = (_file_label(pair, suffix) for pair in pairs for suffix in PAIR_SUFFIXES)
-    key = digest_of(str(FIRST_CORPUS_FORMAT), fingerprint, *told, *labels)
+    key = digest_of(str(FIRST_CORPUS_FORMAT), fingerprint, *end_name, *labels)
     folder = cache / "pairs" / key
     if (folder / CORPUS_MANIFEST).is_file():
         return folder

@@ -93,10 +93,10 @@ class Corpus:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the directory, verified to be the one that produced the tokens."""
         path = self.tokenizer_path
-        said = self.manifest
+        manifest = self.manifest
         if path is None:
             return None
-        rule = f"{self.folder / CORPUS_MANIFEST} names the tokenizer {said.tokenizer}"
+        rule = f"{self.folder / CORPUS_MANIFEST} names the tokenizer {manifest.tokenizer}"
         remedy = "Restore it, or remove the folder and prepare the corpus again."
         try:
             text = safe_files.read_text(path)
@@ -105,18 +105,18 @@ class Corpus:
             raise DataError(f"{path} cannot be read: {error.strerror}. {rule}. {remedy}") from None
         except (ValueError, RecursionError) as error:
             found = f"unknown, {type(error).__name__}: {error}"
-        if found != said.tokenizer:
+        if found != manifest.tokenizer:
             raise DataError(
                 f"{path} is changed or damaged: its fingerprint is {found}. {rule}. {remedy}"
             )
-        assert said.end is not None, said
+        assert manifest.end is not None, manifest
         # The end token from the manifest, not from the tokenizer_config.json, which may have
         # changed since.
-        known = parse_tokenizer(text, str(path), end=said.end)
-        if (known.vocab_size, known.eos_token_id) != (said.vocab, said.end):
+        known = parse_tokenizer(text, str(path), end=manifest.end)
+        if (known.vocab_size, known.eos_token_id) != (manifest.vocab, manifest.end):
             raise DataError(
                 f"{path} has {known.vocab_size} ids and the end {known.eos_token_id}. {rule} "
-                f"with {said.vocab} ids and the end {said.end}. {remedy}"
+                f"with {manifest.vocab} ids and the end {manifest.end}. {remedy}"
             )
         return known
 

@@ -105,8 +105,8 @@ def write_initial_run(
         count = published.write_weights(weights, inside, progress)
     directory.write_manifest(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
     # Their content is part of the manifest by now.
-    for told in inside.glob("rank-*.json"):
-        told.unlink()
+    for rank_report in inside.glob("rank-*.json"):
+        rank_report.unlink()
     directory.write_latest_pointer(here / "checkpoints", inside.name)
 
 

@@ -57,17 +57,16 @@ class PredictionCheck:
 
     def summary_line(self) -> str:
         """Predicted vs. measured, as a sentence."""
-        said = self.prediction
+        predicted = self.prediction
         words = (
-            f"step time: predicted {_format_time(said.seconds)}, measured "
+            f"step time: predicted {_format_time(predicted.seconds)}, measured "
             f"{_format_time(self.median_seconds)}"
         )
-        words += f" ({self.median_seconds / said.seconds - 1.0:+.0%})"
+        words += f" ({self.median_seconds / predicted.seconds - 1.0:+.0%})"
         if self.memory:
-            words += (
-                f"; memory: predicted {said.memory / GIB:.2f}, measured {self.memory / GIB:.2f} GiB"
-            )
-        if not said.low <= self.median_seconds <= said.high:
+            words += f"; memory: predicted {predicted.memory / GIB:.2f} GiB, "
+            words += f"measured {self.memory / GIB:.2f} GiB"
+        if not predicted.low <= self.median_seconds <= predicted.high:
             words += "; `ranvier plan --calibrate RUN` corrects the planner"
         return words
 
@@ -88,19 +87,19 @@ def _format_time(seconds: float) -> str:
 def prediction_section(facts: Any) -> str:
     """The report section on predicted vs. measured; empty if there was no prediction."""
     try:
-        said = StepPrediction(**facts["predicted"])
+        predicted = StepPrediction(**facts["predicted"])
         measured = facts["measured"]
         taken = float(measured["seconds"])
         held = float(measured["memory"])
     # run.json may come from another version, or have no prediction.
     except (TypeError, KeyError, ValueError):
         return ""
-    rows = [_table_row("seconds of a step", said.seconds, taken, 1.0)]
-    rows += [_table_row("GiB of tensors on a device", said.memory, held, GIB)]
-    rows += [(f"of it {name}", f"{x:.4g}", "", "") for name, x in said.parts.items()]
+    rows = [_table_row("seconds of a step", predicted.seconds, taken, 1.0)]
+    rows += [_table_row("GiB of tensors on a device", predicted.memory, held, GIB)]
+    rows += [(f"of it {name}", f"{x:.4g}", "", "") for name, x in predicted.parts.items()]
     notes = [
-        f"{said.why} ({said.machine})",
-        f"80% interval: {said.low:.4g} to {said.high:.4g} s.",
+        f"{predicted.why} ({predicted.machine})",
+        f"80% interval: {predicted.low:.4g} to {predicted.high:.4g} s.",
     ]
     return page.render_section(
         "Prediction",
@@ -109,7 +108,14 @@ def prediction_section(facts: Any) -> str:
     )
 
 
-def _table_row(name: str, said: float, taken: float, unit: float) -> tuple[str, str, str, str]:
-    if not taken:
-        return name, f"{said / unit:.4g}", "·", "·"
-    return name, f"{said / unit:.4g}", f"{taken / unit:.4g}", f"{said / taken - 1.0:+.1%}"
+def _table_row(
+    name: str, predicted: float, measured: float, unit: float
+) -> tuple[str, str, str, str]:
+    if not measured:
+        return name, f"{predicted / unit:.4g}", "·", "·"
+    return (
+        name,
+        f"{predicted / unit:.4g}",
+        f"{measured / unit:.4g}",
+        f"{predicted / measured - 1.0:+.1%}",
+    )

@@ -152,7 +152,7 @@ def tokenization_progress() -> Iterator[PrepareProgress]:
     """Show the progress of tokenization."""
     with show_progress("tokenizing") as show:
 
-        def told(done: int, total: int, documents: int, tokens: int) -> None:
+        def show_counts(done: int, total: int, documents: int, tokens: int) -> None:
             show(done, total, f"{documents:,} documents, {tokens:,} tokens")
 
-        yield told
+        yield show_counts

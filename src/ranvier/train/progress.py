@@ -32,22 +32,22 @@ def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
 
         def show_bar(done: int, total: int, words: str) -> None:
             if total >= least:
-                said = f"{what}: {words}" if words else what
-                said = escape_controls(said)
-                bar.update(task, completed=done, total=total, description=said, visible=True)
+                description = f"{what}: {words}" if words else what
+                description = escape_controls(description)
+                bar.update(task, completed=done, total=total, description=description, visible=True)
 
         yield show_bar
 
 
 def _line_printer(what: str, least: int) -> ProgressCallback:
     """Print a line at 0, 50 and 100 %."""
-    told = -1
+    last_tenth = -1
 
     def show_line(done: int, total: int, words: str) -> None:
-        nonlocal told
+        nonlocal last_tenth
         tenth = 10 * done // max(total, 1)
-        if total >= least and (tenth // 5 > told // 5 or told < 0):
+        if total >= least and (tenth // 5 > last_tenth // 5 or last_tenth < 0):
             print(f"{what}: {tenth * 10} %{', ' * bool(words)}{words}", flush=True)
-            told = tenth
+            last_tenth = tenth
 
     return show_line

@@ -161,10 +161,10 @@ def train_step(
     """
     scale = optimizer.grad_scaler
     if scale is None:
-        mendable = None
+        fixable = None
     else:
         # Read before `optimizer.step`, which updates the loss scale.
-        mendable = ~scale.is_at_minimum()
+        fixable = ~scale.is_at_minimum()
 
     def work() -> Tensor:
         return forward_backward(model, batches, scale=None if scale is None else scale.scale)
@@ -180,10 +180,10 @@ def train_step(
         [~loss.isfinite(), watch.nonfinite_steps > watch.max_nonfinite, loss > watch.loss_limit]
     )
     norm = optimizer.step(lr, votes=votes, vetoes=3 if watch.skips_spikes else 2)
-    if mendable is None:
+    if fixable is None:
         finite = optimizer.is_norm_finite
     else:
-        finite = optimizer.is_norm_finite | mendable
+        finite = optimizer.is_norm_finite | fixable
     bad = optimizer.vote_results[0] | ~finite
     # In place and on the device: the next step compares with it before the host has read it.
     watch.nonfinite_steps.add_(bad)

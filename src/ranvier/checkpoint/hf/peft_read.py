@@ -277,10 +277,10 @@ def _find_stacked(
     for module, entry in entries.items():
         # Stacked: n layers of rank r are stored as one adapter of rank n * r.
         have = shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0]
-        said = _match_pattern(table, "rank_pattern", module, rank)
+        configured = _match_pattern(table, "rank_pattern", module, rank)
         alpha = _match_pattern(table, "alpha_pattern", module, table.get("lora_alpha", 8))
         count = len(entry.our_names)
-        if have != said or have not in (rank, rank * count):
+        if have != configured or have not in (rank, rank * count):
             raise CheckpointError(
                 _config_problem(path, "rank_pattern", table.get("rank_pattern"), "left out")
                 + f" {module} has rank {have}, r={rank}: all layers have the same rank here."

@@ -129,12 +129,12 @@ def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[
         else:
             text = asked
         asked = [{"role": "user", "content": text}]
-    said = record[answer]
-    if isinstance(said, list):
-        said = _message_list(record, answer, at)
+    replies = record[answer]
+    if isinstance(replies, list):
+        replies = _message_list(record, answer, at)
     else:
-        said = [{"role": ASSISTANT, "content": said}]
-    return [*asked, *said], len(asked)
+        replies = [{"role": ASSISTANT, "content": replies}]
+    return [*asked, *replies], len(asked)
 
 
 def _parse_sharegpt(one: Mapping[str, Any], at: str) -> dict[str, Any]:

@@ -106,16 +106,16 @@ def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -
     # auto_map names untrusted code; it must not reach the files that we save.
     config.pop("auto_map", None)
     if folder:
-        beside = folder / TEMPLATE_FILE
+        template_file = folder / TEMPLATE_FILE
     else:
-        beside = Path()
+        template_file = Path()
     if file:
         texts = {"default": read_tokenizer_file(Path(file))}
         origin = file
-    elif folder is not None and os.path.lexists(beside):
+    elif folder is not None and os.path.lexists(template_file):
         # The file replaces the default only; a tool_use template of the config stays.
-        texts = {**texts, "default": read_tokenizer_file(beside)}
-        origin = str(beside)
+        texts = {**texts, "default": read_tokenizer_file(template_file)}
+        origin = str(template_file)
     if "default" not in texts:
         texts = {"default": DEFAULT_TEMPLATE}
         origin = BUILT_IN

@@ -76,13 +76,13 @@ class ChatEncoder:
         for begin, end in spans:
             # A token that overlaps the start of an answer belongs to it.
             if end > begin:
-                said = text[begin:end]
+                answer = text[begin:end]
                 # Without a generation prompt the leading spaces belong to the answer too, but a
                 # token that merely ends in them does not.
                 if self._generation_prompt:
                     spaces = 0
                 else:
-                    spaces = len(said) - len(said.lstrip(" "))
+                    spaces = len(answer) - len(answer.lstrip(" "))
                 reached = (starts >= begin) & (ends > begin) | (ends > begin + spaces)
                 # The mask of an answer is contiguous, whatever the offsets of the tokens in
                 # between.

@@ -123,13 +123,13 @@ def resolve_memory(
         # The prediction was too low by at least `missing`; choose again with a smaller limit.
         most = limits.device_bytes
         lower = most - max(missing, int(LIMIT_REDUCTION * most))
-        said = (
+        reason = (
             f"a trial step did not fit into {most / GIB:.3g} GiB, {missing / GIB:.3g} were missing"
         )
         if tries == MAX_TRIES - 1:
-            notes.append(said)
+            notes.append(reason)
             break
-        notes.append(f"{said}: chosen again for {lower / GIB:.3g} GiB")
+        notes.append(f"{reason}: chosen again for {lower / GIB:.3g} GiB")
         limits = replace(limits, device_bytes=lower)
     raise choice.tracker.out_of_memory_error("; ".join(notes))
 
