@@ -245,7 +245,7 @@ def test_a_disk_that_stumbles_once_is_tried_again(
     path = saver.finish_saving()
     assert path is not None and saver.num_repeats == 2
     assert load.load_full_tensors(path)["a"][0] == 1.0
-    assert "writing again" in capsys.readouterr().err
+    assert "retrying the write" in capsys.readouterr().err
 
 
 def test_a_directory_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
@@ -339,8 +339,8 @@ def test_the_newest_is_found_by_its_step_not_its_time(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (None, "is missing"),
-        ("", "names no checkpoint"),
-        ("hello\x00", "names no checkpoint"),
+        ("", "does not name a checkpoint"),
+        ("hello\x00", "does not name a checkpoint"),
         ("step-00000099", "names step-00000099"),
         ("step-00000001", "names step-00000001"),
     ],

@@ -522,7 +522,9 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     text = capsys.readouterr().err
-    assert "rank-00000.safetensors" in text and "Free space" in text and "Traceback" not in text
+    assert (
+        "rank-00000.safetensors" in text and "Free disk space" in text and "Traceback" not in text
+    )
     assert {p.name for p in (folder / "run" / "checkpoints").iterdir()} == {
         *("latest", "step-00000002")
     }

@@ -38,7 +38,7 @@ from ranvier.system.terminal import print
 
 T = TypeVar("T")
 JOIN_SECONDS = 0.5
-"""Seconds a rank waits for its thread before it reports its progress to the other ranks."""
+"""Seconds for which a rank waits for its thread before it reports its progress to the others."""
 RETRY_ERRNOS = (errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of the file system that may be transient and are retried once."""
 
@@ -108,8 +108,8 @@ class AsyncSaver:
     ) -> None:
         """Start a save; the tensors must not change before `wait_for_copies` returns.
 
-        also: files to fsync before the checkpoint is committed. sparse: tensors of the state of
-        which only the nonzero values are in memory; they are written densely, with their zeros.
+        also: files to fsync before the checkpoint is committed. sparse: tensors of the state that
+        have only their nonzero values in memory; they are written densely, with their zeros.
         """
         assert not self._phase, f"step {step}, while {self._phase} step {self.step}"
         self.step, self._phase, self._facts, self._extra_files = step, "writing", dict(facts), also
@@ -148,10 +148,10 @@ class AsyncSaver:
         flats: list[tuple[int, Tensor]],
         sparse: Mapping[int, tuple[CompressedTensor, torch.dtype]],
     ) -> tuple[Callable[[], bool], list[LazyBytes]]:
-        """Start the copies to the host; return a wait that tells whether all values are finite.
+        """Start the copies to the host; return a wait function that says whether all are finite.
 
-        Also returns the bytes of the file: copies, or tensors in host memory, which must then not
-        change until they are written. sparse: compressed tensors by their byte offset in the file.
+        Also returns the bytes of the file: copies, or tensors in host memory, which must not change
+        until they are written. sparse: compressed tensors by their byte offset in the file.
         """
         direct = [rank_file.is_read_in_place(flat, self.device) for _, flat in flats]
         sizes = [
@@ -231,7 +231,7 @@ class AsyncSaver:
         """Wait until the saved tensors may change; on CUDA the stream waits, not the host."""
         if self._phase != "writing":
             return
-        # The file is written from this memory, so that the host has to wait for the thread.
+        # The file is written from this memory, so the host has to wait for the thread.
         if self._reads_in_place:
             self._copies_done.wait()
         if self._copy_event is not None:
@@ -273,8 +273,7 @@ class AsyncSaver:
                 self._warn_low_space()
             # Any rank may be the first to create the directory.
             here.mkdir(exist_ok=True)
-            # Files are created with O_EXCL, so that a retry has to remove what the first attempt
-            # left.
+            # Files are created with O_EXCL, so a retry has to remove what the first attempt left.
             for name in rank_file.rank_file_names(self.grid.rank):
                 (here / name).unlink(missing_ok=True)
             rank_file.write_rank_file(here, self.grid.rank, state, layout, data)
@@ -282,7 +281,7 @@ class AsyncSaver:
         self._try_twice(once)
 
     def _try_twice(self, work: Callable[[], T]) -> T:
-        """Call `work`, again if the error may be transient; explain the final error."""
+        """Call `work`, and once more if the error may be transient; explain the final error."""
         try:
             return work()
         except OSError as error:
@@ -291,7 +290,7 @@ class AsyncSaver:
                     raise
                 self.num_repeats += 1
                 print(
-                    f"Rank {self.grid.rank}: {self.folder}: {error.strerror}; writing again.",
+                    f"Rank {self.grid.rank}: {self.folder}: {error.strerror}; retrying the write.",
                     file=sys.stderr,
                 )
                 return work()
@@ -338,11 +337,11 @@ class AsyncSaver:
     # ---- agreement ----------------------------------------------------------------------
 
     def report_progress(self) -> tuple[int, int]:
-        """Return what is left to do of which save, and the exit code of a failure (0: none).
+        """Return the progress of the current save, and the exit code of a failure (0 if none).
 
-        3: this rank is writing its file; 2: its file is written; 1: rank 0 commits the checkpoint;
-        0: nothing is left; plus 4 times the number of the save. Reduced with max over all ranks, so
-        that the slowest rank of the newest save decides.
+        The progress is 3 while this rank writes its file, 2 when the file is written, 1 while rank
+        0 commits the checkpoint and 0 when nothing is left, plus 4 times the number of the save. It
+        is reduced with max over all ranks, so that the slowest rank of the newest save decides.
         """
         working = self._thread is not None and self._thread.is_alive()
         left = {"writing": 2, "committing": 0}.get(self._phase, 0) + int(working)
@@ -351,7 +350,7 @@ class AsyncSaver:
     def handle_reports(self, left: int, failed: int) -> None:
         """Process the maximum of all reports; all ranks see the same values at the same point.
 
-        They may stem from an earlier step: a report about a finished phase or save changes nothing.
+        Reports may be from an earlier step; one about a finished phase or save changes nothing.
         """
         number, left = divmod(left, 4)
         if failed:
@@ -389,17 +388,17 @@ class AsyncSaver:
         return self.last_checkpoint
 
     def wait_for_save(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the save in progress; whether it ended, equal on all ranks.
+        """Wait up to `seconds` for the save in progress; return whether it ended, on all ranks.
 
         Communicates: as `finish_saving`.
         """
         limit = time.monotonic() + seconds
         while self._phase:
             if self._thread is not None:
-                # Not longer: the other ranks wait in a collective, which has a timeout of its own.
+                # Not longer: the other ranks wait in a collective, which has its own timeout.
                 self._thread.join(max(min(limit - time.monotonic(), JOIN_SECONDS), 0.0))
             mine = (*self.report_progress(), int(time.monotonic() > limit))
-            # Whether the time is up is reduced too: clocks differ, and all ranks must leave the
+            # Whether the time is up is reduced as well: clocks differ, and all ranks must leave the
             # loop in the same iteration.
             left, failed, late = (max_over_ranks(n, self.grid, self.device) for n in mine)
             self.handle_reports(left, failed)
@@ -442,9 +441,9 @@ def _explain_write_error(error: OSError, where: Path, needed: int) -> WriteError
     try:
         free = f"{shutil.disk_usage(where).free:,} bytes are free"
     except OSError as gone:
-        free = f"it cannot be reached ({gone.strerror})"
+        free = f"the directory cannot be reached ({gone.strerror})"
     return WriteError(
         f"{error.filename or where}: {error.strerror}. A checkpoint needs about {needed:,} bytes; "
-        f"{free}. Free space, make the directory writable or choose another train.output_dir; "
-        "checkpoints that were finished are as they were."
+        f"{free}. Free disk space, make the directory writable, or choose another "
+        "train.output_dir. Earlier checkpoints are unchanged."
     )

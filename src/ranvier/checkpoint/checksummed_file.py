@@ -1,7 +1,7 @@
 """Files with one checksum per block, which can be read in part and are verified while reading.
 
-Every block of `BLOCK_BYTES` bytes has a CRC-32, which detects any single flipped bit and any burst
-of up to 32 bits, so that a reader of a few bytes verifies their block and nothing else.
+Each block of `BLOCK_BYTES` bytes has a CRC-32, which detects any single flipped bit and any burst
+of up to 32 bits. A reader of a few bytes verifies only the blocks that hold them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 20
 SEGMENT_BYTES = 16 * BLOCK_BYTES
 """Bytes that one thread writes at a time."""
 WRITER_THREADS = 4
-"""Threads that write a large file: a single one does not saturate a fast disk."""
+"""Threads that write a large file: one thread does not saturate a fast disk."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BlockChecksums:
     @classmethod
     def from_hex(cls, size: int, text: str) -> BlockChecksums:
         """Parse the output of `to_hex`; ValueError if it does not match the size."""
-        # Upper case is refused: each list of checksums has one spelling only.
+        # Upper case is rejected, so that each list of checksums has only one spelling.
         if size < 0 or len(text) != 8 * -(-size // BLOCK_BYTES) or text != text.lower():
             raise ValueError(f"{len(text) // 8} checksums for {size} bytes")
         return cls(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
@@ -66,7 +66,7 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
             _write_all(handle, data, start)
             return [zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
 
-        # Small files are not worth a thread pool.
+        # A thread pool does not pay off for small files.
         if len(starts) < 2 * WRITER_THREADS:
             sums = [put(start) for start in starts]
         else:
@@ -83,7 +83,7 @@ def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums
 
 
 def join_bytes(pieces: Sequence[LazyBytes], start: int, stop: int) -> memoryview:
-    """Bytes `start` to `stop` of concatenated pieces; copied only across a border of pieces."""
+    """Bytes `start` to `stop` of concatenated pieces; copied only across a boundary of pieces."""
     found = []
     at = 0
     for piece in pieces:
@@ -123,20 +123,20 @@ def open_plain_file(path: Path) -> int:
     except OSError as error:
         if path.is_symlink():
             raise _refused_error(path, "a symbolic link") from None
-        raise DamageError(f"{path} cannot be read: {error.strerror}. It must be there.") from None
+        raise DamageError(f"{path} cannot be read: {error.strerror}. Restore it.") from None
     facts = os.fstat(handle)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(handle)
         raise _refused_error(
-            path, "a hard link" if stat.S_ISREG(facts.st_mode) else "no plain file"
+            path, "a hard link" if stat.S_ISREG(facts.st_mode) else "not a regular file"
         )
     return handle
 
 
 def _refused_error(path: Path, what: str) -> UnsafeInputError:
     return UnsafeInputError(
-        f"{path} is {what}. A checkpoint holds plain files of its own, so that nothing outside of "
-        "it is read. Put a copy of the file in its place."
+        f"{path} is {what}. A checkpoint must contain regular files only, so that nothing outside "
+        "of it is read. Replace it with a copy of the file."
     )
 
 
@@ -176,8 +176,7 @@ class ChecksummedFile:
             if zlib.crc32(here) != self.checksums.checksums[block]:
                 raise DamageError(
                     f"{self.path} is damaged in bytes {block * BLOCK_BYTES} to "
-                    f"{block * BLOCK_BYTES + len(here)}: their checksum is not the one they were "
-                    "written with."
+                    f"{block * BLOCK_BYTES + len(here)}: the checksum does not match."
                 )
         return data[start - low : stop - low]
 

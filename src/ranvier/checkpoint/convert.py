@@ -59,14 +59,17 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
     `out` appears complete or not at all.
     """
     if out.exists():
-        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another name.")
+        raise PlanError(f"{out} already exists. It is not overwritten. Choose another path.")
     if form not in ("checkpoint", "weights") or (dtype and dtype not in DTYPES_BY_NAME):
         raise PlanError(
-            f"form={form!r}, dtype={dtype!r}. Forms are checkpoint and weights, types "
-            f"{', '.join(DTYPES_BY_NAME)} (of weights only). Use these."
+            f"form={form!r} with dtype={dtype!r} is not supported. The form must be checkpoint or "
+            f"weights, and the dtype of weights {', '.join(DTYPES_BY_NAME)}. Use one of these."
         )
     if form == "checkpoint" and dtype:
-        raise PlanError("dtype is for form=weights; a checkpoint keeps its types. Leave it out.")
+        raise PlanError(
+            f"dtype={dtype!r} with form=checkpoint. A checkpoint keeps its dtypes. Remove dtype, "
+            "or use form=weights."
+        )
     source = open_checkpoint(checkpoint)
     # Written under a hidden name and renamed at the end, so that `out` is never half written.
     hidden = out.with_name(f".{out.name}.writing")
@@ -79,13 +82,13 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
             names = _write_weights(source, hidden, DTYPES_BY_NAME.get(dtype))
         directory.rename_finished(hidden, out)
         checksummed_file.fsync_path(out.absolute().parent)
-    # Both branches remove the partial output; only errors of the disk are explained with sizes.
+    # Both branches remove the partial output; only disk errors are explained with sizes.
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
         size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.tensor_specs.values())
         raise WriteError(
-            f"{error.filename or out}: {error.strerror}. Up to {size:,} bytes are to be written. "
-            "Free space, or choose another place."
+            f"{error.filename or out}: {error.strerror}. The output needs up to {size:,} bytes. "
+            "Free disk space, or choose another path."
         ) from None
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -140,7 +143,7 @@ def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | No
     # Master weights are the parameters; the other tensors are optimizer states.
     names = [name for name in source.tensor_specs if name.endswith(".master")]
     if not names:
-        raise CheckpointError("It holds no weights. Convert a checkpoint of a run.")
+        raise CheckpointError("The checkpoint has no weights. Convert a checkpoint of a run.")
     groups = list(_group_by_size(source, names))
     where = dict[str, str]()
     size = 0

@@ -38,9 +38,9 @@ class RetentionPolicy:
     keep_latest: int = 0
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_interval: int = 0
-    """Also keep, permanently, steps that are multiples of this; 0: none."""
+    """Also keep checkpoints of steps that are multiples of this permanently; 0 disables it."""
     keep_best: bool = False
-    """Also keep the one with the lowest validation loss."""
+    """Also keep the checkpoint with the lowest validation loss."""
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -61,8 +61,8 @@ def _is_own_directory(path: Path) -> bool:
     """Whether a path is a real directory; symbolic links are refused."""
     if path.is_symlink():
         raise UnsafeInputError(
-            f"{path} is a symbolic link. Checkpoints of a run lie in its own directory. Give the "
-            "path it leads to as checkpoint.resume, or remove it."
+            f"{path} is a symbolic link. The checkpoints of a run must be in its own directory. "
+            "Pass the target of the link as checkpoint.resume, or remove the link."
         )
     return path.is_dir()
 
@@ -87,7 +87,7 @@ def newest_checkpoints(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def read_latest_pointer(folder: Path) -> tuple[str, str]:
-    """The checkpoint that `latest` names, or the reason why it names none."""
+    """The checkpoint that `latest` names, or the reason why there is none."""
     path = folder / LATEST_POINTER
     if not path.is_symlink() and not path.exists():
         return "", "is missing"
@@ -96,11 +96,11 @@ def read_latest_pointer(folder: Path) -> tuple[str, str]:
     # The pointer is untrusted: it must not lead out of the directory.
     if "/" in text or "\\" in text or text.startswith(".."):
         raise UnsafeInputError(
-            f"{path} names {text[:100]!r}. It must be the name of a checkpoint next to it. Remove "
-            "it: the newest checkpoint is found without it."
+            f"{path} names {text[:100]!r}. It must name a checkpoint in the same directory. Remove "
+            "this file; the newest checkpoint is found without it."
         )
     if not CHECKPOINT_NAME.fullmatch(text):
-        return "", f"names no checkpoint ({text[:40]!r})"
+        return "", f"does not name a checkpoint ({text[:40]!r})"
     return text, ""
 
 
@@ -110,7 +110,7 @@ def temporary_path(folder: Path, step: int, nonce: str) -> Path:
 
 
 def remove_leftovers(folder: Path, nonce: str) -> None:
-    """Remove what interrupted saves and removals have left behind."""
+    """Remove the files that interrupted saves and removals have left behind."""
     for left in folder.glob(".*"):
         ours = re.fullmatch(r"\.(step-.*\.(writing|removing)|latest\.writing)", left.name)
         # Directories with the nonce of this run belong to the save in progress.
@@ -194,7 +194,10 @@ def _merge_rank_reports(
         name = rank_file.rank_file_names(rank)[0]
         files[name], tensors = rank_file.read_rank_report(here, rank)
         if not (here / name).is_file():
-            raise WriteError(f"{here / name} has vanished. It must stay until it is committed.")
+            raise WriteError(
+                f"{here / name} was removed before the checkpoint was committed. Nothing else may "
+                "change this directory during a save. Resume from the previous checkpoint."
+            )
         for tensor, (word, shape, (_, begin, start, valid, local, flat)) in tensors.items():
             whole = tuple(shape)
             box = tuple(start), tuple(valid), tuple(local)
@@ -244,10 +247,10 @@ def _validation_loss(checkpoint: Path) -> float | None:
 
 
 def set_aside(folder: Path, after: int) -> list[Path]:
-    """Rename, unchanged, all checkpoints of later steps than `after`, from which a run resumes.
+    """Rename, unchanged, all checkpoints of steps after `after`, the step a run resumes from.
 
-    They are damaged, or belong to a history that the run abandons: its next checkpoints must be the
-    newest.
+    They are damaged, or belong to a history that the run discards: the checkpoints that it saves
+    next must be the newest ones.
     """
     moved = []
     for path in find_checkpoints(folder):

@@ -1,9 +1,9 @@
-"""Loads a checkpoint on any grid, whichever grid saved it.
+"""Loads a checkpoint on any grid, no matter which grid saved it.
 
 A shard of a tensor is a few boxes of the global tensor (see `Shard.to_boxes`). A rank needs the
-intersections of its own boxes with those in the files: only the blocks of the files with such
-elements are read, each is verified, and at most `WINDOW_BYTES` bytes are held besides the tensors
-themselves.
+intersections of its own boxes with the boxes in the files. Only the blocks of the files with such
+elements are read, and each is verified. At most `WINDOW_BYTES` bytes are held in addition to the
+tensors themselves.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedS
             for copy in _plan_copies(part, wanted, tensor, entry):
                 jobs.setdefault(part.file, []).append(copy)
                 missing -= copy.source.num_elements
-        # Stored shards do not overlap, so that counting elements proves that all are covered.
+        # Stored shards do not overlap, so counting elements proves that all are covered.
         if missing:
             raise DamageError(f"{checkpoint} lacks {missing} elements of {name}.")
     files = list(manifest.files.items())
@@ -108,8 +108,8 @@ def check_header(file: ChecksummedFile) -> None:
     length = int.from_bytes(file.read(0, min(8, size)), "little")
     if size < 8 or length > size - 8:
         raise UnsafeInputError(
-            f"{file.path} has {size} bytes, but says that its header has {length}. A header is "
-            "part of its file. Do not use this checkpoint."
+            f"{file.path} has {size} bytes, but its header claims to have {length}. A header "
+            "cannot be longer than its file. Do not use this checkpoint."
         )
 
 
@@ -182,17 +182,17 @@ def _check_tensors(
     problems = [
         f"{words}: {', '.join(found[:5])}{' ...' * (len(found) > 5)} ({len(found)} in all)"
         for words, found in (
-            ("not there", missing if strict else []),
-            ("of another shape", shapes if strict else []),
-            ("of another type", dtypes if strict and not cast else []),
+            ("missing", missing if strict else []),
+            ("wrong shape", shapes if strict else []),
+            ("wrong dtype", dtypes if strict and not cast else []),
         )
         if found
     ]
     if problems:
         raise CheckpointError(
-            f"{checkpoint} does not fit the model: {'; '.join(problems)}. A checkpoint fits the "
-            "model that saved it. Use the same settings, or checkpoint.strict=False to load what "
-            "fits."
+            f"{checkpoint} does not match the model: {'; '.join(problems)}. A checkpoint only fits "
+            "the model that saved it. Use the same settings, or checkpoint.strict=False to load "
+            "the tensors that match."
         )
     return {*missing, *(line.partition(" ")[0] for line in shapes)}
 
@@ -231,7 +231,7 @@ def find_damage(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[tupl
                 except DamageError as error:
                     # Name the tensors that the damaged block overlaps.
                     inside = [t for a, b, t in sorted(starts[number]) if a < high and b > low]
-                    yield f"{error} It holds {', '.join(inside[:5]) or 'the header'}.", high - low
+                    yield f"{error} Affected: {', '.join(inside[:5]) or 'the header'}.", high - low
                 else:
                     yield "", high - low
 

@@ -80,7 +80,7 @@ class CheckpointManifest:
     degrees: Mapping[str, int]
     """Sizes of the axes of the grid that saved it."""
     facts: Mapping[str, Any]
-    """State of the run besides tensors: samples, updates, fingerprints, settings."""
+    """State of the run other than tensors: samples, updates, fingerprints, settings."""
     versions: Mapping[str, str]
     files: Mapping[str, BlockChecksums]
     tensors: Mapping[str, TensorEntry]
@@ -140,7 +140,7 @@ def serialize_shard(part: StoredShard) -> list[Any]:
 
 
 def add_digest(body: bytes) -> bytes:
-    """Wrap JSON together with its SHA-256."""
+    """Wrap JSON together with its SHA-256 digest."""
     return b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
@@ -150,7 +150,8 @@ def read_digested(path: Path) -> Any:
     with os.fdopen(handle, "rb") as file:
         if os.fstat(handle).st_size > MAX_MANIFEST_BYTES:
             raise UnsafeInputError(
-                f"{path} has more than {MAX_MANIFEST_BYTES} bytes. That is no manifest. Remove it."
+                f"{path} has more than {MAX_MANIFEST_BYTES} bytes, the limit of a manifest. Remove "
+                "it."
             )
         text = file.read()
     match = re.match(rb'\{"sha256":"([0-9a-f]{64})",\n"body":', text)
@@ -165,12 +166,12 @@ def read_digested(path: Path) -> Any:
         # Nothing outside of the body may have changed either.
         or text != add_digest(body)
     ):
-        raise DamageError(f"{path} is damaged: its digest is not the one it was written with.")
+        raise DamageError(f"{path} is damaged: its digest does not match.")
     try:
         return json.loads(body)
     # Deeply nested JSON exhausts the parser's recursion.
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{path} is no JSON: {str(error)[:100]}.") from None
+        raise DamageError(f"{path} is not valid JSON: {str(error)[:100]}.") from None
 
 
 def read_manifest(checkpoint: Path) -> CheckpointManifest:
@@ -178,8 +179,8 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
     path = checkpoint / MANIFEST_NAME
     if not path.is_symlink() and not path.exists():
         raise DamageError(
-            f"{checkpoint} has no {MANIFEST_NAME}. A checkpoint is finished by one: this was "
-            "cut off, or is none. Use another."
+            f"{checkpoint} has no {MANIFEST_NAME}. It is written last: the save was interrupted, "
+            "or this is not a checkpoint. Use another checkpoint."
         )
     body = read_digested(path)
     if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
@@ -188,12 +189,12 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
         else:
             found = body
         raise VersionError(
-            f"{path} is of format {found!r:.40}. This version reads format {MANIFEST_FORMAT}. "
-            "Use the version that wrote it."
+            f"{path} has format {found!r:.40}. This version of Ranvier reads format "
+            f"{MANIFEST_FORMAT}. Use the version that wrote the checkpoint."
         )
     try:
         manifest = _parse_manifest(body)
-    # Whatever a malformed manifest raises while parsing means damage.
+    # Any exception that a malformed manifest raises while it is parsed means damage.
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DamageError(
             f"{path} is damaged: {type(error).__name__} {str(error)[:200]}."
@@ -211,8 +212,8 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
     for name in files:
         if not RANK_FILE_NAME.fullmatch(name):
             raise UnsafeInputError(
-                f"A manifest names the file {name!r:.100}. Files of a checkpoint are called "
-                "rank-00000.safetensors and lie next to it. Do not use this checkpoint."
+                f"A manifest names the file {name!r:.100}. It may only name files such as "
+                "rank-00000.safetensors in its own directory. Do not use this checkpoint."
             )
     sizes = [sums.size for sums in files.values()]
     tensors = {str(name): _parse_entry(entry, sizes) for name, entry in body["tensors"].items()}
@@ -225,7 +226,7 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
 def _parse_count(value: Any) -> int:
     # Not isinstance: JSON `true` is a bool, which is an int in Python.
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a valid count")
     return value
 
 
@@ -234,14 +235,14 @@ def _parse_entry(entry: Sequence[Any], sizes: Sequence[int]) -> TensorEntry:
     dtype = DTYPES[word]
     whole = tuple(map(_parse_count, shape))
     if len(whole) > MAX_DIMS:
-        raise ValueError(f"a tensor of {len(whole)} dims")
+        raise ValueError(f"a tensor has {len(whole)} dims")
     found = tuple(_parse_shard(part, whole, dtype, sizes) for part in parts)
     # The count alone finds missing elements; the polynomial test finds overlaps that hide them.
     there = sum(box.num_elements for part in found for box in part.shard.to_boxes())
     if there != math.prod(whole):
-        raise ValueError(f"{there} elements of a tensor of {math.prod(whole)}")
+        raise ValueError(f"{there} elements instead of {math.prod(whole)} in a tensor")
     if len(found) > 1 and not _are_disjoint(found, whole):
-        raise ValueError(f"parts of a tensor of shape {whole} overlap")
+        raise ValueError(f"shards of a tensor of shape {whole} overlap")
     return TensorEntry(dtype, whole, found)
 
 
@@ -249,8 +250,8 @@ def _are_disjoint(parts: Sequence[StoredShard], whole: tuple[int, ...]) -> bool:
     """Whether shards hold each element of a tensor exactly once.
 
     Element (i, j, ...) stands for the term x^i * y^j ... of a polynomial: the sum over a box has a
-    closed form, and the sum over all shards equals that of the whole tensor only if no element is
-    missing or duplicated. The polynomials are compared at a random point, where different ones
+    closed form, and the sum over all shards equals the sum over the whole tensor only if no element
+    is missing or duplicated. The polynomials are compared at a random point, where different ones
     agree with a probability of at most about 10^-11.
     """
     # SystemRandom leaves the seeded generators of the run untouched.
@@ -278,7 +279,7 @@ def _parse_shard(
     )
     room = _parse_count(begin) + (high - low) * dtype.itemsize <= sizes[_parse_count(file)]
     if not inside or not low <= high <= math.prod(local) or not room:
-        raise ValueError(f"a part at {part!r:.200} of a tensor of shape {whole}")
+        raise ValueError(f"a shard at {part!r:.200} of a tensor of shape {whole}")
     return StoredShard(
         file, begin, Shard(whole, start, valid, local, (low, high) if flat else None)
     )

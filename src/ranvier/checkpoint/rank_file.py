@@ -1,4 +1,4 @@
-"""The file that one rank writes of a checkpoint, copied to host memory first.
+"""The file of a checkpoint that one rank writes, copied to host memory first.
 
 It is a safetensors file: length of the header, header, tensors without gaps. Host memory has the
 same order, so that it is written in one pass.
@@ -45,7 +45,7 @@ class FileLayout:
 
     @classmethod
     def from_state(cls, state: ShardedStateDict) -> FileLayout:
-        """Lay out wide dtypes first, so that each tensor is aligned to its item size."""
+        """Place wide dtypes first, so that each tensor is aligned to its item size."""
         order = sorted(state, key=lambda name: -state[name][0].dtype.itemsize)
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         begins = {}
@@ -65,7 +65,7 @@ class FileLayout:
 
 
 DIRECT_WRITE_BYTES = 2**20
-"""Size from which on a tensor in host memory is written in place, without a copy."""
+"""Size from which a tensor in host memory is written in place, without a copy."""
 
 
 class HostBuffer:
@@ -81,7 +81,7 @@ class HostBuffer:
         if self.chunks and len(self.chunks[-1]) < min(CHUNK_BYTES, size):
             self.chunks.pop()
         while CHUNK_BYTES * len(self.chunks) < size:
-            # A small state on a CPU needs no whole chunk.
+            # A small state on a CPU does not need a whole chunk.
             if self.is_pinned or size > CHUNK_BYTES:
                 room = CHUNK_BYTES
             else:
@@ -174,8 +174,8 @@ def flat_runs(
     """The tensors of a state as few flat tensors, each with its byte offset in the file.
 
     Tensors that are adjacent both in the file and in memory are merged: a device gets few copies,
-    as the host would have to wait for its queue to accept many. sparse: tensors of which only the
-    nonzero values are in memory, each on its own.
+    as the host would have to wait for its queue to accept many. sparse: tensors that have only
+    their nonzero values in memory, each on its own.
     """
     found: list[tuple[int, Tensor]] = []
     alone = False
@@ -207,7 +207,7 @@ def _is_adjacent(one: Tensor, other: Tensor) -> bool:
 
 
 def max_magnitude(tensors: Iterable[Tensor]) -> Tensor:
-    """The largest magnitude of all values: not finite if one of them is not."""
+    """The largest magnitude of all values; not finite if any value is not finite."""
     numbers = [x for x in tensors if x.is_floating_point() and x.numel()]
     if not numbers:
         return torch.zeros(())
@@ -220,12 +220,12 @@ def max_magnitude(tensors: Iterable[Tensor]) -> Tensor:
 def non_finite_error(
     state: ShardedStateDict, sparse: Mapping[str, CompressedTensor], step: int
 ) -> NumericError:
-    """The error for a state that is not finite: names the first such tensor."""
+    """The error for a state with non-finite values; names the first such tensor."""
     known = {name: sparse[name].values if name in sparse else x for name, (x, _) in state.items()}
     names = [name for name, x in known.items() if not bool(x.isfinite().all())]
     return NumericError(
-        f"{(names or ['A number'])[0]} is not finite after step {step}. Such weights are not "
-        "saved. Use a lower optim.lr and go on from the checkpoint before."
+        f"{(names or ['A tensor'])[0]} is not finite after step {step}. Such a state is not "
+        "saved. Use a lower optim.lr and resume from the previous checkpoint."
     )
 
 
@@ -261,7 +261,7 @@ def read_rank_report(folder: Path, rank: int) -> tuple[BlockChecksums, dict[str,
     path = folder / rank_file_names(rank)[1]
     if not path.exists():
         raise WriteError(
-            f"{path} is not there, though rank {rank} has written it. All ranks must see the same "
+            f"{path} is missing, although rank {rank} has written it. All ranks must see the same "
             "directory. Use a train.output_dir on a file system that all nodes share."
         )
     body = read_digested(path)

@@ -1,8 +1,8 @@
-"""Published models in Hugging Face format: safetensors with an index and a config.json.
+"""Models in Hugging Face format: safetensors with an index and a config.json.
 
-Files are memory-mapped, never read as a whole: a tensor is a view of its file until elements of it
-are copied, so that each rank touches its own slices only. A config that cannot be represented is
-refused before any weight is looked at.
+Files are memory-mapped, never read as a whole: a tensor is a view of its file until its elements
+are copied, so each rank reads only its own slices. A config that cannot be represented is refused
+before any weight is read.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def read_json_table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object. root: as for `safe_files.open_untrusted`."""
+    """Read a JSON file that contains an object. root: as for `safe_files.open_untrusted`."""
     try:
         found = json.loads(safe_files.read_text(path, root=root))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {error.strerror}. A published model is a directory with "
-            "config.json and *.safetensors. Give the path of one."
+            f"{path} cannot be read: {error.strerror}. A Hugging Face model is a directory with "
+            "config.json and *.safetensors files. Pass the path of one."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise DamageError(f"{path} is no JSON: {error!s:.200}. Restore it.") from None
+        raise DamageError(f"{path} is not valid JSON: {error!s:.200}. Restore it.") from None
     if not isinstance(found, dict):
-        raise DamageError(f"{path} holds no table. Restore it.")
+        raise DamageError(f"{path} is not a JSON object. Restore it.")
     return found
 
 
@@ -75,7 +75,7 @@ def open_weights(path: Path) -> Any:
             # Opened through the checked handle, so that the path cannot be swapped in between.
             return safe_open(safe_files.handle_path(file), framework="pt")
     except OSError as error:
-        raise DamageError(f"{path} cannot be read: {error.strerror}. It must be there.") from None
+        raise DamageError(f"{path} cannot be read: {error.strerror}. Restore it.") from None
     except SafetensorError as error:
         raise DamageError(f"{path} is damaged: {error!s:.200}. Restore it.") from None
 
@@ -111,7 +111,7 @@ class RowSlice:
 
 @dataclass
 class PublishedModel:
-    """A published model whose config maps to a `DecoderConfig`."""
+    """A Hugging Face model whose config maps to a `DecoderConfig`."""
 
     folder: Path
     hf_config: dict[str, Any]
@@ -128,8 +128,8 @@ class PublishedModel:
         """Open a directory, or a safetensors file with config.json next to it."""
         if path.is_file() and path.suffix != ".safetensors":
             raise PlanError(
-                f"{path} is no safetensors file. A model is a directory with config.json and "
-                f"*.safetensors, or one such file. Give {path.parent}."
+                f"{path} is not a safetensors file. A model is a directory with config.json and "
+                f"*.safetensors files, or one such file. Pass {path.parent}."
             )
         if path.is_dir():
             folder = path
@@ -164,41 +164,41 @@ class PublishedModel:
         elif safe_files.path_exists(path / INDEX_FILE):
             listed = read_json_table(path / INDEX_FILE).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
-                raise DamageError(f"{path / INDEX_FILE} has no weight_map of names. Restore it.")
+                raise DamageError(f"{path / INDEX_FILE} has no valid weight_map. Restore it.")
             # The index is untrusted: a name with a path could read any file of the machine.
             odd = [x for x in listed.values() if not is_file_name(x)]
             if odd:
                 raise UnsafeInputError(
-                    f"{path / INDEX_FILE} names {odd[0]!r:.100}. It must be the name of a file "
-                    "beside it. Do not use this model."
+                    f"{path / INDEX_FILE} names {odd[0]!r:.100}. It may only name files in the "
+                    "same directory. Do not use this model."
                 )
             files = {path / name for name in {*listed.values()}}
             other = sorted(file.name for file in files if file.suffix != ".safetensors")
             if other:
                 raise CheckpointError(
                     f"{path / INDEX_FILE} names {other[0]!r:.100}. Weights are read from "
-                    "*.safetensors only, which run no code. Convert the model with "
+                    "*.safetensors files only, which cannot run code. Convert the model with "
                     "save_pretrained(..., safe_serialization=True)."
                 )
         elif safe_files.path_exists(path / SINGLE_FILE):
             files = {path / SINGLE_FILE}
         else:
-            # A PEFT adapter may lie in the same directory; it is not part of the model.
+            # The directory may also hold a PEFT adapter, which is not part of the model.
             files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
         if not files:
             pickled = ", ".join(sorted(f.name for f in path.glob("*.bin"))[:3])
             raise CheckpointError(
-                f"{path} has no *.safetensors{f', but {pickled}' if pickled else ''}. Weights are "
-                "read from safetensors only, which run no code. Convert it with "
-                "save_pretrained(..., safe_serialization=True)."
+                f"{path} has no *.safetensors files{f', but {pickled}' if pickled else ''}. "
+                "Weights are read from *.safetensors files only, which cannot run code. Convert "
+                "the model with save_pretrained(..., safe_serialization=True)."
             )
         known: dict[str, Path] = {}
         for file in sorted(files):
             for name in self._mapped_file(file).keys():  # noqa: SIM118, no mapping
                 if name in known:
                     raise CheckpointError(
-                        f"{name} is in {known[name]} and in {file}. A tensor has one file where "
-                        f"there is no {INDEX_FILE}. Remove one of them."
+                        f"{name} is in {known[name]} and in {file}. Without a {INDEX_FILE} each "
+                        "tensor must be in exactly one file. Remove one of them."
                     )
                 known[name] = file
                 yield name, file
@@ -211,7 +211,7 @@ class PublishedModel:
 
     @cached_property
     def _stored_names(self) -> dict[str, str]:
-        """Stored names by the names of the family: some models are published without a head."""
+        """Stored names by the names of the family: some models are stored without a head."""
         body = self.family.body_prefix
         # Such files omit the prefix of the body, for example `model.`.
         bare = {f"{body}{name}": name for name in self.file_by_tensor if not name.startswith(body)}
@@ -247,9 +247,9 @@ class PublishedModel:
         """Refuse a config with more layers than tensors, before any list of layers is made."""
         if self.config.layers > len(self.file_by_tensor):
             raise CheckpointError(
-                f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but there are "
-                f"{len(self.file_by_tensor):,} tensors. Each layer has some. Restore the files "
-                "that belong together."
+                f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but the files "
+                f"have {len(self.file_by_tensor):,} tensors. Each layer has at least one. Restore "
+                "the original files."
             )
 
     def _check_tensors(self) -> None:
@@ -260,26 +260,26 @@ class PublishedModel:
             name = self._stored_names[entry.name]
             want = [*entry.compute_shape(self.shapes)]
             if name not in self.file_by_tensor:
-                problems.append(f"{entry.name} is not there")
+                problems.append(f"{entry.name} is missing")
                 continue
             have = self._mapped_file(self.file_by_tensor[name]).get_slice(name)
             if list(have.get_shape()) != want:
                 problems.append(f"{name} has the shape {list(have.get_shape())}, not {want}")
             elif have.get_dtype() not in ("F64", "F32", "BF16", "F16"):
-                problems.append(f"{name} has numbers of the type {have.get_dtype()}")
+                problems.append(f"{name} has the unsupported dtype {have.get_dtype()}")
         for name in sorted(self.file_by_tensor.keys() - expected):
             # Some publishers store the tied head as well; `_check_tied` compares it.
             head = name == "lm_head.weight" and self.config.tie_embeddings
             if not head and not name.endswith(IGNORED_SUFFIXES):
-                problems.append(f"{name} has no place in {self.family.model_type}")
+                problems.append(f"{name} is not a tensor of {self.family.model_type}")
         if problems:
             if len(problems) > 5:
                 more = f" ({len(problems)} in all)"
             else:
                 more = ""
             raise CheckpointError(
-                f"{self.folder} does not fit its config.json: {'; '.join(problems[:5])}{more}. "
-                "Weights are not left out in silence. Restore the files that belong together."
+                f"{self.folder} does not match its config.json: {'; '.join(problems[:5])}{more}. "
+                "Every tensor of a model must be loaded. Restore the original files."
             )
         self._check_tied()
 
@@ -289,9 +289,9 @@ class PublishedModel:
             head = self.mapped_tensor("lm_head.weight")
             if not torch.equal(head, self.load_tensor("embed.weight")):
                 raise CheckpointError(
-                    f"{self.folder} has tie_word_embeddings=True, but lm_head.weight is not its "
-                    "embedding. One of the two is wrong. Set it to false in config.json, or remove "
-                    "lm_head.weight."
+                    f"{self.folder} has tie_word_embeddings=True, but lm_head.weight differs from "
+                    "the embedding. Tied weights must be equal. Set tie_word_embeddings to false "
+                    "in config.json, or remove lm_head.weight."
                 )
 
     def mapped_tensor(self, name: str) -> Tensor:
@@ -358,13 +358,13 @@ def entries_of(
 
 
 def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a model; no values are drawn, which would import a compiler."""
+    """Shapes of the tensors of a model; no values are drawn, as that would import a compiler."""
     with counter_rng.init_empty_weights():
         return parameter_shapes(config)
 
 
 def copy_rows(rows: Tensor, into: Tensor, place: Shard, first: int = 0) -> None:
-    """Copy the elements of a local shard that are within some rows, which may be memory-mapped.
+    """Copy the elements of a local shard that are within given rows, which may be memory-mapped.
 
     first: index of the first of these rows in the global tensor.
     """

@@ -1,10 +1,10 @@
 """Reads LoRA adapters in PEFT's format, without PEFT itself.
 
-A directory holds adapter_config.json and adapter_model.safetensors. Names of layers come from the
+A directory has adapter_config.json and adapter_model.safetensors. Names of layers come from the
 mapping table of the model's family. Where a family packs several of our layers into one (q, k, v),
-its adapter has one A for all (`lora.shared`); layers of ours with an A each are stored as one
-adapter of n times the rank, whose B is block-diagonal, which is the same product. Every rank reads
-only its slices. What cannot be represented is refused with key and value.
+its adapter has one A for all of them (`lora.shared`), or n layers with one A each are stored as one
+adapter of n times the rank, whose B is block-diagonal; the product is the same. Every rank reads
+only its slices. Settings that cannot be represented are refused with key and value.
 """
 
 from __future__ import annotations
@@ -129,15 +129,15 @@ def _read_config(path: Path) -> dict[str, Any]:
         table = json.loads(safe_files.read_text(path / CONFIG_FILE))
     except OSError as error:
         raise CheckpointError(
-            f"{path / CONFIG_FILE}: {error.strerror}. An adapter of PEFT is a directory with "
-            f"{CONFIG_FILE} and {WEIGHTS_FILE}. Give its path."
+            f"{path / CONFIG_FILE} cannot be read: {error.strerror}. A PEFT adapter is a directory "
+            f"with {CONFIG_FILE} and {WEIGHTS_FILE}. Pass its path."
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path / CONFIG_FILE} is no JSON: {error!s:.200}. Restore it."
+            f"{path / CONFIG_FILE} is not valid JSON: {error!s:.200}. Restore it."
         ) from None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{path / CONFIG_FILE} is no table. Restore it.")
+        raise CheckpointError(f"{path / CONFIG_FILE} is not a JSON object. Restore it.")
     return table
 
 
@@ -145,8 +145,8 @@ def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of an adapter."""
     if not safe_files.path_exists(path / WEIGHTS_FILE) and (path / "adapter_model.bin").exists():
         raise UnsafeInputError(
-            f"{path} has an adapter_model.bin, which is a pickle: to read it runs what it says. "
-            f"Weights are read from {WEIGHTS_FILE}. Save the adapter again with safetensors."
+            f"{path} has an adapter_model.bin, which is a pickle file and can run code when it is "
+            f"loaded. Weights are read from {WEIGHTS_FILE} only. Save the adapter as safetensors."
         )
     with open_weights(path / WEIGHTS_FILE) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -179,19 +179,17 @@ def _refuse_unknown_keys(path: Path, table: Mapping[str, Any]) -> None:
             problems.append(_config_problem(path, key, value, "a number"))
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(table.get(key) or {}, dict):
-            problems.append(_config_problem(path, key, table[key], "a table"))
+            problems.append(_config_problem(path, key, table[key], "a JSON object"))
     if problems:
         raise CheckpointError(
-            "\n".join(problems) + "\nAdapters of this kind are not known here. Train another."
+            "\n".join(problems) + "\nSuch adapters are not supported. Train another adapter."
         )
 
 
 def _parse_rank(path: Path, table: Mapping[str, Any], key: str) -> int:
     value = table.get(key, 8)
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise CheckpointError(
-            _config_problem(path, key, value, f"a whole number from 1 to {MAX_RANK}")
-        )
+        raise CheckpointError(_config_problem(path, key, value, f"an integer from 1 to {MAX_RANK}"))
     return value
 
 
@@ -214,29 +212,29 @@ def _find_family(path: Path, config: DecoderConfig, modules: set[str]) -> Family
     some = ", ".join(sorted(modules)[:3]) or "none"
     raise CheckpointError(
         f"{path / WEIGHTS_FILE} adapts layers ({some}) that no family with the config of this "
-        "model has. An adapter fits the model that it was made for. Use that model."
+        "model has. An adapter only fits the model that it was trained for. Use that model."
     )
 
 
 def _refuse_missing_layers(
     path: Path, table: Mapping[str, Any], entries: Sequence[TensorMapping], modules: set[str]
 ) -> None:
-    """Refuse layers that the config targets but the file lacks: tensors were lost."""
+    """Refuse an adapter whose file lacks layers that its config targets: tensors are missing."""
     names = [e.name.removesuffix(".weight") for e in entries if e.name.endswith(".weight")]
     try:
         lost = sorted(name for name in names if _is_targeted(table, name) and name not in modules)
     except re.error as error:
         raise CheckpointError(
             _config_problem(
-                path, "target_modules", table.get("target_modules"), f"a pattern ({error})"
+                path, "target_modules", table.get("target_modules"), f"a valid pattern ({error})"
             )
         ) from None
     if lost:
         raise CheckpointError(
             f"{path / CONFIG_FILE} has target_modules={table.get('target_modules')!r:.120}, but "
             f"{WEIGHTS_FILE} has no adapter of {', '.join(lost[:3])} ({len(lost)} in all). "
-            "Adapters of embeddings, heads and norms are not known here; others were lost. Train "
-            "another."
+            "Adapters of embeddings, heads and norms are not supported; all others must be in the "
+            "file. Train another adapter."
         )
 
 
@@ -251,7 +249,7 @@ def _is_targeted(table: Mapping[str, Any], name: str) -> bool:
 
     targets = table.get("target_modules")
     blocks = table.get("layers_to_transform")
-    # all-linear names no layers, so that nothing can be found missing.
+    # all-linear does not name layers, so missing ones cannot be found.
     if targets == "all-linear" or named(table.get("exclude_modules")) or not named(targets):
         return False
     # layers_to_transform only applies to suffixes in a list.
@@ -269,7 +267,7 @@ def _find_stacked(
     entries: Mapping[str, TensorMapping],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> set[str]:
-    """Packed layers with one A per layer of ours; refuse other differing ranks and scales."""
+    """Packed layers with one A per layer of ours; refuses other differences of rank or scale."""
     rank = table.get("r", 8)
     root = bool(table.get("use_rslora"))
     stacked = set[str]()
@@ -283,7 +281,7 @@ def _find_stacked(
         if have != configured or have not in (rank, rank * count):
             raise CheckpointError(
                 _config_problem(path, "rank_pattern", table.get("rank_pattern"), "left out")
-                + f" {module} has rank {have}, r={rank}: all layers have the same rank here."
+                + f" {module} has rank {have}, but r={rank}. All layers must have the same rank."
             )
         # PEFT scales by alpha / rank (rsLoRA: alpha / sqrt(rank)); alpha must grow with the stacked
         # rank to keep the scale.
@@ -291,7 +289,7 @@ def _find_stacked(
         if not math.isclose(alpha, table.get("lora_alpha", 8) * (times**0.5 if root else times)):
             raise CheckpointError(
                 _config_problem(path, "alpha_pattern", table.get("alpha_pattern"), "left out")
-                + f" {module} has alpha {alpha}: all layers have the same scale here."
+                + f" {module} has alpha {alpha}. All layers must have the same scale."
             )
         if count > 1:
             (stacked if times > 1 else plain).add(module)
@@ -299,7 +297,10 @@ def _find_stacked(
     if stacked and plain:
         raise CheckpointError(
             _config_problem(
-                path, "rank_pattern", table.get("rank_pattern"), "for all packed layers or none"
+                path,
+                "rank_pattern",
+                table.get("rank_pattern"),
+                "set for all packed layers or none",
             )
         )
     return stacked
@@ -323,15 +324,15 @@ def _adapted_layers(
             parts = ours.split(".")
             if parts[0] != "blocks" or parts[-2] not in LAYER_ORDER:
                 raise CheckpointError(
-                    f"{path / WEIGHTS_FILE} adapts {entry.name}. Adapters are known beside "
+                    f"{path / WEIGHTS_FILE} adapts {entry.name}. Adapters are supported for "
                     f"{', '.join(LAYER_ORDER)}. Train one without it."
                 )
             found.setdefault(int(parts[1]), set()).add(parts[-2])
     kinds = {frozenset(some) for some in found.values()}
     if len(kinds) != 1:
         raise CheckpointError(
-            f"{path / WEIGHTS_FILE} adapts other layers in some blocks than in others. Here "
-            "they are the same in all that have adapters. Train another."
+            f"{path / WEIGHTS_FILE} adapts different layers in different blocks. All blocks with "
+            "adapters must adapt the same layers. Train another adapter."
         )
     (names,) = kinds
     # An empty tuple means all blocks.
@@ -391,9 +392,9 @@ def _check_tensors(
     if odd:
         name = odd[0]
         raise CheckpointError(
-            f"{path / WEIGHTS_FILE} has {name} of shape {list(shapes.get(name, ()))}, but it "
-            f"should be {list(expected.get(name, ()))} ({len(odd)} such in all; [] is not there). "
-            "An adapter fits the model that it was made for. Use that model."
+            f"{path / WEIGHTS_FILE} has {name} of shape {list(shapes.get(name, ()))} instead of "
+            f"{list(expected.get(name, ()))} ({len(odd)} such tensors; [] means missing). An "
+            "adapter only fits the model that it was trained for. Use that model."
         )
     stacked = [m for m, e in entries.items() if len(e.our_names) > 1 and not lora.shared]
     for module in stacked:
@@ -411,12 +412,12 @@ def _refuse_mixed(
         row = 0
     for i, ours in enumerate(entry.our_names):
         out = weights[ours].shape[0]
-        # Zero the diagonal blocks; whatever remains is outside of them.
+        # Zero the diagonal blocks; everything that remains is outside of them.
         b[row : row + out, i * rank : (i + 1) * rank] = 0.0
         row += out
     if bool(b.any()):
         raise CheckpointError(
-            f"{path / WEIGHTS_FILE} has {name} that is not zero outside of {len(entry.our_names)} "
-            "blocks on its diagonal. Packed layers have one A of rank r, or one each. Train "
-            "another."
+            f"{path / WEIGHTS_FILE} has {name} with nonzero values outside of the "
+            f"{len(entry.our_names)} blocks on its diagonal. Packed layers must share one A of "
+            "rank r, or have one each. Train another adapter."
         )

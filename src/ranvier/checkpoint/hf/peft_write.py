@@ -33,8 +33,8 @@ def weight_reader(checkpoint: Path) -> ReadTensors:
         lost = [name for name in names if f"{name}.master" not in source.tensor_specs]
         if lost:
             raise CheckpointError(
-                f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint "
-                "fits the settings that it was trained with. Restore the config.toml of its run."
+                f"{checkpoint} has no {lost[0]} ({len(lost)} weights are missing). A checkpoint "
+                "only fits the settings it was trained with. Restore the config.toml of its run."
             )
         found = source.read_tensors([f"{name}.master" for name in names])
         return {name.removesuffix(".master"): tensor for name, tensor in found.items()}
@@ -60,8 +60,8 @@ def write_adapter(
 
     if lora.rank < 1:
         raise CheckpointError(
-            f"{checkpoint} has no adapter: lora.rank={lora.rank}. Only runs with a rank have one. "
-            "Export the whole model."
+            f"{checkpoint} has no adapter: lora.rank={lora.rank}. Only runs with lora.rank > 0 "
+            "have one. Export the whole model."
         )
     read = weight_reader(checkpoint)
     weights = adapted_weights(config, lora)
@@ -96,8 +96,8 @@ def _pack_adapter(
     if None in owns and (lora.dora or lora.shared):
         raise CheckpointError(
             f"lora.target_modules={list(lora.target_modules)} adapts only a part of {entry.name}, "
-            f"which packs {len(owns)} of our layers. PEFT adapts such a layer as a whole. Adapt "
-            "all of them, or none."
+            f"which packs {len(owns)} layers into one. PEFT adapts such a layer as a whole. Adapt "
+            "all of these layers, or none."
         )
     there = [own for own in owns if own is not None]
     kinds = ("a", "b", "m") if lora.dora else ("a", "b")
@@ -123,7 +123,7 @@ def _pack_adapter(
 def _diagonal_block(
     ours: str, owns: Sequence[AdaptedWeight | None], i: int, read: ReadTensors, rank: int
 ) -> Tensor:
-    """The diagonal block of a layer in a packed B; zero if the layer is not adapted."""
+    """The diagonal block of a layer in a packed B; zeros if the layer is not adapted."""
     own = owns[i]
     if own is not None:
         return read([own.b])[own.b]

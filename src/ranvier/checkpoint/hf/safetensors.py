@@ -1,6 +1,6 @@
 """Writes the weights of a model in Hugging Face format: safetensors shards with an index.
 
-One tensor is produced at a time: at most one full tensor of ours is in memory.
+One tensor is produced at a time, so at most one full tensor of ours is in memory.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _write_file(
 
 
 def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> list[Tensor]:
-    """Our tensors that make up one of theirs; stacked experts are cached until the last one."""
+    """Our tensors that make up one stored tensor; stacked experts are cached until the last one."""
     # Experts of one tensor are consecutive entries, so that a cache of one tensor is enough.
     if entry.expert_index < 0:
         held.clear()
@@ -141,11 +141,11 @@ def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> l
 
 
 def _cast_checked(x: Tensor, one: HFTensor) -> Tensor:
-    """Cast to the dtype to write; values that overflow fp16 are refused."""
+    """Cast to the dtype of the file; values that overflow fp16 are refused."""
     y = x.to(one.dtype)
     if one.dtype == torch.float16 and not bool(y.isfinite().all()):
         raise PlanError(
-            f"{one.name} has numbers up to {float(x.abs().max()):.3g}. fp16 ends at 65504. Use "
-            "--dtype bf16 or fp32."
+            f"{one.name} has values up to {float(x.abs().max()):.3g}. The largest fp16 value is "
+            "65504. Use --dtype bf16 or fp32."
         )
     return y
