@@ -107,7 +107,10 @@ def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -
         (lambda text: "[]", r"corpus\.json is broken: TypeError"),
         (lambda text: "{}", r"corpus\.json is broken: KeyError: 'format'"),
         (lambda text: text.replace('"tokens"', '"tokes"'), r"is broken: TypeError.*tokes"),
-        (lambda text: text.replace('"tokens": 4', '"tokens": "4"'), r"tokens is '4', not a number"),
+        (
+            lambda text: text.replace('"tokens": 4', '"tokens": "4"'),
+            r"tokens is '4', not an integer",
+        ),
         (lambda text: text.replace('"format": 2', '"format": 9'), r"has format 9\. .* 1 and 2"),
         (lambda text: text.replace('"format": 2', '"format": 1'), r"is broken: TypeError.*digest"),
         (lambda text: text.replace('"digest"', '"other"'), r"is broken: KeyError: 'digest'"),
@@ -265,7 +268,7 @@ def test_a_pair_takes_a_tokenizer_that_is_a_path(tmp_path: Path) -> None:
     folder = keep(prefix, tmp_path, tokenizer=str(tmp_path / "mine.json"))
     assert CorpusManifest.read_from(folder).tokenizer == ByteTokenizer().fingerprint
     write_pair(tmp_path / "y", [[1, 2, 300]])
-    with pytest.raises(DataError, match=r"y holds token 300\. .* 257 ids"):
+    with pytest.raises(DataError, match=r"y contains the token 300, .* only 257 ids"):
         keep(tmp_path / "y", tmp_path, tokenizer=str(tmp_path / "mine.json"))
 
 
@@ -274,8 +277,8 @@ def test_a_pair_takes_a_tokenizer_that_is_a_path(tmp_path: Path) -> None:
     [
         ([[1], [5, -3]], "<i4", r"x\.bin: document 1 has tokens from -3 to 5"),
         ([[2**31]], "<i8", r"document 0 has tokens from 2147483648 to"),
-        ([[], []], "<u2", r"x holds no token \(2 documents\)"),
-        ([], "<u2", r"x holds no token \(0 documents\)"),
+        ([[], []], "<u2", r"x has no tokens \(2 documents\)"),
+        ([], "<u2", r"x has no tokens \(0 documents\)"),
     ],
 )
 def test_pairs_without_use_are_refused(
@@ -322,7 +325,7 @@ def test_texts_beside_pairs_are_refused(tmp_path: Path) -> None:
     assert CorpusManifest.read_from(keep(folder, tmp_path)).tokens == 2
     (folder / "b.jsonl").write_text('{"text": "abc"}')
     with pytest.raises(
-        DataError, match=r"pair \(x\.bin\) and a text \(b\.jsonl\).*data\.mixture_weights"
+        DataError, match=r"pair \(x\.bin\) and a text file \(b\.jsonl\).*data\.mixture_weights"
     ):
         keep(folder, tmp_path)
 
@@ -333,7 +336,7 @@ def test_fifos_are_refused_not_waited_for(tmp_path: Path) -> None:
     write_pair(tmp_path / "z", [[1, 2]])
     (tmp_path / "x.idx").write_bytes((tmp_path / "z.idx").read_bytes())
     for name in ("x", "x.bin", "y.txt"):
-        with pytest.raises(DataError, match=r"cannot be read: it is no regular file"):
+        with pytest.raises(DataError, match=r"cannot be read: it is not a regular file"):
             keep(tmp_path / name, tmp_path)
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(UnsafeInputError, match=r"tokenizer\.json is a pipe"):

@@ -333,7 +333,7 @@ def test_messages_that_are_not_learnt(folders: dict[tuple[str, str], Path]) -> N
 def test_a_template_whose_answers_cannot_be_found_is_refused(tmp_path: Path) -> None:
     hidden = "{% for m in messages %}{{ m.content | upper | reverse }}{% endfor %}"
     chat = chat_of(folder_of(tmp_path, hidden))
-    with pytest.raises(DataError, match=r"talks.jsonl:7: the answers cannot be told") as found:
+    with pytest.raises(DataError, match=r"talks.jsonl:7: the answers cannot be located") as found:
         chat.encode(conversation(TALKS["one"]))
     assert "data.loss_on=all" in str(found.value)
     assert chat.encode(conversation(TALKS["one"]), "all")[1].all()

@@ -146,7 +146,8 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -
     corpus = corpus_of(tmp_path, [[1, 2]], [[3], [], [4, 5, 60, 7], [90]])
     corpus.check_vocab(91)
     message = (
-        r"part1\.bin: document 2 has token 60 at offset 2\. A vocabulary of 50 .*Use 91 or more"
+        r"part1\.bin: document 2 has token 60 at offset 2\. A vocabulary of 50 "
+        r".*Use model\.vocab=91 or more"
     )
     with pytest.raises(DataError, match=message):
         corpus.check_vocab(50)

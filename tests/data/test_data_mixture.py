@@ -165,11 +165,11 @@ def test_each_stream_of_a_mixture_has_epochs_of_its_own(streams: list[DocumentSt
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1], r"1 weights for 3 corpora\. Each has one\."),
-        ([1, -1, 1], r"A weight of -1\. It is finite and 0 or more"),
-        ([1, math.nan, math.inf], r"A weight of nan.*\nA weight of inf"),
-        ([0, 0, 0], r"All 3 weights are 0\. One at least is above"),
-        ([1, 10**400, 1], r"A weight of 10000.*It is finite"),
+        ([1], r"1 mixture weights for 3 corpora\. Each corpus needs one\."),
+        ([1, -1, 1], r"The mixture weight -1 is invalid\. It must be finite and at least 0"),
+        ([1, math.nan, math.inf], r"The mixture weight nan.*\nThe mixture weight inf"),
+        ([0, 0, 0], r"All 3 mixture weights are 0\. One must be positive"),
+        ([1, 10**400, 1], r"The mixture weight 10000.*It must be finite"),
     ],
 )
 def test_senseless_weights_are_refused(

@@ -154,14 +154,16 @@ def test_a_manifest_must_agree_with_its_tokenizer(folders: list[Path]) -> None:
     content = json.loads(path.read_text()) | {"vocab": 300}
     del content["digest"]
     path.write_text(json.dumps({**content, "digest": manifest_digest(content)}))
-    with pytest.raises(DataError, match=r"has 257 ids and the end 256\. .* with 300 ids"):
+    with pytest.raises(DataError, match=r"has 257 ids and the end token 256\. .* with 300 ids"):
         opened(folders)
 
 
 def test_documents_of_one_token_teach_nothing_when_packed(tmp_path: Path) -> None:
     write_pair(tmp_path / "x", [[1], [], [2], [3]])
     folders = cache_corpora([str(tmp_path / "x")], cache=tmp_path / "cache")
-    with pytest.raises(DataError, match=r"nothing to learn: 3 documents .* each of 1 token"):
+    with pytest.raises(
+        DataError, match=r"nothing to learn: each of its 3 training documents has 1 token"
+    ):
         opened(folders)
     assert opened(folders, packed=False).train.num_windows == 1
 
@@ -169,10 +171,10 @@ def test_documents_of_one_token_teach_nothing_when_packed(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq": 0}, r"seq_len=0 tokens a sample\. It must be 1 or more"),
-        ({"held_out": 1.0}, r"validation_fraction=1\.0 is no share"),
+        ({"seq": 0}, r"seq_len=0 is too small\. A sample must have at least 1 token"),
+        ({"held_out": 1.0}, r"validation_fraction=1\.0 is not a valid fraction"),
         ({"held_out": float("nan")}, r"validation_fraction=nan"),
-        ({"weights": [1]}, r"1 weights for 3 corpora"),
+        ({"weights": [1]}, r"1 mixture weights for 3 corpora"),
     ],
 )
 def test_senseless_numbers_are_refused(
@@ -192,5 +194,5 @@ def test_the_package_needs_no_optional_package() -> None:
 
 
 def test_a_run_needs_a_corpus() -> None:
-    with pytest.raises(PlanError, match="There is no corpus"):
+    with pytest.raises(PlanError, match="No corpus was given"):
         opened([])

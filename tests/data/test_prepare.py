@@ -134,7 +134,7 @@ def test_folders_above_go_too_when_one_cannot_be_made(source: Path, tmp_path: Pa
             [source], tmp_path / "new" / ("x" * 250) / ("y" * 300) / "out", ByteTokenizer()
         )
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    with pytest.raises(DataError, match=r"cannot be written: .* holds a NUL"):
+    with pytest.raises(DataError, match=r"cannot be written: .* contains a NUL"):
         prepare_corpus([source], tmp_path / "a\0b", ByteTokenizer())
 
 
@@ -152,7 +152,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(
 
 def test_a_bad_line_far_in_leaves_nothing(source: Path, tmp_path: Path) -> None:
     source.write_text(source.read_text() + "{\n")
-    with pytest.raises(DataError, match=r"in\.jsonl:6: broken JSON"):
+    with pytest.raises(DataError, match=r"in\.jsonl:6: invalid JSON"):
         prepare_corpus([source], tmp_path / "out", ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -165,7 +165,7 @@ def test_a_corpus_is_kept_and_never_overwritten(source: Path, tmp_path: Path) ->
     assert prepare_corpus([source], out, ByteTokenizer(), shard_tokens=12) == first
     assert (out / "corpus.json").stat().st_mtime_ns == before
     source.write_text('{"text": "other"}')
-    with pytest.raises(DataError, match=rf"holds another corpus: fingerprint {first.fingerprint}"):
+    with pytest.raises(DataError, match=rf"has another corpus: fingerprint {first.fingerprint}"):
         prepare_corpus([source], out, ByteTokenizer())
     assert CorpusManifest.read_from(out) == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
@@ -176,7 +176,7 @@ def test_other_folders_and_files_are_refused_before_the_work(
 ) -> None:
     monkeypatch.setattr(module, "DocumentReader", None)
     for out in (tmp_path, source):
-        with pytest.raises(DataError, match=r"exists and is no prepared corpus"):
+        with pytest.raises(DataError, match=r"exists and is not a prepared corpus"):
             prepare_corpus([source], out, ByteTokenizer())
 
 

@@ -96,7 +96,9 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
     for split in ("train", "test"):
         saved(both / split, [[split]])
     (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(DataError, match=r"splits train, test\. One is read.* Use .*both/train"):
+    with pytest.raises(
+        DataError, match=r"splits train, test\. A corpus reads one split.* Use .*both/train"
+    ):
         list(read_documents(both))
     assert list(read_documents(both / "test")) == ["test"]
     (both / "dataset_dict.json").write_text('{"splits": ["test"]}')
@@ -117,7 +119,7 @@ def test_a_saved_dataset_that_is_broken_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "cut", [["a" * 1000] * 1000])
     (file,) = folder.glob("*.arrow")
     os.truncate(file, 2000)
-    with pytest.raises(DataError, match=r"\.arrow is no whole arrow file \(2000 bytes"):
+    with pytest.raises(DataError, match=r"\.arrow is not a complete arrow file \(2000 bytes"):
         list(read_documents(folder))
     (folder / "state.json").write_text("{")
     with pytest.raises(DataError, match=r"state\.json cannot be read"):
@@ -181,21 +183,33 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "broken json": (
         "a.jsonl",
         LINES + b'{"text": \n',
-        r"a\.jsonl:4: broken JSON: .*one JSON object",
+        r"a\.jsonl:4: invalid JSON: .*one JSON object",
     ),
-    "deep json": ("a.jsonl", b"[" * 200_000, r"a\.jsonl:1: broken JSON"),
-    "no object": ("a.json", b"[1, 2]\n", r"a\.json:1: a list, not an object"),
+    "deep json": ("a.jsonl", b"[" * 200_000, r"a\.jsonl:1: invalid JSON"),
+    "no object": ("a.json", b"[1, 2]\n", r"a\.json:1: the record is a list, not an object"),
     "no field": ("a.jsonl", b'{"txt": "a", "id": 1}', r":1: the record has no field 'text'; its "),
     "keys": ("a.jsonl", b'{"id": 1, "txt": "a"}', r"'id', 'txt'\..* Use the field 'txt'\."),
     "no key": ("a.jsonl", b"{}", r"its fields are none\. .*Choose another file"),
     "a number": ("a.jsonl", b'{"text": 3}', r":1: the field 'text' is a int, not a string"),
     "a null": ("a.jsonl", b'{"text": null}', r":1: the field 'text' is a NoneType"),
-    "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-20], r"a\.jsonl\.gz is no whole gzip file"),
-    "no gzip": ("a.txt.gz", b"plain text", r"a\.txt\.gz is no whole gzip file \(10 bytes\)"),
-    "bad gzip": ("a.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 40, r"is no whole gzip file"),
-    "suffix": ("a.docx", b"x", r"a\.docx has an unknown suffix\. Suffixes are \.txt, \.md"),
-    "empty": ("a.txt", b"", r"a\.txt holds no document \(1 files, 0 bytes\)"),
-    "all empty": ("a.jsonl", b'{"text": ""}\n\n', r"holds no document"),
+    "cut gzip": (
+        "a.jsonl.gz",
+        gzip.compress(LINES)[:-20],
+        r"a\.jsonl\.gz is not a complete gzip file",
+    ),
+    "no gzip": ("a.txt.gz", b"plain text", r"a\.txt\.gz is not a complete gzip file \(10 bytes\)"),
+    "bad gzip": (
+        "a.txt.gz",
+        gzip.compress(b"")[:10] + b"\xff" * 40,
+        r"is not a complete gzip file",
+    ),
+    "suffix": (
+        "a.docx",
+        b"x",
+        r"a\.docx has an unknown suffix\. Supported suffixes are \.txt, \.md",
+    ),
+    "empty": ("a.txt", b"", r"a\.txt has no documents \(1 files, 0 bytes\)"),
+    "all empty": ("a.jsonl", b'{"text": ""}\n\n', r"has no documents"),
 }
 
 
@@ -217,7 +231,7 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.parquet: row 1: the field 'number' is a int"):
         list(read_documents(path, "number"))
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"a\.parquet is no whole parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a complete parquet file"):
         list(read_documents(path, "txt"))
     parquet(path, {"text": ["a", None]})
     with pytest.raises(DataError, match=r"row 2: the field 'text' is a NoneType"):
@@ -271,13 +285,13 @@ def with_nul(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (fifo, r"a\.txt cannot be read: it is no regular file"),
-        (folder_of_a_fifo, r"a\.txt cannot be read: it is no regular file"),
-        (device, r"a\.txt cannot be read: it is no regular file"),
+        (fifo, r"a\.txt cannot be read: it is not a regular file"),
+        (folder_of_a_fifo, r"a\.txt cannot be read: it is not a regular file"),
+        (device, r"a\.txt cannot be read: it is not a regular file"),
         (too_long, r"x\.txt cannot be read: File name too long"),
         (with_nul, r"a\\0b\.txt cannot be read: embedded null byte"),
         (missing, r"none\.txt cannot be read: No such file.*A corpus is 'stdlib', a file"),
-        (empty, r"The folder .* holds no file that can be read\. Suffixes are"),
+        (empty, r"The folder .* contains no file that can be read\. Supported suffixes are"),
         (dangling, r"a\.txt cannot be read: No such file"),
     ],
 )

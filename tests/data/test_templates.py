@@ -95,7 +95,9 @@ def test_what_is_too_large_or_deep_is_named() -> None:
     for _ in range(100_000):
         deep = [deep]
     for value in ("x" * (sandbox.MAX_CHARACTERS + 1), deep):
-        with pytest.raises(DataError, match=r"talks:3: the chat template mine does not take this"):
+        with pytest.raises(
+            DataError, match=r"talks:3: the chat template mine rejects this conversation"
+        ):
             echo({"x": value}, at="talks:3")
     assert echo({"x": 1}) == "1"
 

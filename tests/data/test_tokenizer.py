@@ -146,10 +146,12 @@ def test_the_end_is_the_one_the_files_beside_it_name(
 
 def test_a_tokenizer_that_nothing_ends_says_where_to_name_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "[EOS]": 1}}}')
-    with pytest.raises(DataError, match=r"none of which ends.*eos_token of tokenizer_config\.json"):
+    with pytest.raises(
+        DataError, match=r"no end-of-document token.*eos_token of the tokenizer_config\.json"
+    ):
         load_tokenizer(tmp_path, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON object"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not a valid JSON object"):
         load_tokenizer(tmp_path, tmp_path)
 
 
@@ -247,8 +249,8 @@ def test_a_bad_document_in_training_is_told() -> None:
     [
         ("byte", None, r"'byte' cannot be read.*A tokenizer is 'bytes'.*Did you mean 'bytes'\?"),
         ("none/here.json", None, r"No such file.*Check the path"),
-        ("bad.json", b"{", r"bad.json is no tokenizer.json: JSONDecodeError"),
-        ("bad.json", b"[1]", r"bad.json is no tokenizer.json: TypeError"),
+        ("bad.json", b"{", r"bad.json is not a valid tokenizer.json: JSONDecodeError"),
+        ("bad.json", b"[1]", r"bad.json is not a valid tokenizer.json: TypeError"),
         ("bad.json", b'{"model": {}}', r"KeyError: 'vocab'"),
         ("bad.json", b"\xff", r"it is not UTF-8"),
         ("x" * 300, None, r"cannot be read: .*: File name too long.*Check the path"),
@@ -264,9 +266,9 @@ def test_a_bad_document_in_training_is_told() -> None:
         (
             "bad.json",
             b'{"model": {"vocab": {}}, "added_tokens": [{"content": "</s>", "id": Infinity}]}',
-            r"id of '</s>' is inf, not 0 or more and below 2\^31",
+            r"id of '</s>' is inf, not in the range 0 to 2\^31 - 1",
         ),
-        ("bad.json", b'{"model": {"vocab": {"a": 0}}}', r"1 tokens, none of which ends a document"),
+        ("bad.json", b'{"model": {"vocab": {"a": 0}}}', r"1 tokens, but no end-of-document token"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(

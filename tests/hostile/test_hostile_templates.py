@@ -39,7 +39,11 @@ def test_a_template_ends_as_its_line_says(name: str, worker: TemplateWorker) -> 
         error = UnsafeInputError if outcome == "refused" else DataError
         with pytest.raises(error) as found:
             rendered()
-    said = {"refused": "theirs was stopped", "failed": "does not take this", "syntax": "theirs:1"}
+    said = {
+        "refused": "theirs was stopped",
+        "failed": "rejects this conversation",
+        "syntax": "theirs:1",
+    }
     assert said[outcome] in str(found.value)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * 1024 <= GROWTH, f"this process grew by {grown} KiB"

@@ -128,7 +128,7 @@ def test_a_thread_that_hangs_is_an_error_and_does_not_hold_the_end() -> None:
 
     with (
         pytest.raises(
-            HangError, match=r"Batch 1 has not come for 0 s.*train\.comm_timeout_seconds"
+            HangError, match=r"Batch 1 has not arrived for 0 s.*train\.comm_timeout_seconds"
         ) as caught,
         Loader(make, patience=0.1) as found,
     ):

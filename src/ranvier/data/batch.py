@@ -1,6 +1,6 @@
 """Batches: samples of a step or of a micro-batch as tensors.
 
-SampleBatch: what training asks of the batches of any kind of model.
+SampleBatch: the interface of batches that training needs, for any kind of model.
 Batch: tokens and their targets. Window: one sample of a corpus.
 """
 
@@ -49,7 +49,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleBatch:
-    """Samples of a step or of a micro-batch; the first dim of every tensor is that of the samples.
+    """Samples of a step or of a micro-batch; the first dim of every tensor counts the samples.
 
     Each kind of model has its own fields.
     """
@@ -73,10 +73,10 @@ class SampleBatch:
 
     @abstractmethod
     def count_targets(self, axis: Axis | None = None) -> Tensor:
-        """Number of targets over which the loss is a mean; axis: of this rank's share along it."""
+        """Number of targets that the loss averages over; axis: of this rank's share along it."""
 
     def local_inputs(self, grid: Grid, table: ShardingTable) -> dict[str, Any]:
-        """Keyword arguments of the model on a rank; by default all ranks of a replica have all."""
+        """Keyword arguments of the model on this rank; by default equal in a replica."""
         return self.model_inputs()
 
     def select(self, rows: slice) -> Self:
@@ -92,7 +92,7 @@ class SampleBatch:
         return self.map_tensors(lambda x: x.pin_memory())
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with each of its tensors changed."""
+        """The batch with a function applied to each of its tensors."""
         values = ((one.name, getattr(self, one.name)) for one in fields(self))
         changed: Any = {name: change(x) for name, x in values if isinstance(x, Tensor)}
         return replace(self, **changed)
@@ -120,7 +120,7 @@ class Batch(SampleBatch):
     targets: Tensor
     positions: Tensor | None = None
     documents: Documents | Tensor | None = None
-    """Document ids, equal for neighbours in one document; on a device the boundaries themselves."""
+    """Document ids, equal for neighbors in one document; on a device the document boundaries."""
 
     @classmethod
     def blank(cls, run: RunConfig, size: int) -> Self:
@@ -188,7 +188,7 @@ class Batch(SampleBatch):
 
 
 def batch_type(model: ModelConfig) -> type[SampleBatch]:
-    """The batches of a model's kind."""
+    """The batch class of a kind of model."""
     found: type[SampleBatch] = find_kind(model.kind).batch.load()
     return found
 
@@ -201,7 +201,7 @@ class SampleSource(Protocol[BatchT_co]):
     """Numbered samples of a kind of model."""
 
     def read_batch(self, numbers: Sequence[int], end: int | None = None) -> BatchT_co:
-        """The samples of these numbers; those from `end` on are blank: they have no targets."""
+        """The samples with these numbers; samples from `end` on are blank, without targets."""
 
 
 class WindowSource(Protocol):
@@ -216,11 +216,11 @@ class WindowSource(Protocol):
         """Whether attention and positions stay within a document."""
 
     def read_sample(self, number: int) -> Window:
-        """The sample of this number."""
+        """The sample with this number."""
 
 
 def read_windows(source: WindowSource, numbers: Sequence[int], end: int | None = None) -> Batch:
-    """The windows of these numbers as a batch; those from `end` on have no targets."""
+    """The windows with these numbers as a batch; windows from `end` on have no targets."""
     blank = Window.without_targets(source.seq)
     windows = [
         blank if end is not None and number >= end else source.read_sample(number)

@@ -1,8 +1,8 @@
 """Corpus cache: the directory with the tokens of each input of a run, created when missing.
 
-A prepared directory is used as it is. Foreign Megatron pairs are indexed: hashes and manifest go to
-the cache, tokens stay in place. Everything else is prepared in the cache under a key of its
-content.
+A prepared directory is used as it is. Existing Megatron pairs are indexed: hashes and manifest are
+stored in the cache, tokens stay in place. Everything else is tokenized into the cache under a key
+of its content.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def cache_corpus(
     verify: bool = False,
     progress: PrepareProgress | None = None,
 ) -> Path:
-    """The corpus directory of an input; verify: compare contents of its files, not only sizes.
+    """The corpus directory of an input; verify: compare the contents of its files, not only sizes.
 
-    form: what its records are; template: a file in place of the tokenizer's own chat template.
+    form: the kind of its records; template: a file that replaces the tokenizer's chat template.
     """
     path = Path(source)
-    # A prepared corpus, foreign Megatron pairs, or raw documents, in this order.
+    # A prepared corpus, existing Megatron pairs, or raw documents, in this order.
     if source != STDLIB and os.path.isfile(path / CORPUS_MANIFEST):
         folder = path
     elif source != STDLIB and (prefixes := pair_prefixes(path)):
@@ -111,8 +111,9 @@ def holds_chats(reader: DocumentReader, form: DataFormat) -> bool:
     if not reader.is_tabular:
         if form == "chat":
             raise DataError(
-                f"{reader.name} holds texts, but data.format=chat. Conversations are records of "
-                ".jsonl, .json or .parquet files. Use data.format=auto, or convert it."
+                f"{reader.name} contains plain text, but data.format=chat. Conversations must be "
+                "records of .jsonl, .json or .parquet files. Use data.format=auto, or convert the "
+                "file."
             )
         return False
     if form == "chat":
@@ -150,16 +151,16 @@ def pair_prefixes(path: Path) -> list[Path]:
 
 
 def _refuse_texts(folder: Path, pair: Path) -> None:
-    """Refuse texts next to pairs: only the pairs would be read."""
+    """Refuse text files next to pairs: only the pairs would be read."""
     for file in sorted(folder.iterdir()):
         known = (
             file.name.startswith(".") or file.name in DESCRIPTION_FILES or suffix_of(file) is None
         )
         if not known and not file.is_dir():
             raise DataError(
-                f"{folder} holds a Megatron pair ({pair.name}) and a text ({file.name}). A "
-                "directory holds one kind. Put them in directories of their own and mix them with "
-                "data.mixture_weights."
+                f"{folder} contains a Megatron pair ({pair.name}) and a text file ({file.name}). A "
+                "directory must contain one kind only. Move them into separate directories and mix "
+                "them with data.mixture_weights."
             )
 
 
@@ -206,8 +207,8 @@ def index_pairs(
         ]
         if tally.num_tokens == 0:
             raise DataError(
-                f"{prefixes[0]} holds no token ({tally.num_documents} documents). A corpus "
-                "needs at least one. Choose another pair."
+                f"{prefixes[0]} has no tokens ({tally.num_documents} documents). A corpus needs at "
+                "least one token. Choose another pair."
             )
         if tokenizer is not None:
             _check_vocab(tokenizer, tally, prefixes[0])
@@ -252,8 +253,8 @@ def _index_pair(
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
             raise DataError(
                 f"{pair_file(pair.prefix, 'bin')}: document {document} has tokens from "
-                f"{tokens.min()} to {tokens.max()}. A token is 0 or more and below 2^31. Make the "
-                "pair again."
+                f"{tokens.min()} to {tokens.max()}. Tokens must be at least 0 and below 2^31. "
+                "Create the pair again."
             )
         hashes[document] = tally.add_document(tokens)
         # Report rarely: documents may be tiny.
@@ -272,7 +273,7 @@ def _index_pair(
 def _check_vocab(tokenizer: Tokenizer, tally: CorpusTally, prefix: Path) -> None:
     if tally.largest_token >= tokenizer.vocab_size:
         raise DataError(
-            f"{prefix} holds token {tally.largest_token}. Its tokenizer {tokenizer.fingerprint} "
-            f"has {tokenizer.vocab_size} ids, from 0. Put the tokenizer.json that made the pair "
-            "beside it."
+            f"{prefix} contains the token {tally.largest_token}, but its tokenizer "
+            f"{tokenizer.fingerprint} has only {tokenizer.vocab_size} ids. Put the tokenizer.json "
+            "that created the pair next to it."
         )

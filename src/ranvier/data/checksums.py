@@ -22,7 +22,7 @@ class FileChecksum:
 
 
 def digest_of(*parts: bytes | str) -> str:
-    """Digest of several parts, each with its length, so that their borders matter too."""
+    """Digest of several parts, each with its length, so that their boundaries matter too."""
     state = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         if isinstance(part, str):
@@ -42,7 +42,7 @@ def file_size(path: Path) -> int:
     except ValueError as error:
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     if not stat.S_ISREG(now.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return now.st_size
 
 

@@ -115,8 +115,8 @@ class Corpus:
         known = parse_tokenizer(text, str(path), end=manifest.end)
         if (known.vocab_size, known.eos_token_id) != (manifest.vocab, manifest.end):
             raise DataError(
-                f"{path} has {known.vocab_size} ids and the end {known.eos_token_id}. {rule} "
-                f"with {manifest.vocab} ids and the end {manifest.end}. {remedy}"
+                f"{path} has {known.vocab_size} ids and the end token {known.eos_token_id}. {rule} "
+                f"with {manifest.vocab} ids and the end token {manifest.end}. {remedy}"
             )
         return known
 
@@ -151,7 +151,7 @@ class Corpus:
         return self.read_tokens(places), self._gather_places(self.loss_masks, places) > 0
 
     def count_learned(self, starts: Ints, lengths: Ints, *, learn_all: bool) -> Ints:
-        """Number of learned tokens in each of some ranges; none crosses a shard."""
+        """Number of learned tokens in each range; a range must not cross a shard."""
         if learn_all:
             return lengths
         counts = np.zeros(len(starts), np.int64)
@@ -181,7 +181,7 @@ class Corpus:
         # Hashes are uniform in 64 bits: those below the fraction are held out, independent of order
         # and of other documents.
         aside = there & (self.document_hashes < np.uint64(int(held_out * 2**64)))
-        # Never hold out everything: a tiny corpus is trained on instead.
+        # Never hold out everything: a tiny corpus is used for training instead.
         if np.array_equal(aside, there):
             aside[:] = False
         return np.flatnonzero(aside if part == "held_out" else there & ~aside)
@@ -198,7 +198,7 @@ class Corpus:
     ) -> DocumentStream | ConversationStream | None:
         """The documents of a split; None if it has none.
 
-        held_out: fraction of documents that are held out; none if nothing would be left to train
+        held_out: fraction of documents that are held out; zero if nothing would be left to train
         on. truncate, loss_on: for conversations.
         """
         assert seq >= 1, seq
@@ -235,8 +235,8 @@ class Corpus:
         need = max(self.manifest.largest + 1, self.manifest.vocab)
         return DataError(
             f"{pair_file(pair.prefix, 'bin')}: document {document} has token {pair.tokens[place]} "
-            f"at offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} names "
-            f"tokens below {vocab}. Use {need} or more, or the tokenizer of the model."
+            f"at offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} has "
+            f"tokens below {vocab}. Use model.vocab={need} or more, or the tokenizer of the model."
         )
 
 
@@ -269,11 +269,11 @@ class DocumentStream:
         return -(-self.num_tokens // self.seq)
 
     def read_sample(self, number: int) -> Window:
-        """The window of this number."""
+        """The window with this number."""
         return self.read_window(number)
 
     def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
-        """The windows of these numbers; those from `end` on have no targets."""
+        """The windows with these numbers; windows from `end` on have no targets."""
         return read_windows(self, numbers, end)
 
     def read_window(self, number: int) -> Window:
@@ -311,7 +311,7 @@ def _read_hashes(path: Path) -> NDArray[np.uint64]:
         return np.fromfile(path, "<u8")
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. It says which documents are held out. "
+            f"{path} cannot be read: {error.strerror}. It defines which documents are held out. "
             "Prepare the corpus again."
         ) from None
 
@@ -325,6 +325,6 @@ def _map_mask(path: Path, tokens: int) -> NDArray[np.uint8]:
         return np.zeros(0, np.uint8)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read: {error}. It says which tokens are learnt. Prepare the corpus "
-            "again."
+            f"{path} cannot be read: {error}. It marks the tokens that are learned. Prepare the "
+            "corpus again."
         ) from None

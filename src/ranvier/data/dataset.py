@@ -61,9 +61,9 @@ class TextData:
                 # Conversations that are left out are not held out.
                 aside -= stream.num_left_out
             lines.append(
-                f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
-                f"share {self.train.quotas[number] / PERIOD_SAMPLES:.2%}, {aside:,} documents "
-                f"held out, corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
+                f"{known.source}: {known.documents:,} documents ({aside:,} held out), "
+                f"{known.tokens:,} tokens, {self.train.quotas[number] / PERIOD_SAMPLES:.2%} of the "
+                f"samples, corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
                 f"in {corpus.folder}"
             )
             if isinstance(stream, ConversationStream):
@@ -96,7 +96,7 @@ def cache_corpora(
     verify: bool = False,
     progress: PrepareProgress | None = None,
 ) -> list[Path]:
-    """The prepared directory of each input, created if missing; for one process of a run."""
+    """The prepared directory of each input, created if missing; called on one process of a run."""
     return [
         cache_corpus(
             one,
@@ -127,8 +127,8 @@ def open_data(
 ) -> TextData:
     """Open prepared corpora; called on every rank of a run.
 
-    weights: of the corpora; None: by their tokens. held_out: fraction of the documents. truncate,
-    loss_on: for conversations.
+    weights: of the corpora; None weights them by their tokens. held_out: fraction of the documents.
+    truncate, loss_on: for conversations.
     """
     _check_options(len(folders), seq, held_out)
     if weights:
@@ -145,7 +145,7 @@ def open_data(
     asides = [corpus.open_stream(seq, held_out, "held_out", **options) for corpus in corpora]
     # Corpora without held-out documents or with weight 0 do not take part in validation.
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
-    # Seed 0, whatever the seed of the run: runs are compared on the same validation samples.
+    # Seed 0, regardless of the seed of the run: runs are compared on the same validation samples.
     if kept:
         aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0)
     else:
@@ -156,13 +156,18 @@ def open_data(
 def _check_options(count: int, seq: int, held_out: float) -> None:
     problems = []
     if count == 0:
-        problems.append("There is no corpus. A run reads one or more. Name one, such as 'stdlib'.")
+        problems.append(
+            "No corpus was given. A run needs at least one. Use, for example, 'stdlib'."
+        )
     if seq < 1:
-        problems.append(f"seq_len={seq} tokens a sample. It must be 1 or more. Use a larger one.")
+        problems.append(
+            f"seq_len={seq} is too small. A sample must have at least 1 token. Use a larger "
+            "seq_len."
+        )
     if not 0 <= held_out < 1:
         problems.append(
-            f"validation_fraction={held_out} is no share of the documents. It is 0 or more and "
-            "below 1. Use a small one, such as 0.01."
+            f"validation_fraction={held_out} is not a valid fraction of the documents. It must be "
+            "at least 0 and below 1. Use a small one, such as 0.01."
         )
     if problems:
         raise PlanError(problems)
@@ -183,7 +188,7 @@ def _open_train_stream(
     name = f"{corpus.manifest.source} (tokenized in {corpus.folder})"
     if stream is None and corpus.manifest.template:
         raise DataError(
-            f"{name} has nothing to learn: no token of an answer is left in its "
+            f"{name} has nothing to learn: no tokens of answers are left in its "
             f"{corpus.manifest.documents} conversations with data.seq_len={seq} and "
             f"data.truncate={options['truncate']}. Use a larger data.seq_len, another "
             "data.truncate, or data.loss_on=all."
@@ -196,9 +201,9 @@ def _open_train_stream(
     # With one token per document no token has a predecessor within its document.
     if options["packed"] and stream.num_tokens == stream.num_documents:
         raise DataError(
-            f"{name} has nothing to learn: {stream.num_documents} documents to train on, each "
-            "of 1 token. In packed samples a token is predicted from those before it in its "
-            "document. Choose longer documents, or data.document_mask=false: samples across them."
+            f"{name} has nothing to learn: each of its {stream.num_documents} training documents "
+            "has 1 token. With data.document_mask a token is predicted only from earlier tokens of "
+            "its document. Use longer documents, or data.document_mask=False."
         )
     return stream
 
@@ -208,25 +213,25 @@ def _check_loss_on(corpora: Sequence[Corpus], loss_on: LossOn) -> None:
         known = corpus.manifest
         if known.template and known.learn == "all" and loss_on == "assistant":
             raise DataError(
-                f"{corpus.folder} was prepared with loss_on=all: nobody has looked for the "
-                "answers. data.loss_on=assistant needs to know them. Prepare it again, or use "
+                f"{corpus.folder} was prepared with loss_on=all, without a mask of the answers. "
+                "data.loss_on=assistant needs this mask. Prepare the corpus again, or use "
                 "data.loss_on=all."
             )
 
 
 def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
-    # Read and compared on every rank, even though a run may never encode text.
+    # Read and compared on every rank, even if a run never encodes text.
     known = [corpus for corpus in corpora if corpus.tokenizer is not None]
     if len({corpus.manifest.tokenizer for corpus in known}) > 1:
         found = ", ".join(f"{c.manifest.source}: {c.manifest.tokenizer}" for c in known)
         raise DataError(
-            f"The corpora have different tokenizers: {found}. All corpora of a run have the same. "
-            "Prepare them again with one of them."
+            f"The corpora have different tokenizers: {found}. All corpora of a run must have the "
+            "same tokenizer. Prepare them again with one tokenizer."
         )
     chats = [corpus for corpus in known if corpus.chat_encoder is not None]
     if len({corpus.manifest.template for corpus in chats}) > 1:
         found = ", ".join(f"{c.manifest.source}: {c.manifest.template}" for c in chats)
         raise DataError(
-            f"The corpora have different chat templates: {found}. All conversations of a run are "
-            "written alike. Prepare them again with one of them."
+            f"The corpora have different chat templates: {found}. All conversations of a run must "
+            "have the same template. Prepare them again with one template."
         )

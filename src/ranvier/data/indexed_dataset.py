@@ -28,7 +28,7 @@ TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token dtypes by their code; 6 and 7 are floats."""
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 """Maximum tokens of a sequence (lengths are i32); a longer document has several."""
-PAIR_REMEDY = "Copy or make the pair again."
+PAIR_REMEDY = "Copy or create the pair again."
 
 
 def pair_prefix(path: str | Path) -> Path:
@@ -71,7 +71,7 @@ class IndexedDataset:
             )
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{path} cannot be mapped: {error}. It is read in place. {PAIR_REMEDY}"
+                f"{path} cannot be memory-mapped: {error}. It is read in place. {PAIR_REMEDY}"
             ) from None
 
     def document_tokens(self, number: int) -> NDArray[Any]:
@@ -110,33 +110,35 @@ def _read_index(path: Path, size: int) -> IndexArrays:
         raw = np.fromfile(path, np.uint8)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. It says where documents lie. {PAIR_REMEDY}"
+            f"{path} cannot be read: {error.strerror}. It locates the documents. {PAIR_REMEDY}"
         ) from None
     if size < HEADER.size or raw[:9].tobytes() != MAGIC:
         raise DataError(
-            f"{path} begins with {raw[:9].tobytes()!r} ({size} bytes). The index of a Megatron "
-            f"pair begins with {MAGIC!r} and has {HEADER.size} bytes or more. {PAIR_REMEDY}"
+            f"{path} starts with {raw[:9].tobytes()!r} ({size} bytes). The index of a Megatron "
+            f"pair starts with {MAGIC!r} and has at least {HEADER.size} bytes. {PAIR_REMEDY}"
         )
     _, version, code, sequences, borders = HEADER.unpack(raw[: HEADER.size].tobytes())
     if version != VERSION:
-        raise DataError(f"{path} has version {version}. Version {VERSION} is read. {PAIR_REMEDY}")
+        raise DataError(
+            f"{path} has version {version}. Only version {VERSION} is supported. {PAIR_REMEDY}"
+        )
     if code not in TOKEN_TYPES:
         kind = {6: " (float64)", 7: " (float32)"}.get(code, "")
         raise DataError(
-            f"{path} has tokens of type {code}{kind}. Types are "
-            f"{', '.join(map(str, TOKEN_TYPES))}: integers. {PAIR_REMEDY}"
+            f"{path} has tokens of type {code}{kind}. The supported types are the integers "
+            f"{', '.join(map(str, TOKEN_TYPES))}. {PAIR_REMEDY}"
         )
     # Per sequence 4 bytes of length and 8 of pointer; 8 per border.
     expected = HEADER.size + 12 * sequences + 8 * borders
     if size != expected:
         # Multimodal pairs append one mode byte per sequence.
         if size == expected + sequences:
-            why = " (modes of a multimodal pair are not read)"
+            why = " (modes of a multimodal pair are not supported)"
         else:
             why = ""
         raise DataError(
             f"{path} has {size} bytes{why}. {sequences} sequences and {borders} document borders "
-            f"take {expected}. {PAIR_REMEDY}"
+            f"need {expected} bytes. {PAIR_REMEDY}"
         )
     at = [HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences]
     return (
@@ -158,7 +160,7 @@ def _check_sequences(
     if (lengths < 0).any():
         first = int(np.argmax(lengths < 0))
         raise DataError(
-            f"{path}: sequence {first} has length {lengths[first]}. It must be 0 or more. "
+            f"{path}: sequence {first} has length {lengths[first]}. It must be at least 0. "
             f"{PAIR_REMEDY}"
         )
     # In 64 bits, since the lengths are i32 and their sum may overflow.
@@ -168,14 +170,14 @@ def _check_sequences(
         first = int(np.argmax(wrong))
         start = ends[first] - int(lengths[first]) * dtype.itemsize
         raise DataError(
-            f"{path}: sequence {first} begins at byte {pointers[first]}. Sequences lie one after "
-            f"the other; this one begins at {start}. {PAIR_REMEDY}"
+            f"{path}: sequence {first} starts at byte {pointers[first]}. Sequences must be "
+            f"contiguous; this one must start at byte {start}. {PAIR_REMEDY}"
         )
     needed = int(ends[-1]) if len(ends) else 0
     if size != needed:
         raise DataError(
-            f"{path.with_suffix('.bin')} has {size} bytes. Its index counts {needed} bytes, "
-            f"{needed // dtype.itemsize} tokens of {dtype.itemsize}. {PAIR_REMEDY}"
+            f"{path.with_suffix('.bin')} has {size} bytes. Its index needs {needed} bytes: "
+            f"{needed // dtype.itemsize} tokens of {dtype.itemsize} bytes. {PAIR_REMEDY}"
         )
 
 
@@ -187,7 +189,7 @@ def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> No
         else:
             ends = "none"
         raise DataError(
-            f"{path}: the document borders are {ends}. They begin with 0 and end with the number "
+            f"{path}: the document borders are {ends}. They must start at 0 and end at the number "
             f"of sequences, {sequences}. {PAIR_REMEDY}"
         )
     falls = np.diff(borders) < 0
@@ -195,7 +197,7 @@ def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> No
         first = int(np.argmax(falls))
         raise DataError(
             f"{path}: document border {first + 1} is {borders[first + 1]} after {borders[first]}. "
-            f"Borders never fall. {PAIR_REMEDY}"
+            f"Borders must not decrease. {PAIR_REMEDY}"
         )
 
 

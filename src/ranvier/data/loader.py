@@ -63,10 +63,10 @@ class Loader(Generic[T]):
                     self._condition.notify_all()
                 number += 1
         except OSError as error:
-            text = f"Batch {number} cannot be read: {error}. Corpora stay as they are during a run."
-            self._set_error(DataError(f"{text} Look at the file and its disk, then go on."))
+            text = f"Batch {number} cannot be read: {error}. Corpora must not change during a run."
+            self._set_error(DataError(f"{text} Check the file and its disk, then resume the run."))
         except BaseException as error:
-            # Whatever it is, the consumer must raise it instead of waiting.
+            # The consumer must raise any error instead of waiting.
             self._set_error(error)
 
     def _set_error(self, error: BaseException) -> None:
@@ -94,8 +94,8 @@ class Loader(Generic[T]):
             if not there:
                 self._has_hung = True
                 raise HangError(
-                    f"Batch {self._number} has not come for {self._timeout_seconds:.0f} s. The "
-                    "thread that reads the data hangs, perhaps in a file system. Look at the "
+                    f"Batch {self._number} has not arrived for {self._timeout_seconds:.0f} s. The "
+                    "thread that reads the data hangs, possibly in the file system. Check the "
                     "disks of the corpora, or use a larger train.comm_timeout_seconds."
                 )
             if self._is_closed:
@@ -116,7 +116,7 @@ class Loader(Generic[T]):
         return waited
 
     def close(self) -> None:
-        """End the thread after the batch in progress; no further batch is delivered."""
+        """Stop the thread after the batch in progress; no further batch is delivered."""
         with self._condition:
             self._is_closed = True
             self._ready.clear()

@@ -2,7 +2,7 @@
 
 It is written last, so that a directory with a manifest is complete. A shard is a Megatron pair and
 the hashes of its documents (u64, little-endian); for conversations also a mask, one byte per token:
-1 if it is learned. Foreign pairs stay in place: only hashes and manifest are written for them, and
+1 if it is learned. Existing pairs stay in place: only hashes and manifest are written for them, and
 the manifest refers to the pair by its absolute path.
 
 Format 2 has a digest over all other fields, as canonical JSON, so that no value changes unnoticed.
@@ -62,7 +62,7 @@ class CorpusManifest:
     """Description of a corpus."""
 
     source: str
-    """What it was made from, for people."""
+    """What it was made from, as text for users."""
     fingerprint: str
     """Digest of the tokenizer's fingerprint and of length and hash of every document, in order."""
     tokenizer: str
@@ -74,7 +74,7 @@ class CorpusManifest:
     documents: int
     tokens: int
     largest: int
-    """The largest token."""
+    """The largest token id."""
     shards: list[CorpusShard]
     format: int = CORPUS_FORMAT
     template: str = ""
@@ -100,7 +100,7 @@ class CorpusManifest:
             version = content["format"]
             if type(version) is not int or version not in (FIRST_CORPUS_FORMAT, CORPUS_FORMAT):
                 raise DataError(
-                    f"{path} has format {version!r:.80}. This version reads format "
+                    f"{path} has format {version!r:.80}. This version of Ranvier reads formats "
                     f"{FIRST_CORPUS_FORMAT} and {CORPUS_FORMAT}. {remedy}"
                 )
             if version == CORPUS_FORMAT:
@@ -121,15 +121,15 @@ class CorpusManifest:
                 _check_shard(shard, f"shard {number}: ", masked=bool(made.template))
             _check_numbers(made)
             if digest is not None and digest != manifest_digest(content):
-                raise ValueError("its digest is not that of its fields: one of them was changed")
+                raise ValueError("its digest does not match: a field was changed")
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read: {error.strerror}. A prepared corpus holds it. {remedy}"
+                f"{path} cannot be read: {error.strerror}. A prepared corpus must have it. {remedy}"
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"{path} is broken: {type(error).__name__}: {error}. It describes the shards "
-                f"beside it. {remedy}"
+                f"{path} is broken: {type(error).__name__}: {error}. It describes the shards next "
+                f"to it. {remedy}"
             ) from None
         return made
 
@@ -141,7 +141,7 @@ class CorpusManifest:
 
 
 def manifest_digest(fields: Mapping[str, Any]) -> str:
-    """Digest of all fields of a manifest but itself, independent of their layout."""
+    """Digest of all fields of a manifest except the digest itself, independent of their layout."""
     return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
@@ -154,7 +154,7 @@ def _check_type(value: Any, kind: type, name: str) -> Any:
 
 def _check_count(value: Any, name: str) -> int:
     if type(value) is not int or value < 0:
-        raise TypeError(f"{name} is {value!r:.80}, not a number of 0 or more")
+        raise TypeError(f"{name} is {value!r:.80}, not an integer of at least 0")
     return value
 
 
@@ -195,12 +195,14 @@ def _check_numbers(made: CorpusManifest) -> None:
     if not made.fingerprint:
         raise ValueError("fingerprint is empty")
     if not made.largest < made.vocab <= TOKEN_LIMIT:
-        raise ValueError(f"vocab is {made.vocab}, not above largest={made.largest} and up to 2^31")
-    # The end token is known exactly if the tokenizer is.
+        raise ValueError(
+            f"vocab is {made.vocab}, but must be above largest={made.largest} and at most 2^31"
+        )
+    # The end token is known if and only if the tokenizer is.
     if (made.end is None) == bool(made.tokenizer):
         raise ValueError(f"end is {made.end!r:.80}, but tokenizer is {made.tokenizer!r:.80}")
     if made.end is not None and _check_count(made.end, "end") >= made.vocab:
-        raise ValueError(f"end is {made.end}, not below vocab={made.vocab}")
+        raise ValueError(f"end is {made.end}, but must be below vocab={made.vocab}")
 
 
 def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> None:
@@ -222,7 +224,7 @@ def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> 
         shown = ""
     if (size, digest) != (stamp.size, stamp.digest):
         raise DataError(
-            f"{path} is changed or damaged: {size} bytes{shown}. {folder / CORPUS_MANIFEST} says "
-            f"{stamp.size} bytes, digest {stamp.digest}. Restore it, or remove the folder and "
-            "prepare the corpus again."
+            f"{path} is changed or damaged: it has {size} bytes{shown}. {folder / CORPUS_MANIFEST} "
+            f"expects {stamp.size} bytes, digest {stamp.digest}. Restore it, or remove the folder "
+            "and prepare the corpus again."
         )

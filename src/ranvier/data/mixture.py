@@ -23,7 +23,7 @@ from ranvier.data.packing import ConversationStream
 from ranvier.errors import PlanError
 
 PERIOD_SAMPLES = 10_000
-"""Samples in which every stream has exactly its share."""
+"""Number of samples in which every stream has exactly its share."""
 FEISTEL_ROUNDS = 4
 _BITS_64 = 2**64 - 1
 
@@ -38,7 +38,7 @@ def _mix_bits(x: Any) -> Any:
 def permute_index(index: int, count: int, key: int) -> int:
     """Image of an index under a pseudo-random permutation of `range(count)`."""
     assert 0 <= index < count, (index, count)
-    # The smallest near-square rectangle with at least `count` cells: few walks are needed.
+    # The smallest near-square rectangle with at least `count` cells, so that few walks are needed.
     rows = math.isqrt(count - 1) + 1
     cols = -(-count // rows)
     while True:
@@ -55,7 +55,7 @@ def permute_index(index: int, count: int, key: int) -> int:
 
 
 def stream_quotas(weights: Sequence[float]) -> list[int]:
-    """Samples per period of each stream: largest remainders, at least 1 if its weight is not 0."""
+    """Samples per period per stream, by largest remainders; at least 1 if the weight is not 0."""
     # Scaling by a power of two is exact and keeps sums from overflowing.
     power = math.frexp(max(weights))[1]
     scaled = [math.ldexp(weight, -power) for weight in weights]
@@ -74,18 +74,24 @@ def stream_quotas(weights: Sequence[float]) -> list[int]:
 def check_weights(weights: Sequence[float], count: int) -> None:
     """Refuse invalid weights for a mixture of `count` corpora."""
     problems = []
-    remedy = "Give each corpus a weight, or none of them."
+    remedy = "Set one weight per corpus, or none."
     if len(weights) != count:
-        problems.append(f"{len(weights)} weights for {count} corpora. Each has one. {remedy}")
+        problems.append(
+            f"{len(weights)} mixture weights for {count} corpora. Each corpus needs one. {remedy}"
+        )
     for weight in weights:
         # A comparison, since math.isfinite fails on an int beyond the range of floats.
         if not 0 <= weight <= sys.float_info.max:
-            problems.append(f"A weight of {weight!s:.40}. It is finite and 0 or more. {remedy}")
+            problems.append(
+                f"The mixture weight {weight!s:.40} is invalid. It must be finite and at least 0. "
+                f"{remedy}"
+            )
     if not problems and not any(weights):
-        problems.append(f"All {count} weights are 0. One at least is above. {remedy}")
+        problems.append(f"All {count} mixture weights are 0. One must be positive. {remedy}")
     if sum(weight > 0 for weight in weights) > PERIOD_SAMPLES:
         problems.append(
-            f"{count} corpora. A run mixes at most {PERIOD_SAMPLES}. Join some of them."
+            f"{count} corpora are too many. A run mixes at most {PERIOD_SAMPLES}. Merge some of "
+            "them."
         )
     if problems:
         raise PlanError(problems)
@@ -118,12 +124,12 @@ class CorpusMixture:
 
     @property
     def num_windows(self) -> int:
-        """Number of different windows that can occur."""
+        """Number of different windows that may occur."""
         mixed = zip(self.streams, self.quotas, strict=True)
         return sum(stream.num_windows for stream, quota in mixed if quota)
 
     def pick_stream(self, number: int) -> tuple[int, int]:
-        """The stream of sample `number`, and how many of its samples came before."""
+        """The stream of sample `number`, and the number of its samples before this one."""
         if len(self.streams) == 1:
             return 0, number
         period, place = divmod(number, PERIOD_SAMPLES)
@@ -152,14 +158,14 @@ class CorpusMixture:
         return numbers[order], ranks[order]
 
     def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
-        """The windows of these numbers; those from `end` on have no targets."""
+        """The windows with these numbers; windows from `end` on have no targets."""
         return read_windows(self, numbers, end)
 
     def read_sample(self, number: int) -> Window:
         """Sample `number` of a run."""
         which, count = self.pick_stream(number)
         stream = self.streams[which]
-        # Each epoch has a permutation of its own.
+        # Each epoch has its own permutation.
         epoch, place = divmod(count, stream.num_windows)
         drawn = random_key(self.seed, "order", which, epoch)
         return stream.read_window(permute_index(place, stream.num_windows, drawn))

@@ -1,10 +1,10 @@
 """Packs whole conversations into windows, and truncates or splits those that do not fit.
 
 The longest is placed first, each in the fullest window with enough room (best fit decreasing): no
-conversation is cut for the sake of packing, and windows end with padding. In a packed window
-attention and positions stay within a conversation; otherwise each has a window of its own. Only
-tokens in the loss mask are targets; a conversation without any is left out. Everything is
-determined by lengths and masks, so that all ranks pack alike.
+conversation is cut only to pack it, and windows end with padding. In a packed window attention and
+positions stay within a conversation; otherwise each conversation has its own window. Only tokens in
+the loss mask are targets; a conversation without any is left out. Lengths and masks determine
+everything, so all ranks pack alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ConversationPieces:
 def split_conversations(
     corpus: Corpus, chosen: Ints, seq: int, truncate: Truncate, *, learn_all: bool
 ) -> ConversationPieces:
-    """The pieces of the chosen documents of a corpus that are learned from."""
+    """The pieces of the given documents of a corpus that have something to learn."""
     starts = corpus.document_starts[chosen]
     lengths = corpus.document_lengths[chosen]
     long = lengths > seq
@@ -141,7 +141,7 @@ class ConversationStream:
 
     @property
     def num_documents(self) -> int:
-        """Number of conversations that are learned from."""
+        """Number of conversations with something to learn."""
         return self.pieces.num_conversations
 
     @property
@@ -161,27 +161,27 @@ class ConversationStream:
 
     @property
     def summary_line(self) -> str:
-        """A summary of what was packed, cut and left out."""
+        """A summary: conversations that were packed, cut and left out."""
         found = self.pieces
         done = {"drop": "left out", "split": "split"}
         share = self.num_tokens / max(self.num_windows * self.seq, 1)
         if self.document_mask:
             where = "packed into"
         else:
-            where = "each in one of"
+            where = "in one each of"
         what = done.get(self.truncate, f"cut on the {self.truncate}")
         return (
             f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows of "
-            f"{self.seq} ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
+            f"{self.seq} tokens ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
             f"{found.num_unlearned:,} with nothing to learn left out"
         )
 
     def read_sample(self, number: int) -> Window:
-        """The window of this number."""
+        """The window with this number."""
         return self.read_window(number)
 
     def read_batch(self, numbers: Sequence[int], end: int | None = None) -> Batch:
-        """The windows of these numbers; those from `end` on have no targets."""
+        """The windows with these numbers; windows from `end` on have no targets."""
         return read_windows(self, numbers, end)
 
     def read_window(self, number: int) -> Window:
@@ -209,7 +209,7 @@ class ConversationStream:
             positions[here] = np.arange(size)
             documents[here] = count
             at += size
-        # Padding is a document of its own with its own positions.
+        # Padding is a separate document with its own positions.
         positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
         if not self.document_mask:
             return Window(tokens, targets, np.arange(self.seq), np.zeros(self.seq, np.int64))

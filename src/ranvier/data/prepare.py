@@ -108,7 +108,7 @@ class ShardWriter:
         """Finish the current shard."""
         if self._builder is None:
             return
-        # Cleared first, so that `abandon` does not close the files a second time after an error.
+        # Cleared first, so that `abandon` does not close the files again after an error.
         pair = self._builder
         self._builder = None
         name = pair.prefix.name
@@ -146,13 +146,13 @@ def prepare_corpus(
 ) -> CorpusManifest:
     """Tokenize files, directories or "stdlib" into a corpus directory; return its manifest.
 
-    chat: for conversations, of which the tokens that `loss_on` names are marked. max_bytes: how
-    much of "stdlib" is read. An `out` that holds the same corpus already is left alone.
+    chat: for conversations; the tokens that `loss_on` names are marked. max_bytes: how much of
+    "stdlib" is read. An `out` that already has the same corpus is left alone.
     """
     if shard_tokens < 1 or not inputs:
         raise PlanError(
-            f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be 1 or more. "
-            "Name an input and a larger shard."
+            f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be at least 1. "
+            "Pass an input and a larger shard size."
         )
     out = Path(out)
     # Checked before hours of tokenization, not only at the final rename.
@@ -228,7 +228,7 @@ def _tokenize_texts(
 def _tokenize_conversations(
     readers: Sequence[DocumentReader], _: Tokenizer, *, chat: ChatEncoder, loss_on: LossOn
 ) -> Iterator[list[TokenizedDocument]]:
-    """Tokens and masks of conversations, which end as their template says."""
+    """Tokens and masks of conversations; their template defines how they end."""
     for reader in readers:
         batch: list[TokenizedDocument] = []
         for record, at in reader.read_records():
@@ -255,10 +255,10 @@ def _batch_texts(texts: Iterator[str] | DocumentReader) -> Iterator[list[str]]:
 
 
 def refuse_other_content(out: Path) -> None:
-    """Refuse a target that holds anything but a corpus."""
+    """Refuse a target that contains anything but a corpus."""
     try:
         if "\0" in str(out):
-            raise OSError(f"{str(out)!r} holds a NUL")
+            raise OSError(f"{str(out)!r} contains a NUL character")
         taken = (
             out.exists()
             and not (out / CORPUS_MANIFEST).is_file()
@@ -268,8 +268,8 @@ def refuse_other_content(out: Path) -> None:
         raise _write_error(out, error) from None
     if taken:
         raise DataError(
-            f"{out} exists and is no prepared corpus. A corpus is written to a new or empty "
-            "folder. Choose another one."
+            f"{out} exists and is not a prepared corpus. A corpus must be written to a new or "
+            "empty folder. Choose another one."
         )
 
 
@@ -279,8 +279,8 @@ def _write_error(out: Path, error: OSError) -> DataError:
     else:
         where = ""
     return DataError(
-        f"{out} cannot be written: {error.strerror or error}{where}. A corpus is assembled beside "
-        "it and renamed. Make room or choose another folder."
+        f"{out} cannot be written: {error.strerror or error}{where}. A corpus is written next to "
+        "its target and then renamed. Free disk space, or choose another folder."
     )
 
 
@@ -298,14 +298,14 @@ def assemble_folder(out: Path) -> Iterator[Path]:
         raise _write_error(out, error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        # Remove created parents as well, the innermost first; one that is not empty stays.
+        # Remove created parents as well, the innermost first; a parent that is not empty stays.
         for above in missing:
             with suppress(OSError):
                 above.rmdir()
 
 
 def publish_corpus(made: CorpusManifest, folder: Path, out: Path) -> CorpusManifest:
-    """Rename a finished directory to `out`, unless it holds the same corpus already."""
+    """Rename a finished directory to `out`, unless `out` already has the same corpus."""
     try:
         # Atomic; it succeeds only if `out` does not exist or is an empty directory.
         os.rename(folder, out)
@@ -317,7 +317,7 @@ def publish_corpus(made: CorpusManifest, folder: Path, out: Path) -> CorpusManif
     found = CorpusManifest.read_from(out)
     if found.fingerprint != made.fingerprint:
         raise DataError(
-            f"{out} holds another corpus: fingerprint {found.fingerprint}, not {made.fingerprint}. "
-            "A corpus is not overwritten. Choose another folder or remove this one."
+            f"{out} has another corpus: fingerprint {found.fingerprint}, not {made.fingerprint}. "
+            "A corpus is not overwritten. Choose another folder, or remove this one."
         )
     return found

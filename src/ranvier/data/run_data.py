@@ -1,4 +1,4 @@
-"""What a run asks of its data, whatever kind of model it trains."""
+"""The interface between a run and its data, for any kind of model."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class RunData(Protocol):
 
     @property
     def validation(self) -> SampleSource[SampleBatch] | None:
-        """Samples that are held out; None: there are none."""
+        """Samples that are held out; None if there are none."""
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all that decides about the samples."""
+        """Digest of everything that determines the samples."""
 
     @property
     def summary_lines(self) -> list[str]:
         """Lines that describe the data."""
 
     def save_files(self, folder: Path) -> None:
-        """Write what is needed to use the model into the directory of its run."""
+        """Write the files that are needed to use the model into the directory of its run."""
 
 
 class DataSource(Protocol):
     """Where the samples of a kind of model come from."""
 
     def prepare(self, run: RunConfig) -> list[str]:
-        """Prepare the data of a run on this machine; returns what `open` needs as texts."""
+        """Prepare the data of a run on this machine; returns strings that `open` needs."""
 
     def open(self, run: RunConfig, stored: list[str]) -> RunData:
         """Open prepared data; called on every rank."""
 
     def write_random(self, run: RunConfig, folder: Path, samples: int) -> list[str]:
-        """Write random data of at least `samples` samples; returns what `open` needs."""
+        """Write random data of at least `samples` samples; returns strings that `open` needs."""
 
 
 def data_source(model: ModelConfig) -> DataSource:

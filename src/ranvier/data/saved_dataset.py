@@ -22,7 +22,7 @@ ARROW_SUFFIX = ".arrow"
 
 
 def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
-    """The arrow files of a saved dataset, in order; None if it is not one. names: its files."""
+    """The arrow files of a saved dataset, in order; None for other folders. names: its files."""
     if STATE_FILE not in names or not any(name.endswith(ARROW_SUFFIX) for name in names):
         return None
     table = _read_json_object(folder / STATE_FILE)
@@ -30,8 +30,8 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     # An indices mapping selects rows; ignoring it would train on rows that were filtered out.
     if table.get("_indices_data_files"):
         raise DataError(
-            f"{folder} is a dataset that was saved with a list of the rows that count "
-            "(_indices_data_files). Its arrow files hold others, too. Save it again with "
+            f"{folder} is a dataset that was saved with a selection of rows (_indices_data_files), "
+            "but its arrow files contain all rows. Save it again with "
             "dataset.flatten_indices().save_to_disk(...)."
         )
     if isinstance(listed, list):
@@ -39,25 +39,25 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     else:
         each = []
     files = [one.get("filename") for one in each if isinstance(one, dict)]
-    # Only names of files in this very directory: a path could lead anywhere.
+    # Only names of files in this directory: a path could lead anywhere.
     sound = [name for name in files if isinstance(name, str) and name in names]
     if not sound or len(sound) != len(each):
         raise DataError(
-            f"{folder / STATE_FILE} lists the files {listed!r:.120}. Each is the name of an "
-            "arrow file beside it. Save the dataset again with save_to_disk(...)."
+            f"{folder / STATE_FILE} lists the files {listed!r:.120}. Each must be the name of an "
+            "arrow file in the same folder. Save the dataset again with save_to_disk(...)."
         )
     return [folder / name for name in sound]
 
 
 def only_split(folder: Path, names: Sequence[str]) -> str | None:
-    """The single split of a saved DatasetDict; None if it is not one."""
+    """The single split of a saved DatasetDict; None for other folders."""
     if SPLITS_FILE not in names:
         return None
     splits = _read_json_object(folder / SPLITS_FILE).get("splits")
     if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
         raise DataError(
-            f"{folder / SPLITS_FILE} lists the splits {splits!r:.120}. They are names of "
-            "folders beside it. Save the dataset again with save_to_disk(...)."
+            f"{folder / SPLITS_FILE} lists the splits {splits!r:.120}. Each must be the name of a "
+            "folder next to it. Save the dataset again with save_to_disk(...)."
         )
     if len(splits) != 1:
         shown = ", ".join(splits) or "none"
@@ -66,14 +66,14 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
         else:
             first = (splits or ["train"])[0]
         raise DataError(
-            f"{folder} is a DatasetDict that datasets has saved, with the splits {shown}. One is "
-            f"read, so that nothing is trained on that is meant for tests. Use {folder / first}."
+            f"{folder} is a saved DatasetDict with the splits {shown}. A corpus reads one split, "
+            f"so that test data is not trained on. Use {folder / first}."
         )
     return str(splits[0])
 
 
 def metadata_files(names: Sequence[str]) -> set[str]:
-    """Files of a directory that describe arrow files and hold no rows."""
+    """Files of a directory that describe arrow files and contain no rows."""
     arrow = any(name.endswith(ARROW_SUFFIX) for name in names)
     if arrow or SPLITS_FILE in names:
         return {STATE_FILE, INFO_FILE, SPLITS_FILE}
@@ -84,10 +84,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(safe_files.read_text(path))
         if not isinstance(table, dict):
-            raise TypeError(f"a {type(table).__name__}")
+            raise TypeError(f"it is a {type(table).__name__}, not an object")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{path} cannot be read: {error!s:.200}. It describes a dataset that save_to_disk has "
-            "written. Save it again."
+            f"{path} cannot be read: {error!s:.200}. It must describe a dataset that save_to_disk "
+            "has written. Save the dataset again."
         ) from None
     return table

@@ -1,7 +1,7 @@
 """Reads documents from text, JSON lines, parquet and arrow files, directories and the stdlib.
 
-A text file is one document, and so is each line of JSON and each row of a table; empty ones are
-skipped. Everything is read in a fixed order and streamed, except that a text file is read as a
+A text file is one document, and so is each line of JSON and each row of a table; empty documents
+are skipped. Everything is read in a fixed order and streamed, except that a text file is read as a
 whole.
 """
 
@@ -68,7 +68,7 @@ class DocumentReader:
         """Bytes read so far."""
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the non-empty documents; an error if there is none."""
+        """Yield the non-empty documents; raises if there are none."""
         self.done_bytes = 0
         found = False
         for file in self.files:
@@ -83,20 +83,20 @@ class DocumentReader:
             self.done_bytes = min(before + _file_size(file), self.total_bytes)
         if not found:
             raise DataError(
-                f"{self.name} holds no document ({len(self.files)} files, {self.total_bytes} "
+                f"{self.name} has no documents ({len(self.files)} files, {self.total_bytes} "
                 "bytes). A corpus needs at least one that is not empty. Choose another file or "
                 "folder."
             )
 
     @property
     def is_tabular(self) -> bool:
-        """Whether all files hold records."""
+        """Whether all files contain records."""
         return not self.is_stdlib and all(
             suffix_of(file) not in TEXT_SUFFIXES for file in self.files
         )
 
     def read_records(self) -> Generator[tuple[dict[str, Any], str]]:
-        """Yield the records of all files with their locations; an error if there is none."""
+        """Yield the records of all files with their locations; raises if there are none."""
         self.done_bytes = 0
         found = False
         for file in self.files:
@@ -112,13 +112,13 @@ class DocumentReader:
             self.done_bytes = min(before + _file_size(file), self.total_bytes)
         if not found:
             raise DataError(
-                f"{self.name} holds no record ({len(self.files)} files, {self.total_bytes} "
+                f"{self.name} has no records ({len(self.files)} files, {self.total_bytes} "
                 "bytes). A corpus needs at least one. Choose another file or folder."
             )
 
     def _read_file(self, file: Path) -> Iterator[tuple[str, int]]:
         if self.is_stdlib:
-            # The limit may cut the last file within a UTF-8 character, hence errors=ignore below.
+            # The limit may cut the last file within a UTF-8 character, so errors are ignored below.
             if self.max_bytes is None:
                 left = None
             else:
@@ -137,7 +137,8 @@ class DocumentReader:
     def content_digest(self) -> str:
         """Digest of everything that is read: type and content of each file, in order."""
         if self.is_stdlib:
-            # Only a part of the last file may be read, so that digests of files would not do.
+            # Only a part of the last file may be read, so a digest of the whole file would be
+            # wrong.
             return digest_of(*self)
         parts = []
         for file in self.files:
@@ -178,15 +179,16 @@ def _read_error(path: Path, error: OSError) -> DataError:
     name = str(path).replace("\0", "\\0")
     return DataError(
         f"{name} cannot be read: {error.strerror or error}. A corpus is {STDLIB!r}, a file "
-        f"({', '.join(SUFFIXES)}), a folder of them, a prepared corpus or a Megatron pair. "
+        f"({', '.join(SUFFIXES)}), a folder of such files, a prepared corpus or a Megatron pair. "
         "Check the path and its permissions."
     )
 
 
 def check_sources_exist(sources: Iterable[str]) -> None:
-    """Raise if a corpus is missing; only looks for names, so it takes no time."""
+    """Raise if a corpus is missing; only looks for names, so it is fast."""
     for source in sources:
-        # A pair is also named by its prefix. Invalid names are reported with the other settings.
+        # A pair may also be named by its prefix. Invalid names are reported with the other
+        # settings.
         names = (source, f"{source}.bin")
         if source != STDLIB and "\0" not in source and not any(map(os.path.lexists, names)):
             missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -207,8 +209,8 @@ def _list_files(path: Path) -> list[Path]:
         _file_size(path)
         if suffix_of(path) is None:
             raise DataError(
-                f"{path} has an unknown suffix. Suffixes are {', '.join(SUFFIXES)}. Rename or "
-                "convert the file."
+                f"{path} has an unknown suffix. Supported suffixes are {', '.join(SUFFIXES)}. "
+                "Rename or convert the file."
             )
         return [path]
     found = []
@@ -231,7 +233,7 @@ def _list_files(path: Path) -> list[Path]:
         raise _read_error(path, error) from None
     if not found:
         raise DataError(
-            f"The folder {path} holds no file that can be read. Suffixes are "
+            f"The folder {path} contains no file that can be read. Supported suffixes are "
             f"{', '.join(SUFFIXES)}; hidden files are skipped. Choose another folder."
         )
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
@@ -253,8 +255,8 @@ def _open_content(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 yield raw, raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
-            f"{path} is no whole gzip file ({_file_size(path)} bytes): {error}. It must be "
-            "readable to its end. Copy or make it again."
+            f"{path} is not a complete gzip file ({_file_size(path)} bytes): {error}. It must be "
+            "readable to its end. Copy or create it again."
         ) from None
     except OSError as error:
         raise _read_error(path, error) from None
@@ -267,7 +269,7 @@ def _decode_utf8(raw: bytes, path: Path, start: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {start + error.start}. "
-            "Texts are read as UTF-8. Convert the file (iconv -t UTF-8)."
+            "Text files must be UTF-8. Convert the file (iconv -t UTF-8)."
         ) from None
     # A byte order mark at the start of a file is not part of the text.
     if start == 0:
@@ -308,7 +310,7 @@ def _read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
             records = json.loads(_read_text(path))
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: broken JSON: {error}. It begins as an array of objects. Mend the file."
+                f"{path}: invalid JSON: {error}. It starts as an array of objects. Fix the file."
             ) from None
         for number, record in enumerate(records):
             at = f"{path}: record {number}"
@@ -328,7 +330,7 @@ def _parse_object(line: str, at: str, form: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{at}: broken JSON: {error}. Every line must be one JSON object. Mend or remove the "
+            f"{at}: invalid JSON: {error}. Every line must be one JSON object. Fix or remove the "
             "line."
         ) from None
     return _check_object(record, at, form)
@@ -337,8 +339,8 @@ def _parse_object(line: str, at: str, form: str) -> dict[str, Any]:
 def _check_object(record: Any, at: str, form: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(
-            f"{at}: a {type(record).__name__}, not an object. Every line must be one JSON object, "
-            f"as {form}. Convert the file."
+            f"{at}: the record is a {type(record).__name__}, not an object. Every record must be "
+            f"one JSON object, such as {form}. Convert the file."
         )
     return record
 
@@ -347,14 +349,14 @@ def _check_string(value: Any, field: str, at: str) -> str:
     if isinstance(value, str):
         return value
     raise DataError(
-        f"{at}: the field {field!r} is a {type(value).__name__}, not a string. A document is a "
-        "string. Mend the record or choose another field."
+        f"{at}: the field {field!r} is a {type(value).__name__}, not a string. A document must be "
+        "a string. Fix the record, or choose another field."
     )
 
 
 def _missing_field_error(field: str, names: Iterable[str], at: str, thing: str) -> DataError:
     known = list(names)
-    # A cutoff of 0 always suggests one of the fields that are there.
+    # A cutoff of 0 always suggests one of the existing fields.
     near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
     shown = ", ".join(map(repr, known[:20])) or "none"
     if near:
@@ -393,8 +395,8 @@ def _read_rows(path: Path, field: str | None = None) -> Iterator[tuple[dict[str,
         else:
             kind = "parquet"
         raise DataError(
-            f"{path} is no whole {kind} file ({size} bytes, row {number + 1}): {error!s:.300}. It "
-            "must be readable to its end. Copy or make it again."
+            f"{path} is not a complete {kind} file ({size} bytes, row {number + 1}): "
+            f"{error!s:.300}. It must be readable to its end. Copy or create it again."
         ) from None
 
 

@@ -3,8 +3,8 @@
 There are two kinds. `bytes` needs no library; its file is the equivalent byte-level BPE without
 merges, so that other tools can read it. All others use the `tokenizers` library, imported when text
 is first encoded: ids and fingerprint are read from the JSON alone. The end token is the `eos_token`
-of the files next to it, else a token with a common name. Special tokens that occur in a text are
-plain text: a document cannot end itself.
+of the files next to it, otherwise a token with a common name. Special tokens that occur in a text
+are plain text, so a document cannot end itself.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ TOKENIZER_NAMES = ("bytes", "standard")
 ID_LIMIT = 2**31
 """Upper limit of ids: tokens are stored as signed 32-bit integers."""
 TRAINED_VOCAB_RANGE = (257, 2**20)
-"""Ids of a trained tokenizer: at least the bytes and an end, at most what fits in memory."""
+"""Range of ids of a trained tokenizer: at least all bytes and an end, at most 2^20."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `tokenizer.json` and what is known of it without the `tokenizers` library."""
+    """A `tokenizer.json`, and its properties that are known without the `tokenizers` library."""
 
     json_text: str
     vocab_size: int
@@ -93,7 +93,7 @@ class Tokenizer:
 
     @cached_property
     def _template_library(self) -> Any:
-        """The library for rendered templates: special tokens in them are special."""
+        """The library's tokenizer for rendered templates: special tokens in them are special."""
         made = self._build_library()
         made.encode_special_tokens = False
         # A post-processor only adds tokens, which templates write themselves, and trims spaces from
@@ -113,9 +113,9 @@ class Tokenizer:
                 raise
             raise DataError(
                 f"The tokenizer {self.fingerprint} is not accepted: {error!s:.300}. It must be a "
-                "tokenizer.json of the tokenizers library. Save it again or update the library."
+                "tokenizer.json of the tokenizers library. Save it again, or update the library."
             ) from None
-        # A file may ask for truncation and padding; documents are never cut or padded here.
+        # A file may ask for truncation and padding; documents are never truncated or padded here.
         made.no_truncation()
         made.no_padding()
         return made
@@ -129,7 +129,7 @@ class Tokenizer:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Let errors of the library name the tokenizer: a broken one may have been accepted."""
+        """Make errors of the library name the tokenizer: loading may have accepted a broken one."""
         try:
             yield
         except DataError:
@@ -139,7 +139,7 @@ class Tokenizer:
                 raise
             raise DataError(
                 f"The tokenizer {self.fingerprint} cannot encode a text: {error!s:.300}. It must "
-                "take any text. Use another one, or one with a token for unknown words."
+                "be able to encode any text. Use a tokenizer with a token for unknown words."
             ) from None
 
     def encode_with_offsets(
@@ -184,7 +184,7 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8 and an end token."""
+    """The tokenizer of UTF-8 bytes and an end token."""
 
     def __init__(self) -> None:
         super().__init__(_canonical_json(_bytes_json()), 257, 256)
@@ -235,7 +235,7 @@ def load_tokenizer(name: str | Path, cache: Path) -> Tokenizer:
             remedy = "Check the path."
         raise DataError(
             f"The tokenizer {str(name)!r} cannot be read: {str(path)!r}: {reason}. A tokenizer is "
-            f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
+            f"'bytes', 'standard', a tokenizer.json or a folder that contains one. {remedy}"
         ) from None
     return parse_tokenizer(text, str(path), end=_read_eos_token(path))
 
@@ -251,9 +251,9 @@ def parse_tokenizer(text: str, origin: str, *, end: str | int = "") -> Tokenizer
     known = _find_end(ids, end)
     if known is None:
         raise DataError(
-            f"{origin} has {len(ids)} tokens, none of which ends a document. It is the eos_token "
-            f"of tokenizer_config.json beside it, else one of {', '.join(END_TOKENS)}. Name it "
-            "there."
+            f"{origin} has {len(ids)} tokens, but no end-of-document token. It is the eos_token of "
+            f"the tokenizer_config.json next to it, otherwise one of {', '.join(END_TOKENS)}. Set "
+            "eos_token in tokenizer_config.json."
         )
     return Tokenizer(text, max(ids.values()) + 1, known)
 
@@ -266,27 +266,29 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
     try:
         text = safe_files.read_text(path)
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8. A tokenizer.json is. Copy it again.") from None
+        raise DataError(
+            f"{path} is not UTF-8. A tokenizer.json must be UTF-8. Copy it again."
+        ) from None
     _, ids = _parse_json(text, str(path))
     largest = max(ids.values(), default=-1)
     try:
         Tokenizer(text, largest + 1, 0)._text_library.encode("a b", add_special_tokens=False)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    # Not every tokenizer knows every word; this error is not about the file.
+    # Not every tokenizer knows every word; this error does not concern the file.
     except Exception:
         pass
     except BaseException as error:
         if not _is_library_error(error):
             raise
         raise DataError(
-            f"{path} breaks the tokenizers library: {error!s:.200}. Use a file that it has saved."
+            f"{path} makes the tokenizers library fail: {error!s:.200}. Use a file saved by it."
         ) from None
     lines = []
     if _find_end(ids, _read_eos_token(path)) is None:
-        lines.append(f"{path.name} names no token that ends a document: see data.tokenizer")
+        lines.append(f"{path.name} has no end-of-document token: see data.tokenizer")
     if largest >= vocab:
-        lines.append(f"{path.name} has ids up to {largest}, but the model knows {vocab} tokens")
+        lines.append(f"{path.name} has ids up to {largest}, but the model has {vocab} tokens")
     return lines
 
 
@@ -297,8 +299,9 @@ def _parse_json(text: str, origin: str) -> tuple[Any, dict[str, int]]:
         return content, _parse_token_ids(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{origin} is no tokenizer.json: {type(error).__name__}: {error!s:.200}. It must be "
-            "JSON with model.vocab and added_tokens. Use a file that the tokenizers library saved."
+            f"{origin} is not a valid tokenizer.json: {type(error).__name__}: {error!s:.200}. It "
+            "must be JSON with model.vocab and added_tokens. Use a file that the tokenizers "
+            "library saved."
         ) from None
 
 
@@ -317,7 +320,7 @@ def _read_eos_token(path: Path) -> str:
 
 
 def _find_end(ids: dict[str, int], end: str | int = "") -> int | None:
-    """The token of a name or id, if it exists, else the first of the common end tokens."""
+    """The token with a name or id, if it exists, otherwise the first of the common end tokens."""
     if isinstance(end, int):
         if end in ids.values():
             return end
@@ -335,7 +338,7 @@ def _parse_token_ids(content: Any) -> dict[str, int]:
     ids: dict[str, int] = vocab | added
     for name, i in ids.items():
         if type(i) is not int or not 0 <= i < ID_LIMIT:
-            raise ValueError(f"the id of {name!r:.80} is {i!r:.80}, not 0 or more and below 2^31")
+            raise ValueError(f"the id of {name!r:.80} is {i!r:.80}, not in the range 0 to 2^31 - 1")
     return ids
 
 
@@ -343,12 +346,12 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab` ids; deterministic in the texts."""
     if not TRAINED_VOCAB_RANGE[0] <= vocab <= TRAINED_VOCAB_RANGE[1]:
         raise PlanError(
-            f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
-            "document need one each, and more than 2^20 no memory holds. Use "
-            f"{TRAINED_VOCAB_RANGE[0]} to {TRAINED_VOCAB_RANGE[1]}, such as {STANDARD_VOCAB}."
+            f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end token need "
+            "one id each, and more than 2^20 ids do not fit in memory. Use "
+            f"{TRAINED_VOCAB_RANGE[0]} to {TRAINED_VOCAB_RANGE[1]}, for example {STANDARD_VOCAB}."
         )
     tokenizers = import_optional(
-        "tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)"
+        "tokenizers", "training a tokenizer (the tokenizer 'bytes' does not need it)"
     )
     level = tokenizers.pre_tokenizers.ByteLevel
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -366,7 +369,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
-    """Run the library's trainer in another thread: it handles no signal before it ends."""
+    """Run the library's trainer in another thread: it does not handle signals before it ends."""
     stopped = threading.Event()
     done = threading.Event()
     failed: list[BaseException] = []
@@ -393,7 +396,7 @@ def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
             pass
     except BaseException:
         stopped.set()
-        # While it reads, it stops at the next text; nothing else can stop it.
+        # While the trainer reads, it stops at the next text; later it cannot be stopped.
         done.wait(1.0)
         raise
     if failed:
@@ -419,8 +422,8 @@ def _standard_tokenizer(cache: Path) -> Tokenizer:
         made.save(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror}. The standard tokenizer is kept in the "
-            "cache. Choose a cache folder that can be written."
+            f"{path} cannot be written: {error.strerror}. The standard tokenizer is stored in the "
+            "cache. Choose a writable cache folder."
         ) from None
     return made
 

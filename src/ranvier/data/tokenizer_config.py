@@ -1,7 +1,7 @@
 """Special tokens and settings from the files next to a `tokenizer.json`.
 
-Special tokens have names such as `eos_token` in `tokenizer_config.json`, else in
-`special_tokens_map.json`. No code that these files name is executed.
+Special tokens have names such as `eos_token` in `tokenizer_config.json`, otherwise in
+`special_tokens_map.json`. Code that these files name is never executed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def read_tokenizer_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"{path} cannot be read: {reason}. It says how a tokenizer ends texts and writes "
-            "conversations. Check data.chat_template and the files beside the tokenizer.json."
+            f"{path} cannot be read: {reason}. It defines special tokens or the chat template of a "
+            "tokenizer. Check data.chat_template and the files next to the tokenizer.json."
         ) from None
 
 
@@ -42,11 +42,11 @@ def read_tokenizer_config(folder: Path | None, name: str = TOKENIZER_CONFIG) -> 
     try:
         content = json.loads(read_tokenizer_file(path))
         if not isinstance(content, dict):
-            raise TypeError(f"a {type(content).__name__}")
+            raise TypeError(f"it is a {type(content).__name__}, not an object")
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{path} is no JSON object: {error}. It names the special tokens of a tokenizer. "
-            "Copy it again."
+            f"{path} is not a valid JSON object: {error}. It names the special tokens of a "
+            "tokenizer. Copy it again."
         ) from None
     return content
 

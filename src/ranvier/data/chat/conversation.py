@@ -1,9 +1,9 @@
 """Parses conversations from records in any of the common formats.
 
-`messages` with role and content; `conversations` with from and value (ShareGPT); or a question and
-its answer in two fields, either of which may be a list of messages. `tools` are passed to the
-template. Assistant messages with `weight` 0 are not learned, as in OpenAI's files; neither are
-those in a `prompt` given as messages.
+Formats: `messages` with role and content; `conversations` with from and value (ShareGPT); or a
+question and its answer in two fields, each a string or a list of messages. `tools` are passed to
+the template. Assistant messages with `weight` 0 are not learned, as in OpenAI's files; neither are
+assistant messages in a `prompt` that is a list of messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     is_learned: list[bool]
-    """Per message; only those of the assistant count."""
+    """Per message; only entries of assistant messages count."""
     tools: list[Any] | None = None
     location: str = ""
     """File and line, for error messages."""
@@ -63,14 +63,14 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 def parse_conversation(record: Any, at: str) -> Conversation:
     """The conversation of a record; at: its file and line."""
     if not isinstance(record, dict):
-        raise _record_error(at, f"a {type(record).__name__}, not an object")
+        raise _record_error(at, f"the record is a {type(record).__name__}, not an object")
     tools = record.get("tools")
     # Some datasets store the list of tools as a JSON string.
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise _record_error(at, f"tools is {tools!r:.60}, neither a list nor JSON") from None
+            raise _record_error(at, f"tools is {tools!r:.60}, not a list or JSON") from None
     if tools and not isinstance(tools, list):
         raise _record_error(at, f"tools is a {type(tools).__name__}, not a list")
     head = record.get("system")
@@ -87,7 +87,7 @@ def parse_conversation(record: Any, at: str) -> Conversation:
         # The system message in front shifts the first answer.
         asked = asked + 1
     if not found:
-        raise _record_error(at, "no message")
+        raise _record_error(at, "the record has no messages")
     messages = [_parse_message(one, number, at) for number, one in enumerate(found)]
     # Messages before `asked` are the prompt.
     learned = [i >= asked and one.get("weight", 1) != 0 for i, one in enumerate(found)]
@@ -100,8 +100,8 @@ def _first_field(record: Mapping[str, Any], names: tuple[str, ...]) -> str | Non
 
 def _record_error(at: str, what: str) -> DataError:
     return DataError(
-        f"{at}: {what}. A conversation is messages of role and content, conversations of from and "
-        "value, or a prompt and a completion. Mend the record, or use data.format=text."
+        f"{at}: {what}. A conversation must have messages (role and content), conversations (from "
+        "and value), or a prompt and a completion. Fix the record, or use data.format=text."
     )
 
 
@@ -113,11 +113,11 @@ def _message_list(record: Mapping[str, Any], name: str, at: str) -> list[dict[st
 
 
 def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[str, Any]], int]:
-    """Messages of a question and its answer, and how many come before the answer."""
+    """Messages of a question and its answer, and the number of messages before the answer."""
     question = _first_field(record, QUESTION_FIELDS)
     answer = _first_field(record, ANSWER_FIELDS)
     if question is None or answer is None:
-        raise _record_error(at, f"the fields {', '.join(map(repr, record)) or 'none'}")
+        raise _record_error(at, f"its fields are {', '.join(map(repr, record)) or 'none'}")
     # Alpaca's optional context for the instruction.
     more = record.get("input")
     asked = record[question]
@@ -141,7 +141,7 @@ def _parse_sharegpt(one: Mapping[str, Any], at: str) -> dict[str, Any]:
     """A ShareGPT message; variants with role and content are accepted."""
     name = one.get("from", one.get("role"))
     if not isinstance(name, str) or name not in SHAREGPT_ROLES:
-        raise _record_error(at, f"from is {name!r:.60}, none of {', '.join(SHAREGPT_ROLES)}")
+        raise _record_error(at, f"from is {name!r:.60}, not one of {', '.join(SHAREGPT_ROLES)}")
     rest = {key: value for key, value in one.items() if key not in ("from", "value", "role")}
     return {"role": SHAREGPT_ROLES[name], "content": one.get("value", one.get("content")), **rest}
 
@@ -150,13 +150,13 @@ def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, An
     role = one.get("role")
     content = one.get("content")
     if not isinstance(role, str) or not role:
-        raise _record_error(at, f"message {number} has the role {role!r:.60}")
+        raise _record_error(at, f"message {number} has the invalid role {role!r:.60}")
     if isinstance(content, list):
         good = all(isinstance(part, (str, dict)) for part in content)
     else:
         good = isinstance(content, str) or (content is None and role == ASSISTANT)
     if not good:
-        raise _record_error(at, f"message {number} has the content {content!r:.60}")
+        raise _record_error(at, f"message {number} has the invalid content {content!r:.60}")
     plain: dict[str, Any] = _repair_texts({k: v for k, v in one.items() if k != "weight"})
     # Only a message with tool calls may have no content.
     if content is None and not plain.get("tool_calls"):

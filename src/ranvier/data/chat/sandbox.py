@@ -1,10 +1,10 @@
 """Renders untrusted Jinja templates in a worker process with resource limits.
 
-A template runs in `template_worker`, which has limited memory and CPU time and cannot open a file
-or start a process; whatever a template does, it costs no more than that, and this process only
-reads a reply of bounded size. The worker is shared by all templates of a process, so that rendering
-takes one message each way; when a template has used up its memory or time, a new process replaces
-it. Jinja's own sandbox inside of it is the second line of defence.
+A template runs in `template_worker`, which has limited memory and CPU time and can neither open a
+file nor start a process. Whatever a template does, it cannot use more than that, and this process
+only reads a reply of bounded size. All templates of a process share one worker, so rendering takes
+one message each way; when a template has used up its memory or time, a new process replaces the
+worker. Jinja's own sandbox inside of it is the second line of defense.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_TEMPLATES = 64
 """Templates that a worker caches before it is replaced."""
 BEGIN_MARK = "\udff0"
 END_MARK = "\udff1"
-"""Around the text of a generation block, on request: lone surrogates, which no text has."""
+"""Marks around the text of a generation block, on request: lone surrogates, never in text."""
 WORKER_PROGRAM = Path(__file__).with_name("template_worker.py")
 OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that end a worker for reasons unrelated to its template."""
@@ -53,7 +53,7 @@ class WorkerEndedError(Exception):
     def __init__(self, code: int | None = None) -> None:
         super().__init__(code)
         self.code = code
-        """Exit code of the child; None: the whole worker is gone."""
+        """Exit code of the child; None if the whole worker has exited."""
 
 
 class TemplateWorker:
@@ -72,7 +72,7 @@ class TemplateWorker:
     def send_request(
         self, text: str, values: Mapping[str, Any] | None, *, marks: bool
     ) -> dict[str, Any]:
-        """The worker's reply: `text` or, without values, `generates`; else the reason."""
+        """The worker's reply: `text` or, without values, `generates`; otherwise the reason."""
         if self._owner != os.getpid():
             # Another thread may have held the lock at the fork and will never release it here.
             self._lock = threading.Lock()
@@ -88,10 +88,10 @@ class TemplateWorker:
                         code = error.code
                     # A process killed by signal n has the exit code -n.
                     if -code in TIMER_SIGNALS:
-                        return {"refused": f"{self.seconds:g} s of the processor were not enough"}
+                        return {"refused": f"it used more than {self.seconds:g} s of CPU time"}
                     if -code not in OUTSIDE_SIGNALS:
                         break
-            return {"refused": f"the process that rendered it ended with the code {code}"}
+            return {"refused": f"the process that rendered it exited with code {code}"}
 
     def _request_once(
         self, text: str, values: Mapping[str, Any] | None, marks: bool
@@ -114,7 +114,7 @@ class TemplateWorker:
             return {"failed": f"it is nested too deeply ({error})"}
         raw = body.encode("utf-8", "surrogatepass")
         if len(raw) > MAX_CHARACTERS:
-            return {"failed": f"it has {len(raw):,} bytes, above {MAX_CHARACTERS:,}"}
+            return {"failed": f"it has {len(raw):,} bytes, more than {MAX_CHARACTERS:,}"}
         try:
             channel.settimeout(REPLY_SECONDS)
             channel.sendall(len(raw).to_bytes(8) + self._request_count.to_bytes(8) + raw)
@@ -139,16 +139,16 @@ class TemplateWorker:
         return reply
 
     def _read_reply(self, channel: socket.socket) -> tuple[int, dict[str, Any]]:
-        """The next reply: untrusted, so that only its size and type are relied upon.
+        """The next reply. It is untrusted: only its size and type are relied upon.
 
-        Preceded by the number of its request; 0: a child has ended, or the reply is invalid.
+        It is preceded by the number of its request: 0 if a child has exited or it is invalid.
         """
         size = int.from_bytes(self._receive_bytes(channel, 8))
         number = int.from_bytes(self._receive_bytes(channel, 8))
         # UTF-8 takes up to 4 bytes per character.
         if size > 4 * MAX_CHARACTERS:
             self.stop()
-            return 0, {"refused": f"a reply of {size:,} bytes"}
+            return 0, {"refused": f"its reply has {size:,} bytes"}
         try:
             reply = json.loads(self._receive_bytes(channel, size).decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ class TemplateWorker:
         if isinstance(reply, dict):
             return number, reply
         self.stop()
-        return 0, {"refused": "a reply that is none"}
+        return 0, {"refused": "its reply is invalid"}
 
     def _receive_bytes(self, channel: socket.socket, size: int) -> bytearray:
         """Receive `size` bytes. Time during which this process was suspended does not count."""
@@ -209,7 +209,8 @@ class TemplateWorker:
             ours.close()
             raise
         finally:
-            # The child has its own copy: without this, its end would not be seen as end of file.
+            # The child has its own copy. If this one stayed open, the end of the child would not be
+            # seen as end of file.
             theirs.close()
         self._channel = ours
 
@@ -274,13 +275,13 @@ class SandboxedTemplate:
         self._text = text
         self._worker = worker or shared_worker()
         reply = self._worker.send_request(text, None, marks=False)
-        # A constant expression raises: reported where the template is rendered.
+        # A constant expression that raises is reported where the template is rendered.
         if "failed" in reply:
             reply = {"generates": False}
         if "syntax" in reply:
             raise DataError(
-                f"{origin}:{reply.get('line')}: {reply['syntax']!s:.300}. A chat template is "
-                "written in Jinja. Mend it, or name another one with data.chat_template."
+                f"{origin}:{reply.get('line')}: {reply['syntax']!s:.300}. A chat template must be "
+                "valid Jinja. Fix it, or set data.chat_template to another file."
             )
         if "generates" not in reply:
             raise self._refused_error(reply)
@@ -296,14 +297,14 @@ class SandboxedTemplate:
         if "failed" not in reply:
             raise self._refused_error(reply)
         raise DataError(
-            f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
-            f"conversation: {reply['failed']!s:.300}. It decides which roles and turns there may "
-            "be. Mend the record, or use another data.chat_template."
+            f"{at + ': ' if at else ''}the chat template {self.origin} rejects this conversation: "
+            f"{reply['failed']!s:.300}. A template defines which roles and turns are allowed. Fix "
+            "the record, or use another data.chat_template."
         )
 
     def _refused_error(self, reply: Mapping[str, Any]) -> UnsafeInputError:
-        reason = reply.get("refused", reply.get("failed", "an answer that is none"))
+        reason = reply.get("refused", reply.get("failed", "its reply is invalid"))
         return UnsafeInputError(
-            f"The chat template {self.origin} was stopped: {reason!s:.200}. A template says how a "
-            "conversation is written, and nothing else. Use another one (data.chat_template)."
+            f"The chat template {self.origin} was stopped: {reason!s:.200}. A template may only "
+            "format conversations. Use another data.chat_template."
         )

@@ -94,7 +94,7 @@ def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -
     config = read_tokenizer_config(folder)
     tokens = read_special_tokens(folder)
     end = {"eos_token": tokenizer.token_names[tokenizer.eos_token_id]}
-    # Without any named special tokens, templates still get the end of the tokenizer.
+    # If no special tokens are named, templates still get the end token of the tokenizer.
     tokens = tokens or end
     texts = _parse_templates(
         config.pop("chat_template", None), folder / TOKENIZER_CONFIG if folder else Path()
@@ -151,6 +151,6 @@ def _parse_templates(value: Any, path: Path) -> dict[str, str]:
     except (TypeError, KeyError):
         pass
     raise DataError(
-        f"{path}: chat_template is {value!r:.80}. It is a text, or a list of objects with name and "
-        "template. Mend it, or name another one with data.chat_template."
+        f"{path}: chat_template is {value!r:.80}. It must be a string, or a list of objects with "
+        "name and template. Fix it, or set data.chat_template to another file."
     )

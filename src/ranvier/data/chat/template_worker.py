@@ -1,11 +1,11 @@
 """Renders untrusted chat templates; a stand-alone program started by `sandbox`.
 
-It imports only the standard library and jinja2 and forks a child, which gives up what no template
-needs: memory beyond a limit, new files and sockets, new processes. A CPU timer runs during each
-request; when it expires, the kernel kills the child, and a new one replaces it. Requests and
-replies are JSON in UTF-8 (lone surrogates included), each preceded by its length and its number, 8
-bytes each, over the socket that is standard input. Inside, Jinja's sandbox keeps a template away
-from Python's objects.
+It imports only the standard library and jinja2 and forks a child, which gives up everything that a
+template does not need: memory beyond a limit, new files and sockets, new processes. A CPU timer
+runs during each request; when it expires, the kernel kills the child, and a new one replaces it.
+Requests and replies are JSON in UTF-8 (lone surrogates included), each preceded by its length and
+its number, 8 bytes each, over the socket that is standard input. Inside, Jinja's sandbox keeps a
+template away from Python's objects.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WARM_UP_TEMPLATES = (
 
 
 class GenerationExtension(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: what the model is to generate."""
+    """`{% generation %}` ... `{% endgeneration %}`: the text that the model is to generate."""
 
     tags = {"generation"}
 
@@ -86,11 +86,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Refuse an unsafe attribute on access, not only when it is used."""
-        raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
+        raise SecurityError(f"it uses the attribute {attribute!r} of a {type(obj).__name__}")
 
 
 class DictMaker:
-    """`dict` for templates: not the class itself, whose attributes lead further."""
+    """`dict` for templates: not the class itself, whose attributes give access to more."""
 
     def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
         """Make a dict."""
@@ -121,7 +121,7 @@ class PublicNamespace(Namespace):
 def refuse_private(name: Any) -> None:
     """Refuse a name that starts with an underscore."""
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"the name {name!r} in a namespace")
+        raise SecurityError(f"it uses the name {name!r} in a namespace")
 
 
 def raise_exception(message: Any) -> NoReturn:
@@ -166,12 +166,12 @@ class CompiledTemplate:
         self.environment.marks = marks
         text = self.template.render(**values)
         if len(text) > largest:
-            raise OverflowError(f"a text of more than {largest:,} characters")
+            raise OverflowError(f"it writes more than {largest:,} characters")
         return text
 
 
 def answer_request(request: dict[str, Any], known: dict[str, CompiledTemplate]) -> dict[str, Any]:
-    """Reply to a request: a text, or the reason why there is none."""
+    """Reply to a request: a text, or the reason for a failure."""
     key = request["key"]
     try:
         if request["text"] is not None:
@@ -204,7 +204,7 @@ def warm_up() -> None:
 
 
 def apply_limits(memory: int) -> None:
-    """Drop what no template needs. memory: bytes of address space."""
+    """Give up everything that templates do not need. memory: bytes of address space."""
     warnings.simplefilter("ignore")
     most = {"AS": memory, "NOFILE": 0, "NPROC": 0, "FSIZE": 0, "CORE": 0}
     for name, value in most.items():
@@ -250,7 +250,7 @@ def _receive_bytes(channel: socket.socket, size: int) -> bytes | None:
 
 
 def send_reply(channel: socket.socket, number: int, reply: dict[str, Any]) -> None:
-    """Send a reply. number: of its request; 0: to none."""
+    """Send a reply. number: of its request; 0 for a message that is not a reply."""
     body = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
     channel.sendall(len(body).to_bytes(8) + number.to_bytes(8) + body)
 

@@ -1,12 +1,12 @@
 """Tokenizes conversations and finds the tokens of the assistant's answers.
 
-A template with generation blocks marks what the model is to generate. With any other template the
-answers are found by marks: the assistant's texts are rendered once more between characters that
-cannot occur in text, and without the marks the result must be the same text. An answer starts where
-its generation prompt ends (what `add_generation_prompt` adds), else at its first text or the spaces
-before it; it ends with the token that the template writes after it. Where marks change the
-behaviour of a template, the conversation up to the answer is rendered instead, which must be a
-prefix of the full text.
+A template with generation blocks marks the text that the model is to generate. With any other
+template the answers are found by marks: the assistant's texts are rendered a second time between
+characters that cannot occur in text, and without the marks the result must be the same text. An
+answer starts where its generation prompt ends (the text that `add_generation_prompt` adds),
+otherwise at its first text or the spaces before it. It ends with the token that the template writes
+after it. If marks change the behavior of a template, the conversation up to the answer is rendered
+instead, which must be a prefix of the full text.
 
 Only special tokens written by the template count as special. In a message they are plain text, so
 that no message can end its own turn.
@@ -41,10 +41,10 @@ GUARD = "\udfff"
 """Marks a special token inside a message as plain text."""
 MARK_PATTERN = re.compile("[\ud800-\udfff]")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys for the reasoning of an assistant; the first one is used for all templates."""
+"""Keys for the reasoning of an assistant; templates always get the first one."""
 CharSpan = tuple[int, int]
 MarkPlace = tuple[int | None, int | None]
-"""Begin and end of a text, as far as they are known."""
+"""Start and end of a text, as far as they are known."""
 LossOn = Literal["assistant", "all"]
 
 
@@ -154,8 +154,8 @@ class ChatEncoder:
             _has_match(self._special_pattern, x) for x in talk.messages
         ):
             return text, []
-        # Render a second time with a guard before each special token, to learn where the messages'
-        # own ones end up.
+        # Render a second time with a guard before each special token, to find where the special
+        # tokens of the messages appear in the text.
         guarded = [
             _map_texts(one, lambda x: self._special_pattern.sub(f"{GUARD}\\g<0>", x))
             for one in talk.messages
@@ -163,10 +163,10 @@ class ChatEncoder:
         marked = self._render_messages(talk, guarded, prompt=prompt)
         if marked.replace(GUARD, "") != text:
             raise DataError(
-                f"{talk.location}: a message holds a special token "
+                f"{talk.location}: a message contains a special token "
                 f"({', '.join(self._special_names(talk))}) that the chat template "
-                f"{self.template.origin} looks for. In a message it is text. Remove it from the "
-                "record."
+                f"{self.template.origin} searches for. In a message it must be plain text. Remove "
+                "it from the record."
             )
         kept = []
         # Each guard before this one shifts the position by one character.
@@ -212,8 +212,8 @@ class ChatEncoder:
             return [], None
         if len(talk.messages) > MOST_MESSAGES:
             raise DataError(
-                f"{talk.location}: {len(talk.messages)} messages. At most {MOST_MESSAGES} are told "
-                "apart. Split the conversation."
+                f"{talk.location}: the conversation has {len(talk.messages)} messages. At most "
+                f"{MOST_MESSAGES} are supported. Split it."
             )
         places = self._marked_places(talk, text)
         spans = []
@@ -258,7 +258,7 @@ class ChatEncoder:
         return spans
 
     def _marked_places(self, talk: Conversation, text: str) -> dict[int, tuple[MarkPlace, str]]:
-        """Begin and end of the assistant's texts, as far as marks show them, and which marks."""
+        """Start and end of the assistant's texts, as far as marks show them, and which marks."""
         starts = ("outer", "inner", "none")
         ends = ("outer", "inner")
         places: dict[int, tuple[MarkPlace, str]] = {}
@@ -288,11 +288,11 @@ class ChatEncoder:
         mark: MarkPlace,
         past: int,
     ) -> CharSpan:
-        """Begin of an answer and end of its own text; past: end of the answer before it."""
+        """Start of an answer and end of its own text; past: end of the previous answer."""
         begin, stop = mark
         limit = stop if begin is None else begin
         if limit is not None and stop is not None and not past <= limit <= stop:
-            raise self._answers_lost_error(talk, f"message {number} is out of order in it")
+            raise self._answers_lost_error(talk, f"message {number} is out of order")
         if begin is None:
             # No mark before the text: render the conversation up to the answer instead.
             begin = self._prompt_end(talk, text, number, past)
@@ -303,11 +303,11 @@ class ChatEncoder:
             header = text.rfind(self._generation_prompt, past, limit)
             if header >= 0:
                 return header + len(self._generation_prompt), stop
-            # Perhaps only a part of it is there: templates may add what they drop later.
+            # Perhaps only a part of it is there: templates may add text that they later drop.
             if begin is None:
                 begin = self._partial_prompt_end(text, past, limit)
         if begin is None or stop is None:
-            raise self._answers_lost_error(talk, f"message {number} cannot be found in it")
+            raise self._answers_lost_error(talk, f"message {number} was not found")
         if not self._generation_prompt and self._adds_no_prompt(talk, number):
             # Same start as in `encode_prompt`, so that training and generation see the same prompt.
             begin = past + len(_strip_trailing_spaces(text[past:begin]))
@@ -319,7 +319,7 @@ class ChatEncoder:
             asked = [
                 self._render_messages(talk, talk.messages[:number], prompt=x) for x in (True, False)
             ]
-        # The template refuses a conversation that ends there, so that no prompt can end there.
+        # The template refuses a conversation that ends there, so a prompt cannot end there.
         except DataError:
             return False
         return asked[0] == asked[1]
@@ -337,9 +337,7 @@ class ChatEncoder:
         """End of a message's text without marks: before its last special token."""
         whole = self._render_messages(talk, talk.messages[: number + 1])
         if not text.startswith(whole):
-            raise self._answers_lost_error(
-                talk, f"the end of message {number} cannot be found in it"
-            )
+            raise self._answers_lost_error(talk, f"the end of message {number} was not found")
         found = [one.start() for one in self._special_pattern.finditer(text, begin, len(whole))]
         if found:
             return found[-1]
@@ -403,14 +401,14 @@ class ChatEncoder:
             if found is not None and own:
                 return text[stop : found.end()]
             return ""
-        # What the template writes at the end of a conversation only is not part of the full text.
+        # Text that the template only writes at the end of a conversation is not in the full text.
         return _common_prefix(tail, text[stop:])
 
     def _answers_lost_error(self, talk: Conversation, what: str) -> DataError:
         return DataError(
-            f"{talk.location}: the answers cannot be told from the rest in what the chat template "
-            f"{self.template.origin} writes: {what}. They are learnt, the rest is not. Put "
-            "{% generation %} and {% endgeneration %} around them, or use data.loss_on=all."
+            f"{talk.location}: the answers cannot be located in the output of the chat template "
+            f"{self.template.origin}: {what}. Only answers are learned. Put {{% generation %}} and "
+            "{% endgeneration %} around them in the template, or use data.loss_on=all."
         )
 
     # ---- tokens ----------------------------------------------------------------------------
@@ -430,13 +428,13 @@ class ChatEncoder:
     def _encode_piece(
         self, text: str, *, special: bool, first: bool
     ) -> tuple[list[int], list[CharSpan]]:
-        """Encode a piece of a text; some tokenizers prepend a space to whatever starts a text."""
+        """Encode a piece of a text; some tokenizers prepend a space to the start of any text."""
         if first:
             return self.tokenizer.encode_with_offsets(text, special=special)
         # Encode after a newline, which absorbs the added space, and drop its tokens again.
         newline, _ = self.tokenizer.encode_with_offsets("\n", special=special)
         ids, at = self.tokenizer.encode_with_offsets("\n" + text, special=special)
-        # The newline was merged with the text: there is no clean border.
+        # The newline was merged with the text, so its tokens cannot be dropped.
         if ids[: len(newline)] != newline:
             return self.tokenizer.encode_with_offsets(text, special=special)
         count = len(newline)
@@ -455,7 +453,7 @@ def _common_prefix(a: str, b: str) -> str:
 
 
 def _split_pieces(text: str, kept: Sequence[CharSpan]) -> Iterator[tuple[int, int, bool]]:
-    """Begin and end of each piece of a text, and whether its special tokens are special."""
+    """Start and end of each piece of a text, and whether its special tokens are special."""
     place = 0
     for begin, end in kept:
         if begin > place:
