@@ -97,7 +97,7 @@ def read_latest_pointer(folder: Path) -> tuple[str, str]:
     if "/" in text or "\\" in text or text.startswith(".."):
         raise UnsafeInputError(
             f"{path} names {text[:100]!r}. It must name a checkpoint in the same directory. Remove "
-            "this file; the newest checkpoint is found without it."
+            "it; the newest checkpoint is found without it."
         )
     if not CHECKPOINT_NAME.fullmatch(text):
         return "", f"does not name a checkpoint ({text[:40]!r})"
