@@ -234,9 +234,9 @@ def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
 @case("A7", "SIGKILL rank 1 in the first save", "starts from scratch and reports it, bit-equal")
 def _first_save(stage: Stage) -> str:
     faults = at_step("save_checkpoint", 2)
-    ended = stage.run(*RUN, *SAVED, faults=faults).expect(0, "no committed checkpoint")
+    ended = stage.run(*RUN, *SAVED, faults=faults).expect(0, "no complete checkpoint")
     check("66" not in ended.errors, ended.errors)
-    return f"'no committed checkpoint', {same(stage.folder / 'run', stage.whole())}"
+    return f"'no complete checkpoint', {same(stage.folder / 'run', stage.whole())}"
 
 
 @case("A8", "SIGKILL rank 1 at 20 random calls while it writes", "20 restarts, bit-equal")
@@ -264,7 +264,7 @@ def _half(path):
 before(_folders, "_remove_path", _half)
 """
     words = ["--checkpoint.interval=2", "--checkpoint.keep-latest=1"]
-    stage.run(*RUN, *words, faults={TRAINER: code}).expect(0, "Going on after step 4")
+    stage.run(*RUN, *words, faults={TRAINER: code}).expect(0, "Resuming after step 4")
     run = stage.folder / "run"
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     check(names == ["latest", f"step-{STEPS:08}"], str(names))
@@ -292,7 +292,7 @@ def _none(self, work):
     _begin(self, work)
 _saver.AsyncSaver._start_thread = _none
 """
-    stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(73, "rank-00001.json is not there")
+    stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(73, "rank-00001.json is missing")
     names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     return "73, no incomplete checkpoint is committed"
@@ -312,7 +312,7 @@ before(_part, "write_rank_file", _fails)
     check(names == ["step-00000002"], str(names))
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     check(steps <= 6, f"{steps} steps were taken")
-    stage.run(*RUN, *SAVED).expect(0, "Going on after step 2")
+    stage.run(*RUN, *SAVED).expect(0, "Resuming after step 2")
     return f"{ended.code} after step {steps}, then resumed at step 2, {same(run, stage.whole())}"
 
 

@@ -53,7 +53,7 @@ def again(stage: Stage, run: Path, *words: str) -> str:
 def clean(ended: Ended) -> None:
     """Checks that the message has a remedy and no traceback."""
     check("Traceback" not in ended.errors, ended.errors[-800:])
-    check("Free space" in ended.errors, ended.errors[-800:])
+    check("Free disk space" in ended.errors, ended.errors[-800:])
 
 
 def full(stage: Stage, background: str) -> str:
@@ -180,7 +180,7 @@ def odd(stage: Stage, what: str) -> str:
     if what == "file":
         stage.folder.mkdir()
         run.write_text("")
-        stage.run(*RUN).expect(64, "is no directory")
+        stage.run(*RUN).expect(64, "is not a directory")
         return "64 before any rank starts"
     run.mkdir(parents=True)
     if what == "checkpoints":
@@ -257,7 +257,7 @@ def _clock(stage: Stage) -> str:
     (run / "checkpoints" / "latest").unlink()
     for path in (old, *old.iterdir()):
         os.utime(path, (0, 0))
-    stage.run(*RUN, *SAVED).expect(0, "Going on after step 6", "latest is missing")
+    stage.run(*RUN, *SAVED).expect(0, "Resuming after step 6", "latest is missing")
     return f"resumed at step 6, {same(run, stage.whole())}"
 
 

@@ -121,10 +121,10 @@ def damaged(stage: Stage, name: str) -> str:
     path = run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME
     if name in ("D1 data", "D5 digest"):
         check(path.read_bytes() != before, "nothing was changed")
-    ended = stage.run("train", "run").expect(0, "damaged, not used", NEWEST)
-    check("Going on after step 4" in ended.out, ended.out)
+    ended = stage.run("train", "run").expect(0, "skipped a damaged checkpoint", NEWEST)
+    check("Resuming after step 4" in ended.out, ended.out)
     check((run / "checkpoints" / f"aside-{NEWEST}-1").is_dir(), "it was not moved aside")
-    return f"'damaged, not used', resumed at step 4, {same(run, stage.whole())}"
+    return f"'skipped a damaged checkpoint', resumed at step 4, {same(run, stage.whole())}"
 
 
 for _name, (_words, _) in DAMAGE.items():
@@ -135,7 +135,7 @@ for _name, (_words, _) in DAMAGE.items():
 def _foreign(stage: Stage) -> str:
     run = base(stage)
     (run / "checkpoints" / NEWEST / "notes.txt").write_text("mine")
-    stage.run("train", "run").expect(0, "Going on after step 6")
+    stage.run("train", "run").expect(0, "Resuming after step 6")
     return f"resumed at step 6, {same(run, stage.whole())}"
 
 
@@ -170,7 +170,7 @@ def pointer(stage: Stage, name: str) -> str:
     if code:
         ended.expect(code, "Remove it")
         return f"{code}"
-    ended.expect(0, "the newest checkpoint is step-00000006", "Going on after step 6")
+    ended.expect(0, "the newest checkpoint is step-00000006", "Resuming after step 6")
     return f"reported, resumed at step 6, {same(run, stage.whole())}"
 
 
@@ -251,7 +251,7 @@ def regridded(stage: Stage, name: str) -> str:
     words = [word for word in axes(old) if "plan.global_batch" not in word]
     undo = [word.partition("=")[0] + "=1" for word in words]
     undo += ["--plan.micro-batch=-1"]  # the share of a rank may be smaller
-    stage.run("train", "run", *undo, *axes(new), ranks=ranks).expect(0, "Going on after step 6")
+    stage.run("train", "run", *undo, *axes(new), ranks=ranks).expect(0, "Resuming after step 6")
     return close(run, stage.whole(*SAVED, *axes(old), ranks=world))
 
 
@@ -278,7 +278,7 @@ before(Trainer, "run_steps", _again)
     one, other = (read(run / "checkpoints" / f"{NEWEST}{more}") for more in ("", ".2"))
     bad = differing(one, other)
     check(not bad, f"tensors differ: {bad[:3]}")
-    stage.run("train", "run", "--plan.data=2", "--plan.row=1").expect(0, "Going on after step 6")
+    stage.run("train", "run", "--plan.data=2", "--plan.row=1").expect(0, "Resuming after step 6")
     return f"{len(one)} tensors equal, {same(run, stage.whole())}"
 
 
@@ -340,7 +340,7 @@ checkpointing.tensors_to_write = tensors
     text = through + poison.format(step=8)
     other.run(*RUN, "--guard.replica-check-interval=0", faults={TRAINER: text}).expect(0)
     ended = other.run("train", "run", "--train.steps=9")
-    check("holds numbers that are not finite" in ended.errors, ended.errors[-600:])
+    check("has values that are not finite" in ended.errors, ended.errors[-600:])
     return f"74, not saved; loading warns, then {ended.code}"
 
 

@@ -24,7 +24,7 @@ def corpus(stage: Stage, times: int = 200) -> list[str]:
 def _micro(stage: Stage) -> str:
     run = base(stage)
     words = ["--plan.data=1", "--plan.micro-batch=2"]
-    stage.run("train", "run", *words, ranks=1).expect(0, "Going on after step 6")
+    stage.run("train", "run", *words, ranks=1).expect(0, "Resuming after step 6")
     return close(run, stage.whole())
 
 
@@ -36,7 +36,7 @@ def _changed(stage: Stage) -> str:
     corpus(stage, 201)
     stage.run("train", "run").expect(65, "fingerprint")
     stage.run("train", "run", "--checkpoint.allow-data-mismatch=True").expect(
-        0, "Going on after step"
+        0, "Resuming after step"
     )
     return "65, then continues with other_data"
 
@@ -166,7 +166,7 @@ Trainer.from_run = _poisoned
 @case("G1", "a NaN on rank 1 in one step", "skipped on all ranks, counted")
 def _one_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4,))}
-    stage.run(*RUN, *SAVED, faults=faults).expect(0, "that makes 1 of guard.max_skipped_steps=10")
+    stage.run(*RUN, *SAVED, faults=faults).expect(0, "(1 of guard.max_skipped_steps=10")
     found = [row["step"] for row in rows(stage.folder / "run") if row["skipped"]]
     check(found == [4], f"skipped: {found}")
     return "step 5 skipped and reported, the run finishes"
@@ -176,7 +176,7 @@ def _one_bad(stage: Stage) -> str:
 def _many_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4, 5, 6))}
     ended = stage.run(*RUN, *SAVED, "--guard.max-skipped-steps=1", faults=faults)
-    ended.expect(74, "go on from run/checkpoints/step-0000000")
+    ended.expect(74, "resume from run/checkpoints/step-0000000")
     check(folders.find_checkpoints(stage.folder / "run" / "checkpoints"), "no checkpoint")
     return "74, names a checkpoint"
 
@@ -201,7 +201,7 @@ def resumed(stage: Stage, grid: str) -> str:
     """Stops a run and resumes it on the same grid."""
     code = "before(Trainer, 'issue_step', at(3, 1, lambda: kill(signal.SIGTERM)))"
     stage.run(*RUN, f"--plan.{grid}", faults={TRAINER: code}).expect(75)
-    stage.run("train", "run").expect(0, "Going on after step")
+    stage.run("train", "run").expect(0, "Resuming after step")
     return same(stage.folder / "run", stage.whole(f"--plan.{grid}"))
 
 

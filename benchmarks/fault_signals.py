@@ -44,7 +44,7 @@ def stopped(stage: Stage, ended: Ended) -> str:
     done = len(rows(run))
     names = [path.name for path in folders.find_checkpoints(run / "checkpoints")]
     check(3 < done < 8 and names[-1] == f"step-{done:08}", f"{done} steps, {names}")
-    stage.run("train", "run").expect(0, f"Going on after step {done}")
+    stage.run("train", "run").expect(0, f"Resuming after step {done}")
     return f"75 after step {done}, then {same(run, stage.whole())}"
 
 
@@ -119,7 +119,7 @@ before(Trainer, "issue_step", lambda self, *_, **__: self.state.step == 4 and ti
     )
     check(not [name for name in names if "." in name], f"a step was saved twice: {names}")
     done = len(rows(stage.folder / "run"))
-    stage.run("train", "run").expect(0, f"Going on after step {done}")
+    stage.run("train", "run").expect(0, f"Resuming after step {done}")
     return f"{ended.code}, {names[-1]}, then {same(stage.folder / 'run', stage.whole())}"
 
 
@@ -284,7 +284,7 @@ def _locked(stage: Stage) -> str:
         out, errors = process.child.communicate(timeout=30)
         seconds = time.monotonic() - process.began
         ended = Ended(process.child.returncode, out, errors, seconds)
-        ended.expect(77, f"is being written by process {holder.pid}", within=20.0)
+        ended.expect(77, f"is in use by process {holder.pid}", within=20.0)
     finally:
         holder.kill()
         holder.wait()
@@ -319,7 +319,7 @@ before(Trainer, "issue_step", _waits)
     first.when()
     other = Stage(stage.folder / "other", stage.root)
     words = [*RUN, "--train.output-dir=../run"]
-    other.run(*words).expect(77, "is being written by process")
+    other.run(*words).expect(77, "is in use by process")
     (stage.folder / "go").touch()
     first.end().expect(0)
     return f"77, {same(stage.folder / 'run', stage.whole())}"

@@ -239,10 +239,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "long.toml"], "is not valid TOML"),
     (["train", "null.toml"], "contains unprintable characters"),
     (["train", "out.toml"], "contains unprintable characters"),
-    (["train", "--train.output-dir", "good.txt"], "good.txt is no directory"),
-    (["train", "--train.output-dir", "good.txt/deeper"], "is no directory"),
+    (["train", "--train.output-dir", "good.txt"], "good.txt is not a directory"),
+    (["train", "--train.output-dir", "good.txt/deeper"], "is not a directory"),
     (["train", "--train.output-dir", "a" * 300], "cannot be a directory"),
-    (["train", "--train.output-dir", "/proc/nope/x"], "/proc cannot be written in"),
+    (["train", "--train.output-dir", "/proc/nope/x"], "/proc is not writable"),
     (["train", "--data.sources", "a" * 300 + ".txt"], "aaa"),
     (["train", "a" * 300 + ".toml"], "cannot be read"),
     (["train", "--plan.row", "1000000007"], "The plan needs 1000000007 ranks"),
@@ -253,7 +253,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["train", "--model.size", "llama3-405b", "--nproc", "2"],
         "does not fit on 2 x cpu in any layout",
     ),
-    (["train", "--model.size", "llama3-405b"], "GiB at least"),
+    (["train", "--model.size", "llama3-405b"], "A rank needs at least"),
     (["train", "--model.dropout", "nan"], "Use 0.1"),
     (["train", "--nproc", "100000"], "nproc=100000"),
     (["train", "--plan.row", "512"], "At most 256 can be started"),
@@ -265,7 +265,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["train", "--data.sources", "good.txt", "stdlib", "--data.mixture-weights", "1e308", "inf"],
         "weights",
     ),
-    (["data", "prepare"], "was given no file"),
+    (["data", "prepare"], "needs at least one file"),
     (["data", "prepare", "missing.txt"], "missing.txt"),
     (["data", "polish"], "'polish' is not a command"),
     (["data", "show", "."], "corpus.json"),
@@ -461,7 +461,7 @@ def test_runs_claim_directories_of_their_own(folder: Path) -> None:
         "runs/tiny-3",
     ]
     (folder / "runs/tiny/metrics.jsonl").touch()
-    with pytest.raises(PlanError, match="holds metrics without a config"):
+    with pytest.raises(PlanError, match="has metrics but no config"):
         acquire_dir(RunConfig(train=TrainConfig(output_dir="runs/tiny")))
 
 

@@ -113,7 +113,9 @@ def test_a_graph_is_recorded_on_one_rank() -> None:
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunConfig(plan=Plan(compile="on", data=1))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(PlanError, match=r"plan.compile='on', but nothing compiles.*'off'"):
+    with pytest.raises(
+        PlanError, match=r"plan.compile='on', but a compiler for cpu is missing.*'off'"
+    ):
         resolve_run(run, ON_CPU)
     assert resolve_run(RunConfig(plan=Plan(data=1)), ON_CPU).plan.compile == "off"
 

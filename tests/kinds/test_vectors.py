@@ -203,7 +203,7 @@ def test_the_command_trains_and_continues_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("train", *SMALL, "--nproc", "1", "--train.output-dir", "run") == 0
-    assert "8 x 4 vectors a step" in capsys.readouterr().out
+    assert "8 x 4 vectors per step" in capsys.readouterr().out
     config = load_run_config(tmp_path / "run" / "config.toml", in_run=True)
     assert (config.model.kind, config.model.size) == ("vectors", "vectors-tiny")
     assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0

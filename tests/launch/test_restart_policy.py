@@ -171,11 +171,11 @@ def test_grids_are_checked_before_anything_starts() -> None:
     with pytest.raises(PlanError) as error:
         resolve_fallback_runs(of(*grids), FOUR)
     for words in (
-        "launch.fallback_grids='dta=2': 'dta' is no axis. Did you mean 'data'?",
-        "launch.fallback_grids='row=x': row=x is not a number of ranks",
+        "launch.fallback_grids='dta=2': 'dta' is not an axis. Did you mean 'data'?",
+        "launch.fallback_grids='row=x': row=x is not a valid size",
         "launch.fallback_grids='row=3': row=3 does not divide",
-        "launch.fallback_grids='data=4' has 4 ranks, the plan 4",
-        "launch.fallback_grids='': '' is no axis",
+        "launch.fallback_grids='data=4' has 4 ranks, but the plan has 4",
+        "launch.fallback_grids='': '' is not an axis",
     ):
         assert words in str(error.value)
 

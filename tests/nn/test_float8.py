@@ -241,7 +241,7 @@ def test_layers_that_are_not_there_are_told(tmp_path: Path, corpus: str) -> None
     with pytest.raises(PlanError) as error:
         trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 1, **changes))
     said = str(error.value)
-    assert "train.float8_layers=['qkw', 'heads'] names no linear layer" in said
+    assert "train.float8_layers=['qkw', 'heads'] matches no linear layer" in said
     assert "attention, blocks, down, enter, gate, head, k, mlp, o, q, qkv, up, v" in said
 
 
@@ -257,8 +257,8 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     ]
     assert narrow == [f"blocks.{i}.attention.{name}" for i in (0, 1) for name in ("qkv.q", "o")]
     assert trainer.notes == [
-        "fp8 (rowwise): 4 layers, 1,024 parameters on a rank",
-        "not in fp8, as their sizes are no multiples of 16: blocks.0.attention.qkv.k, "
+        "fp8 (rowwise): 4 layers, 1,024 parameters per rank",
+        "not in fp8, as their sizes are not multiples of 16: blocks.0.attention.qkv.k, "
         "blocks.0.attention.qkv.v, blocks.0.mlp.enter.gate, blocks.0.mlp.enter.up ...",
     ]
     assert len(list(trainer.run_steps())) == 1

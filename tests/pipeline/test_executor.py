@@ -387,7 +387,7 @@ def misused(grid: Grid, how: str) -> str:
     ("how", "words"),
     [
         ("forward", "Trebled overrides forward but inherits segment from another class."),
-        ("hook", "Decoder has forward hooks, but stages never call the whole model."),
+        ("hook", "Decoder has forward hooks, but pipeline stages never call the whole model"),
         ("ragged", "The micro-batches of a step have the shapes [(3, 8), (5, 8)]."),
     ],
 )

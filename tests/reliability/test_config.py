@@ -163,7 +163,7 @@ def test_other_threads_are_told(
         trainer.checkpointer.resume_from(checkpoint)
     finally:
         torch.set_num_threads(count)
-    assert f"{count} threads a rank, not {count + 1}" in capsys.readouterr().err
+    assert f"{count} threads per rank, not {count + 1}" in capsys.readouterr().err
 
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_a_kill_between_messages_of_stages_leaves_no_half_update(
     words = [*PAIR, *EVERY, "--plan.pipe", "2", "--plan.micro-batch", "2"]
     code, out, errors = ended(started(tmp_path, *words, patch=("ranvier.train.trainer", SENT)))
     assert code == 0 and "Rank 1 was killed by signal 9" in errors, errors
-    assert "Going on after step 2" in out
+    assert "Resuming after step 2" in out
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-6)
 
 

@@ -165,12 +165,12 @@ def test_after_the_budget_the_run_names_its_cause_and_a_checkpoint(
     text = str(caught.value)
     assert caught.value.exit_code == 74 and len(rows) == 4
     assert text.startswith("Step 5 of 9 (loss nan)") and "guard.max_skipped_steps=2" in text
-    assert "The first is the output of blocks.0.mlp.down" in text
+    assert "The first non-finite tensor is the output of blocks.0.mlp.down" in text
     kept = folders.find_checkpoints(tmp_path / "checkpoints")
     assert str(kept[-1]) in text and kept[-1].name == "step-00000004"
     for whole in load_full_tensors(kept[-1]).values():
         assert whole.isfinite().all()
-    assert "makes 2 of guard.max_skipped_steps=2" in capsys.readouterr().err
+    assert "(2 of guard.max_skipped_steps=2" in capsys.readouterr().err
     assert trainer.state.optimizer.num_updates == 2
 
 
@@ -370,7 +370,7 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 32, **changes))
     rows = list(trainer.run_steps())
     text = capsys.readouterr().err
-    assert "There is no checkpoint to go back to" in text and "Gone back from step 2" in text
+    assert "The run cannot rewind" in text and "Rewound from step 2" in text
     assert [row["step"] for row in rows] == [*range(28), *range(20, 32)]
     assert rows[27]["spike"] and not any(row["spike"] for row in rows[28:])
     assert rows[28]["tokens"] == 16 * 8 * 29, "the 29th batch follows the 28th, which spiked"
@@ -380,7 +380,7 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     trainer.save_checkpoint()
     more.checkpointer.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
     assert more.state.guard.rewinds == 1
-    with pytest.raises(NumericError, match=r"gone back 1 times.*guard.max_rewinds=1"):
+    with pytest.raises(NumericError, match=r"a spike after 1 rewinds.*guard.max_rewinds=1"):
         list(more.run_steps())
 
 
@@ -514,7 +514,9 @@ def test_copies_that_differ_are_named(
     found = pool.on_grid(degrees, harmed, corpus, str(tmp_path), rank, name)
     assert len(set(found)) == 1, found
     text, kept = found[0]
-    assert text.startswith("74 ") and said in text and "none yet" in text and kept == 0, text
+    assert (
+        text.startswith("74 ") and said in text and "no checkpoint was saved" in text and kept == 0
+    ), text
 
 
 def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[str, list[float]]:

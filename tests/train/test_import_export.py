@@ -212,10 +212,10 @@ def test_a_run_with_adapters_is_no_start_without_them(
     step = f"{run}/checkpoints/step-00000002"
     start = ["train", *FEW, "--train.init-from"]
     for source, words, said in (
-        (run, [], "but this one has lora.rank=0"),
+        (run, [], "but this run has lora.rank=0"),
         (step, [], f"`ranvier export {run} --step 2 --output DIR` and use train.init_from=DIR"),
-        (run, ["--lora.rank", "4", "--lora.alpha", "5"], "this one has lora.rank=4"),
-        (run, ["--lora.rank", "3"], "go on with the adapters: lora.alpha=5.0"),
+        (run, ["--lora.rank", "4", "--lora.alpha", "5"], "this run has lora.rank=4"),
+        (run, ["--lora.rank", "3"], "train with the same adapters: lora.alpha=5.0"),
     ):
         assert call(*start, source, *words, "--train.output-dir", str(tmp_path / "none")) == 66
         have = capsys.readouterr().err
@@ -296,7 +296,7 @@ def test_what_is_wrong_is_said(
     assert "attn_pdrop=0.1" in capsys.readouterr().out
     words = ["export", str(tmp_path / "run"), "--output", str(tmp_path / "x")]
     assert "llama has no" in said(*words, "--family", "llama")
-    assert "Types are" in said(*words, "--dtype", "int4")
+    assert "is not supported" in said(*words, "--dtype", "int4")
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace("layers = 2", "layers = 3"))
     assert "has no blocks.2." in said(*words)

@@ -172,7 +172,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
             14 if whole else 0
         )
         assert trainer.notes == (
-            ["fp8 (tensorwise): 14 layers, 21,504 parameters on a rank"] if whole else []
+            ["fp8 (tensorwise): 14 layers, 21,504 parameters per rank"] if whole else []
         )
         list(trainer.run_steps())
         trainer.save_checkpoint()

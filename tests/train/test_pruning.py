@@ -179,18 +179,18 @@ ODD: list[tuple[str, tuple[int, ...], str]] = [
     (
         "blocks.9.attention.o.weight",
         (16, 16),
-        "blocks.9.attention.o.weight, which the model has not",
+        "blocks.9.attention.o.weight, which the model does not have",
     ),
     ("embed.weight", (257, 16), "embed.weight, which is not pruned"),
     ("head.weight", (257, 16), "head.weight, which is not pruned"),
-    ("blocks.0.mlp.down.weight", (24, 16), r"of the shape \[24, 16\], not \[16, 24\]"),
+    ("blocks.0.mlp.down.weight", (24, 16), r"of shape \[24, 16\], not \[16, 24\]"),
 ]
 
 
 def test_odd_masks_are_refused(corpus: str, tmp_path: Path) -> None:
     file = tmp_path / "masks.safetensors"
     run = run_of("", {}, 3, prune__mask_file=str(file))
-    with pytest.raises(PlanError, match=r"cannot be read: .* Mend the path"):
+    with pytest.raises(PlanError, match=r"cannot be read: .* Check the path"):
         trainer_of(Grid({}), corpus, run)
     for name, shape, says in ODD:
         save_file({name: torch.ones(shape)}, file)

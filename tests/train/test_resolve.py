@@ -159,7 +159,11 @@ def test_a_dry_run_of_training_says_what_is_decided_and_why(
         main(["train", "--dry-run", "--train.device", "cpu", "--plan.row", "2"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and not any(tmp_path.iterdir()), "nothing is written"
-    for words in ("ranks", "plan.micro_batch = 8 (was -1): the whole share", "degrees are given"):
+    for words in (
+        "ranks",
+        "plan.micro_batch = 8 (was -1): all samples of a rank",
+        "the degrees are set",
+    ):
         assert words in said
     with pytest.raises(SystemExit) as ended:
         main(["dry-run", "--plan.row", "2", "--output", "found.json"])

@@ -124,7 +124,7 @@ def test_a_limit_of_memory_bounds_what_a_stage_holds(
     settings = {"plan__micro_batch": 1, "memory__device_limit_gib": 1.0}
     roomy = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), settings)
     assert roomy[0]["limit"] == roomy[1]["limit"] == 0
-    assert any("a stage may hold all micro-batches" in line for line in roomy[0]["notes"])
+    assert any("each stage may hold all micro-batches" in line for line in roomy[0]["notes"])
     for gib, spread in ((4e-4, False), (3e-4, True)):
         little = {**settings, "memory__device_limit_gib": gib, "plan__vocab_over_pipe": spread}
         found = pool.on_grid({"pipe": 2}, trained, corpus, "", little)
@@ -132,7 +132,7 @@ def test_a_limit_of_memory_bounds_what_a_stage_holds(
         assert found[0]["losses"] == pytest.approx(roomy[0]["losses"], rel=1e-9)
     tight = {**settings, "memory__device_limit_gib": 2e-4}
     for said in pool.on_grid({"pipe": 2}, refused, corpus, tight):
-        assert said.startswith("memory.device_limit_gib=0.0002 leaves room for no micro-batch")
+        assert said.startswith("memory.device_limit_gib=0.0002 leaves no room for a micro-batch")
 
 
 def refused(grid: Grid, corpus: str, changes: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ def test_a_bad_number_is_named_and_changes_nothing(
     found = pool.on_grid(degrees, poisoned, corpus, str(tmp_path), where, rank, 3)
     for one in found:
         assert one["said"].startswith("NumericError: Step 4 of 6 (loss nan)"), one
-        assert f"The first is the output of {where} (" in one["said"], one
+        assert f"The first non-finite tensor is the output of {where} (" in one["said"], one
         assert (f"on rank {rank}" in one["said"]) == (len(found) > 1)
         assert one["rows"] == 3 and one["kept"], one
 
@@ -128,7 +128,7 @@ def test_types_are_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     for has, want in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
         assert resolve_run(RunConfig(), cuda).train.dtype == want
-    with pytest.raises(PlanError, match="Old GPU does not compute in bf16"):
+    with pytest.raises(PlanError, match="Old GPU does not support bf16"):
         resolve_run(RunConfig(train=TrainConfig(dtype="bf16")), cuda)
 
 

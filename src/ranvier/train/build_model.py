@@ -1,6 +1,6 @@
 """Builds the parallel model of a run, for the trainer and for dry runs.
 
-Also the timeline of a step of its pipeline stages.
+It also gathers the timeline of a step over all pipeline stages.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.train.step import StepLimits, StepResult, train_step
 
 WARMUP_STEPS = 3
-"""Eager steps before the capture, in which compilers and libraries set themselves up."""
+"""Eager steps before the capture, in which compilers and libraries initialize themselves."""
 
 
 class CudaGraphStep:
@@ -53,8 +53,7 @@ class CudaGraphStep:
         self.static_batches = [batch.map_tensors(lambda x: x.clone()) for batch in batches]
         self.static_lr = torch.zeros((), dtype=torch.float64, device=watch.nonfinite_steps.device)
         torch.cuda.synchronize()
-        # The graph has a memory pool of its own and cannot use blocks that are cached outside of
-        # it.
+        # The graph has its own memory pool and cannot use blocks that are cached outside of it.
         torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()
         # The loader's thread pins the next batch meanwhile, which the default mode would forbid.

@@ -1,4 +1,4 @@
-"""What a finished run shows of its model, whatever kind it is of."""
+"""The end of a run: a sample of its model and commands to try next, for any kind of model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ranvier.data.run_data import RunData
 
 
 class RunFinish(Protocol):
-    """The end of a run of a kind of model, on rank 0."""
+    """What a finished run of one kind of model shows, on rank 0."""
 
     other_data_command: str
     """A command that trains on other data."""
@@ -21,9 +21,9 @@ class RunFinish(Protocol):
     def show_sample(
         self, run: RunConfig, folder: Path, device: torch.device, parameters: int
     ) -> None:
-        """Print what the latest checkpoint does with a sample, and record it, if that is cheap.
+        """Print and record a sample of what the latest checkpoint does, if that is cheap.
 
-        parameters: of the whole model.
+        parameters: number of parameters of the whole model.
         """
 
     def next_commands(self, run: RunConfig, folder: Path, data: RunData) -> list[str]:
@@ -31,7 +31,7 @@ class RunFinish(Protocol):
 
 
 def run_finish(kind: ModelKind) -> RunFinish | None:
-    """What finished runs of a kind of model show; None: nothing of their own."""
+    """What finished runs of a kind of model show; None if there is nothing."""
     if kind.finish is None:
         return None
     finish: RunFinish = kind.finish.load()()

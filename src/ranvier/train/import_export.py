@@ -1,9 +1,9 @@
 """Import of Hugging Face models as runs, and export of runs as Hugging Face models.
 
-An imported run has what any run has: a config, a checkpoint (of weights only, at step 0) and a
-tokenizer; so it is trained, generated from, evaluated and exported like any other. Files of the
-model that Ranvier does not use itself (config.json, tokenizer files, generation settings) are kept
-in `published/` and exported unchanged.
+An imported run has the same parts as any run: a config, a checkpoint (of weights only, at step 0)
+and a tokenizer. So it can be trained, generated from, evaluated and exported like any other. Files
+of the model that Ranvier does not use itself (config.json, tokenizer files, generation settings)
+are kept in `published/` and exported unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ORIGIN_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"),
     *("LICENSE", "NOTICE"),
 )
-"""Files of a model that are kept besides weights; code is not."""
+"""Files of a model that are kept in addition to weights; code is not kept."""
 ORIGIN_PATH_FILE = "origin.txt"
 """File in that directory with the path of the imported model."""
 DEFAULT_SEQ_LIMIT = 512
@@ -72,7 +72,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def import_model(source: str, out: Path) -> list[str]:
-    """Import a published model as a run; returns lines to print. `out` is created atomically."""
+    """Import a Hugging Face model as a run; returns lines to print. `out` is created atomically."""
     with PublishedModel.open(find_model(source)) as model:
         with write_atomically(out) as here:
             lines = [
@@ -84,7 +84,7 @@ def import_model(source: str, out: Path) -> list[str]:
             write_initial_run(here, run, model, str(model.folder))
         parameters = sum(torch.Size(shape).numel() for shape in model.shapes.values())
         word = next(name for name, dtype in DTYPES_BY_NAME.items() if dtype == model.dtype)
-        return [f"{model.family.model_type}: {parameters:,} weights ({word}) in {out}", *lines]
+        return [f"{model.family.model_type}: {parameters:,} parameters ({word}) in {out}", *lines]
 
 
 def write_initial_run(
@@ -116,7 +116,7 @@ def _dropout_notes(model: PublishedModel) -> list[str]:
     drops = [f"{name}={model.hf_config[name]}" for name in names if model.hf_config.get(name)]
     if not drops:
         return []
-    return [f"{', '.join(drops)}: not taken over (see model.dropout, model.router_jitter)"]
+    return [f"not imported: {', '.join(drops)} (see model.dropout, model.router_jitter)"]
 
 
 def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> RunConfig:
@@ -147,7 +147,7 @@ def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
 
 
 def _copy_model_files(source: Path, here: Path) -> list[str]:
-    """Copy the files of a model besides weights; returns lines on what is missing."""
+    """Copy the files of a model other than weights; returns lines on what is missing."""
     (here / ORIGIN_DIR).mkdir()
     (here / ORIGIN_DIR / ORIGIN_PATH_FILE).write_text(f"{source.absolute()}\n", encoding="utf-8")
     for name in ORIGIN_FILES:
@@ -159,8 +159,8 @@ def _copy_model_files(source: Path, here: Path) -> list[str]:
     if (here / "tokenizer.json").exists():
         return []
     return [
-        f"{source} has no tokenizer.json: give data.tokenizer, or corpora that are tokenized. "
-        "AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of older files."
+        f"{source} has no tokenizer.json: set data.tokenizer, or use tokenized corpora. "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) creates one from older files."
     ]
 
 
@@ -174,13 +174,13 @@ def _copy_if_present(source: Path, target: Path, root: Path) -> None:
 def write_atomically(out: Path) -> Iterator[Path]:
     """Yield a hidden directory that is renamed to `out` on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --output.")
+        raise PlanError(f"{out} already exists. It is not overwritten. Choose another --output.")
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.writing")
     try:
         hidden.mkdir(parents=True)
         yield hidden
-        # Contents must be on disk before the rename makes them visible, and the rename itself after
-        # it.
+        # Contents must be on disk before the rename makes them visible, and the rename itself
+        # afterwards.
         for path in sorted(hidden.rglob("*")):
             checksummed_file.fsync_path(path)
         # Only an empty directory gets here; `os.replace` needs it gone.
@@ -190,8 +190,8 @@ def write_atomically(out: Path) -> Iterator[Path]:
         checksummed_file.fsync_path(out.absolute().parent)
     except OSError as error:
         raise WriteError(
-            f"{error.filename or out}: {error.strerror}. A model is written there as a whole. Free "
-            "space, or choose another place."
+            f"{error.filename or out}: {error.strerror}. The whole model is written there. Free "
+            "disk space, or choose another --output."
         ) from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -213,7 +213,7 @@ def copy_origin_files(start: str, into: Path) -> None:
 
 
 def init_from(run: RunConfig) -> RunConfig:
-    """The config of a new run with the model and tokenizer of what it starts from."""
+    """The config of a new run with the model and tokenizer that it starts from."""
     source = find_model(run.train.init_from)
     if directory.CHECKPOINT_NAME.fullmatch(source.name):
         origin = source.parent.parent
@@ -247,15 +247,16 @@ def export_model(
 ) -> list[str]:
     """Export the weights of a run as a Hugging Face model; returns lines to print.
 
-    dtype: of the weights; empty: that of the published model, or of the checkpoint.
+    dtype: of the weights; if empty, the dtype of the imported model or of the checkpoint.
     """
     if dtype and dtype not in DTYPES_BY_NAME:
         raise PlanError(
-            f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
+            f"dtype={dtype!r} is not supported. Use one of {', '.join(DTYPES_BY_NAME)}."
         )
     if max_shard_bytes < 1:
         raise PlanError(
-            f"max_shard_bytes={max_shard_bytes}. A file holds a tensor at least. Use 5000000000."
+            f"max_shard_bytes={max_shard_bytes} is too small. A file must hold at least one "
+            "tensor. Use 5000000000 or another positive number."
         )
     run = load_config_from_dir(origin)
     checkpoint = find_checkpoint(origin, None if step < 0 else step)
@@ -266,14 +267,14 @@ def export_model(
     lost = [name for entry in entries for name in entry.our_names if name not in sizes]
     if lost:
         raise CheckpointError(
-            f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint fits "
-            "the settings that it was trained with. Restore the config.toml of its run."
+            f"{checkpoint} has no {lost[0]} ({len(lost)} weights are missing). A checkpoint only "
+            "fits the settings it was trained with. Restore the config.toml of its run."
         )
     stored = {name: sizes[name][0] for entry in entries for name in entry.our_names}
     wanted = DTYPES_BY_NAME.get(dtype) or _config_dtype(theirs) or torch.float32
     types = dict.fromkeys(stored, wanted)
     if source.facts.get("weights") and not dtype:
-        # An imported model that was not trained is exported in its original types.
+        # An imported model that was not trained is exported in its original dtypes.
         types = stored
     # config.json has one dtype for all weights: the most frequent one.
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
@@ -293,7 +294,8 @@ def export_model(
             )
     size = sum(one.num_bytes for one in tensors)
     return [
-        f"{kind.model_type}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"
+        f"{kind.model_type}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s) in "
+        f"{out}"
     ]
 
 
@@ -301,7 +303,7 @@ def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") 
     """Export the adapters of a run in PEFT's format; returns lines to print."""
     if dtype and dtype not in DTYPES_BY_NAME:
         raise PlanError(
-            f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
+            f"dtype={dtype!r} is not supported. Use one of {', '.join(DTYPES_BY_NAME)}."
         )
     run = load_config_from_dir(origin)
     checkpoint = find_checkpoint(origin, None if step < 0 else step)
@@ -331,12 +333,14 @@ def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Fami
             if _is_same_model(kind.config_from_hf(before), config):
                 return kind, before
         if wanted and wanted not in FAMILIES:
-            raise PlanError(f"family={wanted!r}. Families are {', '.join(FAMILIES)}. Use these.")
+            raise PlanError(
+                f"family={wanted!r} is not supported. Use one of {', '.join(FAMILIES)}."
+            )
         if wanted:
             return find_family(wanted), find_family(wanted).config_to_hf(config)
         return find_fitting_family(config, str(before.get("model_type", "")))
     except UnsupportedModelError as error:
-        raise PlanError([f"{origin} has a model that cannot be exported.", str(error)]) from None
+        raise PlanError([f"The model of {origin} cannot be exported.", str(error)]) from None
 
 
 def _is_same_model(one: DecoderConfig, other: DecoderConfig) -> bool:
@@ -369,9 +373,9 @@ def _config_dtype(theirs: Mapping[str, Any]) -> torch.dtype | None:
 def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The bos, eos and pad token ids for a generated config.json that has none.
 
-    Those of the imported model, of any family, as ids belong to its tokenizer; for other runs the
-    eos token of the tokenizer. A missing one is written as null: otherwise the default of the
-    family would apply.
+    They come from the imported model, of any family, because ids belong to its tokenizer; for
+    other runs the eos id comes from the tokenizer. A missing id is written as null: otherwise the
+    default of the family would apply.
     """
     if (origin / "config.toml").exists():
         kept = origin / ORIGIN_DIR
@@ -407,7 +411,7 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer_files(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
-    """Write tokenizer and generation settings: the original files, else made from the run's."""
+    """Write tokenizer and generation settings: the original files, otherwise files of the run."""
     if (origin / "config.toml").exists():
         kept = origin / ORIGIN_DIR
     else:

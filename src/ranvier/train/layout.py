@@ -1,8 +1,8 @@
-"""Choose the layout of a run that leaves it open, with the planner.
+"""Chooses the layout of a run that leaves it open, with the planner.
 
-Open are the degrees of a plan that sets none, on several ranks, and with them every other setting
-(micro-batch, order, recomputation, ...) that has its default value; given settings stay. After a
-few steps the prediction is compared with them.
+If a plan on several ranks sets no degrees, the planner chooses them together with every other
+setting of the plan (micro-batch, rank order, recomputation, ...) that has its default value; other
+settings stay as they are. After a few steps the prediction is compared with the measured steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIMILAR_TIME_RATIO = 1.05
 
 
 def needs_planning(run: RunConfig, world: int) -> bool:
-    """Whether the planner is to choose the degrees of a run."""
+    """Whether the planner has to choose the degrees of a run."""
     usual = Plan().degrees
     return world > 1 and run.plan.auto and run.plan.degrees == usual
 
@@ -40,7 +40,7 @@ def choose_layout(
 ) -> tuple[RunConfig, StepPrediction]:
     """The run with the layout that the planner finds best, and the prediction for it.
 
-    workload: that of the run with its dtype resolved.
+    workload: the workload of the run, with its dtype resolved.
     """
     plan = run.plan
     measured = run.memory.auto or plan.recompute == "memory_budget"
@@ -50,7 +50,7 @@ def choose_layout(
     # A limitation: with open memory settings only layouts without a pipeline are searched. These
     # settings are chosen after the layout, so the search assumes selective recomputation.
     fixed |= {"pipe", "recompute"} if measured else set()
-    # The memory limit bounds what stages may hold, which the policy decides.
+    # With a memory limit the schedule is not searched: the limit bounds what stages may hold.
     fixed |= {"schedule"} if run.memory.device_limit_gib else set()
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
     given = states_location(run)
@@ -66,7 +66,7 @@ def choose_layout(
     )
     result = prefer_simplest(search_layouts(wish))
     best = result.best
-    # Marked as given, so that restarts and resumed runs keep this layout.
+    # auto=False, so that restarts and resumed runs keep this layout.
     found = replace(best.candidate.plan, auto=False)
     if measured:
         # The search only assumed values for these two; `train.memory.choose` chooses them later.
@@ -139,7 +139,7 @@ def build_workload(run: RunConfig) -> Workload:
 
 
 def broadcast_layout(run: ResolvedRun, me: ProcessInfo) -> ResolvedRun:
-    """The run with the layout that rank 0 has chosen: machines may have been measured separately.
+    """The run with the layout that rank 0 has chosen; machines may have been measured separately.
 
     Communicates: a text over all ranks.
     """
@@ -157,5 +157,5 @@ def broadcast_layout(run: ResolvedRun, me: ProcessInfo) -> ResolvedRun:
         plan=Plan(**{**plan, **lists}),
         memory=replace(run.memory, optimizer_states=states),
     )
-    agreed = run.adopt("layout", theirs, {"": "rank 0 chose it, and all ranks have one layout"})
+    agreed = run.adopt("layout", theirs, {"": "chosen by rank 0 for all ranks"})
     return replace(agreed, prediction=StepPrediction(**facts))

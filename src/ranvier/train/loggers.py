@@ -30,7 +30,7 @@ def check_loggers(run: RunConfig) -> None:
     missing = [name for name in run.train.loggers if importlib.util.find_spec(name) is None]
     if missing:
         raise PlanError(
-            f"train.loggers names {', '.join(missing)}, which is not installed. A log needs its "
+            f"train.loggers names {', '.join(missing)}, which is not installed. A logger needs its "
             "package. Install the extra: pip install -e '.[log]'."
         )
 
@@ -83,7 +83,7 @@ def tolerate_failures(name: str, log: AbstractContextManager[MetricsSink]) -> It
     def warn(error: Exception) -> None:
         nonlocal failed
         failed = True
-        text = f"{name} has failed: {type(error).__name__}: {error}. The run goes on without it."
+        text = f"{name} has failed: {type(error).__name__}: {error}. The run continues without it."
         print(text, file=sys.stderr, flush=True)
 
     def write(row: MetricsRow) -> None:
@@ -113,7 +113,7 @@ def metrics_file(path: Path) -> Iterator[MetricsSink]:
     def warn(error: OSError) -> None:
         nonlocal warned
         if not warned:
-            text = f"{path} cannot be written: {error.strerror}. The run goes on without metrics."
+            text = f"{path} cannot be written: {error.strerror}. The run continues without it."
             print(text, file=sys.stderr, flush=True)
         warned = True
 
@@ -167,7 +167,7 @@ def _line_printer(steps: int, unit: str) -> MetricsSink:
 
     def show(row: MetricsRow) -> None:
         step = row["step"]
-        # Besides the regular lines: the last step, every evaluation, and every skipped step.
+        # In addition to the regular lines: the last step, evaluations, and skipped steps.
         shown = step % every == 0 or step == steps - 1 or row["val_loss"] is not None
         if shown or row["skipped"]:
             print(format_metrics(row, steps, unit), flush=True)
@@ -212,8 +212,8 @@ def wandb_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
         log = wandb.init(project="ranvier", name=folder.name, dir=str(folder), config=config)
     except wandb.errors.Error as error:
         raise PlanError(
-            f"train.loggers names wandb, which does not start: {error}. It needs an account or to "
-            "be offline. Run `wandb login`, or set WANDB_MODE=offline."
+            f"train.loggers names wandb, which cannot start: {error}. It needs an account or "
+            "offline mode. Run `wandb login`, or set WANDB_MODE=offline."
         ) from None
     with log:
         yield lambda row: log.log(scalar_metrics(row), step=row["step"])

@@ -33,8 +33,8 @@ def read_adapter_settings(run: RunConfig) -> dict[str, Any]:
     if run.lora.rank not in (0, stored.lora.rank):
         raise PlanError(
             f"lora.rank={run.lora.rank}, but lora.init_from={run.lora.init_from!r} has rank "
-            f"{stored.lora.rank}. A run that starts from an adapter has its settings. Leave "
-            "lora.rank out, or lora.init_from empty."
+            f"{stored.lora.rank}. A run that starts from an adapter uses its settings. Remove "
+            "lora.rank or lora.init_from."
         )
     return asdict(stored.lora)
 
@@ -47,7 +47,7 @@ def is_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> bool:
 def check_same_adapters(
     manifest: CheckpointManifest, stored: Mapping[str, Any], run: RunConfig
 ) -> None:
-    """Raise if a run starts from one with adapters, but has none or other ones.
+    """Raise if a run starts from a run with adapters, but has none or different ones.
 
     stored: the settings of the run that saved the checkpoint.
     """
@@ -61,22 +61,22 @@ def check_same_adapters(
     if not other and run.lora.rank > 0:
         return
     have = ", ".join(f"lora.{key}={mine[key]!r}" for key in other) or "lora.rank=0"
-    want = ", ".join(f"lora.{key}={theirs[key]!r}" for key in other) or "its settings of lora"
+    want = ", ".join(f"lora.{key}={theirs[key]!r}" for key in other) or "the same lora settings"
     path = Path(start)
     origin = shlex.quote(start)
     if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
     raise CheckpointError(
         f"train.init_from={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but "
-        f"this one has {have}. Its weights are those of its base without what was trained beside "
-        f"them. Merge them with `ranvier export {origin} --output DIR` and use "
-        f"train.init_from=DIR, or go on with the adapters: {want}."
+        f"this run has {have}. Its checkpoint has the base weights without the trained adapters. "
+        f"Merge them with `ranvier export {origin} --output DIR` and use train.init_from=DIR, or "
+        f"train with the same adapters: {want}."
     )
 
 
 @torch.no_grad()
 def init_adapters(run: RunConfig, model: nn.Module, optimizer: Optimizer) -> None:
-    """Initialise adapters after the base weights are loaded.
+    """Initialize adapters after the base weights are loaded.
 
     Communicates: with DoRA, weights over depth and the norms of their rows.
     """
@@ -90,5 +90,5 @@ def init_adapters(run: RunConfig, model: nn.Module, optimizer: Optimizer) -> Non
         mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
         read_adapter(Path(run.lora.init_from), run.decoder).fill_state(mine)
     parallel.bucket_scheduler.begin_step("")
-    # The working weights were changed: refresh the master copies.
+    # The working weights have changed: refresh the master copies.
     optimizer.reload_master_weights()

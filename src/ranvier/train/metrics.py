@@ -54,7 +54,7 @@ PEAK_BANDWIDTH = {
     "MI250": 1638.0,
     "MI300": 5300.0,
 }
-"""Memory bandwidth in GB/s by data sheet; the first name that occurs in the device's counts."""
+"""Memory bandwidth in GB/s by data sheet; the first match of the device's name counts."""
 
 
 def peak_bandwidth(device: torch.device) -> float | None:
@@ -92,7 +92,7 @@ def step_flops(
         causal += flops
         # `flops` of attention counts the causal half of the scores.
         full += flops * (2 if isinstance(leaf, AttentionCore) else 1)
-    # Stages have different work; MFU is that of the mean stage.
+    # Stages have different work; MFU refers to the mean stage.
     axis = parallel.grid.axis("pipe")
     here = torch.tensor([causal, full], dtype=torch.float64, device=_model_device(parallel))
     causal, full = map(int, (collectives.all_reduce(here, axis).wait() / axis.size).tolist())
@@ -220,7 +220,7 @@ class Meter:
     def step_metrics(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
         """The metrics of a completed step.
 
-        ended: end of the previous step, if nothing ran between the two; None: use the own start.
+        ended: end of the previous step; None if something ran in between, to use its own start.
         """
         loss, norm, _, spike, _, held, scale, *experts, _, _ = under.numbers.read()
         # From the end of the previous step if nothing ran between, as steps overlap on the host.

@@ -91,7 +91,7 @@ def _choose_attention(
     name = broadcast_text(mine, grid, device)
     for leaf in (leaf for leaf in parallel.layers.values() if isinstance(leaf, AttentionCore)):
         leaf.serial.attend = attention_backends.backend_with_fallback(name)  # type: ignore[assignment]
-    return [f"attention of whole samples: {name}"]
+    return [f"attention backend for whole samples: {name}"]
 
 
 def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShape) -> list[str]:
@@ -105,31 +105,31 @@ def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShap
     # With a pipeline another stage may have the named layers.
     if not named and parallel.grid.degrees["pipe"] == 1:
         raise PlanError(
-            f"train.float8_layers={list(run.train.float8_layers)} names no linear layer. A word of "
-            f"its name means a layer. Words are {', '.join(_name_parts(layers))}."
+            f"train.float8_layers={list(run.train.float8_layers)} matches no linear layer. An "
+            f"entry must be a part of a layer's name. Use some of {', '.join(_name_parts(layers))}."
         )
     left = [name for name in named if not _fits_float8(layers[name], flow)]
     chosen = [name for name in named if name not in left]
     if named and not chosen:
         raise PlanError(
-            f"train.float8={run.train.float8!r}, but no layer can be multiplied so: tokens of a "
-            f"micro-batch, inputs and outputs must be multiples of {float8.SIZE_MULTIPLE}, not "
-            f"{_input_tokens(layers[left[0]], flow)}, {_matrix_shape(layers[left[0]])[1]} and "
-            f"{_matrix_shape(layers[left[0]])[0]}. Change data.seq_len or the model, or use "
-            "train.float8='off'."
+            f"train.float8={run.train.float8!r}, but no layer has suitable sizes: tokens per "
+            "micro-batch, input and output features must be multiples of "
+            f"{float8.SIZE_MULTIPLE}, not {_input_tokens(layers[left[0]], flow)}, "
+            f"{_matrix_shape(layers[left[0]])[1]} and {_matrix_shape(layers[left[0]])[0]}. Change "
+            "data.seq_len or the model, or use train.float8='off'."
         )
     for name in chosen:
         layers[name].matmul_backend = products
     count = sum(math.prod(_matrix_shape(layers[name])) for name in chosen)
-    lines = [f"fp8 ({run.train.float8}): {len(chosen)} layers, {count:,} parameters on a rank"]
+    lines = [f"fp8 ({run.train.float8}): {len(chosen)} layers, {count:,} parameters per rank"]
     nowhere = sorted(
         set(run.train.float8_layers) - set(_name_parts(named)) - set(DEFAULT_FLOAT8_LAYERS)
     )
     if nowhere:
-        lines.append(f"train.float8_layers has words of no layer: {', '.join(nowhere)}")
+        lines.append(f"train.float8_layers matches no layer with {', '.join(nowhere)}")
     if left:
         lines.append(
-            f"not in fp8, as their sizes are no multiples of {float8.SIZE_MULTIPLE}: "
+            f"not in fp8, as their sizes are not multiples of {float8.SIZE_MULTIPLE}: "
             f"{', '.join(left[:4])}{' ...' if len(left) > 4 else ''}"
         )
     return lines

@@ -67,7 +67,7 @@ class PredictionCheck:
             words += f"; memory: predicted {predicted.memory / GIB:.2f} GiB, "
             words += f"measured {self.memory / GIB:.2f} GiB"
         if not predicted.low <= self.median_seconds <= predicted.high:
-            words += "; `ranvier plan --calibrate RUN` corrects the planner"
+            words += "; run `ranvier plan --calibrate RUN` to correct the planner"
         return words
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _format_time(seconds: float) -> str:
 
 
 def prediction_section(facts: Any) -> str:
-    """The report section on predicted vs. measured; empty if there was no prediction."""
+    """The report section on predicted vs. measured; empty without a prediction."""
     try:
         predicted = StepPrediction(**facts["predicted"])
         measured = facts["measured"]
@@ -94,9 +94,9 @@ def prediction_section(facts: Any) -> str:
     # run.json may come from another version, or have no prediction.
     except (TypeError, KeyError, ValueError):
         return ""
-    rows = [_table_row("seconds of a step", predicted.seconds, taken, 1.0)]
-    rows += [_table_row("GiB of tensors on a device", predicted.memory, held, GIB)]
-    rows += [(f"of it {name}", f"{x:.4g}", "", "") for name, x in predicted.parts.items()]
+    rows = [_table_row("seconds per step", predicted.seconds, taken, 1.0)]
+    rows += [_table_row("GiB of tensors per device", predicted.memory, held, GIB)]
+    rows += [(f"of which {name}", f"{x:.4g}", "", "") for name, x in predicted.parts.items()]
     notes = [
         f"{predicted.why} ({predicted.machine})",
         f"80% interval: {predicted.low:.4g} to {predicted.high:.4g} s.",

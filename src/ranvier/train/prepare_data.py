@@ -60,18 +60,18 @@ def prepare_corpus(
     """Tokenize files into a directory and print a summary; returns the exit code."""
     if not inputs:
         raise PlanError(
-            "data prepare was given no file. It tokenizes one or more. Write: ranvier data "
-            "prepare FILE ... --output DIR."
+            "`ranvier data prepare` needs at least one file. Use: ranvier data prepare FILE ... "
+            "--output DIR."
         )
     # Inputs in Megatron's indexed format are tokenized already.
     tokens = [path for path in inputs if pair_prefixes(Path(path))]
     if tokens:
         raise PlanError(
-            f"{tokens[0]} holds tokens already. prepare makes them of texts. Train on it as it is: "
-            f"{command_line('ranvier', 'train', '--data.sources', Path(tokens[0]))}"
+            f"{tokens[0]} is already tokenized. `ranvier data prepare` tokenizes texts. Train on "
+            f"it directly: {command_line('ranvier', 'train', '--data.sources', Path(tokens[0]))}"
         )
     folder = Path(output or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
-    # Checked before the tokenizer is trained, which may take long.
+    # Checked before the tokenizer is trained, which may take a long time.
     preparing.refuse_other_content(folder)
     chats = _has_chats(inputs, text_field, format)
     words = _load_or_train_tokenizer(inputs, tokenizer, vocab, text_field, chats=chats)
@@ -94,8 +94,8 @@ def _has_chats(inputs: Sequence[str], field: str, form: DataFormat) -> bool:
     if len(set(found.values())) > 1:
         kinds = ", ".join(f"{path}: {'chat' if it else 'text'}" for path, it in found.items())
         raise PlanError(
-            f"{kinds}. A prepared corpus holds one kind. Prepare them apart, and mix them with "
-            "data.mixture_weights."
+            f"{kinds}. A prepared corpus must contain one kind only. Prepare them separately, and "
+            "mix them with data.mixture_weights."
         )
     return any(found.values())
 
@@ -118,14 +118,17 @@ def _load_or_train_tokenizer(
 def show_corpus(folder: Path) -> int:
     """Print a summary of a prepared corpus; returns the exit code."""
     corpus = CorpusManifest.read_from(folder)
-    print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.vocab:,}")
+    print(
+        f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens, "
+        f"vocabulary of {corpus.vocab:,}"
+    )
     print(f"  from {corpus.source}, in {len(corpus.shards)} shard(s)")
-    print(f"  fingerprint of the corpus: {corpus.fingerprint}")
-    print(f"  fingerprint of the tokenizer: {corpus.tokenizer or 'unknown'}")
+    print(f"  corpus fingerprint: {corpus.fingerprint}")
+    print(f"  tokenizer fingerprint: {corpus.tokenizer or 'unknown'}")
     if corpus.template:
         loss_on = next(ours for ours, stored in LEARN_VALUES.items() if stored == corpus.learn)
-        print(f"  fingerprint of the chat template: {corpus.template}, loss on {loss_on}")
-        print("  the first conversation, with what is learnt in «»:\n")
+        print(f"  chat template fingerprint: {corpus.template}, loss on {loss_on}")
+        print("  the first conversation, with the learned text in «»:\n")
         lines = escape_controls(mark_learned_tokens(Corpus.open(folder))).splitlines()
         print("\n".join(f"    {line}" for line in lines))
     return 0

@@ -40,14 +40,14 @@ def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
 
 
 def _line_printer(what: str, least: int) -> ProgressCallback:
-    """Print a line at 0, 50 and 100 %."""
+    """Print a line at 0%, 50% and 100%."""
     last_tenth = -1
 
     def show_line(done: int, total: int, words: str) -> None:
         nonlocal last_tenth
         tenth = 10 * done // max(total, 1)
         if total >= least and (tenth // 5 > last_tenth // 5 or last_tenth < 0):
-            print(f"{what}: {tenth * 10} %{', ' * bool(words)}{words}", flush=True)
+            print(f"{what}: {tenth * 10}%{', ' * bool(words)}{words}", flush=True)
             last_tenth = tenth
 
     return show_line

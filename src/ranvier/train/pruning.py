@@ -1,7 +1,7 @@
 """Pruning of a run: where its masks come from, when they are updated, and how they are restored.
 
 Masks are computed once, from the initial weights (or read from a file), and updated at the steps of
-a schedule. A resumed run has the masks of its checkpoint, on any grid.
+a schedule. A resumed run uses the masks of its checkpoint, on any grid.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def sparsity_lines(run: RunConfig, parallel: ParallelModel) -> list[str]:
             counts += torch.tensor([stay, every], device=device)
     stay, every = collectives.all_reduce(counts, world_axis(grid)).wait().tolist()
     experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
-    line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
-    line += ", each expert's of their own" if experts else ""
+    line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} elements of matrices"
+    line += ", each expert separately" if experts else ""
     if config.update_interval:
-        grows = f", to be {config.sparsity:.2%} after step {config.final_step}"
+        grows = f", growing to {config.sparsity:.2%} by step {config.final_step}"
     else:
         grows = ""
     return [line + grows]
@@ -125,9 +125,9 @@ def sparsity_lines(run: RunConfig, parallel: ParallelModel) -> list[str]:
 
 @dataclass
 class MaskLoader:
-    """Restores the masks of a run before its states, which have only the elements that are kept.
+    """Restores the masks of a run before its states, which contain only the remaining elements.
 
-    The source has masks, or its weights are loaded first and the masks computed from them.
+    The source has masks, or its weights are loaded first and the masks are computed from them.
     """
 
     run: RunConfig
@@ -136,7 +136,7 @@ class MaskLoader:
     mask_function: MaskFunction | None = None
 
     def weights_to_fill(self) -> ShardedStateDict:
-        """The storage of all weights, to be loaded, by their names in checkpoints.
+        """The storage of all weights to load, by their names in checkpoints.
 
         Current masks are dropped, as new ones could only prune further. Call `apply_masks` next.
         """
@@ -169,7 +169,7 @@ def fill_weights(
     """Load the weights among these tensors from a checkpoint."""
     weights = {name: x for name, x in state.items() if name.endswith(".master")}
     if lora.is_base_checkpoint(manifest, run):
-        # A base checkpoint has no adapters; they are initialised afterwards.
+        # A base checkpoint has no adapters; they are initialized afterwards.
         weights = {name: x for name, x in weights.items() if lora.ADAPTER_INFIX not in name}
     load.load_checkpoint(checkpoint, weights, strict=run.checkpoint.strict, cast=True)
 
@@ -210,8 +210,8 @@ def load_mask_file(path: Path, parallel: ParallelModel) -> MaskFunction:
         names = {*file.keys()}
     except (OSError, SafetensorError) as error:
         raise PlanError(
-            f"prune.mask_file={str(path)!r} cannot be read: {error!s:.200}. It is a file of "
-            "safetensors, with a mask by the name of each weight that is pruned. Mend the path."
+            f"prune.mask_file={str(path)!r} cannot be read: {error!s:.200}. It must be a "
+            "safetensors file with one mask per pruned weight, under its name. Check the path."
         ) from None
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     _check_mask_shapes(path, shapes, parallel)
@@ -237,22 +237,22 @@ def _check_mask_shapes(
         weight = parallel.weights.get(name)
         known = parallel.weight_summaries.get(name)
         if known is None:
-            odd.append(f"{name}, which the model has not")
+            odd.append(f"{name}, which the model does not have")
         elif known[:2] != ("matrix", True) or (
             weight is not None and not pruning.is_prunable(weight)
         ):
             odd.append(f"{name}, which is not pruned")
         elif weight is not None and shape != _full_shape(weight):
-            odd.append(f"{name} of the shape {list(shape)}, not {list(_full_shape(weight))}")
+            odd.append(f"{name} of shape {list(shape)}, not {list(_full_shape(weight))}")
     if odd or not shapes:
         if len(odd) > 5:
             more = f" ({len(odd)} in all)"
         else:
             more = ""
         raise PlanError(
-            f"prune.mask_file={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks are "
-            "of matrices of layers, by their names in the checkpoints of the run (without "
-            ".master). Mend the file."
+            f"prune.mask_file={str(path)!r} has {'; '.join(odd[:5]) or 'no mask'}{more}. Masks "
+            "must be for matrices of layers, under their names in the checkpoints of the run "
+            "(without .master). Fix the file."
         )
 
 

@@ -1,10 +1,11 @@
-"""Resolves what a user leaves open, with one ordered list of resolvers.
+"""Resolves the settings that a user leaves open, with one ordered list of resolvers.
 
 `resolve_run(run, context)` applies `RESOLVERS` in order. Each is a small function that looks at the
-settings and at the context (ranks, device, machine, directory), fills in what it is responsible
-for, and records why (`ResolvedRun.decide`). What the context does not know yet stays open and is
-resolved by a later call: the launcher does not know the output directory, and no process knows the
-memory of all ranks before they are connected. A second call with the same context changes nothing.
+settings and at the context (ranks, device, machine, directory), fills in the settings it is
+responsible for, and records why (`ResolvedRun.decide`). Settings that the context does not know yet
+stay open and are resolved by a later call: the launcher does not know the output directory, and no
+process knows the memory of all ranks before they are connected. A second call with the same context
+changes nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ranvier.train.resume import elastic, run_directory
 
 
 class MemoryDecision(Protocol):
-    """A run without open memory settings, and why they have their values."""
+    """A run without open memory settings, and the reasons for their values."""
 
     @property
     def run(self) -> RunConfig:
@@ -49,25 +50,25 @@ class MemoryDecision(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolveContext:
-    """What a run is resolved with; what depends on a value that is None stays open."""
+    """The inputs of the resolvers; settings that depend on a value that is None stay open."""
 
     world_size: int
     process: ProcessInfo = field(default_factory=ProcessInfo)
     device: torch.device | None = None
     """Device of this rank, or of the ranks that this process starts."""
     find_cluster: Callable[[], Cluster] | None = None
-    """Describes the machine for the planner; called only if a layout is to be planned."""
+    """Describes the machine for the planner; called only if a layout has to be planned."""
     resumes_run: bool = False
-    """Whether the settings are those of a run that is continued, which keeps its layout."""
+    """Whether a run is continued with its own settings, so that it keeps its layout."""
     adapts_micro_batch: bool = False
     """Whether a micro-batch that does not divide the batch of a rank may be replaced."""
     fallback_grid: str = ""
     """The grid of `launch.fallback_grids` to continue on after ranks were lost."""
     output_dir: Path | None = None
     memory: MemoryDecision | None = None
-    """What was chosen for the memory of all ranks."""
+    """The choice for the memory of all ranks."""
     reads_adapter: bool = True
-    """Whether the adapter that a run starts from is read; the schedule of a pipeline needs none."""
+    """Whether the adapter that a run starts from is read; a pipeline schedule does not need it."""
 
     @classmethod
     def for_process(cls, run: RunConfig, process: ProcessInfo) -> ResolveContext:
@@ -80,7 +81,7 @@ Resolver = Callable[[ResolvedRun, ResolveContext], ResolvedRun]
 
 
 def resolve_run(run: RunConfig, context: ResolveContext) -> ResolvedRun:
-    """The run with everything resolved that the context knows; raises all problems at once."""
+    """The run with all settings resolved that the context knows; raises all problems at once."""
     resolved = ResolvedRun.from_config(run)
     for resolver in RESOLVERS:
         resolved = resolver(resolved, context)
@@ -91,26 +92,26 @@ def resolve_run(run: RunConfig, context: ResolveContext) -> ResolvedRun:
 
 
 def resolve_layout(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
-    """Let the planner choose the layout of several ranks, if no degree of it is given."""
+    """Let the planner choose the layout of several ranks, if none of its degrees is set."""
     if not run.plan.auto:
         return run
     if context.resumes_run:
         return run.decide("layout", {"plan.auto": False}, "a continued run keeps its layout")
     if not layout.needs_planning(run, context.world_size):
         if context.world_size == 1:
-            reason = "one rank has one layout"
+            reason = "a single rank has only one layout"
         else:
-            reason = "degrees are given"
+            reason = "the degrees are set"
         return run.decide("layout", {"plan.auto": False}, reason)
     if context.find_cluster is None:
         return run
     # Problems of the settings are reported by `resolve_ranks`, all at once.
     if _has_problems(run):
-        return run.decide("layout", {"plan.auto": False}, "other settings are wrong")
+        return run.decide("layout", {"plan.auto": False}, "other settings are invalid")
     try:
         machine = context.find_cluster()
     except PlanError as error:
-        reason = f"All ranks lie on data, as no layout was planned: {error}"
+        reason = f"All ranks are on the data axis, because the layout was not planned: {error}"
         if not launch.is_follower():
             print(reason)
         return run.decide("layout", {"plan.auto": False}, reason)
@@ -121,7 +122,7 @@ def resolve_layout(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
 
 
 def _has_problems(run: RunConfig) -> bool:
-    """Whether settings of a run are wrong on any number of ranks."""
+    """Whether settings of a run are invalid on any number of ranks."""
     if any(run.find_problems()):
         return True
     try:
@@ -136,7 +137,7 @@ def resolve_fallback_grid(run: ResolvedRun, context: ResolveContext) -> Resolved
     if not context.fallback_grid:
         return run
     degrees = elastic.parse_grid(context.fallback_grid)
-    reason = f"ranks were lost: launch.fallback_grids has {context.fallback_grid}"
+    reason = f"ranks were lost; launch.fallback_grids contains {context.fallback_grid}"
     smaller = elastic.change_grid(run.plan, degrees)
     changed = run.adopt("fallback grid", replace(run, plan=smaller), {"": reason})
     # The prediction was for the grid that the planner chose. Whether blocks are compiled depends on
@@ -155,21 +156,21 @@ def resolve_ranks(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
         try:
             found = inferred.check_and_resolve(context.world_size)
         except PlanError:
-            # Another micro-batch does not help: report the problem of the given settings.
+            # Another micro-batch does not help: report the problem of the original settings.
             raise error from None
     if found.plan.pipe > 1:
-        share = "at most four micro-batches a stage"
+        share = "at most four micro-batches per stage"
     else:
-        share = "the whole share of a rank, in one pass"
+        share = "all samples of a rank in one pass"
     if run.starts_from_trained_weights:
-        rate = "the usual rate for weights that were trained before"
+        rate = "the usual learning rate for pretrained weights"
     else:
-        rate = "derived from the width of the model and the tokens of a step"
+        rate = "derived from the width of the model and the tokens per step"
     reasons = {
         "plan.micro_batch": share,
         "optim.lr": rate,
-        "optim.warmup_steps": "a tenth of all steps, at least 10 of them if there are as many",
-        "": f"fills {context.world_size} rank(s)",
+        "optim.warmup_steps": "a tenth of all steps, but at least 10 if the run has that many",
+        "": f"derived for {context.world_size} rank(s)",
     }
     return run.adopt("ranks", found, reasons)
 
@@ -189,11 +190,11 @@ def resolve_device_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
     if device is None:
         return run
     if device.type == "meta":
-        # A dry run stands for a run on GPUs, whose operations run one by one.
+        # A dry run stands for a run on GPUs, where operations run one by one.
         where = "dry runs have no device: "
-        run = run.decide("device", {"train.dtype": _dry_dtype(run)}, f"{where}the type of a GPU")
+        run = run.decide("device", {"train.dtype": _dry_dtype(run)}, f"{where}the dtype of a GPU")
         off = {"plan.compile": "off", "plan.cuda_graph": False}
-        return run.decide("device", off, f"{where}blocks run operation by operation")
+        return run.decide("device", off, f"{where}blocks run without compilation")
     _check_device(run, device)
     if device.type == "cuda":
         found = f"torch sees {torch.cuda.get_device_name(device)}"
@@ -201,7 +202,7 @@ def resolve_device_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
         found = "torch sees no CUDA device"
     run = run.decide("device", {"train.device": device.type}, found)
     backend = resolve_backend(run, context.process, device)
-    links = {"nccl": "a GPU for each rank", "gloo": "ranks on CPUs, or several on a GPU"}[backend]
+    links = {"nccl": "one GPU per rank", "gloo": "ranks on CPUs, or several per GPU"}[backend]
     run = run.decide("device", {"train.backend": backend}, links)
     if run.train.dtype == "auto":
         dtype, reason = _default_dtype(device)
@@ -219,26 +220,26 @@ def resolve_restart(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     """Resume from its own checkpoints if the launcher has restarted a run."""
     if not run_directory.has_own_checkpoints(run, context.process):
         return run
-    reason = f"attempt {context.process.attempt + 1} continues from the run's own checkpoints"
+    reason = f"attempt {context.process.attempt + 1} resumes from the run's own checkpoints"
     return run.decide("restart", {"checkpoint.resume": "auto"}, reason)
 
 
 def resolve_output_dir(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
-    """Name the directory that was claimed for a run."""
+    """Set the directory that was claimed for a run."""
     if context.output_dir is None:
         return run
     if run.train.output_dir:
-        reason = "the directory as it was claimed"
+        reason = "the directory that was claimed"
     else:
-        reason = "a new directory, as none was given"
+        reason = "a new directory, as none was set"
     return run.decide("output directory", {"train.output_dir": str(context.output_dir)}, reason)
 
 
 def resolve_memory_settings(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
-    """Take over what was chosen for the memory of all ranks, in closed form, and verified."""
+    """Take over the memory settings that were chosen for all ranks and verified."""
     if context.memory is None:
         return run
-    reason = "; ".join(context.memory.reasons) or "the faster of both, as measured"
+    reason = "; ".join(context.memory.reasons) or "the faster of the two, as measured"
     return run.adopt("memory", context.memory.run, {"": reason})
 
 
@@ -252,13 +253,13 @@ RESOLVERS: tuple[Resolver, ...] = (
     resolve_output_dir,
     resolve_memory_settings,
 )
-"""In this order, as each relies on what those before it have decided."""
+"""In this order, as each resolver relies on the decisions of the earlier ones."""
 
 
 def resolve_fallback_runs(run: ResolvedRun, context: ResolveContext) -> list[ResolvedRun]:
     """The run on each of `launch.fallback_grids`; raises the problems of all at once.
 
-    context: that of the run on its own grid.
+    context: of the run on its own grid.
     """
     found = []
     problems = []
@@ -268,8 +269,8 @@ def resolve_fallback_runs(run: ResolvedRun, context: ResolveContext) -> list[Res
             # A fallback grid is for fewer ranks than the plan.
             if ranks >= run.plan.world_size:
                 raise PlanError(
-                    f"launch.fallback_grids={text!r} has {ranks} ranks, the plan "
-                    f"{run.plan.world_size}. It is for when ranks are lost. Name smaller grids."
+                    f"launch.fallback_grids={text!r} has {ranks} ranks, but the plan has "
+                    f"{run.plan.world_size}. It is used after ranks were lost. Use a smaller grid."
                 )
             local = min(context.process.local_world_size, ranks)
             smaller = replace(
@@ -316,10 +317,10 @@ def resolve_backend(run: RunConfig, me: ProcessInfo, device: torch.device) -> st
         return "nccl"
     if backend == "nccl":
         raise PlanError(
-            f"train.backend='nccl' for {me.local_world_size} ranks on {count} GPU(s). NCCL refuses "
-            "two ranks of one host on a GPU, and ranks that share one are slow. Use at most "
-            f"{count} rank(s) a node or train.backend='gloo'; launch.share_gpu=True lets them "
-            "share it over NCCL, as a test bed."
+            f"train.backend='nccl' for {me.local_world_size} ranks on {count} GPU(s). NCCL does "
+            "not allow two ranks of one host on the same GPU, and ranks that share one are slow. "
+            f"Use at most {count} rank(s) per node or train.backend='gloo'; launch.share_gpu=True "
+            "lets ranks share a GPU over NCCL for tests."
         )
     return "gloo"
 
@@ -333,10 +334,10 @@ def _dry_dtype(run: RunConfig) -> str:
 def _default_dtype(device: torch.device) -> tuple[str, str]:
     """The dtype of a device, and why."""
     if device.type == "cpu":
-        return "fp32", "CPUs compute fastest in it"
+        return "fp32", "the fastest dtype on CPUs"
     if _has_bf16(device):
-        return "bf16", "the GPU computes in it"
-    return "fp16", "the GPU has no bf16"
+        return "bf16", "the GPU supports it"
+    return "fp16", "the GPU does not support bf16"
 
 
 def _has_bf16(device: torch.device) -> bool:
@@ -347,7 +348,7 @@ def _has_bf16(device: torch.device) -> bool:
 def _default_compile(run: RunConfig, device: torch.device) -> tuple[Compile, str]:
     """Whether blocks are compiled, and why."""
     if device.type != "cuda" or not has_triton():
-        return "off", "blocks are compiled on GPUs with Triton"
+        return "off", "blocks are only compiled on GPUs with Triton"
     if not run.plan.has_whole_blocks:
         return "off", "only blocks that are not split are compiled"
     if run.train.deterministic and not compiles_deterministically():
@@ -358,13 +359,13 @@ def _default_compile(run: RunConfig, device: torch.device) -> tuple[Compile, str
 def _check_device(run: RunConfig, device: torch.device) -> None:
     if run.plan.cuda_graph and device.type != "cuda":
         raise PlanError(
-            f"plan.cuda_graph=True on {device}. CUDA records graphs. Use plan.cuda_graph=False."
+            f"plan.cuda_graph=True on {device}. CUDA graphs need cuda. Use plan.cuda_graph=False."
         )
     able = has_triton() if device.type == "cuda" else _has_cpp_compiler()
     if run.plan.compile == "on" and not able:
         raise PlanError(
-            f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
-            "and a C compiler on cuda, g++ on cpu. Install them, or use plan.compile='off'."
+            f"plan.compile='on', but a compiler for {device.type} is missing. cuda needs Triton "
+            "and a C compiler, cpu needs g++. Install them, or use plan.compile='off'."
         )
 
 
@@ -372,18 +373,18 @@ def _check_dtype(run: RunConfig, device: torch.device) -> None:
     dtype = run.train.dtype
     if dtype == "bf16" and not _has_bf16(device):
         raise PlanError(
-            f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
-            "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
+            f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not support bf16. "
+            "Emulation would be slow. Use 'fp16' (with its loss scale) or 'fp32'."
         )
     if run.train.float8 != "off" and device.type == "cuda" and dtype != "bf16":
         raise PlanError(
-            f"train.float8={run.train.float8!r} with train.dtype={dtype!r}. On cuda products in 8 "
-            "bits give bf16. Use train.dtype='bf16' or train.float8='off'."
+            f"train.float8={run.train.float8!r} with train.dtype={dtype!r}. On cuda fp8 matmuls "
+            "return bf16. Use train.dtype='bf16' or train.float8='off'."
         )
     if run.train.float8 != "off" and not float8.supports_device(device):
         raise PlanError(
             f"train.float8={run.train.float8!r}, but {torch.cuda.get_device_name(device)} does not "
-            "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.float8='off'."
+            "support fp8. It needs compute capability 8.9 or higher. Use train.float8='off'."
         )
 
 
@@ -393,7 +394,7 @@ def _has_cpp_compiler() -> bool:
 
 
 def default_local_ranks(run: RunConfig) -> int:
-    """Number of local ranks if none is given: what the plan needs, up to the available devices."""
+    """Number of local ranks if none is set: as many as the plan needs, up to the devices."""
     # An axis of size -1 is inferred from the number of ranks.
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     cuda = run.train.device != "cpu" and torch.cuda.is_available()
@@ -411,7 +412,7 @@ def default_local_ranks(run: RunConfig) -> int:
 def check_memory(run: ResolvedRun, context: ResolveContext) -> None:
     """Refuse a model that cannot fit, by a lower bound of its memory, before it is built."""
     device = context.device
-    # The ranks of a smaller grid are not more than those that share this machine.
+    # A smaller grid may have fewer ranks than this machine started.
     local = min(context.process.local_world_size, run.plan.world_size)
     plan = run.plan
     memory = run.memory
@@ -442,10 +443,10 @@ def check_memory(run: ResolvedRun, context: ResolveContext) -> None:
         there = min(there, int(memory.device_limit_gib * 2**30))
     if state + kept > there:
         raise PlanError(
-            f"A rank needs {(state + kept) / 2**30:,.2f} GiB at least ({state / 2**30:,.2f} for "
-            f"weights, gradients and moments, {kept / 2**30:,.2f} for activations), but has "
-            f"{there / 2**30:,.2f} GiB. They must fit. Use a smaller model.size, data.seq_len or "
-            "plan.global_batch, "
+            f"A rank needs at least {(state + kept) / 2**30:,.2f} GiB ({state / 2**30:,.2f} GiB "
+            f"for weights, gradients and optimizer states, {kept / 2**30:,.2f} GiB for "
+            f"activations), but has {there / 2**30:,.2f} GiB. All of it must fit. Use a smaller "
+            "model.size, data.seq_len or plan.global_batch, "
             f"{'a larger memory.device_limit_gib, ' if memory.device_limit_gib > 0.0 else ''}"
             f"{'' if free else 'memory.auto=True, '}or more ranks on depth, row or col."
         )

@@ -1,7 +1,7 @@
 """The training state: what a step changes and what a checkpoint holds.
 
-The parts of a run (checkpoints, pruning, adapters) take it, or less, instead of the trainer.
-Settings and data do not belong to it, as no step changes them.
+The parts of a run (checkpoints, pruning, adapters) take it, or a part of it, instead of the
+trainer. Settings and data are not part of it, because steps do not change them.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def forward_backward(
     trace = parallel.grid.trace
     if parallel.grid.degrees["pipe"] > 1 and (model._forward_hooks or model._forward_pre_hooks):
         raise PlanError(
-            f"{type(model).__name__} has forward hooks, but stages never call the whole model. "
-            "They would be left out. Hook into its layers, or use pipe=1."
+            f"{type(model).__name__} has forward hooks, but pipeline stages never call the whole "
+            "model, so the hooks would not run. Register them on its layers, or use pipe=1."
         )
     # With a pipeline the model itself is never called, which is where inputs are checked otherwise.
     if trace.check_collectives and parallel.grid.degrees["pipe"] > 1:
@@ -112,15 +112,15 @@ def _model_device(parallel: ParallelModel) -> torch.device:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Limits that decide about an update; kept on the device, so that the host need not wait."""
+    """Limits that decide whether an update is made; on the device, so the host need not wait."""
 
     nonfinite_steps: Tensor
     """Number of steps so far with a non-finite loss or gradient."""
     loss_limit: Tensor
     """A loss above this limit is a spike (float64)."""
     max_nonfinite: int = 0
-    """Number of non-finite steps to skip. After one more, no update is made any longer, so that
-    the failing step can be rerun for the diagnosis."""
+    """Number of non-finite steps to skip. After one more, updates stop, so that the failing step
+    can be rerun for the diagnosis."""
     skips_spikes: bool = False
     """Whether the update of a spike is skipped, too."""
 
@@ -191,7 +191,7 @@ def train_step(
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
-    """Whether the class that defines `forward` says so, and no forward hook may change it."""
+    """Whether the class that defines `forward` declares it, and no forward hook can change it."""
     owner = next(one for one in type(model).__mro__ if "forward" in vars(one))
     return vars(owner).get("returns_head_loss", False) and not model._forward_hooks
 

@@ -1,4 +1,4 @@
-"""Runs on text: the data source of decoders, and what a finished run shows of one."""
+"""Runs on text: the data source of decoders, and the sample that a finished run prints."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class TextSource:
         words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
         if words > vocab:
             raise DataError(
-                f"model.vocab={vocab} is smaller than the {words} tokens of the tokenizer. "
-                f"The model must name each. Use model.vocab={words} or more."
+                f"model.vocab={vocab} is smaller than the {words} tokens of the tokenizer. The "
+                f"model needs an id for each of them. Use model.vocab={words} or more."
             )
         data.check_vocab(vocab)
         return data

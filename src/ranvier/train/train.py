@@ -28,6 +28,7 @@ from ranvier.config.run import SETTINGS_FORMAT, RunConfig
 from ranvier.data.run_data import data_source
 from ranvier.errors import STOPPED_EXIT_CODE, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
+from ranvier.html.number_format import format_number
 from ranvier.launch import (
     GracefulStop,
     Heartbeat,
@@ -64,14 +65,14 @@ def check_same_settings(run: RunConfig, grid: Grid, device: torch.device) -> Non
     }
     lines = find_rank_differences(mine, grid, device)
     if lines:
-        rule = "All ranks of a run have the same settings. Give each the same file and options."
+        rule = "All ranks must have the same settings. Pass the same file and options to each."
         raise PlanError([*lines, rule])
 
 
 def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) -> int:
     """Train as one rank and return the exit code. Communicates: all of a run.
 
-    stored: prepared data; None: the first rank of each machine prepares it.
+    stored: prepared data; None if the first rank of each machine has to prepare it.
     """
     began = time.perf_counter()
     device = resolve_device(run, me)
@@ -135,13 +136,11 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
             checkpointing.load_initial_weights(
                 trainer.run, trainer.state, Path(run.train.init_from)
             )
-            trainer.notes += [f"it begins with the weights of {run.train.init_from}"]
+            trainer.notes += [f"starting from the weights of {run.train.init_from}"]
             if me.rank == 0:
                 import_export.copy_origin_files(run.train.init_from, folder)
         elif run.lora.rank and not candidates:
-            line = (
-                "adapters are trained beside random weights: set train.init_from or import a model"
-            )
+            line = "adapters are trained on random weights: set train.init_from or import a model"
             trainer.notes += [line]
         if candidates:
             trainer.notes += trainer.checkpointer.resume_from(*candidates)
@@ -171,7 +170,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
 def _train_and_record(
     trainer: Trainer, folder: Path, stop: GracefulStop, *, origin: Path | None
 ) -> None:
-    """Announce and run the training; how it ended is recorded in run.json in any case."""
+    """Announce and run the training; the end of the run is recorded in run.json in any case."""
     first = trainer.grid.rank == 0
     try:
         run_and_raise_together(
@@ -255,17 +254,17 @@ def _report_startup(trainer: Trainer, folder: Path) -> None:
         if has_cached_graphs():
             compiled = "found in the cache"
         else:
-            compiled = "compiled anew"
+            compiled = "newly compiled"
     if seconds > 0.0:
         if compiled:
             words = f" (blocks {compiled})"
         else:
             words = ""
-        print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
+        print(f"  two steps completed {seconds:.1f} s after launch{words}", flush=True)
     if trainer.memory_tracker.predicted_usage is not None:
         facts = trainer.memory_tracker.to_dict(trainer.state.optimizer, trainer.device)
         print(*(f"  {line}" for line in breakdown.memory_lines(facts)), sep="\n", flush=True)
-    # Not worth ending a run for.
+    # This must not end a run.
     with suppress(OSError, WriteError):
         trainer.checkpointer.directory.check_present()
         folders.update_run_json(folder, seconds_to_step_2=seconds, compiled=compiled)
@@ -287,14 +286,14 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     data.save_files(folder)
     groups = describe_groups(parallel, run)
     print(describe_run(run, parallel, trainer.device))
-    fingerprint = f"fingerprint of the data: {data.fingerprint}"
+    fingerprint = f"data fingerprint: {data.fingerprint}"
     for line in (*data.summary_lines, fingerprint, *groups, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
         if trainer.state.step:
-            verb = f"Going on after step {trainer.state.step}"
+            verb = f"Resuming after step {trainer.state.step}"
         else:
-            verb = "Beginning"
+            verb = "Starting at step 0"
         print(f"{verb} of {run.train.steps} in {folder}")
     sys.stdout.flush()
     if resumed:
@@ -358,7 +357,7 @@ def _try_optional(what: str, work: Callable[[], object]) -> str:
         work()
     # Any error: all steps are done and saved by now, so none of them may fail the run.
     except Exception as error:
-        return f"No {what}: {_error_line(error)}"
+        return f"{what} failed: {_error_line(error)}"
     return ""
 
 
@@ -385,9 +384,9 @@ def _record_end(trainer: Trainer, folder: Path, status: str) -> list[str]:
             folders.update_run_json(folder, prediction=trainer.prediction_check.to_dict())
 
     lines = [
-        _try_optional("status in run.json", record_status),
-        _try_optional("account of the run in run.json", record_facts),
-        _try_optional("report", lambda: report.write_report(folder))
+        _try_optional("Writing the status to run.json", record_status),
+        _try_optional("Writing the statistics to run.json", record_facts),
+        _try_optional("Writing the report", lambda: report.write_report(folder))
         or f"Report: {folder / 'report.html'}",
     ]
     return [line for line in lines if line]
@@ -410,7 +409,7 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
     if saved and finish is not None and not trainer.stop_signal:
         count = count_parameters(trainer.state.parallel)
         show = partial(finish.show_sample, run, folder, trainer.device, count)
-        lines.insert(0, _try_optional("sample", show))
+        lines.insert(0, _try_optional("Generating a sample", show))
     print("", *filter(None, lines), sep="\n")
     for line in folders.restart_lines(folders.read_run_json(folder)):
         print(line)
@@ -418,9 +417,9 @@ def _print_farewell(trainer: Trainer, folder: Path) -> None:
         if saved:
             where = f"saved in {saved[-1]}"
         else:
-            where = "not saved, as checkpoint.interval=-1"
+            where = "not saved, because checkpoint.interval=-1"
         print(f"Stopped after step {trainer.state.step} of {run.train.steps}; {where}.")
-        print(f"Go on with:\n  {command_line('ranvier', 'train', folder)}")
+        print(f"Resume with:\n  {command_line('ranvier', 'train', folder)}")
         return
     print("Try next:")
     if saved:
@@ -449,7 +448,7 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
     count = count_trainable(parallel)
     every = count_parameters(parallel)
     if count < every:
-        lines.append(f"trained: {count:,} of {every:,} parameters ({count / every:.2%})")
+        lines.append(f"trainable: {count:,} of {every:,} parameters ({count / every:.2%})")
     for group in ("matrix", "embedding", "vector"):
         members = [
             n
@@ -464,8 +463,8 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
         lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr_scale"))
         if members:
             lines.append(
-                f"group {group}: {len(members)} weights, {count:,} parameters, lr {lr:g}, "
-                f"decay {decay:g}"
+                f"parameter group {group}: {len(members)} tensors, {count:,} parameters, lr "
+                f"{lr:g}, weight decay {decay:g}"
             )
     return lines
 
@@ -484,13 +483,13 @@ def device_name(device: torch.device) -> str:
 
 def describe_run(run: RunConfig, parallel: ParallelModel, device: torch.device) -> str:
     """One line that describes the model, device, grid and batch."""
+    passes = run.plan.num_micro_batches
     return (
-        f"{run.model.size}: {count_parameters(parallel) / 1e6:.2f} M parameters in "
-        f"{run.train.dtype}, on {device_name(device)}, grid: {describe_grid(run)}"
+        f"{run.model.size}: {format_number(count_parameters(parallel))} parameters in "
+        f"{run.train.dtype} on {device_name(device)}, grid: {describe_grid(run)}"
         f"{f' over {run.train.backend}' if parallel.grid.world_size > 1 else ''}; "
-        f"{run.plan.global_batch} x {run.data.seq_len} {run.model_kind.unit} a step in "
-        f"{run.plan.num_micro_batches} "
-        "micro-batch(es)"
+        f"{run.plan.global_batch} x {run.data.seq_len} {run.model_kind.unit} per step in "
+        f"{passes} {'micro-batch' if passes == 1 else 'micro-batches'}"
     )
 
 

@@ -67,7 +67,7 @@ from ranvier.train.step import StepResult, evaluate, train_step
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """Freeze all live objects so that the garbage collector does not scan them on every pass.
+    """Freeze all live objects, so that the garbage collector does not scan them in every pass.
 
     Does nothing if the program has frozen objects already: `gc.unfreeze` would undo its freeze too.
     """
@@ -96,7 +96,7 @@ class Trainer:
     stop_signal: int = 0
     """The signal that ends the run, once all ranks know of it; 0 if none."""
     notes: list[str] = field(default_factory=list)
-    """Lines on what was decided by measuring, printed when the run starts."""
+    """Lines on decisions that were made by measuring, printed when the run starts."""
     prediction_check: PredictionCheck | None = None
     """The predicted step time and memory, compared with the measured steps."""
     memory_tracker: MemoryTracker = field(default_factory=MemoryTracker)
@@ -127,7 +127,7 @@ class Trainer:
         """
         if not isinstance(run, ResolvedRun) or run.train.dtype == "auto":
             raise TypeError(
-                "A trainer takes a resolved run. Call ranvier.train.resolve.resolve_run."
+                "A trainer needs a resolved run. Call ranvier.train.resolve.resolve_run first."
             )
         dtype = DTYPES[run.train.dtype]
         model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
@@ -391,7 +391,7 @@ class Trainer:
         if spike and self.run.guard.on_spike == "rewind" and self.checkpointer.latest_checkpoints():
             guard.rewind_tokens = under.tokens
         elif spike and self.run.guard.on_spike == "rewind":
-            words += "There is no checkpoint to go back to."
+            words += "The run cannot rewind: it has no checkpoint yet."
         if words:
             self.warn_on_first_rank(words)
         self.stop_signal = self.stop_signal or int(signal)
@@ -410,14 +410,14 @@ class Trainer:
         scale = None if scaler is None else scaler.scale
         name = find_first_nonfinite(self.state.model, batches, scale)
         if name:
-            cause = f"The first is {name}"
+            cause = f"The first non-finite tensor is {name}"
         else:
-            cause = "Taken again, all are: a device may be faulty"
+            cause = "When the step was repeated, all values were finite: a device may be faulty"
         raise NumericError(
-            f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
+            f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has values that are not "
             f"finite. {cause}. At most guard.max_skipped_steps={self.run.guard.max_skipped_steps} "
-            "such steps are left out; weights and moments were not updated with them. Use a lower "
-            f"optim.lr or look at samples {self.sample_range(step)}; go on from "
+            "such steps are skipped; they do not update weights and optimizer states. Use a lower "
+            f"optim.lr or check samples {self.sample_range(step)}, and resume from "
             f"{self.checkpointer.describe_latest()}."
         )
 
@@ -468,14 +468,15 @@ class Trainer:
         after = self.state.step
         assert guard.rewind_tokens is not None, after
         samples = guard.rewind_tokens // self.run.data.seq_len
-        # Loading restores the counts of the checkpoint, which does not know of this spike.
+        # Loading restores the counts of the checkpoint, which do not include this spike.
         counts = guard.counts
         for line in self.checkpointer.resume_from(*self.checkpointer.latest_checkpoints()):
             self.warn_on_first_rank(line)
         self.state.samples = samples
         guard.record_rewind(counts)
         self.warn_on_first_rank(
-            f"Gone back from step {after} to {self.state.step}, on with sample {samples}."
+            f"Rewound from step {after} to step {self.state.step}; continuing with sample "
+            f"{samples}."
         )
 
     # ---- timeline and trace -------------------------------------------------------------
@@ -507,7 +508,7 @@ class Trainer:
         path = folder / f"trace-rank{self.grid.rank}.json"
         try:
             trace.write_chrome_trace(path, {self.grid.rank: events})
-        # The step is done and has yet to be saved: a trace is not worth failing for.
+        # The step is done but not saved yet: a failing trace must not end the run.
         except OSError as error:
             print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         if self.grid.rank == 0:

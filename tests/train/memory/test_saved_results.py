@@ -81,7 +81,7 @@ def test_auto_keeps_what_fits(pool: Pool, corpus: str) -> None:
     first = found[0]
     assert 0.2 < first["share"] <= 0.5 and first["saved"] > 0
     assert first["losses"][0] == first["losses"][1], "to the bit"
-    assert f"memory: {len(first['names'])} of 8 results of collectives are kept" in first["note"]
+    assert f"memory: {len(first['names'])} of 8 results of collectives are saved" in first["note"]
     for other in found:
         assert other["names"] == first["names"], "all ranks choose alike"
         assert other["lines"] == []

@@ -97,4 +97,4 @@ def test_a_save_is_skipped_while_the_previous_one_is_written(
     first.state.step = 1
     assert first.save(wait=False) is None
     assert first.skipped_saves == 1 and find_checkpoints(first.checkpoint_dir) == []
-    assert "No checkpoint after step 1" in capsys.readouterr().err
+    assert "Skipped the checkpoint of step 1" in capsys.readouterr().err

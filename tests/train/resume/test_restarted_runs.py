@@ -85,7 +85,7 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
     assert code == 0, errors
     assert f"Rank {rank} was killed by signal 9 (SIGKILL) at step" in errors
     assert "Restarting all ranks from the latest checkpoint (1 of 3" in errors
-    said = f"Going on after step {begins}" if begins else "no committed checkpoint"
+    said = f"Resuming after step {begins}" if begins else "no complete checkpoint"
     assert said in out, out
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]
     run = folder / "runs" / "tiny"
@@ -95,8 +95,8 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
     (failure,) = launch["failures"]
     assert failure["attempt"] == 0 and failure["grid"] == "data=2" and "SIGKILL" in failure["why"]
     assert 0.0 < known["goodput"] < 1.0 and launch["seconds"] > 0.0
-    assert "Ranks were started again 1 time(s)" in out
-    assert "Ranks were started again 1 time(s)" in (run / "report.html").read_text()
+    assert "Ranks were restarted 1 time(s)" in out
+    assert "Ranks were restarted 1 time(s)" in (run / "report.html").read_text()
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
@@ -116,10 +116,7 @@ def test_a_directory_in_use_is_refused_before_ranks_start(
     with folders.lock_dir(tmp_path / "run"):
         assert call(*PAIR, "--train.output-dir", "run") == 77
     text = capsys.readouterr().err
-    assert (
-        "train.output_dir='run' is being written by process" in text
-        and "Wait for it, stop it" in text
-    )
+    assert "train.output_dir='run' is in use by process" in text and "Wait for it, stop it" in text
     folders.lock_dir(tmp_path / "run").close()
 
 
@@ -129,7 +126,7 @@ def test_grids_that_cannot_be_are_refused_before_ranks_start(
     monkeypatch.chdir(tmp_path)
     assert call(*PAIR, "--launch.fallback-grids", "dat=1", "row=2") == 64
     text = capsys.readouterr().err
-    assert "Did you mean 'data'" in text and "'row=2' has 2 ranks, the plan 2" in text
+    assert "Did you mean 'data'" in text and "'row=2' has 2 ranks, but the plan has 2" in text
     assert not (tmp_path / "runs").exists()
 
 

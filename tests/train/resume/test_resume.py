@@ -101,8 +101,8 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(
     assert "damaged" in capsys.readouterr().out
     assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0
     out = capsys.readouterr().out
-    assert "damaged, not used: run/checkpoints/step-00000006" in out, out
-    assert "Going on after step 4 of 8" in out and "aside-step-00000006" in out
+    assert "skipped a damaged checkpoint: run/checkpoints/step-00000006" in out, out
+    assert "Resuming after step 4 of 8" in out and "aside-step-00000006" in out
     assert [row["step"] for row in metrics(folder / "run")] == list(range(8))
     names = [p.name for p in find_checkpoints(folder / "run" / "checkpoints")]
     assert names[-2:] == ["step-00000006", "step-00000008"]
@@ -185,7 +185,7 @@ def test_flags_accept_what_else_is_refused(
     assert call(*words, "c", *source, *change) == 66
     assert "missing: blocks.1." in capsys.readouterr().err
     assert call(*words, "c", *source, *change, "--checkpoint.strict", "False") == 0
-    assert "left as they are: blocks.1." in capsys.readouterr().err
+    assert "left unchanged: blocks.1." in capsys.readouterr().err
     assert [len(losses(folder / name)) for name in "abc"] == [8, 8, 8]
     change = ["--model.layers", "1", "--checkpoint.allow-config-mismatch", "True"]
     source = ["--checkpoint.resume", "c"]
@@ -200,12 +200,12 @@ def test_never_begins_anew_beside_what_was_there(
     before = losses(folder / "run")
     words = ["train", "run", "--nproc", "1", "--checkpoint.resume", "never"]
     assert call(*words, "--checkpoint.interval", "0") == 0
-    assert "the run before is now run/before-1-" in capsys.readouterr().out
+    assert "the previous run is now run/before-1-" in capsys.readouterr().out
     assert losses(folder / "run") == before
     assert [p.name for p in find_checkpoints(folder / "run" / "checkpoints")] == ["step-00000006"]
     assert len(find_checkpoints(folder / "run" / "before-1-checkpoints")) == 3
     assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0
-    assert "Going on after step 6 of 8" in capsys.readouterr().out, "never was for that launch"
+    assert "Resuming after step 6 of 8" in capsys.readouterr().out, "never was for that launch"
 
 
 def test_a_longer_run_and_another_batch_go_on_by_rule(

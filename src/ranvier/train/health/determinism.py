@@ -1,7 +1,7 @@
 """Bitwise reproducible runs on CUDA, also across a resume.
 
 Only algorithms with a fixed order of additions are allowed (torch raises on others), and nothing is
-chosen by a measurement, which may differ next time. Our own kernels use no atomics. On a CPU runs
+chosen by a measurement, which may differ next time. Our own kernels use no atomics. Runs on a CPU
 are reproducible anyway, with the same number of threads.
 """
 
@@ -22,7 +22,7 @@ def check_deterministic(run: RunConfig) -> None:
     if run.guard.replay_interval and run.train.device == "cuda" and not run.train.deterministic:
         raise PlanError(
             f"guard.replay_interval={run.guard.replay_interval} without train.deterministic. On "
-            "cuda the same work may else give other bits. Use train.deterministic=True or "
+            "cuda the same work may otherwise give different bits. Use train.deterministic=True or "
             "guard.replay_interval=0."
         )
     if not run.train.deterministic:
@@ -30,19 +30,19 @@ def check_deterministic(run: RunConfig) -> None:
     problems = []
     if run.plan.recompute == "memory_budget":
         problems.append(
-            "train.deterministic=True with plan.recompute='memory_budget'. The micro-batch "
-            "follows from measured memory, and sums from it. Use plan.recompute='none', "
-            "'selective' or 'full'."
+            "train.deterministic=True with plan.recompute='memory_budget'. The micro-batch would "
+            "depend on measured memory, and results depend on the micro-batch. Use "
+            "plan.recompute='none', 'selective' or 'full'."
         )
     if run.memory.auto:
         problems.append(
-            "train.deterministic=True with memory.auto=True. The micro-batch follows from "
-            "measured memory, and sums from it. Use memory.auto=False."
+            "train.deterministic=True with memory.auto=True. The micro-batch would depend on "
+            "measured memory, and results depend on the micro-batch. Use memory.auto=False."
         )
     if run.plan.compile == "on" and not compiles_deterministically():
         problems.append(
-            f"train.deterministic=True with plan.compile='on' under torch {torch.__version__}, "
-            "whose compiler chooses kernels by measuring. Use plan.compile='off' or a newer torch."
+            f"train.deterministic=True with plan.compile='on' and torch {torch.__version__}. Its "
+            "compiler chooses kernels by measuring. Use plan.compile='off' or a newer torch."
         )
     if problems:
         raise PlanError(problems)
@@ -61,7 +61,7 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
     if not on:
         yield
         return
-    # cuBLAS reads its workspace setting once, when it is initialised.
+    # cuBLAS reads its workspace setting only once, when it is initialized.
     launch.use_deterministic_cublas()
     cudnn = torch.backends.cudnn
     memory = torch.utils.deterministic

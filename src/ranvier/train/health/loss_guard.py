@@ -1,9 +1,9 @@
 """Handling of non-finite losses and gradients, and of loss spikes.
 
-A step with non-finite numbers is skipped on the device; here such steps are counted, one step
-later, and the run fails after too many. A loss far above the median of the previous ones is a
+A step with non-finite values is skipped on the device. Such steps are counted here, one step later,
+and the run fails after too many of them. A loss far above the median of the previous losses is a
 spike. The limit of step k is computed from the losses up to step k - 2, which the host has always
-read by then: so it does not depend on when the host reads, and is the same on all ranks and in a
+read by then. So it does not depend on when the host reads, and is the same on all ranks and in a
 resumed run.
 """
 
@@ -54,7 +54,7 @@ class LossGuard:
         """Position in the data, in tokens, at which to continue after a pending rewind."""
 
     def update_limit(self, step: int) -> None:
-        """Write the spike limit of the next step to the device, without a synchronisation."""
+        """Write the spike limit of the next step to the device, without a synchronization."""
         if self.config.on_spike == "off":
             return
         # A loss that the host happens to have read earlier must not enter the limit earlier.
@@ -93,18 +93,18 @@ class LossGuard:
         if not bad and not spike:
             self.recent_losses.append((under.step, loss))
             return ""
-        what = f"Step {under.step + 1}: the loss {loss:.4g}"
+        what = f"Step {under.step + 1}: the loss ({loss:.4g})"
         if bad:
             return (
-                f"{what} or a gradient is not finite. The step is left out on all ranks; that "
-                f"makes {self.nonfinite_steps} of "
-                f"guard.max_skipped_steps={self.config.max_skipped_steps}."
+                f"{what} or a gradient is not finite. All ranks skip the step "
+                f"({self.nonfinite_steps} of "
+                f"guard.max_skipped_steps={self.config.max_skipped_steps})."
             )
         if self.step_limits.skips_spikes:
-            done = "The step is left out."
+            done = "The step is skipped."
         else:
             done = ""
-        return f"{what} is a spike: the median was {statistics.median(self.window):.4g}. {done}"
+        return f"{what} is a spike; the median was {statistics.median(self.window):.4g}. {done}"
 
     def needs_rewind(self) -> bool:
         """Whether the run has to rewind before the next step."""
@@ -122,15 +122,15 @@ class LossGuard:
         if self.step_limits.skips_spikes and self.spikes_in_row > self.config.max_skipped_steps:
             raise NumericError(
                 f"Step {step + 1} is spike number {self.spikes_in_row} in a row. At most "
-                f"guard.max_skipped_steps={self.config.max_skipped_steps} are left out: the losses "
-                "stay high. Use a lower optim.lr or a larger guard.spike_threshold, and go on "
+                f"guard.max_skipped_steps={self.config.max_skipped_steps} are skipped: the losses "
+                "stay high. Use a lower optim.lr or a larger guard.spike_threshold, and resume "
                 f"from {kept}."
             )
         if self.config.on_spike == "rewind" and self.rewinds >= self.config.max_rewinds:
             raise NumericError(
-                f"Step {step + 1} is a spike, and the run has gone back {self.rewinds} times. "
-                f"guard.max_rewinds={self.config.max_rewinds} allows no more. Use a lower optim.lr "
-                f"or other data, and go on from {kept}."
+                f"Step {step + 1} is a spike after {self.rewinds} rewinds. At most "
+                f"guard.max_rewinds={self.config.max_rewinds} are allowed. Use a lower optim.lr or "
+                f"other data, and resume from {kept}."
             )
 
     def record_rewind(self, counts: tuple[int, int, int, int]) -> None:

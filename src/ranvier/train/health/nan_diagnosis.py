@@ -1,7 +1,7 @@
 """Reruns a step with checks and names the first tensor that is not finite.
 
-The update of the bad step was masked, so the weights are still those it started from. All ranks
-make the same checks in the same order; the first failing one on any rank is the cause.
+The update of the failed step was masked, so the weights are still the ones it started from. All
+ranks make the same checks in the same order; the first check that fails on any rank is the cause.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ and the smallest hash among its holders are equal, or it is reported with the ra
 Compared are the working weights over data and over all axes that do not split them, and master
 weights and moments over the latter. Not handled: a wrong value that was sent to all ranks.
 
-Computes a step twice before its update and compares loss and gradients bit by bit.
+It also computes a step twice before its update and compares loss and gradients bit by bit.
 
 A flipped bit in an activation leaves the loss finite and the replicas of weights equal: only
 repeating the same work detects it (silent data corruption). It costs a second forward and backward
@@ -101,7 +101,7 @@ def compare_replicas(
     optimizer: Optimizer,
     grid: Grid,
     device: torch.device | str,
-    kept: Callable[[], str] = lambda: "none yet",
+    kept: Callable[[], str] = lambda: "the beginning (no checkpoint was saved)",
 ) -> None:
     """Raise if replicas differ.
 
@@ -156,9 +156,9 @@ def _raise_mismatch(
     here = rows[ranks.index(whose)][1]
     held = {rank: h for rank, (h, place) in zip(ranks, rows, strict=True) if place == here}
     raise NumericError(
-        f"{_describe_mismatch(name, held)}. Copies of a weight are equal to the bit as long as "
-        "devices and sums are right. Do not use those devices before they are checked (ranvier "
-        f"doctor), and go on from {kept()}."
+        f"{_describe_mismatch(name, held)}. Replicas of a weight must be bit-identical; a "
+        "difference means a faulty device or reduction. Check these devices with `ranvier doctor` "
+        f"before you use them again, and resume from {kept()}."
     )
 
 
@@ -168,7 +168,7 @@ def _describe_mismatch(name: str, held: dict[int, int]) -> str:
     if 2 * count > len(held):
         odd, rest = ([r for r, h in held.items() if (h == value) == same] for same in (False, True))
         verb = "holds" if len(odd) == 1 else "hold"
-        return f"{_format_ranks(odd)} {verb} other bits of {name} than {_format_ranks(rest)}"
+        return f"{_format_ranks(odd)} {verb} different bits of {name} than {_format_ranks(rest)}"
     values = ", ".join(f"rank {rank} {h % 2**64:016x}" for rank, h in sorted(held.items())[:16])
     return f"{_format_ranks(sorted(held))} hold different bits of {name}: {values}"
 
@@ -210,8 +210,8 @@ class StepReplay:
         if found:
             raise NumericError(
                 f"Step {self.step + 1} was computed twice and differs in {found}. The same work "
-                "gives the same bits as long as devices are sound. No update was made. Check that "
-                "device (ranvier doctor) and go on from the newest checkpoint."
+                "must give the same bits. No update was made. Check the device with `ranvier "
+                "doctor`, and resume from the latest checkpoint."
             )
         return loss
 

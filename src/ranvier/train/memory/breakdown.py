@@ -1,7 +1,7 @@
 """Memory of a run by category, predicted vs. measured, as text and as a report section.
 
-The same table is part of the report and of an out-of-memory error, there with the cheapest changes
-that would fit.
+The same table is part of the report and of an out-of-memory error, which also lists the cheapest
+changes that would fit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 TYPICAL_RATES = DeviceRates(flops=4e14, memory=2e12, to_device=2e10, to_host=2e10, adam=1e9)
 """Rates of a current device, for suggestions when nothing can be measured any more."""
-MEMORY_RULE = "Weights, gradients, moments and activations of a rank must fit on its device."
+MEMORY_RULE = "Weights, gradients, optimizer states and activations must fit on the device."
 MEMORY_REMEDY = "Use --memory.auto, a smaller plan.micro_batch, or more ranks."
 OOM_LIMIT_FRACTION = 0.95
 """Fraction of the predicted bytes assumed to be available after the prediction was too low."""
@@ -104,10 +104,10 @@ class MemoryTracker:
         return loss
 
     def measure_usage(self, optimizer: Optimizer, device: torch.device) -> MemoryBreakdown:
-        """Measured bytes of weights, states and gradients; of the rest only the sum is known.
+        """Measured bytes of weights, states and gradients; only the sum of the rest is known.
 
         On a CPU the rest is not counted. Drivers do not report the memory of communicators, so each
-        of them counts with the size it had where that was measured.
+        of them counts with the size it had when that was measured.
         """
         here: dict[str, int] = {"gradients": self.gradient_bytes}
         homes = optimizer.bucket_scheduler.host_offload
@@ -197,10 +197,10 @@ class MemoryTracker:
         for found in offload_search.cheapest_changes(case, self.placement):
             slower = found.seconds.total / max(now, 1e-12)
             words = " ".join(offload_search.diff_options(self.placement, found.placement))
-            lines.append(f"  {words}: {found.device_bytes / GIB:.3g} GiB, {slower:.2f} x the time")
+            lines.append(f"  {words}: {found.device_bytes / GIB:.3g} GiB, {slower:.2f}x the time")
         if not lines:
-            return [f"No such change fits into {limit / GIB:.3g} GiB. {MEMORY_REMEDY}"]
-        return ["The cheapest changes that would fit, as predicted:", *lines]
+            return [f"None of these changes fits into {limit / GIB:.3g} GiB. {MEMORY_REMEDY}"]
+        return ["The cheapest changes that are predicted to fit:", *lines]
 
     def _measure_rates(self, device: torch.device | None) -> DeviceRates:
         assert self.fit_problem is not None

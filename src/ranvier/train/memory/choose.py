@@ -1,11 +1,11 @@
 """Chooses the open memory settings of a run in closed form, without a model.
 
-Open are the settings that ask for it: `plan.recompute = memory_budget`,
-`memory.activation_offload_fraction = -1`, `memory.optimizer_states = split` without
-`optimizer_states_on_device_gib`, `memory.optimizer_step_on = auto` with offloaded states; and with
-`memory.auto` all of recomputation, micro-batch, states, weights, activations and update that have
-their default value. Any other value is the user's decision and is kept. What is chosen depends on
-the run, the layers of its model, limits and rates only: all ranks that agree on these choose alike.
+The open settings are `plan.recompute = memory_budget`, `memory.activation_offload_fraction = -1`,
+`memory.optimizer_states = split` without `optimizer_states_on_device_gib`, and
+`memory.optimizer_step_on = auto` with offloaded states. With `memory.auto` also all settings of
+recomputation, micro-batch, states, weights, activations and update are open that have their default
+value. Any other value is the user's decision and is kept. The choice depends only on the run, the
+layers of its model, limits and rates, so all ranks with the same inputs choose alike.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that a rank may use, of the rank that has least."""
+    """Bytes that a rank may use, for the rank with the least memory."""
 
     device_bytes: int
     host_bytes: int
@@ -71,7 +71,7 @@ class MemoryChoice:
 
 
 def open_settings(run: RunConfig) -> frozenset[str]:
-    """Names of the settings a run leaves open, as `planner.offload_search` knows them."""
+    """Names of the settings that a run leaves open, as used by `planner.offload_search`."""
     plan = run.plan
     memory = run.memory
     usual = MemoryConfig()
@@ -104,7 +104,7 @@ def choose_memory(
 ) -> MemoryChoice:
     """Choose the fastest values of the open settings that fit, or raise a PlanError.
 
-    free: the settings to choose; None: all open ones. stage: the one whose memory is tracked.
+    free: the settings to choose; None for all open ones. stage: whose memory is tracked.
     """
     if free is None:
         free = open_settings(run)
@@ -130,8 +130,8 @@ def build_fit_problem(
 ) -> FitProblem:
     """The inputs of the placement search.
 
-    A run without an open micro-batch has smaller ones among its candidates, so that suggestions
-    include them.
+    For a run without an open micro-batch the candidates include smaller ones, so that suggestions
+    include them too.
     """
     memory = run.memory
     plan = run.plan
@@ -167,7 +167,7 @@ def rank_memories(run: RunConfig, spec: ModelSpec) -> tuple[RankMemory, ...]:
     """The closed form of the memory of a rank of each stage."""
     memory = run.memory
     plan = _with_measured_stages(run.plan)
-    # With a limit `choose_saved_collectives` saves what then is left.
+    # With a limit, `choose_saved_collectives` uses the memory that is left.
     saves = memory.recompute_collectives == "save" or (
         memory.recompute_collectives == "auto" and memory.device_limit_gib == 0.0
     )
@@ -178,7 +178,7 @@ def rank_memories(run: RunConfig, spec: ModelSpec) -> tuple[RankMemory, ...]:
         # The default schedules have a closed form.
         simulates_schedule=plan.pipe > 1 and plan.schedule != default_schedule(plan.virtual_stages),
     )
-    # The density of masks from a file is not known, and a growing sparsity begins with all.
+    # The density of masks from a file is unknown, and a growing sparsity starts with all weights.
     density = run.prune.initial_density or 1.0
     return tuple(
         RankMemory(
@@ -197,7 +197,7 @@ def rank_memories(run: RunConfig, spec: ModelSpec) -> tuple[RankMemory, ...]:
 
 
 def _with_measured_stages(plan: Plan) -> Plan:
-    """The plan with the stages that measured times of parts lead to."""
+    """The plan with stages cut by the measured times of their parts."""
     if not plan.stage_profile or plan.stage_starts or plan.pipe == 1:
         return plan
     costs = load_stage_times(Path(plan.stage_profile))
@@ -206,7 +206,7 @@ def _with_measured_stages(plan: Plan) -> Plan:
 
 
 def usual_recompute_mode(plan: Plan) -> RecomputeMode:
-    """The mode of all blocks if nothing is chosen; a budget begins with none."""
+    """The mode of all blocks before one is chosen; a memory budget starts with `none`."""
     if plan.recompute == "memory_budget":
         return "none"
     return plan.recompute
@@ -260,8 +260,8 @@ def _refusal_text(run: RunConfig, case: FitProblem) -> str:
     remedy += "a larger memory.device_limit_gib, " if run.memory.device_limit_gib > 0.0 else ""
     remedy += "" if run.memory.auto else "memory.auto=True, "
     return (
-        f"{word}: a rank needs {least}, but may use "
-        f"{case.device_limit / GIB:.3g} GiB (and {case.host_limit / GIB:.3g} of the host). "
-        "Weights, moments, gradients and what a block computes again must fit. "
-        f"Use {remedy}a smaller data.seq_len or model.size, or more ranks on depth, row or col."
+        f"{word}: a rank needs {least}, but may use {case.device_limit / GIB:.3g} GiB (and "
+        f"{case.host_limit / GIB:.3g} GiB on the host). Weights, gradients, optimizer states and "
+        f"the recomputed activations of a block must fit. Use {remedy}a smaller data.seq_len or "
+        "model.size, or more ranks on depth, row or col."
     )

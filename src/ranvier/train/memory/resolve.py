@@ -1,7 +1,7 @@
 """Resolves the open memory settings of a run before its first step: chosen, then verified.
 
 `train.memory.choose` chooses in closed form; trial steps, which change no weights, verify that the
-choice fits. If it does not, the limit is lowered and the choice is made again.
+choice fits. If it does not, the limit is lowered and another choice is made.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ TRIAL_PASSES = 3
 MAX_TRIES = 3
 """Number of choices to try before the run fails."""
 NO_LIMIT = 2**31
-"""Micro-batches in flight that are no limit."""
+"""Number of micro-batches in flight that stands for no limit."""
 LIMIT_REDUCTION = 0.05
 """Minimum fraction by which the limit is lowered when a trial step does not fit."""
 
 
 @dataclass
 class ResolvedMemory:
-    """A run without open memory settings, its optimizer, and the reasons of what was chosen."""
+    """A run without open memory settings, its optimizer, and the reasons for the choice."""
 
     run: RunConfig
     optimizer: Optimizer
@@ -124,12 +124,13 @@ def resolve_memory(
         most = limits.device_bytes
         lower = most - max(missing, int(LIMIT_REDUCTION * most))
         reason = (
-            f"a trial step did not fit into {most / GIB:.3g} GiB, {missing / GIB:.3g} were missing"
+            f"a trial step did not fit into {most / GIB:.3g} GiB, {missing / GIB:.3g} GiB were "
+            "missing"
         )
         if tries == MAX_TRIES - 1:
             notes.append(reason)
             break
-        notes.append(f"{reason}: chosen again for {lower / GIB:.3g} GiB")
+        notes.append(f"{reason}; chosen again for {lower / GIB:.3g} GiB")
         limits = replace(limits, device_bytes=lower)
     raise choice.tracker.out_of_memory_error("; ".join(notes))
 
@@ -144,7 +145,7 @@ def settings_to_choose(run: RunConfig, device: torch.device) -> frozenset[str]:
 
 
 def preview_choice(run: RunConfig, device: torch.device, *, local_ranks: int) -> MemoryChoice:
-    """The choice as this process alone would make it, before there are ranks and a model.
+    """The choice that this process alone would make, before there are ranks and a model.
 
     The ranks of a run agree on the least memory among them, and verify their choice by trial steps.
     """
@@ -169,12 +170,12 @@ def measure_limits(
     local_ranks: int,
     optimizer: Optimizer | None = None,
 ) -> MemoryLimits:
-    """What the rank with the least memory may use. optimizer: if it exists already.
+    """The limits of the rank with the least memory. optimizer: the optimizer if it exists already.
 
     Communicates: numbers over all axes.
     """
     memory = run.memory
-    # Tensors in reference cycles of an earlier model would count as those of libraries.
+    # Tensors in reference cycles of an earlier model would count as tensors of libraries.
     gc.collect()
     _allocate_workspaces(device, parallel.bucket_scheduler.buckets[0].data.dtype)
     room = available_bytes(memory.device_limit_gib, device, local_ranks)
@@ -186,7 +187,7 @@ def measure_limits(
 
 
 def _allocate_workspaces(device: torch.device, dtype: torch.dtype) -> None:
-    """Let cuBLAS and cuBLASLt allocate their workspaces, which a run keeps from its first product.
+    """Let cuBLAS and cuBLASLt allocate their workspaces, which a run keeps.
 
     Before that `other_bytes` would not see them: 64 MiB on a Hopper GPU.
     """
@@ -231,7 +232,7 @@ def predict_memory(
     """
     parallel = get_parallel_model(model)
     peers = count_peers(run, parallel)
-    # A recorded step has memory of its own.
+    # A CUDA graph has its own memory pool, which is not predicted.
     if run.plan.cuda_graph:
         return MemoryTracker(peers=peers)
     limits = measure_limits(run, parallel, device, local_ranks, optimizer)
@@ -253,7 +254,7 @@ def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
 def resolve_in_flight_limit(
     run: RunConfig, model: nn.Module, device: torch.device, local_ranks: int
 ) -> list[str]:
-    """Choose how many micro-batches a stage may hold, in closed form; notes on the pipeline.
+    """Choose the in-flight limit of the stages, in closed form; returns notes on the pipeline.
 
     Communicates: numbers over all axes, and the policy as a text.
     """
@@ -277,7 +278,7 @@ def resolve_in_flight_limit(
         pipeline.step_shape(plan.num_micro_batches),
     )
     pipeline.policies[plan.num_micro_batches] = policy
-    return [*lines, f"policy {plan.schedule}: {policy}"]
+    return [*lines, f"schedule {plan.schedule}: {policy}"]
 
 
 def _limit_in_flight(
@@ -310,20 +311,20 @@ def _limit_in_flight(
     # The stage with the least room decides for all: the policy assumes one limit.
     limit = -max_over_ranks(-limit, parallel.grid, device)
     if limit == NO_LIMIT:
-        return f"a stage may hold all micro-batches of its schedule in {available / GIB:.3g} GiB"
+        return f"each stage may hold all micro-batches of its schedule in {available / GIB:.3g} GiB"
     if limit < 1:
         raise PlanError(
-            f"memory.device_limit_gib={run.memory.device_limit_gib} leaves room for no "
-            f"micro-batch: of {available / GIB:.3g} GiB weights and moments take "
-            f"{fixed / GIB:.3g} on rank {parallel.grid.rank}, gradients and a micro-batch "
-            f"{first / GIB:.3g}. A stage holds one at least. Use a larger "
+            f"memory.device_limit_gib={run.memory.device_limit_gib} leaves no room for a "
+            f"micro-batch: of {available / GIB:.3g} GiB on rank {parallel.grid.rank}, weights and "
+            f"optimizer states need {fixed / GIB:.3g} GiB, gradients and one micro-batch "
+            f"{first / GIB:.3g} GiB. A stage must hold at least one. Use a larger "
             "memory.device_limit_gib, a smaller plan.micro_batch, or plan.recompute='full'."
         )
     pipeline = parallel.pipeline
     pipeline.config = replace(pipeline.config, max_in_flight=limit)
     # Trial steps may have chosen a policy without the limit.
     pipeline.policies.clear()
-    return f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB"
+    return f"each stage may hold {limit} micro-batches in {available / GIB:.3g} GiB"
 
 
 def current_modes(parallel: ParallelModel) -> tuple[RecomputeMode, ...]:
@@ -390,7 +391,7 @@ def _try_choice(
     try:
         optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
         peak = run_trial_steps(run, model, optimizer, device)
-        # Without a limit of its own a run may use the reserve as well.
+        # A run without a limit may use the reserve as well.
         if run.memory.device_limit_gib > 0.0:
             missing = max(peak - limits.device_bytes, 0)
     except RuntimeError as error:
@@ -419,7 +420,7 @@ def run_trial_steps(
     and libraries allocate memory in the first. Communicates: as steps do.
     """
     count = run.plan.num_micro_batches
-    # How many micro-batches a stage holds depends on all of them.
+    # With a pipeline, the memory of a stage depends on the number of all micro-batches.
     if run.plan.pipe == 1:
         count = min(count, TRIAL_PASSES)
     batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]

@@ -1,8 +1,9 @@
 """Chooses which results of collectives recomputed blocks save, so as not to rerun the collectives.
 
-All of them, or (`memory.recompute_collectives = auto` with a memory limit) some: the step is
-predicted without them, and the memory left is divided evenly among the blocks that recompute. All
-ranks choose alike: free memory is that of the worst rank, rates are those measured by rank 0.
+It saves all of them, or (`memory.recompute_collectives = auto` with a memory limit) some: the step
+is predicted without them, and the remaining memory is divided evenly among the blocks that
+recompute. All ranks choose alike: free memory is the minimum over ranks, and rank 0 measures the
+rates.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def choose_saved_collectives(
         keeping.chosen_layers = frozenset(names)
     held = sum(result.bytes for result in results if result.name in names)
     return [
-        f"memory: {len(names)} of {len(results)} results of collectives are kept for "
+        f"memory: {len(names)} of {len(results)} results of collectives are saved for "
         f"recomputation, {held / GIB:.3g} of {free / GIB:.3g} GiB"
     ]
 
@@ -80,7 +81,7 @@ def choose_saved_collectives(
 def collective_results(
     parallel: ParallelModel, blocks: Sequence[str], flow: ActivationShape, device: torch.device
 ) -> list[SavableResult]:
-    """The results that blocks may save of each of their layers, with their bytes and seconds.
+    """The results that blocks may save for each of their layers, with their bytes and seconds.
 
     Communicates: see `bandwidth.measure_axis_rates`.
     """

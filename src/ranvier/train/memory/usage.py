@@ -1,4 +1,4 @@
-"""What a rank may use of its device, and what the tensors of a step take of it."""
+"""Memory that a rank may use on its device, and memory that the tensors of a step use."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int
 
 @contextmanager
 def mark_blocks(model: nn.Module, note: Callable[[str], None]) -> Iterator[None]:
-    """Call `note` at the points of a pass: forward 0, forward 1, ..., head, ..., backward 0, leave.
+    """Call `note` at points of a pass: forward 0, forward 1, ..., head, ..., backward 0, leave.
 
-    head: the forward pass of the last block is done. leave: the backward pass of the first one is.
+    head: the forward pass of the last block is done. leave: the backward pass of the first is done.
     """
     members = model.get_submodule("blocks")
     assert isinstance(members, nn.ModuleList), type(members)
@@ -129,10 +129,10 @@ def drop_gradients(parallel: ParallelModel, device: torch.device) -> None:
 
 
 class HostMemoryCounter(TorchDispatchMode):
-    """Counts the storages that operations use or create, as there is no allocator count on a CPU.
+    """Counts the storages that operations use or create, as a CPU has no allocator statistics.
 
-    Of compiled code it sees what is handed to autograd, not temporaries. Saved-tensor hooks would
-    not be enough, as selective checkpointing saves its results elsewhere.
+    In compiled code it sees the tensors that are handed to autograd, not temporaries. Saved-tensor
+    hooks would not be enough, as selective checkpointing saves its results elsewhere.
     """
 
     supports_higher_order_operators = True

@@ -24,7 +24,7 @@ from ranvier.train.resume.open_directory import OpenDirectory
 from ranvier.train.state import TrainState
 
 SAVE_WAIT_SECONDS = 5.0
-"""Seconds to wait for the previous checkpoint when the next is due; then that save is skipped."""
+"""Seconds to wait for the previous checkpoint when the next is due; after that it is skipped."""
 
 
 class Checkpointer:
@@ -95,14 +95,14 @@ class Checkpointer:
         self.skipped_saves += 1
         if self.state.grid.rank == 0:
             print(
-                f"No checkpoint after step {self.state.step}: that of step {before} is still being "
+                f"Skipped the checkpoint of step {self.state.step}: step {before} is still being "
                 "written. Use a larger checkpoint.interval or a faster disk.",
                 file=sys.stderr,
                 flush=True,
             )
 
     def record_read_step(self, steps_read: int) -> None:
-        """Note that the guard has judged so many steps; a save of the last one gets its state."""
+        """Note that the guard has judged this many steps; a save of the last one gets its state."""
         self._steps_read = steps_read
         # That save began before the loss of its step was known.
         if self._saver is not None and self._saver.step == steps_read:
@@ -145,10 +145,13 @@ class Checkpointer:
     def describe_latest(self) -> str:
         """The checkpoint to resume from, as text. Communicates: see `AsyncSaver.finish_saving`."""
         self.finish_saving()
-        return next((str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]), "none yet")
+        return next(
+            (str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]),
+            "the beginning (no checkpoint was saved)",
+        )
 
     def resume_from(self, *candidates: Path) -> list[str]:
-        """Resume from the first undamaged checkpoint; return lines on what was not used.
+        """Resume from the first undamaged checkpoint; return lines on the ones that were not used.
 
         Communicates: see `checkpointing.load_first_undamaged`; a text over all axes.
         """
@@ -165,12 +168,12 @@ class Checkpointer:
             self.saver.step = state.step
         if own:
             after = state.step
-            why = "the run goes on before it"
+            why = "the run resumes from an earlier step"
         else:
             after = -1
-            why = "the run goes on from another"
+            why = "the run resumes from another run"
         # Later checkpoints belong to a history that is discarded; a restart must not find them.
         moved = checkpointing.set_aside_checkpoints(
             self.checkpoint_dir, after, state.grid, state.device
         )
-        return lines + [f"set aside, as {why}: {path}" for path in moved]
+        return lines + [f"set aside, because {why}: {path}" for path in moved]

@@ -100,7 +100,7 @@ def state_parts(state: TrainState) -> Iterator[ShardedStateDict]:
     }
     for part in state.optimizer.iter_restore_parts():
         yield {**part, **rest}
-        # Everything besides the optimizer state is restored with the first part only.
+        # Everything other than the optimizer state is restored with the first part only.
         rest = {}
 
 
@@ -119,7 +119,7 @@ def _router_biases(parallel: ParallelModel) -> ShardedStateDict:
 
 
 def _device_counters(optimizer: Optimizer) -> ShardedStateDict:
-    """Counters that live on the device, so that saving them needs no synchronisation."""
+    """Counters that are stored on the device, so that saving them needs no synchronization."""
     place = Shard((), (), (), ())
     found = {"run.updates": (optimizer.num_updates, place)}
     if optimizer.grad_scaler is not None:
@@ -145,7 +145,7 @@ def _rng_states(grid: Grid, device: torch.device) -> ShardedStateDict:
 
 
 def checkpoint_facts(run: RunConfig, state: TrainState, fingerprint: str) -> dict[str, Any]:
-    """The facts of a checkpoint besides tensors; the guard state is added once the step is read."""
+    """The facts of a checkpoint other than tensors; the guard state is added when it is known."""
     return {
         "samples": state.samples,
         "fingerprint": fingerprint,
@@ -163,7 +163,7 @@ def run_to_dict(run: RunConfig) -> dict[str, Any]:
 
 
 def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str, Any]:
-    """The settings of the run that saved a checkpoint; raises if they are of another format."""
+    """The settings of the run that saved a checkpoint; raises if they have another format."""
     stored = manifest.facts.get("config")
     if not isinstance(stored, dict):
         return {}
@@ -174,7 +174,7 @@ def stored_settings(manifest: CheckpointManifest, checkpoint: Path) -> dict[str,
 def load_first_undamaged(
     run: RunConfig, state: TrainState, fingerprint: str, candidates: Sequence[Path]
 ) -> tuple[Path, list[str]]:
-    """Load the first undamaged checkpoint; returns its path, and notes on those before it.
+    """Load the first undamaged checkpoint; returns its path, and notes on damaged ones before it.
 
     fingerprint: of the data of the run.
     Communicates: a text for each damaged one; all-gather of weights over data.
@@ -183,12 +183,12 @@ def load_first_undamaged(
     for checkpoint in candidates:
         why = _try_checkpoint(run, state, fingerprint, checkpoint)
         if not why:
-            return checkpoint, [f"damaged, not used: {line}" for line in damaged]
+            return checkpoint, [f"skipped a damaged checkpoint: {line}" for line in damaged]
         damaged.append(f"{checkpoint}: {why}")
     raise CheckpointError(
         "No checkpoint can be used. "
         + " ".join(damaged)
-        + " A run goes on from one that is as it was written. Restore one, or begin anew with "
+        + " A run only resumes from an undamaged checkpoint. Restore one, or start over with "
         "checkpoint.resume=never."
     )
 
@@ -208,8 +208,9 @@ def set_aside_checkpoints(
             return []
         except OSError as error:
             raise WriteError(
-                f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind "
-                "are renamed. Make their directory writable, or choose another train.output_dir."
+                f"{error.filename}: {error.strerror}. Checkpoints after the step that a run "
+                "resumes from are renamed. Make their directory writable, or choose another "
+                "train.output_dir."
             ) from None
 
     return run_and_raise_together(rename, grid, device)
@@ -270,9 +271,9 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
         random |= {name: x for name, x in part.items() if name.startswith(RNG_PREFIX)}
         # Loaded all the same, but not silently.
         if not bool(rank_file.max_magnitude(x for x, _ in part.values()).isfinite()):
-            print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
+            print(f"Warning: {checkpoint} has values that are not finite.", file=sys.stderr)
     if left and state.grid.rank == 0:
-        print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
+        print(f"Not in {checkpoint}, left unchanged: {', '.join(left)}", file=sys.stderr)
     # States or facts of the wrong form mean that the checkpoint is damaged; the next one is tried.
     try:
         for name, (row, _) in random.items():
@@ -282,7 +283,7 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
                 torch.cuda.set_rng_state(row[0].cpu(), state.device)
         _restore_facts(state, manifest)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
+        raise DamageError(f"{checkpoint} has invalid facts: {error!r:.200}.") from None
 
 
 def _check_weight_names(
@@ -293,9 +294,10 @@ def _check_weight_names(
     odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
     if odd and run.checkpoint.strict:
         raise CheckpointError(
-            f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
-            f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
-            "Use the same settings, or checkpoint.strict=False to load what fits."
+            f"{checkpoint} does not match the model, which lacks {', '.join(odd[:5])}"
+            f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). A checkpoint only fits the model that "
+            "saved it. Use the same settings, or checkpoint.strict=False to load the tensors that "
+            "match."
         )
 
 
@@ -359,9 +361,9 @@ def _restore_facts(state: TrainState, manifest: CheckpointManifest) -> None:
     threads = torch.get_num_threads()
     if facts.get("threads", threads) != threads and state.grid.rank == 0:
         print(
-            f"The checkpoint was saved with {facts['threads']} threads a rank, not {threads}. "
-            "Sums are then cut otherwise: the run goes on, but not to the bit. Set "
-            f"OMP_NUM_THREADS={facts['threads']} if it has to.",
+            f"The checkpoint was saved with {facts['threads']} threads per rank, not {threads}. "
+            "The run continues, but sums have another order, so results are not bit-identical. "
+            f"Set OMP_NUM_THREADS={facts['threads']} if they must be.",
             file=sys.stderr,
             flush=True,
         )
@@ -372,7 +374,10 @@ def _check_facts(manifest: CheckpointManifest, checkpoint: Path) -> None:
     odd = [key for key, kind in kinds.items() if not isinstance(manifest.facts.get(key), kind)]
     step = folders.CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if odd or (step and int(step[1]) != manifest.step):
-        raise DamageError(f"{checkpoint} is not one of step {manifest.step}: {', '.join(odd)}.")
+        raise DamageError(
+            f"{checkpoint} does not match its manifest of step {manifest.step}. Invalid facts: "
+            f"{', '.join(odd) or 'none'}."
+        )
 
 
 def check_same_data(
@@ -382,9 +387,9 @@ def check_same_data(
     before = manifest.facts.get("fingerprint")
     if before != fingerprint and not allowed:
         raise DataError(
-            f"The data has the fingerprint {fingerprint}, but {checkpoint} was trained on "
-            f"{before}. A run goes on with the same corpora, tokenizer and weights. Restore them, "
-            "or set checkpoint.allow_data_mismatch=True."
+            f"The data has the fingerprint {fingerprint}, but {checkpoint} was trained on data "
+            f"with {before}. A run must resume with the same corpora, tokenizer and mixture "
+            "weights. Restore them, or set checkpoint.allow_data_mismatch=True."
         )
 
 
@@ -402,7 +407,7 @@ def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunCo
     ]
     if fatal:
         raise CheckpointError(
-            "\n".join(fatal) + "\nA run goes on with the settings it was begun with. Use those, "
+            "\n".join(fatal) + "\nA run must resume with the settings it started with. Use them, "
             "another train.output_dir, or checkpoint.allow_config_mismatch=True."
         )
 

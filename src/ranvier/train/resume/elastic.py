@@ -27,20 +27,20 @@ def parse_grid(text: str) -> dict[str, int]:
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
             raise PlanError(
-                f"launch.fallback_grids={text!r}: {axis!r} is no "
+                f"launch.fallback_grids={text!r}: {axis!r} is not an "
                 f"axis.{suggest_nearest(axis, AXES)} A grid is written as data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
             raise PlanError(
-                f"launch.fallback_grids={text!r}: {axis}={size} is not a number of ranks. A degree "
-                f"is at least 1. Write {axis}=2."
+                f"launch.fallback_grids={text!r}: {axis}={size} is not a valid size. It must be an "
+                f"integer from 1 to 1000000. Use {axis}=2 or another one."
             )
         degrees[axis] = int(size)
     return degrees
 
 
 def change_grid(plan: Plan, degrees: Mapping[str, int]) -> Plan:
-    """A plan with other degrees, and without what only its old stages had."""
+    """A plan with other degrees, and without the settings that only fit its old stages."""
     changed = replace(plan, **dict[str, Any](degrees))
     if changed.pipe != plan.pipe:
         # Explicit stage boundaries are valid only for the number of stages they were given for.

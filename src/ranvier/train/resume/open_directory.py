@@ -18,7 +18,7 @@ from pathlib import Path
 from ranvier.errors import WriteError
 
 CHECK_INTERVAL_SECONDS = 1.0
-"""Minimum seconds between two checks of the directory, besides those at saves."""
+"""Minimum seconds between two checks of the directory, in addition to the checks at saves."""
 MISSING_PATH_ERRORS = (FileNotFoundError, NotADirectoryError)
 """Errors of a path that does not exist; others may be transient, as on a network file system."""
 
@@ -54,10 +54,10 @@ class OpenDirectory:
         path = self.find_missing()
         if path is not None:
             raise WriteError(
-                f"{path} is not the directory any more that this run began in: it was deleted, "
-                "renamed or replaced. A run saves only there, as nobody could continue what it "
-                "saves elsewhere. Restore it and start the run again from its newest checkpoint, "
-                "or choose another train.output_dir."
+                f"{path} is no longer the directory that this run started in: it was deleted, "
+                "renamed or replaced. A run only saves there, because checkpoints elsewhere could "
+                "not be resumed. Restore the directory and resume the run from its latest "
+                "checkpoint, or choose another train.output_dir."
             )
 
     def exit_code(self) -> int:

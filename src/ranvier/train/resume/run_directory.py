@@ -50,13 +50,13 @@ def check_output_dir(run: RunConfig) -> None:
     except (OSError, ValueError) as error:
         raise PlanError(
             f"train.output_dir={str(folder)[:80]!r} cannot be a directory: "
-            f"{error.__class__.__name__}. Its name must be one that the file system takes. Choose "
+            f"{error.__class__.__name__}. It must be a name that the file system accepts. Choose "
             "another."
         ) from None
     if not there.is_dir():
         raise PlanError(
-            f"train.output_dir={str(folder)!r}: {there} is no directory. A run needs one of its "
-            "own. Choose another train.output_dir."
+            f"train.output_dir={str(folder)!r}: {there} is not a directory. A run needs its own "
+            "directory. Choose another train.output_dir."
         )
     if not is_writable(there):
         # Master weights of all parameters and two moments of the trained ones.
@@ -64,8 +64,8 @@ def check_output_dir(run: RunConfig) -> None:
         moments = 2 * (2 if run.optim.state_dtype == "bf16" else wide)
         needed = run.model.num_parameters * wide + run.trainable_parameters * moments
         raise WriteError(
-            f"train.output_dir={str(folder)!r}: {there} cannot be written in. A run writes there, "
-            f"and a checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
+            f"train.output_dir={str(folder)!r}: {there} is not writable. A run writes there, and a "
+            f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
             "train.output_dir."
         )
 
@@ -89,7 +89,7 @@ def lock_dir(folder: Path, seconds: float = 1.0) -> IO[str]:
         # The file system does not support locks: run without one.
         except OSError:
             break
-    # The holder is only for the error message of others; the lock itself is that of the kernel,
+    # The holder is only for the error message of others; the lock itself belongs to the kernel,
     # which releases it when the process dies.
     handle.truncate(0)
     handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -118,8 +118,8 @@ def _locked_error(folder: Path, handle: IO[str]) -> UnsafeInputError:
         handle.seek(0)
         holder = handle.read(200).strip() or "another run"
     return UnsafeInputError(
-        f"train.output_dir={str(folder)!r} is being written by {holder}. A directory holds one "
-        "run. Wait for it, stop it, or choose another directory."
+        f"train.output_dir={str(folder)!r} is in use by {holder}. A directory can have only one "
+        "run at a time. Wait for it, stop it, or choose another directory."
     )
 
 
@@ -142,7 +142,7 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
     """The directory of a run, the checkpoints to resume from (best first), and notes on them.
 
     Without `train.output_dir` a new directory is created, which only one run can claim. restarted:
-    the launcher has restarted the ranks; all steps may be done, but not the report.
+    the launcher has restarted the ranks; all steps may be done, but the report may be missing.
     """
     word = run.checkpoint.resume
     if run.train.output_dir:
@@ -151,8 +151,8 @@ def acquire_dir(run: RunConfig, *, restarted: bool = False) -> tuple[Path, list[
         own = None
     if own is not None and not (own / "config.toml").exists() and (own / "metrics.jsonl").exists():
         raise PlanError(
-            f"train.output_dir={run.train.output_dir!r} holds metrics without a config.toml. A run "
-            "is only continued by its own settings. Choose another directory."
+            f"train.output_dir={run.train.output_dir!r} has metrics but no config.toml. A run can "
+            "only be resumed with its own settings. Choose another directory."
         )
     lines: list[str] = []
     candidates: list[Path] = []
@@ -191,8 +191,8 @@ def _refuse_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> Non
         else:
             where = word
         raise PlanError(
-            f"lora.rank={run.lora.rank}, but {where!r} is of a run without adapters. A run that "
-            "trains adapters begins with weights and goes on by itself. Use "
+            f"lora.rank={run.lora.rank}, but {where!r} is a checkpoint without adapters. A run "
+            "with adapters starts from weights and resumes from its own checkpoints only. Use "
             f"train.init_from={where!r} and another train.output_dir."
         )
 
@@ -203,8 +203,8 @@ def _refuse_finished(manifest: CheckpointManifest, run: RunConfig) -> None:
     auto = run.checkpoint.resume == "auto"
     if manifest.step >= run.train.steps and not auto:
         raise PlanError(
-            f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
-            f"{manifest.step} steps. There is nothing left to do. Use train.steps above "
+            f"train.steps={run.train.steps}, but checkpoint.resume={word!r} is at step "
+            f"{manifest.step} already. There is nothing left to do. Use train.steps above "
             f"{manifest.step}."
         )
     if manifest.step >= run.train.steps:
@@ -218,8 +218,8 @@ def is_finished(folder: Path) -> bool:
 
 def _finished_error(run: RunConfig, other: str) -> PlanError:
     return PlanError(
-        f"train.output_dir={run.train.output_dir!r} holds a run that has taken its steps. A "
-        f"finished run is not repeated. Use another directory{other}."
+        f"train.output_dir={run.train.output_dir!r} has a finished run. A finished run is not "
+        f"repeated. Use another directory{other}."
     )
 
 
@@ -234,8 +234,8 @@ def _resolve_resume_path(path: Path) -> tuple[list[Path], list[str]]:
         )
     if not candidates:
         raise CheckpointError(
-            f"checkpoint.resume={str(path)!r} has no checkpoint. It must be the directory of one "
-            "(step-00000100) or of a run. Mend the path, or use auto."
+            f"checkpoint.resume={str(path)!r} has no checkpoint. It must be the directory of a "
+            "checkpoint (step-00000100) or of a run. Check the path, or use auto."
         )
     return candidates, lines
 
@@ -249,14 +249,14 @@ def _first_readable_manifest(candidates: list[Path]) -> CheckpointManifest | Non
 
 
 def _move_aside(folder: Path) -> list[str]:
-    """Rename what an earlier run has left in a directory, so that a new run can start there."""
+    """Rename the files of an earlier run in a directory, so that a new run can start there."""
     names = [name for name in ("checkpoints", "metrics.jsonl") if (folder / name).exists()]
     if not names:
         return []
     number = next(n for n in itertools.count(1) if not [*folder.glob(f"before-{n}-*")])
     for name in names:
         os.replace(folder / name, folder / f"before-{number}-{name}")
-    return [f"checkpoint.resume=never: the run before is now {folder}/before-{number}-*"]
+    return [f"checkpoint.resume=never: the previous run is now {folder}/before-{number}-*"]
 
 
 def make_run_dir(name: str) -> Path:
@@ -278,7 +278,7 @@ def write_header(folder: Path, run: RunConfig, step: int, origin: Path | None = 
     lines = []
     config = folder / "config.toml"
     if config.exists() and step == 0 and not find_checkpoints(folder / "checkpoints"):
-        lines = ["no committed checkpoint in the directory of the run: it begins again"]
+        lines = ["no complete checkpoint in the directory of the run: it starts from the beginning"]
     elif config.exists():
         changed = checkpointing.setting_differences(
             checkpointing.run_to_dict(runs.load_run_config(config, in_run=True)),
@@ -340,7 +340,7 @@ def run_status(folder: Path, about: Mapping[str, Any]) -> str:
         return status
     if is_locked(folder):
         return "running"
-    return f"{UNFINISHED}: it was killed, or its machine lost"
+    return f"{UNFINISHED}: it was killed, or its machine was lost"
 
 
 def record_failure(folder: Path, began: float, code: int, message: str) -> None:
@@ -357,7 +357,7 @@ def record_failure(folder: Path, began: float, code: int, message: str) -> None:
     words = message.strip().splitlines()[:1] or [f"it ended with exit code {code}"]
     if not message and code > 128:
         # By convention a process killed by signal N exits with 128 + N.
-        words = [f"it was ended at once by signal {code - 128}"]
+        words = [f"it was killed by signal {code - 128}"]
     finished = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     # The directory may be gone, or its disk full.
     with suppress(OSError):
@@ -407,10 +407,10 @@ def restart_lines(about: Mapping[str, Any]) -> list[str]:
         return []
     goodput = about.get("goodput")
     if isinstance(goodput, float):
-        share = f" {goodput:.0%} of the time went to steps that counted."
+        share = f" {goodput:.0%} of the time was spent on steps that counted."
     else:
         share = ""
-    return [f"Ranks were started again {len(reasons)} time(s), last: {reasons[-1]}{share}"]
+    return [f"Ranks were restarted {len(reasons)} time(s); last reason: {reasons[-1]}{share}"]
 
 
 def _dicts_in(value: Any) -> list[dict[str, Any]]:
