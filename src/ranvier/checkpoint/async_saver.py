@@ -67,8 +67,8 @@ class AsyncSaver:
         # Only rank 0 creates the directory, but a failure is raised on all ranks: otherwise the
         # others would hang in the broadcast below.
         run_and_raise_together(make, grid, device)
-        # The nonce makes the temporary directories of this process distinct from those that a
-        # killed run left behind.
+        # The nonce makes the temporary directories of this process distinct from the ones that
+        # a killed run left behind.
         self.nonce = broadcast_text(os.urandom(4).hex(), grid, device)
         self.last_checkpoint: Path | None = None
         """The last checkpoint that was committed, as far as this rank knows."""
@@ -361,7 +361,7 @@ class AsyncSaver:
             if self._thread is not None:
                 self._thread.join(JOIN_SECONDS)
             here = directory.temporary_path(self.folder, self.step, self.nonce)
-            # All ranks try to remove it: whichever comes last succeeds.
+            # All ranks try to remove it: the last one succeeds.
             shutil.rmtree(here, ignore_errors=True)
             # The rank that failed raises the cause; the others raise its exit code.
             if error is not None:

@@ -153,7 +153,7 @@ def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | No
             n.removesuffix(".master"): x.to(dtype) for n, x in source.read_tensors(group).items()
         }
         save_file(tensors, here / file, metadata={"format": "pt"})
-        # Set the permissions of any new file, whichever mode save_file has used.
+        # Set the usual permissions of a new file, regardless of the mode that save_file used.
         (here / file).chmod(0o666 & ~_current_umask())
         checksummed_file.fsync_path(here / file)
         where |= dict.fromkeys(tensors, file)

@@ -127,7 +127,7 @@ def _plan_copies(
         for target in near:
             meeting = source.intersection(target)
             for piece in [] if meeting is None else meeting.split_to_fit(most):
-                # The same elements, once with the strides of the file and once with those of the
+                # The same elements, with the strides of the file and with the strides of the
                 # tensor.
                 goal = target.intersection(piece)
                 assert goal is not None

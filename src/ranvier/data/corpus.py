@@ -178,8 +178,8 @@ class Corpus:
         """Indices of the non-empty documents of a split; held_out: see `open_stream`."""
         assert 0.0 <= held_out < 1.0, held_out
         there = self.document_lengths > 0
-        # Hashes are uniform in 64 bits: those below the fraction are held out, independent of order
-        # and of other documents.
+        # Hashes are uniform in 64 bits: documents with a hash below the fraction are held out,
+        # independent of their order and of other documents.
         aside = there & (self.document_hashes < np.uint64(int(held_out * 2**64)))
         # Never hold out everything: a tiny corpus is used for training instead.
         if np.array_equal(aside, there):
@@ -297,7 +297,7 @@ class DocumentStream:
             return Window(tokens, targets, index, np.zeros(self.seq, np.int64))
         # The last token of a document has no target.
         targets[:count][places[:count] == self.document_ends[owners] - 1] = IGNORE_INDEX
-        # Padding is a document of its own, so that nothing attends to it.
+        # Padding is a separate document, so that nothing attends to it.
         documents = np.full(self.seq, owners[-1] - low + 1)
         documents[:count] = owners - low
         # Positions restart at 0 with each document.

@@ -1,4 +1,4 @@
-"""Packs whole conversations into windows, and truncates or splits those that do not fit.
+"""Packs whole conversations into windows, and truncates or splits the ones that do not fit.
 
 The longest is placed first, each in the fullest window with enough room (best fit decreasing): no
 conversation is cut only to pack it, and windows end with padding. In a packed window attention and

@@ -203,7 +203,7 @@ def _file_size(path: Path) -> int:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """The files of a path; those of a directory sorted by relative path."""
+    """The files of a path; in a directory, sorted by relative path."""
     # Unlike Path.is_dir, os.path.isdir does not raise for impossible names.
     if not os.path.isdir(path):
         _file_size(path)

@@ -64,7 +64,7 @@ class Tokenizer:
 
     @cached_property
     def explicit_end_name(self) -> str:
-        """Name of the end token if the JSON alone would not determine it; else empty."""
+        """Name of the end token if the JSON alone would not determine it; otherwise empty."""
         if _find_end(self._ids_by_token) == self.eos_token_id:
             return ""
         return self.token_names.get(self.eos_token_id, "")

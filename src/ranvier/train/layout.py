@@ -86,7 +86,7 @@ def states_location(run: RunConfig) -> DeviceOrHost:
 
 
 def prefer_simplest(result: SearchResult) -> SearchResult:
-    """The result with the simplest layout first among those about as fast as the best.
+    """The result with the simplest layout first, among layouts about as fast as the best.
 
     Predictions are not exact enough to justify a pipeline or another axis for a few percent.
     """

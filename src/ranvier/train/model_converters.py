@@ -75,7 +75,7 @@ def _choose_attention(
     if device.type != "cuda" or sizes is None:
         return []
     num_heads, num_kv_heads, head_dim = sizes
-    # Any layer will do for the layout: a pipeline stage may have no attention of its own.
+    # Any layer will do for the layout: a pipeline stage may have no attention.
     some = next(iter(parallel.layers.values()))
     ranks = grid.axis_without_group(*parallel.table.feature_axes("heads")).size
     samples = max(some.site.layout_context.local_tokens(flow, "heads") // flow.seq, 1)

@@ -1,4 +1,4 @@
-"""The training state: what a step changes and what a checkpoint holds.
+"""The training state: everything that steps change and checkpoints store.
 
 The parts of a run (checkpoints, pruning, adapters) take it, or a part of it, instead of the
 trainer. Settings and data are not part of it, because steps do not change them.

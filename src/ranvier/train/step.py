@@ -46,7 +46,7 @@ def forward_backward(
     with trace.named_scope("step.tokens"):
         count = collectives.all_reduce(sum_in_order(counts), axis).wait()
     # The loss is a mean over the targets of all ranks and micro-batches, so every target has the
-    # same weight, however many of them a micro-batch masks. A step without any has loss 0.
+    # same weight, regardless of how many a micro-batch masks. A step without any has loss 0.
     share = 1.0 / count.clamp(min=1).to(queue.reduce_dtype)
     losses = list[Tensor]()
     parallel.pipeline.executor.forward_backward(

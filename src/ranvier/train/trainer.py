@@ -91,7 +91,7 @@ class Trainer:
     device: torch.device
     data: RunData
     state: TrainState
-    """What steps change and checkpoints hold."""
+    """The state that steps change and checkpoints store."""
     meter: Meter
     stop_signal: int = 0
     """The signal that ends the run, once all ranks know of it; 0 if none."""
@@ -404,7 +404,7 @@ class Trainer:
 
     def raise_nonfinite(self, step: int, loss: float) -> None:
         """Raise with the name of the first non-finite tensor. Communicates: as that step."""
-        # The update was masked out, so the weights are still those of the failing step: rerun it.
+        # The update was masked out, so the step can be rerun with the same weights.
         batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
         scaler = self.state.optimizer.grad_scaler
         scale = None if scaler is None else scaler.scale

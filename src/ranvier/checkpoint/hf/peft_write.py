@@ -90,7 +90,7 @@ def _pack_adapter(
     read: ReadTensors,
     entry: TensorMapping,
 ) -> dict[str, Tensor]:
-    """A, B and m of one PEFT layer from those of our layers that it packs."""
+    """A, B and m of one PEFT layer, from the tensors of our layers that it packs."""
     # A zero block can stand for a layer without adapter, but not a zero DoRA magnitude or a part of
     # a shared A.
     if None in owns and (lora.dora or lora.shared):

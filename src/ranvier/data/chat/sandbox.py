@@ -1,10 +1,10 @@
 """Renders untrusted Jinja templates in a worker process with resource limits.
 
 A template runs in `template_worker`, which has limited memory and CPU time and can neither open a
-file nor start a process. Whatever a template does, it cannot use more than that, and this process
-only reads a reply of bounded size. All templates of a process share one worker, so rendering takes
-one message each way; when a template has used up its memory or time, a new process replaces the
-worker. Jinja's own sandbox inside of it is the second line of defense.
+file nor start a process. A template cannot use more than that, and this process only reads a reply
+of bounded size. All templates of a process share one worker, so rendering takes one message each
+way; when a template has used up its memory or time, a new process replaces the worker. Jinja's own
+sandbox inside of it is the second line of defense.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class ChatTemplate:
 
 
 def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -> ChatTemplate:
-    """The template in `file`, else that of the named tokenizer, else `DEFAULT_TEMPLATE`.
+    """The template in `file`, else of the named tokenizer, else `DEFAULT_TEMPLATE`.
 
     name: as for `load_tokenizer`; its files are in the directory of the tokenizer.json.
     """

@@ -34,7 +34,7 @@ from ranvier.errors import DataError, UnsafeInputError
 FIRST_MARK = 0xD800
 LAST_MARK = 0xDC00
 """Marks before and after the texts of message i: surrogates at these code points plus i."""
-# LAST_MARK + MOST_MESSAGES is BEGIN_MARK (0xDFF0): marks of messages never collide with those of
+# LAST_MARK + MOST_MESSAGES is BEGIN_MARK (0xDFF0): marks of messages never collide with marks of
 # generation blocks or with GUARD.
 MOST_MESSAGES = 0x3F0
 GUARD = "\udfff"
@@ -84,8 +84,8 @@ class ChatEncoder:
                 else:
                     spaces = len(answer) - len(answer.lstrip(" "))
                 reached = (starts >= begin) & (ends > begin) | (ends > begin + spaces)
-                # The mask of an answer is contiguous, whatever the offsets of the tokens in
-                # between.
+                # The mask of an answer is contiguous, regardless of the offsets of the tokens
+                # in between.
                 inside = np.flatnonzero(reached & (starts < end))
                 mask[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
         # The end token is appended by us and is learned as well.
@@ -524,7 +524,7 @@ def _mark_texts(
         head = "" if start == "none" else first
         return f"{text[:left]}{head}{text[left:right]}{last}{text[right:]}"
 
-    # Templates compare these values; a mark would change their behaviour.
+    # Templates compare these values; a mark would change their behavior.
     skip = ("role", "type", "id", *(() if marks == "names" else ("name",)))
     return {**message, **_map_texts(message, around, skip=skip)}
 

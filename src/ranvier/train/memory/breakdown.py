@@ -223,7 +223,7 @@ def _live_gradient_bytes(queue: BucketScheduler) -> int:
 
 
 def tensors_by_category(optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """Weights and optimizer states by category, on whichever device they are stored."""
+    """Weights and optimizer states by category, on the device where they are stored."""
     held = optimizer.state_store.states.values()
     scales = [*optimizer.state_store.scales.values()]
     return {

@@ -41,7 +41,7 @@ def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
 
 
 def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may use, including what it holds already. limit: GiB; 0: no limit.
+    """Bytes that this rank may use, including the ones in use. limit: GiB; 0 for no limit.
 
     Gaps in segments that hold other tensors of the process do not count as free, since tensors of
     other sizes may not fit into them.

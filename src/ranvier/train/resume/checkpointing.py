@@ -68,7 +68,7 @@ def state_tensors(state: TrainState) -> ShardedStateDict:
 
 
 def tensors_to_write(state: TrainState) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
-    """The tensors that this rank writes, and those that it stores compressed (pruned)."""
+    """The tensors that this rank writes, and the ones that it stores compressed (pruned)."""
     tensors, sparse = state.optimizer.sparse_state()
     parallel = state.parallel
     grid = state.grid
@@ -269,7 +269,7 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
             checkpoint, part, strict=config.strict, cast=config.allow_config_mismatch
         )
         random |= {name: x for name, x in part.items() if name.startswith(RNG_PREFIX)}
-        # Loaded all the same, but not silently.
+        # Loaded anyway, but with a warning.
         if not bool(rank_file.max_magnitude(x for x, _ in part.values()).isfinite()):
             print(f"Warning: {checkpoint} has values that are not finite.", file=sys.stderr)
     if left and state.grid.rank == 0:
@@ -311,7 +311,7 @@ def load_weights_only(
 
 
 def load_initial_weights(run: RunConfig, state: TrainState, source: Path) -> None:
-    """Start with the weights of a run, a checkpoint or a published model; all else is new.
+    """Start with the weights of a run, a checkpoint or a Hugging Face model; all else is new.
 
     Communicates: all-gather of weights over data.
     """
