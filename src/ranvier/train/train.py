@@ -463,8 +463,9 @@ def describe_groups(parallel: ParallelModel, run: RunConfig) -> list[str]:
         lr = run.peak_lr * float(getattr(run.optim, f"{group}_lr_scale"))
         if members:
             lines.append(
-                f"parameter group {group}: {len(members)} tensors, {count:,} parameters, lr "
-                f"{lr:g}, weight decay {decay:g}"
+                f"parameter group {group}: {count:,} parameters in {len(members)} "
+                f"{'tensor' if len(members) == 1 else 'tensors'}, lr {lr:g}, weight decay "
+                f"{decay:g}"
             )
     return lines
 
