@@ -93,7 +93,9 @@ def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -
     with pytest.raises(DataError, match=rf"shard-00000\.{suffix} is changed or damaged: .*digest"):
         keep(out, tmp_path, verify=True)
     path.write_bytes(raw[:-1])
-    with pytest.raises(DataError, match=rf"{suffix} is changed or damaged: {len(raw) - 1} bytes\."):
+    with pytest.raises(
+        DataError, match=rf"{suffix} is changed or damaged: it has {len(raw) - 1} bytes\."
+    ):
         keep(out, tmp_path)
     path.unlink()
     with pytest.raises(DataError, match=rf"shard-00000\.{suffix} cannot be read: No such file"):

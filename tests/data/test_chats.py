@@ -152,7 +152,7 @@ def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
         "1 conversations" in data.summary_lines[1]
         and "1 with nothing to learn" in data.summary_lines[1]
     )
-    assert "0 documents held out" in data.summary_lines[0]
+    assert "(0 held out)" in data.summary_lines[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,7 +176,7 @@ def test_held_out_order_and_mixing_with_texts(tmp_path: Path) -> None:
     assert data.validation is not None
     aside, kept = data.validation.streams[0], data.train.streams[0]
     assert aside.num_documents > 0 and aside.num_documents + kept.num_documents == 60
-    assert f"{aside.num_documents} documents held out" in data.summary_lines[0]
+    assert f"({aside.num_documents} held out)" in data.summary_lines[0]
     assert data.train.quotas == [7500, 2500]
     for number in range(20):
         share = (data.train.read_sample(number).targets != IGNORE_INDEX).mean()
