@@ -42,7 +42,7 @@ def test_a_model_is_imported_trained_and_exported(
     assert call("generate", str(run), "--prompt", "a", "--max-new-tokens", "3") == 0
     run = run.rename(tmp_path / "moved")
     assert call("train", str(run), *FEW) == 0
-    assert "Beginning of 2" in capsys.readouterr().out
+    assert "Starting at step 0 of 2" in capsys.readouterr().out
     assert load_config_from_dir(run).peak_lr == 2e-5
     assert call("export", str(run), "--output", str(tmp_path / "out")) == 0
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)

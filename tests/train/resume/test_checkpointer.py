@@ -81,7 +81,10 @@ def test_a_step_is_saved_once_and_later_ones_are_set_aside(tmp_path: Path, corpu
     second = checkpointer_of(run, corpus)
     assert second.describe_latest() == str(late)
     (line,) = second.resume_from(early)
-    assert line.startswith("set aside, as the run goes on before it") and late.name in line
+    assert (
+        line.startswith("set aside, because the run resumes from an earlier step")
+        and late.name in line
+    )
     assert second.latest_checkpoints() == [early]
 
 
