@@ -96,7 +96,7 @@ def fail(*_: Any, **__: Any) -> Any:
         ),
         (
             "train.breakdown.MemoryTracker.to_dict",
-            "No account of the run in run.json: RuntimeError",
+            "Writing the statistics to run.json failed: RuntimeError",
         ),
     ],
 )
