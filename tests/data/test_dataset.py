@@ -43,8 +43,8 @@ def test_corpora_are_mixed_and_described(folders: list[Path]) -> None:
     assert sum(stream.num_documents for stream in data.train.streams) + aside == 52
     assert len(data.summary_lines) == 3
     assert (
-        "a.jsonl: 40 documents, " in data.summary_lines[0]
-        and "share 25.00%" in data.summary_lines[0]
+        "a.jsonl: 40 documents (" in data.summary_lines[0]
+        and "25.00% of the samples" in data.summary_lines[0]
     )
     assert (
         ByteTokenizer().fingerprint in data.summary_lines[0]

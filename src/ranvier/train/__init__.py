@@ -1,4 +1,4 @@
-"""Training: the step, the loop, and what only they need.
+"""Training: the step, the loop, and the parts that only they need.
 
 Imports planner, infer, parallel, optim, data, checkpoint and what is below.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face format: published models and PEFT adapters, read and written.
+"""Hugging Face format: models and PEFT adapters, read and written.
 
 Imports the rest of checkpoint and models.hf.
 """

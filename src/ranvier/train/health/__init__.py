@@ -1,4 +1,4 @@
-"""Health of a run: loss spikes, non-finite numbers, replicas that differ, determinism.
+"""Health of a run: loss spikes, non-finite values, replicas that differ, determinism.
 
 Imports what is below train.
 """
