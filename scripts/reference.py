@@ -475,7 +475,10 @@ def options(kind: type) -> Iterator[str]:
         yield ""
     if issubclass(kind, RunConfig):
         also = "also " if rows else ""
-        yield f"It {also}takes every [setting](configuration.md) of a run: `--SECTION.NAME VALUE`."
+        yield (
+            f"It {also}takes every [setting](configuration.md) of a run as an option, for example "
+            "`--train.steps 100`."
+        )
         yield ""
 
 
