@@ -284,7 +284,7 @@ def unknown_messages(text: str, strings: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", (DOCS / "troubleshooting").glob("*.md"), ids=page_name)
+@pytest.mark.parametrize("path", sorted((DOCS / "troubleshooting").glob("*.md")), ids=page_name)
 def test_quoted_messages_are_those_of_the_code(path: Path) -> None:
     assert unknown_messages(TEXTS[path], package_strings()) == []
 
