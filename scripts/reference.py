@@ -77,8 +77,7 @@ ranvier train run.toml --plan.row 2 --train.steps 2000
 * **Booleans** are `true` and `false`; an option alone means `true`: `--train.trace-comm`.
 * **Lists** are several words: `--data.sources a.jsonl b.jsonl`. An option without words is the
   empty list: `--plan.overlap`.
-* **Names** can be written with dashes or underscores: `--plan.micro-batch 2`, `--plan.micro_batch
-  2`.
+* **Names** can have dashes or underscores: `--plan.micro-batch` is `--plan.micro_batch`.
 * **Order:** options follow the file: `ranvier train run.toml --plan.row 2`.
 * **Paths** are relative to the working directory.
 
