@@ -579,8 +579,8 @@ def exit_codes() -> Iterator[str]:
     assert known <= {*CODES}, f"CODES lack {sorted(known - {*CODES})}"
     yield from ("# Exit codes", "")
     yield from paragraph(
-        "A job script can decide by the exit code: 0 is done, 75 means stopped and saved (start "
-        "it again), 70 to 72 may be worked around by a restart, and all others need a fix first."
+        "A job script can decide by the exit code. 0 means done, and 75 means stopped and saved: "
+        "start it again. After 70, 71 and 72 a restart can help. All others need a fix first."
     )
     yield ""
     rows = []
