@@ -14,7 +14,7 @@ import picture
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "benchmarks" / "data"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]*benchmarks/data/[^)\s]+)\)")
 
 
