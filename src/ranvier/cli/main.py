@@ -71,7 +71,8 @@ usage: ranvier COMMAND ...
   completion bash | zsh      print the shell completion script
 
 Use `ranvier COMMAND --help` for the options of a command, `--help SECTION` for one section of its
-settings, `--help-all` for all settings, and `ranvier --version` for the version.
+settings, `--help-all` for all settings, and `ranvier --version` for the version. Options in the
+environment variable RANVIER_ADDOPTS are appended to those of train, verify and profile.
 
 Examples:
   ranvier train
@@ -103,12 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise PlanError(
                 f"{words[0]!r} is not a command.{near} Use one of {', '.join(COMMANDS)}."
             )
+        if words[0] in MODEL_COMMANDS and not {"-h", "--help", "--help-all"} & {*words}:
+            words += launch.read_added_options()
         _check_run_exists(words)
         code = COMMANDS[words[0]](words[1:])
         sys.stdout.flush()
     raise SystemExit(code)
 
 
+MODEL_COMMANDS = {"train", "verify", "profile"}
+"""Commands that run a model with settings, and to which RANVIER_ADDOPTS is appended."""
 RUN_COMMANDS = {"generate", "eval", "export", "report"}
 """Commands whose first path is the directory of a run."""
 PATH_COMMANDS = {"data show", "checkpoint ls", "checkpoint verify", "checkpoint diff"}

@@ -16,6 +16,7 @@ import ipaddress
 import itertools
 import os
 import re
+import shlex
 import shutil
 import socket
 import struct
@@ -267,6 +268,22 @@ def is_follower() -> bool:
 def read_environment(*names: str) -> dict[str, str]:
     """Returns the given variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def read_added_options() -> list[str]:
+    """Returns the options in RANVIER_ADDOPTS, which override those of the command line.
+
+    They are appended to the words of `ranvier train`, `verify` and `profile`, as pytest does with
+    PYTEST_ADDOPTS. The tests of the documentation use it to run every command on small sizes.
+    """
+    text = os.environ.get("RANVIER_ADDOPTS", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise PlanError(
+            f"RANVIER_ADDOPTS={text!r} cannot be split into words: {error}. It holds options as "
+            "in a shell, with matching quotes. Correct or unset it."
+        ) from None
 
 
 def use_expandable_segments() -> None:

@@ -36,6 +36,7 @@ from ranvier.launch import (
     cache_compiled_kernels,
     keep_freed_memory,
     process_age_seconds,
+    read_added_options,
     use_expandable_segments,
     watch_for_hangs,
 )
@@ -316,7 +317,8 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         fingerprint=data.fingerprint,
         corpora=data.summary_lines,
         groups=groups,
-        command=command_line("ranvier", *sys.argv[1:]),
+        flops_per_step=trainer.meter.flops[0],
+        command=command_line("ranvier", *sys.argv[1:], *read_added_options()),
         started=before.get("started", current_time()),
         finished=None,
         status=folders.UNFINISHED,
