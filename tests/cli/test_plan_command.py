@@ -18,7 +18,7 @@ from ranvier.cli import plan as command
 from ranvier.cli.main import parse_train_options
 from ranvier.cli.parsing import drop_options
 from ranvier.errors import PlanError, WriteError
-from ranvier.html import scatter
+from ranvier.html import plot, scatter
 from ranvier.planner import (
     cluster,
     explain,
@@ -128,6 +128,7 @@ def test_a_file_gives_settings_too(tmp_path: Path, capsys: pytest.CaptureFixture
     assert shlex.split(facts["command"])[:3] == ["ranvier", "train", str(file)]
 
 
+@pytest.mark.full
 def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
     aim = ("--cluster", "dgx-h100", "--goal", "llama3-8b, 20B tokens, 1 day", "--plan.pipe", "1")
     assert call("plan", *aim, "--plan.col", "1") == 0
@@ -177,6 +178,7 @@ ONE = "--plan.pipe 1 --plan.col 1"
 LONG = "--model.max-seq 300000 --data.seq-len 300000"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -404,7 +406,7 @@ def test_all_who_are_told_are_ranked(result: SearchResult) -> None:
 
 
 POINT = """
-const plot = document.querySelector("figure.points svg"), told = document.querySelector(".told");
+const plot = document.querySelector("figure.points svg"), text = document.querySelector(".hover");
 const [x, y] = plot.querySelector("path.dot[data-group]").getAttribute("d").slice(1).split(/[,h]/);
 const place = plot.getBoundingClientRect(), scale = place.width / plot.viewBox.baseVal.width;
 plot.dispatchEvent(new PointerEvent("pointermove", {
@@ -434,8 +436,8 @@ def test_a_browser_draws_it_and_points(
         if html_report.is_shown(one, result)
     ]
     assert count == len(shown) > 100
-    told = seen.partition('class="told muted">')[2].partition("</p>")[0]
-    assert "micro-batch" in told and "tok/s" in told
+    text = seen.partition('class="hover muted">')[2].partition("</p>")[0]
+    assert "micro-batch" in text and "tok/s" in text
     assert 'class="ring"' in seen
 
 
@@ -445,6 +447,26 @@ def test_the_page_needs_nothing_else(result: SearchResult) -> None:
     )
     assert "a &lt;b&gt; &amp; c" in text and "&lt;y&gt;" in text
     assert "http" not in text.replace("http-equiv", "") and "default-src 'none'" in text
-    for name in ("All layouts", "Where the time goes", "Rivals", "Memory of the best"):
+    for name in ("All layouts", "Where the time goes", "Baselines", "Memory of the best layout"):
         assert f"<h2>{name}</h2>" in text
-    assert text.count("<rect ") > 10 and f"limit {result.best.prediction.limit / 2**30:.1f}" in text
+    assert (
+        text.count("<rect ") > 10
+        and f"available: {result.best.prediction.limit / 2**30:.1f}" in text
+    )
+
+
+def test_the_chart_marks_the_best_layout_and_the_pareto_front(result: SearchResult) -> None:
+    front = html_report.pareto_front(result.feasible_candidates)
+    points = [
+        (one.prediction.memory.total_bytes / 2**30, one.prediction.step_seconds)
+        for one in result.feasible_candidates
+    ]
+    for memory, seconds in points:
+        beaten = any(m < memory and s < seconds for m, s in points)
+        assert beaten or any(m <= memory and s <= seconds for m, s in front)
+    assert all(not any(m < a and s < b for m, s in points) for a, b in front)
+    assert min(seconds for _, seconds in front) == min(seconds for _, seconds in points)
+    page = html_report.render_report(result, title="t", top=3, command="c")
+    assert page.count('class="front"') == 1 and page.count('class="best"') == 1
+    assert len({*html_report.BAR_PARTS}) <= plot.NUM_COLOURS
+    assert {*html_report.merge_parts(result.best.prediction)} <= {*html_report.BAR_PARTS}

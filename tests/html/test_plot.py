@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
+from ranvier.html import plot as plots
 from ranvier.html.number_format import format_number
 from ranvier.html.plot import Series, line_plot, log_ticks, stacked_bar, standalone_svg, tick_labels
 from ranvier.html.plot import linear_ticks as round_ticks
@@ -163,3 +165,24 @@ def test_a_file_stands_alone() -> None:
     paper = root.find(f"{SPACE}rect")
     assert paper is not None and paper.get("fill") == "#ffffff"
     assert not list(root.iter(f"{SPACE}script"))
+
+
+def _lab(colour: str) -> tuple[float, float, float]:
+    """A colour in CIE L*a*b*, where a distance of about 2 is just noticeable."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (int(colour[i : i + 2], 16) / 255.0 for i in (1, 3, 5))
+    ]
+    r, g, b = linear
+    x = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505
+    y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    z = (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089
+    fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
+@pytest.mark.parametrize("theme", [plots.LIGHT_THEME, plots.DARK_THEME], ids=["light", "dark"])
+def test_every_two_colours_of_a_chart_are_distinct(theme: dict[str, str]) -> None:
+    colours = [_lab(theme[f"c{i}"]) for i in range(plots.NUM_COLOURS)]
+    distances = [math.dist(a, b) for a, b in itertools.combinations(colours, 2)]
+    assert min(distances) > 25.0

@@ -352,7 +352,7 @@ def test_a_table_is_told_and_read_again() -> None:
     assert weights.split()[1:] == ["3.438", "3.438", "-", "-"]
     (logits,) = [line for line in lines if line.startswith("logits")]
     assert logits.split()[2:] == ["·", "-", "-"], "only a prediction tells it apart"
-    assert any(line.startswith("measured / predicted on the device: 0.") for line in lines)
+    assert any(line.startswith("measured vs. predicted on the device: -") for line in lines)
     assert not any(line.startswith("reshard_after") for line in lines)
     assert breakdown.format_breakdown(shown)[0].split() == ["GiB", "device", "host"]
     assert recompute_fraction(CASE.given_placement.recompute_modes) == 0.0

@@ -204,16 +204,19 @@ def test_less_memory_computes_more_again() -> None:
     assert not search.search_layouts(with_memory(wish(), 1.2)).feasible_candidates
 
 
-def test_rivals_are_of_their_style() -> None:
+def test_baselines_are_of_their_style() -> None:
     result = search.search_layouts(wish(nodes=2))
     best = find_baselines(result.feasible_candidates, 8)
     assert best[RANVIER_STYLE] is result.best and set(best) == set(STYLES)
-    mega, fsdp, axonn = (best[name].plan for name in ("Megatron", "FSDP", "AxoNN"))
+    mega, axonn = (best[name].plan for name in ("Megatron-LM", "AxoNN"))
     assert mega.depth == mega.col == 1 and mega.row <= 8
-    assert fsdp.pipe == fsdp.row == fsdp.col == 1 and fsdp.depth > 1
     assert axonn.pipe == 1
+    for name in ("DDP", "FSDP", "HSDP"):
+        style = "DDP, ZeRO-1" if name == "DDP" else name
+        assert layout_family(best[style].plan) == name
+    assert best["FSDP"].plan.depth == 16
     assert min(baseline_slowdowns(best).values()) >= 0.99
-    for name in ("Megatron", "FSDP", "AxoNN"):
+    for name in ("Megatron-LM", "FSDP", "AxoNN"):
         own = [one for one in result.feasible_candidates if STYLES[name](one.plan, 8)]
         assert best[name] is own[0]
 
@@ -222,7 +225,7 @@ def megatron(asked: SearchRequest) -> PredictedCandidate:
     """The best layout of a pipeline and rows inside a node, nothing left out."""
     found, node = list[PredictedCandidate](), asked.cluster.per_node
     for plan in valid_grids(asked)[0]:
-        if not STYLES["Megatron"](plan, node):
+        if not STYLES["Megatron-LM"](plan, node):
             continue
         share, most = plan.global_batch // plan.num_replicas, asked.dim_sizes["layers"] // plan.pipe
         micros = [
@@ -256,7 +259,7 @@ def test_the_baseline_is_what_its_users_run(
     """Few micro-batches for many stages: chunks decide, and any number of them."""
     job = small(batch=batch, layers=layers, embed=8192, heads=64, kv_heads=8, mlp=28672)
     asked = wish(nodes=nodes, job=job, fixed_fields=frozenset(fixed))
-    shown = find_baselines(search.search_layouts(asked).feasible_candidates, 8)["Megatron"]
+    shown = find_baselines(search.search_layouts(asked).feasible_candidates, 8)["Megatron-LM"]
     best = megatron(asked)
     assert shown.prediction.step_seconds <= best.prediction.step_seconds * 1.005, (
         shown.plan,
@@ -272,7 +275,7 @@ def test_the_baseline_of_405b_on_2048_nodes_has_chunks() -> None:
         nodes=2048, job=job, plan=Plan(global_batch=2048, micro_batch=1, row=8), fixed_fields=fixed
     )
     result = search.search_layouts(asked)
-    shown = find_baselines(result.feasible_candidates, 8)["Megatron"]
+    shown = find_baselines(result.feasible_candidates, 8)["Megatron-LM"]
     usual = Plan(
         pipe=16, data=128, row=8, virtual_stages=4, micro_batch=1, global_batch=2048, compile="on"
     )
@@ -338,6 +341,7 @@ def whole() -> dict[int, search.SearchResult]:
     return {nodes: search.search_layouts(wish(nodes, job=small(batch=96))) for nodes in (1, 2, 3)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("known", [1, 2, 3])
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_layouts_carried_over_are_those_of_a_search(

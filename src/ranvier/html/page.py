@@ -66,6 +66,7 @@ th,td{padding:.3rem .9rem .3rem 0;text-align:right;white-space:nowrap;
 border-bottom:1px solid var(--rule)}
 th{color:var(--muted);font-weight:500}
 th:first-child,td:first-child{text-align:left;white-space:normal}
+th.text,td.text{text-align:left}
 pre,code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.85rem}
 pre{overflow-x:auto;white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--rule);
 border-radius:.6rem;padding:.9rem 1rem;margin:.8rem 0;line-height:1.5}
@@ -89,13 +90,24 @@ def render_document(title: str, body: str, *, script: str = READOUT_SCRIPT) -> s
     )
 
 
-def render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table that scrolls horizontally on narrow pages."""
-    top = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape_html(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+def render_table(
+    head: Sequence[str], rows: Sequence[Sequence[object]], *, text_columns: Sequence[int] = ()
+) -> str:
+    """A table that scrolls horizontally on narrow pages.
+
+    Numbers are aligned right; the first column and `text_columns` are aligned left.
+    """
+
+    def render_cells(tag: str, cells: Sequence[object]) -> str:
+        kinds = [' class="text"' if i in text_columns else "" for i in range(len(cells))]
+        start = {"th": '<th scope="col"', "td": "<td"}[tag]
+        return "".join(
+            f"{start}{kind}>{escape_html(cell)}</{tag}>"
+            for kind, cell in zip(kinds, cells, strict=True)
+        )
+
+    body = "".join(f"<tr>{render_cells('td', row)}</tr>" for row in rows)
+    inner = f"<thead><tr>{render_cells('th', head)}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table>{inner}</table></div>'
 
 

@@ -35,17 +35,20 @@ LIGHT_THEME = {
     "rule": "#e3e5e8",
     "axis": "#8b929b",
     "paper": "#ffffff",
-    "c0": "#0072b2",
-    "c1": "#d55e00",
-    "c2": "#00845f",
-    "c3": "#b0568a",
-    "c4": "#a87400",
-    "c5": "#3d8fc4",
-    "c6": "#6b6f76",
-    "c7": "#7a5ab5",
-    "c8": "#1f868c",
+    "c0": "#0068b5",
+    "c1": "#d9480f",
+    "c2": "#1d8a3a",
+    "c3": "#d6338f",
+    "c4": "#a07800",
+    "c5": "#0b93a6",
+    "c6": "#697079",
+    "c7": "#7048c8",
+    "c8": "#7d4a23",
 }
-"""Colours on white: the palette of Okabe and Ito, some darkened for a contrast of at least 3."""
+"""Colours on white with a contrast of at least 3: nine hues with nine names.
+
+Blue, orange, green, pink, ochre, teal, grey, purple, brown.
+"""
 
 DARK_THEME = {
     "ink": "#e6e8eb",
@@ -53,17 +56,17 @@ DARK_THEME = {
     "rule": "#2c3138",
     "axis": "#6c747e",
     "paper": "#16191d",
-    "c0": "#56b4e9",
-    "c1": "#ff8a3d",
-    "c2": "#2fc79a",
-    "c3": "#e39bc4",
-    "c4": "#f0b93a",
-    "c5": "#8fb8ff",
-    "c6": "#b4b9c0",
-    "c7": "#b59ae8",
-    "c8": "#5fd0d6",
+    "c0": "#5aaef5",
+    "c1": "#ff7d45",
+    "c2": "#46c46a",
+    "c3": "#ff86c8",
+    "c4": "#f2c230",
+    "c5": "#35d0dd",
+    "c6": "#a4abb4",
+    "c7": "#a98bff",
+    "c8": "#c08f66",
 }
-"""The same hues, lighter, on black."""
+"""The same hues, lighter, on a dark background."""
 
 NUM_COLOURS = 9
 
@@ -96,7 +99,8 @@ stroke-linecap:round}
 PLOT_STYLE = (
     f":root{{color-scheme:light dark;{_css_variables(LIGHT_THEME)}}}\n"
     f"@media (prefers-color-scheme:dark){{:root{{{_css_variables(DARK_THEME)}}}}}\n{PLOT_RULES}"
-    "@media (max-width:640px){.plot{font-size:16px}.plot .title{font-size:19px}}\n"
+    "@media (max-width:640px){.plot{font-size:16px}.plot .title{font-size:19px}"
+    ".wide{overflow-x:auto}.wide .plot{min-width:46rem;font-size:14px}}\n"
     "@media print{.plot .readout{display:none}}\n"
 )
 """The CSS of all plots in a page; needed once."""

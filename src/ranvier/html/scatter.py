@@ -1,7 +1,7 @@
 """Scatter plots of groups of points, and stacked bars, as inline SVG in plain Python.
 
 A group of points is one path, so that ten thousand of them are a small file; the texts shown under
-the pointer are stored beside the plot as JSON, in the same order, and `HOVER_SCRIPT` reads both.
+the pointer are stored next to the plot as JSON, in the same order, and `HOVER_SCRIPT` reads both.
 Colours are those of `plot`.
 """
 
@@ -40,7 +40,7 @@ class PointGroup:
 
 HOVER_SCRIPT = """
 for (const figure of document.querySelectorAll("figure.points")) {
-  const svg = figure.querySelector("svg"), box = figure.querySelector(".told");
+  const svg = figure.querySelector("svg"), box = figure.querySelector(".hover");
   const texts = JSON.parse(figure.querySelector("script").textContent);
   const points = [...svg.querySelectorAll("path[data-group]")].flatMap((path, group) =>
     path.getAttribute("d").split(/[Mh]/).map(p => p.split(",").map(Number))
@@ -68,8 +68,12 @@ SCATTER_STYLE = """
 .plot .ring{fill:none;stroke:var(--ink);stroke-width:1.5}
 .plot .dot{fill:none;stroke-width:4.5;stroke-linecap:round;stroke-opacity:.8}
 .plot .ghost{fill:none;stroke-width:3;stroke-linecap:round;stroke-opacity:.28}
+.plot .key{fill:none;stroke-width:11;stroke-linecap:round}
+.plot .front{fill:none;stroke:var(--ink);stroke-width:1.5;stroke-linejoin:round}
+.plot .best{fill:var(--paper);stroke:var(--ink);stroke-width:2}
+.plot .strong{fill:var(--ink);font-weight:600}
 .plot .limit{stroke:var(--c1);stroke-width:1.5;stroke-dasharray:5 4}
-.told{min-height:3.2em;font-variant-numeric:tabular-nums;white-space:pre-wrap}
+.hover{min-height:3.2em;font-variant-numeric:tabular-nums;white-space:pre-wrap}
 """
 
 
@@ -81,10 +85,18 @@ def scatter_plot(
     y_label: str,
     limit: float,
     limit_label: str,
+    front: Sequence[tuple[float, float]] = (),
+    front_label: str = "",
+    best: tuple[float, float] | None = None,
+    best_label: str = "",
     width: int = 960,
     height: int = 520,
 ) -> str:
-    """A figure of points over linear x and logarithmic y, with a vertical line at a limit."""
+    """A figure of points over linear x and logarithmic y, with a vertical line at a limit.
+
+    front: points that no other point beats in both x and y, by increasing x; drawn as steps.
+    best: a point that is marked and labelled.
+    """
     xs = [x for one in groups for x in one.x] or [0.0]
     ys = [y for one in groups for y in one.y] or [1.0]
     across_ticks = linear_ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
@@ -119,14 +131,46 @@ def scatter_plot(
     out.append(
         f'<text class="ink" x="{x + 6:.1f}" y="{top + 14}">{escape_html(limit_label)}</text>'
     )
+    out += _draw_front(front, front_label, across, up)
+    if best is not None:
+        out += _draw_best(best, best_label, across, up)
     texts = [list(one.text) for one in sorted(groups, key=lambda group: not group.faint)]
     # An escaped "<" keeps a text from closing the script element.
     stored = json.dumps(texts, ensure_ascii=True).replace("<", "\\u003c")
     return (
-        f'<figure class="points">{"".join([*out, "</svg>"])}'
-        '<p class="told muted">Point at a layout.</p>'
+        f'<figure class="points wide">{"".join([*out, "</svg>"])}'
+        '<p class="hover muted">Move the pointer over a layout to see its settings.</p>'
         f'<script type="application/json">{stored}</script></figure>'
     )
+
+
+def _draw_front(
+    front: Sequence[tuple[float, float]], label: str, across: AxisScale, up: AxisScale
+) -> list[str]:
+    """The steps of a Pareto front with its label at the top of the first step."""
+    if not front:
+        return []
+    x, y = front[0]
+    steps = f"M{across(x):.1f},{up.end:.1f}V{up(y):.1f}"
+    steps += "".join(f"H{across(x):.1f}V{up(y):.1f}" for x, y in front[1:])
+    place = f'x="{across(x) + 6:.1f}" y="{up.end + 14:.1f}"'
+    return [
+        f'<path class="front" d="{steps}"/>',
+        f'<text class="ink" {place}>{escape_html(label)}</text>',
+    ]
+
+
+def _draw_best(
+    best: tuple[float, float], label: str, across: AxisScale, up: AxisScale
+) -> list[str]:
+    """A diamond at a point, with its label."""
+    x = across(best[0])
+    y = up(best[1])
+    diamond = f"M{x - 8:.1f},{y:.1f}l8,-8l8,8l-8,8z"
+    return [
+        f'<path class="best" d="{diamond}"/>',
+        f'<text class="strong end" x="{x - 12:.1f}" y="{y + 18:.1f}">{escape_html(label)}</text>',
+    ]
 
 
 def _draw_axes(
@@ -161,8 +205,8 @@ def _draw_legend(groups: Sequence[PointGroup], width: int) -> tuple[list[str], l
             x = 8.0
             rows = [*rows, rows[-1] + 20]
         y = rows[-1]
-        out.append(f'<path class="dot s{one.colour % NUM_COLOURS}" d="M{x + 6:g},{y - 4}h0"/>')
-        out.append(f'<text class="ink" x="{x + 16:g}" y="{y}">{escape_html(one.name)}</text>')
+        out.append(f'<path class="key s{one.colour % NUM_COLOURS}" d="M{x + 6:g},{y - 4}h0"/>')
+        out.append(f'<text class="ink" x="{x + 18:g}" y="{y}">{escape_html(one.name)}</text>')
         x += room
     return out, rows
 
@@ -185,10 +229,10 @@ def stacked_bars(
     thick = 18
     left = 8
     out = [f'<text class="title" x="8" y="20">{escape_html(title)}</text>', *legend]
-    for label, parts in rows:
+    for name_of_row, parts in rows:
         total = sum(parts.values())
         x = float(left)
-        out.append(f'<text class="ink" x="{left}" y="{y + 12}">{escape_html(label)}</text>')
+        out.append(f'<text class="ink" x="{left}" y="{y + 12}">{escape_html(name_of_row)}</text>')
         y += 19
         for name in used:
             value = parts.get(name, 0.0)
@@ -196,10 +240,10 @@ def stacked_bars(
             size = value / most * (width - 110)
             if size <= 0.0:
                 continue
-            told = f"{name}: {format_number(value)} {unit} ({format_percent(value / total)})"
+            label = f"{name}: {format_number(value)} {unit} ({format_percent(value / total)})"
             out.append(
                 f'<rect class="f{names.index(name) % NUM_COLOURS}" x="{x:.1f}" y="{y}" '
-                f'width="{size:.1f}" height="{thick}"><title>{escape_html(told)}</title></rect>'
+                f'width="{size:.1f}" height="{thick}"><title>{escape_html(label)}</title></rect>'
             )
             x += size
         out.append(

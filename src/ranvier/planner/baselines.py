@@ -2,10 +2,12 @@
 
 All are predicted with the same framework profile, so that only the layout differs:
 
-    Megatron   row inside a node x pipe x data         1-D tensor parallelism and a pipeline
-    FSDP       depth [x data]                          ZeRO-3, or HSDP with replicas
-    AxoNN      row x col x depth x data                tensor parallelism in up to three dims
-    Ranvier    any of them and all other layouts of the grid
+    DDP, ZeRO-1    data                              replicas with sharded optimizer states
+    FSDP           depth                             weights sharded over all devices (ZeRO-3)
+    HSDP           depth x data                      replicas of an FSDP group
+    Megatron-LM    row inside a node x pipe x data   1-D tensor parallelism and a pipeline
+    AxoNN          row x col x depth x data          tensor parallelism in up to three dims
+    Ranvier        any layout of the grid
 """
 
 from __future__ import annotations
@@ -52,10 +54,17 @@ class PredictedCandidate:
         return (rounded, axes, *extras, self.prediction.step_seconds, *tie)
 
 
+def _is_data_parallel(plan: Plan) -> bool:
+    """Returns whether every rank computes whole layers on its own samples."""
+    return plan.pipe == plan.row == plan.col == 1
+
+
 StyleTest = Callable[[Plan, int], bool]
 STYLES: Mapping[str, StyleTest] = {
-    "Megatron": lambda p, node: p.depth == p.col == 1 and p.row <= node,
-    "FSDP": lambda p, node: p.pipe == p.row == p.col == 1 and (p.depth > 1 or p.world_size == 1),
+    "DDP, ZeRO-1": lambda p, node: _is_data_parallel(p) and p.depth == 1,
+    "FSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data == 1,
+    "HSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data > 1,
+    "Megatron-LM": lambda p, node: p.depth == p.col == 1 and p.row <= node,
     "AxoNN": lambda p, node: p.pipe == 1,
     RANVIER_STYLE: lambda p, node: True,
 }

@@ -298,8 +298,9 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
                 f"The best {name} layout ({describe_candidate(one)}) takes {times:.2f}x as "
                 f"long{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
             )
-    missing = [name for name in ("Megatron", "FSDP", "AxoNN") if name not in best]
-    if missing:
+    missing = [name for name in ("FSDP", "Megatron-LM", "AxoNN") if name not in best]
+    # A single device has no layout of FSDP by its nature.
+    if missing and result.request.world_size > 1:
         yield f"No {' and no '.join(missing)} layout is both valid and small enough."
 
 

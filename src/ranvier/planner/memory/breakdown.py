@@ -138,7 +138,7 @@ def breakdown_notes(
         and ESTIMATED_CATEGORIES[0] in measured.device
     ):
         ratio = measured.allocated_bytes / max(predicted.allocated_bytes, 1)
-        found.append(f"measured / predicted on the device: {ratio:.3f}")
+        found.append(f"measured vs. predicted on the device: {ratio - 1.0:+.1%}")
     return found
 
 
