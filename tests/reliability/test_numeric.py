@@ -89,6 +89,7 @@ def skipping(
     return rows, trainer.state.optimizer.num_updates.item(), trainer.state.guard.nonfinite_steps
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "where", "rank", "kind", "changes"),
     [
@@ -141,6 +142,7 @@ def voting(grid: Grid, corpus: str, factor: float) -> list[tuple[bool, bool]]:
     return rows
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "factor",
     [math.nan, pytest.param(math.inf, marks=pytest.mark.full), 100.0],
@@ -195,7 +197,7 @@ def test_skipped_steps_are_in_metrics_and_report(
     assert "2 skipped" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["skipped_total"] == 2
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "2 step(s) were left out" in page and 'data-name="left out"' in page
+    assert "2 step(s) were skipped" in page and 'data-name="skipped"' in page
 
 
 def test_an_overflow_is_bad_only_at_the_smallest_scale() -> None:
@@ -437,6 +439,7 @@ def unharmed(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> int:
     return sum(event.where == "replicas" for event in events)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
@@ -482,6 +485,7 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
     return "", -1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "rank", "name", "said"),
     [

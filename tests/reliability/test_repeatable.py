@@ -23,6 +23,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return stored(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [
@@ -61,6 +62,7 @@ def same(found: Curve, wanted: Curve, limit: float) -> bool:
     return all(a == pytest.approx(b, rel=limit) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "limit", "degrees"),
     [

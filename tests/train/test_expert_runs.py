@@ -47,6 +47,7 @@ WAY: list[tuple[int, dict[str, int], dict[str, Any]]] = [
 """Steps up to which a run goes on a grid: experts on 2, 4, 2 and 1 ranks."""
 
 
+@pytest.mark.full
 def test_a_run_goes_on_wherever_its_experts_are(pool: Pool, tmp_path: Path) -> None:
     corpus = stored(tmp_path)
     whole = pool.on_grid({}, losses_of, corpus, str(tmp_path / "whole"), 6, "", CHANGES)[0]
@@ -100,5 +101,5 @@ def test_metrics_tell_what_routers_did(pool: Pool, tmp_path: Path) -> None:
         assert 0.0 < row["expert_drops"] < 1.0
         assert row["expert_loss"] >= 0.02 * 0.9
     page = moe.experts_section(json.loads(json.dumps(rows)))
-    assert "Load of the busiest expert" in page and "share of dropped choices" in page
+    assert "Load of the busiest expert" in page and "fraction of dropped choices" in page
     assert moe.experts_section([{"step": 0, "loss": 1.0}]) == ""

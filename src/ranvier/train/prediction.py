@@ -103,7 +103,7 @@ def prediction_section(facts: Any) -> str:
     ]
     return page.render_section(
         "Prediction",
-        page.render_table(["", "predicted", "measured", "error"], rows),
+        page.render_table(["", "predicted", "measured", "measured vs. predicted"], rows),
         "".join(f'<p class="muted">{escape_html(note)}</p>' for note in notes),
     )
 
@@ -117,5 +117,5 @@ def _table_row(
         name,
         f"{predicted / unit:.4g}",
         f"{measured / unit:.4g}",
-        f"{predicted / measured - 1.0:+.1%}",
+        f"{measured / predicted - 1.0:+.1%}",
     )

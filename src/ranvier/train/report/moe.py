@@ -45,11 +45,11 @@ def router_metrics(values: Sequence[float]) -> dict[str, Any]:
 
 STATISTIC_NAMES = ("load", "idle", "drops", "entropy", "loss")
 METRIC_LABELS = {
-    "expert_load": "busiest expert, in means of its layer",
-    "expert_idle": "share of idle experts",
-    "expert_drops": "share of dropped choices",
-    "expert_entropy": "entropy of scores, nats",
-    "expert_loss": "added to the loss of a token",
+    "expert_load": "load of the busiest expert, relative to the mean of its layer",
+    "expert_idle": "fraction of idle experts",
+    "expert_drops": "fraction of dropped choices",
+    "expert_entropy": "entropy of the router scores (nats)",
+    "expert_loss": "auxiliary loss per token",
 }
 
 
@@ -70,7 +70,7 @@ def experts_section(rows: Sequence[Mapping[str, Any]]) -> str:
         [Series("busiest expert", steps, loads, "line" if len(steps) > 19 else "dots")],
         title="Load of the busiest expert",
         x_label="step",
-        y_label="means",
+        y_label="relative to the mean",
         width=600,
     )
     shares = [_to_float(share) or 0.0 for share in last[LOADS_KEY]]
@@ -80,7 +80,7 @@ def experts_section(rows: Sequence[Mapping[str, Any]]) -> str:
         "Experts",
         render_table(["", "first step", "last step"], cells),
         f"<figure>{svg}</figure>",
-        render_table(["expert", "share of choices", "in means"], each),
+        render_table(["expert", "fraction of choices", "relative to the mean"], each),
     )
 
 

@@ -35,10 +35,10 @@ def read_timeline(folder: Path) -> dict[str, Any]:
         if isinstance(error, OSError):
             why = error.strerror
         else:
-            why = "it is no JSON"
+            why = "it is not valid JSON"
         raise PlanError(
-            f"{path} cannot be read: {why}. A run with several stages writes it. Give the "
-            "directory of such a run."
+            f"{path} cannot be read: {why}. A run with pipeline stages writes it. Pass "
+            "the directory of such a run."
         ) from None
     if isinstance(table, dict):
         return table
@@ -65,8 +65,8 @@ def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
     missing = [v for v in range(size) for kind in "FB" if (kind, v) not in found]
     if missing:
         raise PlanError(
-            f"The timeline of the run has no forward or no backward of virtual stage {missing[0]}. "
-            f"Each of the {size} has both. Train again to write it anew."
+            f"The timeline of the run lacks the forward or backward of virtual stage {missing[0]}. "
+            f"Each of the {size} virtual stages has both. Train again to rewrite it."
         )
     forward, backward, weight = (
         tuple(fmean(found.get((kind, v), [0.0])) for v in range(size)) for kind in "FBW"
@@ -107,12 +107,12 @@ def pipeline_section(folder: Path) -> str:
         notes.append(str(error))
     parts = [f'<p class="note">{escape_html(note)}</p>' for note in notes]
     if pictures:
-        drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
-        parts.append(f"<figure>{drawing}</figure>")
+        drawing = timeline_svg.timeline_svg(pictures, title="One pipeline step")
+        parts.append(f'<figure class="wide">{drawing}</figure>')
     if len(pictures) > 1:
         parts.append(
-            '<p class="muted">Above the run, below the simulator with the mean time of each job, '
-            "without links and jitter.</p>"
+            '<p class="muted">Top: the run. Bottom: the simulator with the mean time of each job, '
+            "without link times and jitter.</p>"
         )
     for picture in pictures:
         parts.append(

@@ -1,7 +1,7 @@
 """The report of a training run as one self-contained HTML file.
 
 `write_report` reads the directory of a run (metrics.jsonl, and config.toml, run.json, checkpoints/
-and trace-rank*.json where they exist) and writes report.html beside them. It is readable without
+and trace-rank*.json where they exist) and writes report.html next to them. It is readable without
 scripts, loads no other resource, and escapes all text of the run. Missing facts are omitted.
 """
 
@@ -109,16 +109,16 @@ def read_record(folder: Path) -> RunRecord:
         lines = safe_files.read_text(path, errors="replace").split("\n")
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. {rule} Give the directory of a run."
+            f"{path} cannot be read: {error.strerror}. {rule} Pass the directory of a run."
         ) from None
     rows, broken = parse_metrics(lines)
     if not rows:
         raise DataError(
-            f"{path} holds no step in {len(lines)} line(s). {rule} Wait for the first step, or "
-            "give another directory."
+            f"{path} has no step in {len(lines)} line(s). {rule} Wait for the first step, or "
+            "pass another directory."
         )
     if broken:
-        notes.append(f"{broken} line(s) of metrics.jsonl could not be read and were left out.")
+        notes.append(f"{broken} line(s) of metrics.jsonl could not be read and were ignored.")
     return RunRecord(folder, rows, read_run_facts(folder / "run.json", notes), notes)
 
 
@@ -158,7 +158,7 @@ def read_run_facts(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"run.json could not be read ({error}); its facts are missing here.")
         return {}
     if not isinstance(facts, dict):
-        notes.append("run.json holds no table; its facts are missing here.")
+        notes.append("run.json does not hold a JSON object; its facts are missing here.")
         return {}
     return facts
 
@@ -190,7 +190,7 @@ def phase_seconds(record: RunRecord) -> dict[str, float]:
     if not parts:
         split = {k: sum(filter(math.isfinite, v)) for k, v in step_seconds(record).items()}
         parts = {name: value for name, value in split.items() if value > 0.0}
-    # Less than 1 % is not worth a part of its own.
+    # A remainder of less than 1 % is not shown.
     rest = (wall_seconds(record.run_facts) or 0.0) - sum(parts.values())
     # Wall time of a resumed run includes the time between launches, so it has no remainder.
     if parts and not restart_steps(record) and rest > 0.01 * sum(parts.values()):
@@ -253,11 +253,22 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         "tokens_per_second": median_or_none(latest.finite_values(latest.speed_name)),
         "mfu": median_or_none(latest.finite_values("mfu")),
         "mfu_noncausal": median_or_none(latest.finite_values("mfu_noncausal")),
+        "flops_per_second": flops_per_second(latest),
         "peak_memory_bytes": max(latest.finite_values("peak_memory_bytes"), default=None),
         "seconds": max(wall_seconds(facts) or 0.0, busy) or None,
+        "resumed": bool(restart_steps(record)),
         "parameters": parameters,
         "phases": phase_seconds(record),
     }
+
+
+def flops_per_second(record: RunRecord) -> float | None:
+    """The model FLOP/s per device in the median step, attention counted causally."""
+    flops = to_float(record.run_facts.get("flops_per_step"))
+    seconds = median_or_none(record.finite_values("step_seconds"))
+    if flops is None or not seconds:
+        return None
+    return flops / seconds
 
 
 def summarize_run(folder: Path) -> dict[str, Any]:
@@ -311,7 +322,7 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
     rows: list[tuple[str, str | None, str]] = [
         ("Final loss", "not finite" if loss is None and bad else format_value(loss, ".4f"), ""),
         (
-            "Held-out loss",
+            "Validation loss",
             format_value(facts["val_loss"], ".4f"),
             f"best {format_value(facts['best_val_loss'], '.4f')}",
         ),
@@ -320,19 +331,19 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
             format_value(facts["tokens_per_second"], format_number),
             f"{facts['unit']}/s, median",
         ),
-        ("MFU", format_value(facts["mfu"], format_percent), "causal attention, median"),
+        ("MFU", format_value(facts["mfu"], format_percent), _describe_mfu(facts)),
         (
-            "MFU, non-causal",
-            format_value(facts["mfu_noncausal"], format_percent),
-            "full attention, median",
+            "Model FLOP/s",
+            format_value(facts["flops_per_second"], format_flops),
+            "per device, median" if facts["mfu"] is not None else "per device; its peak is unknown",
         ),
-        ("Peak memory", format_value(facts["peak_memory_bytes"], format_bytes), "of a device"),
+        ("Peak memory", format_value(facts["peak_memory_bytes"], format_bytes), "per device"),
         (
             facts["unit"].capitalize(),
             format_value(facts["tokens"], format_number),
             f"in {facts['steps']:,} steps",
         ),
-        ("Wall time", format_value(facts["seconds"], format_duration), ""),
+        ("Wall time", format_value(facts["seconds"], format_duration), _describe_wall_time(facts)),
         ("Parameters", format_value(facts["parameters"], format_number), ""),
     ]
     out = []
@@ -344,6 +355,27 @@ def fact_cards(facts: Mapping[str, Any]) -> str:
                 extra = ""
             out.append(f"<div><dt>{name}</dt><dd>{escape_html(value)}</dd>{extra}</div>")
     return f'<dl class="cards">{"".join(out)}</dl>'
+
+
+def _describe_mfu(facts: Mapping[str, Any]) -> str:
+    full = format_value(facts["mfu_noncausal"], format_percent)
+    return "causal attention, median" + (f"; {full} if counted as non-causal" if full else "")
+
+
+def _describe_wall_time(facts: Mapping[str, Any]) -> str:
+    """What the wall time contains."""
+    if facts["resumed"]:
+        return "from the first start to the end, with the time between launches"
+    return "from the start to the end: start-up, steps, evaluation, checkpoints"
+
+
+def format_flops(value: float) -> str:
+    """FLOP/s with a decimal unit."""
+    for unit in ("", "k", "M", "G", "T"):
+        if value < 1000.0:
+            return f"{value:.3g} {unit}FLOP/s"
+        value /= 1000.0
+    return f"{value:.3g} PFLOP/s"
 
 
 def format_value(value: float | None, form: Any) -> str | None:
@@ -379,7 +411,7 @@ def loss_series(record: RunRecord) -> list[Series]:
         out.append(Series("validation", [x for x, _ in held], [y for _, y in held], "dots"))
     return [
         *out,
-        *marker_series(record, "skipped", "left out"),
+        *marker_series(record, "skipped", "skipped"),
         *marker_series(record, "spike", "spike"),
     ]
 
@@ -402,7 +434,7 @@ def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
 
 
 def has_spikes(values: Sequence[float]) -> bool:
-    """Whether spikes would flatten the rest of a curve on a linear axis."""
+    """Returns whether spikes would flatten the curve on a linear axis."""
     return bool(values) and min(values) > 0.0 and max(values) > 10 * statistics.median(values)
 
 
@@ -439,11 +471,11 @@ def draw_plots(record: RunRecord) -> Iterator[str]:
     if peak is not None:
         size, unit = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
         memory = metric_series(record, "peak_memory_bytes", "memory", scale=1 / size)[:1]
-        yield plot([replace(memory[0], style="line")], "Memory", f"{unit} of a device", "zero")
+        yield plot([replace(memory[0], style="line")], "Memory", f"{unit} per device", "zero")
     shares = {word: key for word, key in MFU.items() if record.finite_values(key)}
     if shares:
         used = [metric_series(record, key, word, scale=100.0)[-1] for word, key in shares.items()]
-        yield plot(used, "Model FLOP utilization (MFU)", "% of the device's peak", "zero")
+        yield plot(used, "Model FLOP utilization (MFU)", "% of the device's peak FLOP/s", "zero")
     split = {k: v for k, v in step_seconds(record).items() if any(t > 0.0 for t in v)}
     if split:
         slow = record.finite_values("step_seconds")
@@ -506,9 +538,7 @@ def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
             f"first on step {facts['first_loss_not_finite']:,}."
         )
     if facts["skipped_total"]:
-        notes.append(
-            f"{facts['skipped_total']:,} step(s) were left out (dots in the plot of the loss)."
-        )
+        notes.append(f"{facts['skipped_total']:,} step(s) were skipped (dots in the loss plot).")
     if resumed := restart_steps(record):
         shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:MAX_LIST_LINES])
         notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
@@ -575,7 +605,7 @@ def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
             breakdown.memory_section(known.get("memory")),
             render_section("Steps in numbers", steps_table(latest)),
             render_section(
-                "Sample of text",
+                "Generated text",
                 prompt if sample.get("prompt") else "",
                 f'<p class="muted">Text</p>{render_text_block(sample["text"])}'
                 if sample.get("text")
