@@ -8,6 +8,7 @@ functions and under TYPE_CHECKING count like any other.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -58,6 +59,12 @@ def top(path: PurePosixPath) -> str:
     return path.parts[0].removesuffix(".py")
 
 
+@functools.cache
+def parse(source: str) -> ast.Module:
+    """The tree of a source; every rule reads it, so it is parsed once."""
+    return ast.parse(source)
+
+
 def imports(path: PurePosixPath, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """Line, local name and absolute dotted name of each import."""
     for node in ast.walk(tree):
@@ -72,19 +79,22 @@ def imports(path: PurePosixPath, tree: ast.AST) -> Iterator[tuple[int, str, str]
                 yield node.lineno, name.asname or name.name, f"{origin}.{name.name}"
 
 
-def uses(path: PurePosixPath, source: str) -> Iterator[tuple[int, str]]:
+@functools.cache
+def uses(path: PurePosixPath, source: str) -> list[tuple[int, str]]:
     """Line and absolute dotted name of all that is imported or reached through an imported name."""
-    tree = ast.parse(source)
+    tree = parse(source)
     alias = {}
+    found = []
     for line, local, name in imports(path, tree):
         alias[local] = name
         alias.setdefault(local.partition(".")[0], name.partition(".")[0])
-        yield line, name
+        found.append((line, name))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             head, _, rest = ast.unparse(node).partition(".")
             if head in alias:
-                yield node.lineno, f"{alias[head]}.{rest}"
+                found.append((node.lineno, f"{alias[head]}.{rest}"))
+    return found
 
 
 def forbidden(path: PurePosixPath, source: str, prefixes: tuple[str, ...]) -> list[str]:
@@ -102,7 +112,7 @@ def layering(path: PurePosixPath, source: str) -> list[str]:
     if own not in LEVEL:
         return [f"{path}: {own} has no level; add it to LEVELS"]
     problems = []
-    for line, _, name in imports(path, ast.parse(source)):
+    for line, _, name in imports(path, parse(source)):
         root, _, rest = name.partition(".")
         other = rest.partition(".")[0]
         # The version is a fact of the package, not a module of it.
@@ -126,7 +136,7 @@ def cycles(sources: Mapping[PurePosixPath, str]) -> list[str]:
     for path, source in sources.items():
         names = {
             name.split(".")[1]
-            for _, _, name in imports(path, ast.parse(source))
+            for _, _, name in imports(path, parse(source))
             if name.startswith("ranvier.")
         }
         graph.setdefault(top(path), set()).update(names - {top(path)})
@@ -146,7 +156,7 @@ def environment(path: PurePosixPath, source: str) -> list[str]:
 
 
 def global_statements(path: PurePosixPath, source: str) -> list[str]:
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    nodes = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Global)]
     return [f"{path}:{node.lineno}: global {', '.join(node.names)}" for node in nodes]
 
 
@@ -155,12 +165,15 @@ def raw_output(path: PurePosixPath, source: str) -> list[str]:
     # Accelerate prints its user's own words
     if str(path) in {"system/terminal.py", "integrations/accelerate.py"}:
         return []
-    tree = ast.parse(source)
+    tree = parse(source)
     safe = any(name == "ranvier.system.terminal.print" for _, _, name in imports(path, tree))
     problems = [
         f"{path}:{node.lineno}: print without `from ranvier.system.terminal import print`"
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not safe
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and not safe
     ]
     streams = ("sys.stdout.write", "sys.stderr.write", "sys.stdout.buffer", "sys.stderr.buffer")
     return problems + forbidden(path, source, streams)
@@ -188,7 +201,7 @@ def local_shapes(path: PurePosixPath, source: str) -> list[str]:
     arithmetic = (ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
     return [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.BinOp)
         and isinstance(node.op, arithmetic)
         and (is_degree(node.left) or is_degree(node.right))
@@ -199,7 +212,7 @@ def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
     if top(path) != "models":
         return []
     allowed = {"torch", *sys.stdlib_module_names}
-    found = [(line, name) for line, _, name in imports(path, ast.parse(source))]
+    found = [(line, name) for line, _, name in imports(path, parse(source))]
     return [
         f"{path}:{line}: {name}"
         for line, name in found
@@ -221,7 +234,7 @@ def parts_that_name_the_trainer(path: PurePosixPath, source: str) -> list[str]:
                 return True
         return False
 
-    tree = ast.parse(source)
+    tree = parse(source)
     imported = {
         line
         for line, _, name in imports(path, tree)
@@ -240,7 +253,7 @@ def kinds_of_models(path: PurePosixPath, source: str) -> list[str]:
         return []
     compared = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.Compare | ast.Match)
         and any(
             isinstance(one, ast.Attribute) and ast.unparse(one).endswith("model.kind")

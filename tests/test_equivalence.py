@@ -110,6 +110,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("leaves_on", chosen, ids=names)
 
 
+@pytest.mark.sample(14)
 def test_model_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
 ) -> None:
@@ -125,6 +126,7 @@ def test_model_equals_one_process(
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
+@pytest.mark.sample(10)
 def test_leaves_equal_serial(
     pool: Pool, leaves_on: tuple[dict[str, int], str, tuple[bool, ...]]
 ) -> None:

@@ -106,6 +106,7 @@ def selective(grid: Grid, save: str) -> list[str]:
     return [n for n, (g, _) in results[0].items() if not torch.equal(g, results[1][n][0])]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("save", ["none", "mm"])
 def test_selective_checkpoints_change_nothing(pool: Pool, save: str) -> None:
     assert pool.on_grid({"depth": 2, "row": 2}, selective, save) == [[]] * 4

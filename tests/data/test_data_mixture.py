@@ -91,6 +91,7 @@ def streams(tmp_path: Path) -> list[DocumentStream]:
     return [stream for stream in made if stream is not None]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("weights", WEIGHTS, ids=range(len(WEIGHTS)))
 def test_shares_are_met_at_every_prefix(
     streams: list[DocumentStream], weights: list[float]

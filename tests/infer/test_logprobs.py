@@ -87,6 +87,7 @@ def texts(model: Decoder, temperature: float) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "options"),
     [

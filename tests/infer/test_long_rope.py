@@ -106,6 +106,7 @@ def wanted(published: tuple[Any, Path]) -> dict[str, Any]:
     return {**one, "logits": one["logits"][0], "scores": one["scores"][0], "said": theirs["said"]}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degrees", GRIDS, ids=str)
 def test_a_text_is_as_long_as_it_is(
     pool: Pool, published: tuple[Any, Path], wanted: dict[str, Any], degrees: dict[str, int]

@@ -131,6 +131,7 @@ def learned(grid: Grid, folder: str, out: str) -> dict[str, Any]:
     return {"losses": losses, "grads": grads, "weights": model.parallel.sharded_state()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "degrees", [{}, {"row": 2, "col": 2, "depth": 2}, {"data": 2, "row": 2}], ids=str
 )

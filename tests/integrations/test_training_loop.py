@@ -116,6 +116,7 @@ def on_accelerator(grid: Grid, folder: str) -> dict[str, Any]:
     return accelerate_loop(accelerator, "gpt2", folder=folder)
 
 
+@pytest.mark.full
 def test_a_loop_of_accelerate_learns_the_same(pool: Pool, tmp_path: Path) -> None:
     from accelerate import Accelerator as Theirs
 

@@ -301,6 +301,7 @@ with launch.report_errors(launch.ProcessInfo(1, 2)):
 """
 
 
+@pytest.mark.full
 def test_a_rank_of_another_launcher_stops_while_it_waits_for_others() -> None:
     words = [sys.executable, "-c", MEETING, str(launch.find_free_port())]
     quiet = subprocess.DEVNULL
@@ -321,6 +322,7 @@ with launch.report_errors(launch.ProcessInfo()), launch.GracefulStop():
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_ends_a_rank_alone_even_in_a_long_operation(number: int, code: int) -> None:
     words = [sys.executable, "-c", DEAF]

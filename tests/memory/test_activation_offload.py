@@ -88,6 +88,7 @@ FULL = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "case", "ways"),
     [

@@ -86,6 +86,7 @@ def test_kinds_are_those_of_each_block() -> None:
     assert want[2].products < counted.products < passed(decoder("full"))[2].products
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
@@ -189,6 +190,7 @@ MORE: list[tuple[dict[str, int], Case]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "case"),
     [*GRIDS, *(pytest.param(*one, marks=pytest.mark.full) for one in MORE)],

@@ -209,6 +209,7 @@ def traced(grid: Grid) -> list[tuple[list[str], list[float | None]]]:
     return found
 
 
+@pytest.mark.full
 def test_a_graph_counts_its_events_under_the_name_of_each_block(pool: Pool) -> None:
     """A graph keeps the gathered input of a layer, which eager backward gathers again."""
     size = 8 * 8 * 16 * 8
@@ -337,6 +338,7 @@ def machine_code(grid: Grid) -> list[str]:
     return [line for n, (part, _) in want.items() for line in worst(n, have[n][0], part, ONE_PASS)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler"
 )

@@ -73,6 +73,7 @@ def trained(
     return loss, copied(gradients(model.parallel))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_training_with_dropout_is_the_same_on_a_grid(pool: Pool, recompute: str) -> None:
     ((loss, grads),) = pool.on_grid({}, trained, "none", "samples")

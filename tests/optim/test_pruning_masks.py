@@ -60,6 +60,7 @@ def named(value: Any) -> str:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("case", "how", "degrees"), CASES, ids=named)
 def test_equals_masked_dense_training(
     pool: Pool, case: Case, how: float | str, degrees: dict[str, int]
@@ -117,6 +118,7 @@ HELD = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("shape", "degrees", "dtype"), HELD, ids=named)
 def test_bytes_are_those_of_the_formula(
     pool: Pool, shape: int, degrees: dict[str, int], dtype: str
@@ -205,6 +207,7 @@ ELSEWHERE: list[Any] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("degrees", "one", "other"), ELSEWHERE, ids=range(len(ELSEWHERE)))
 def test_states_elsewhere_change_no_bit(
     pool: Pool, degrees: dict[str, int], one: dict[str, Any], other: dict[str, Any]

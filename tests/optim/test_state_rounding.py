@@ -217,6 +217,7 @@ def test_a_key_knows_the_place_of_each_element(
                 assert torch.equal(index[wanted > 0], wanted[wanted > 0]), (way, start)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str) -> None:
     changes = {"optim__state_dtype": "bf16", "train__dtype": dtype, "checkpoint__interval": 3}
@@ -234,6 +235,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
         assert bool((part != 0).any()), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "degrees",
     [

@@ -64,12 +64,14 @@ def differing(grid: Grid, plain: Options, *others: Options) -> list[str]:
     return odd
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degrees", GRIDS, ids=str)
 def test_states_elsewhere_change_no_bit(pool: Pool, degrees: dict[str, int]) -> None:
     ranks = pool.on_grid(degrees, differing, {}, *({"home": home} for home in HOMES))
     assert ranks == [[]] * len(ranks)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_elsewhere_change_no_bit(pool: Pool, moments: str) -> None:
     how = {"dtype": torch.bfloat16, "moments": moments}
@@ -92,6 +94,7 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "options"), WEIGHTS)
 def test_weights_on_the_host_change_no_bit(
     pool: Pool, degrees: dict[str, int], options: Options

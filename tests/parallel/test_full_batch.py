@@ -255,6 +255,7 @@ MORE: list[tuple[dict[str, int], str]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [*GRIDS, *(pytest.param(*grid, marks=pytest.mark.full) for grid in MORE)],

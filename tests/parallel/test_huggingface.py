@@ -48,6 +48,7 @@ def check(pool: Pool, degrees: dict[str, int], case: HfCase) -> None:
     assert compare(whole, results) == []
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     ("model", "changes"),
@@ -104,6 +105,7 @@ def test_dropout_is_the_same_on_every_grid(pool: Pool) -> None:
     assert abs(one - kept) > 1e-3 * kept
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", HF_MODELS)
 def test_model_without_values_gets_equal_ones_on_every_grid(pool: Pool, model: str) -> None:
     case = HfCase(model)

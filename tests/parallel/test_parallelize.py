@@ -80,6 +80,7 @@ def run_new(grid: Grid, case: Case, batch: Batch) -> dict[str, Any]:
         return run_case(grid, case, batch, 1e-2, 0.5)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "degrees", [g for g in grids((4, 8)) if len(set(g.values())) < 3][::3], ids=label
 )
@@ -310,6 +311,7 @@ def test_a_degree_that_is_left_open_is_that_of_the_grid() -> None:
         parallelize(small_decoder(), Grid({"row": 2}), Plan(col=4))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("size", MODEL_SIZES)
 def test_every_size_is_swapped_on_the_meta_device(size: str) -> None:
     config = MODEL_SIZES[size]

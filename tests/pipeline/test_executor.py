@@ -104,6 +104,7 @@ def evaluated(grid: Grid, case: Case) -> tuple[float, list[str]]:
     return losses[0], changed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "chunks", "spread", "micro_batches"),
@@ -166,6 +167,7 @@ def spoken(grid: Grid, spread: bool, inner: str) -> list[list[int]]:
     return extend_tokens(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "spread", "inner"),
@@ -272,6 +274,7 @@ def lost(grid: Grid, how: str, policy: str, path: str) -> None:
         raise
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["stalls", "dies"])
 def test_a_stage_that_stops_ends_the_step_with_its_name(tmp_path: Path, how: str) -> None:
     pool, path = Pool(size=2), tmp_path / "said"
@@ -323,6 +326,7 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Plan) -> list[A
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),
@@ -420,6 +424,7 @@ def timed(grid: Grid, case: Case) -> tuple[list[Job], list[Job | None], int]:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     "rendezvous",

@@ -131,6 +131,7 @@ def make(run: RunConfig, rank: int) -> tuple[Grid, set[Ranks], int]:
     return grid, made, count_peers(run, get_parallel_model(model))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("kind", "plan"), sample(16), ids=str)
 def test_a_rank_makes_the_listed_communicators(kind: str, plan: dict[str, Any]) -> None:
     run = run_of(kind, **plan)
@@ -177,6 +178,7 @@ def step(run: RunConfig, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
     return {(_varying_axes(ranks, grid), len(ranks), channel) for ranks, channel in keys}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

@@ -28,6 +28,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_it_trains_both_and_tells_losses_and_loads(
     bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_model_is_imported_trained_and_exported(
 LONG = {"llama": {**BASE, "max_position_embeddings": 600}, "gpt2": {**GPT2, "n_positions": 600}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_whole_prompt_is_read(
     tmp_path: Path,

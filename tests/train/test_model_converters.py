@@ -118,6 +118,7 @@ def packings(grid: Grid, inner: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [

@@ -35,6 +35,7 @@ def newest(out: Path) -> Path:
 GROWING: Changes = {"prune__sparsity": 0.8, "prune__update_interval": 2, "prune__final_step": 5}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [GROWING, pytest.param({"prune__sparsity": 0.7}, marks=pytest.mark.full)],
@@ -92,6 +93,7 @@ def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Cha
     trainer.save_checkpoint()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("how", "degrees", "model"), GIVEN)
 def test_masks_follow_the_weights_that_a_run_begins_with(
     pool: Pool,

@@ -86,6 +86,7 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("on the meta device\nand more")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -173,6 +174,7 @@ def renew_checkpoints(run: Path) -> None:
 HARMS = [delete, rename, replace_it, delete_checkpoints, renew_checkpoints]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("harm", "at"), [(delete, 2), (replace_it, 2), *((harm, 4) for harm in HARMS[1:])]
 )
@@ -605,6 +607,7 @@ def test_a_missing_log_package_is_named(
     assert "pip install -e '.[log]'" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_weights_and_biases_get_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

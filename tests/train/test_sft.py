@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("degrees", [{"data": 2, "row": 2}, {"depth": 2, "col": 2}], ids=str)
 def test_a_grid_trains_on_answers_as_one_process_does(
     degrees: dict[str, int], pool: Pool, tmp_path: Path

@@ -49,6 +49,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "changes"),
@@ -89,6 +90,7 @@ ORDERED: list[tuple[dict[str, int], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "order"),
     [
@@ -144,6 +146,7 @@ def refused(grid: Grid, corpus: str, changes: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_measured_times_decide_where_the_model_is_cut(
     pool: Pool, tmp_path: Path, corpus: str
 ) -> None:

@@ -48,6 +48,7 @@ class Louder(Decoder):
         return out
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [
@@ -70,6 +71,7 @@ def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: s
         torch.testing.assert_close(grad, want.flatten(), rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.full
 def test_a_hook_on_a_block_sees_a_tensor() -> None:
     model = compile_with(parallelize(Decoder(CONFIG), Grid({}), Plan(compile="on")), "aot_eager")
     seen = []
@@ -89,6 +91,7 @@ def test_a_loss_has_one_backward() -> None:
         loss.backward()
 
 
+@pytest.mark.full
 def test_documents_as_numbers_are_compiled_too() -> None:
     ids = (torch.arange(8) // 3).expand(2, -1)
     losses = []

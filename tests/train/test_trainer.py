@@ -71,6 +71,7 @@ def test_a_changed_corpus_is_noticed_by_its_fingerprint(tmp_path: Path, corpus: 
     assert len(losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint, allowed)) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "where", "rank"),
     [

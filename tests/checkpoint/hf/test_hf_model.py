@@ -77,6 +77,7 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
     return lines
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [({}, "samples"), (CUBE, "samples"), ({"pipe": 2, "row": 2}, "features"), (MANY, "samples")],
@@ -123,6 +124,7 @@ def test_a_grid_of_wrong_slices_is_seen(
     assert any("logits" in line for line in lines), lines
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_comes_in_goes_out_to_the_bit(
     tmp_path: Path, models: dict[str, Path], dtype: torch.dtype

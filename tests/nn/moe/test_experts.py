@@ -113,6 +113,7 @@ def serial(model: str, steps: int) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, steps)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.nccl
 def test_experts_equal_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
@@ -140,6 +141,7 @@ LOPSIDED = some(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize("degrees", LOPSIDED)
 def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int]) -> None:
@@ -156,6 +158,7 @@ JITTERED = some(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize("degrees", JITTERED)
 def test_jitter_is_the_same_on_every_grid(pool: Pool, degrees: dict[str, int]) -> None:

@@ -191,6 +191,7 @@ def compiled(grid: Grid, recompute: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # compilers give some
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_a_graph_ends_where_tokens_travel(pool: Pool, recompute: str) -> None:

@@ -101,6 +101,7 @@ def test_memory_of_weights_stays_while_it_is_read(
         assert losses == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_go_on_to_the_bit(corpus: str, tmp_path: Path, moments: str) -> None:
     how: dict[str, Any] = {"train__dtype": "fp32", "optim__state_dtype": moments, **AWAY}

@@ -231,6 +231,7 @@ def fitted(
 ORDER = {"schedule": "1f1b"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "limit", "changes"),
     [

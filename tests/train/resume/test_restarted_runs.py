@@ -66,6 +66,7 @@ def _print_farewell(trainer, folder):
 """
 
 
+@pytest.mark.full
 def test_a_rank_killed_between_the_last_save_and_the_report(tmp_path: Path) -> None:
     """The ranks that are started again have no step left to take, and write the report."""
     patch = ("ranvier.train.train", FAREWELL)
@@ -76,6 +77,7 @@ def test_a_rank_killed_between_the_last_save_and_the_report(tmp_path: Path) -> N
     assert (run / "report.html").exists() and "Report:" in out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kill", "begins"), [*zip(KILLS, (4, 0), strict=True)], ids=KILLS)
 def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: int) -> None:
     """The directory is one that nobody asked for: the second attempt finds it."""
@@ -99,6 +101,7 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
     assert "Ranks were restarted 1 time(s)" in (run / "report.html").read_text()
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     faults = patch("issue_step", step=3, rank=1, number=signal.SIGUSR2)
     code, out, errors = ended(started(tmp_path, *PAIR, "--train.output-dir", "run", patch=faults))

@@ -87,6 +87,7 @@ def test_settings_of_another_version_are_refused_in_one_sentence(
 TENSORS = ["head.weight.master", "head.weight.square", "random.cpu", "run.updates"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*TENSORS, "manifest"])
 def test_a_flipped_bit_leads_to_the_checkpoint_before(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str
