@@ -1,8 +1,9 @@
 """Lists phrases that docs, docstrings, comments, help texts and errors avoid.
 
 Usage: python scripts/prose.py [PATH ...]
-Reads Markdown outside of code blocks, and the strings and comments of Python and TOML files. Without
-a path it reads the README, the docs, the change log and the package. Returns 1 if it finds anything.
+Reads Markdown outside of code blocks, and the strings and comments of Python and TOML files.
+Without a path it reads the README, the docs, the change log and the package. Returns 1 if it finds
+anything.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TEXT_TOKENS = ("COMMENT", "STRING", "FSTRING_MIDDLE")  # 3.11 reads an f-string 
 
 
 def texts_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """Yields the comments and strings of a Python file, a line at a time, with their line numbers."""
+    """Yields the lines of the comments and strings of a Python file, with their numbers."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if tokenize.tok_name[token.type] in TEXT_TOKENS:
             for offset, line in enumerate(token.string.splitlines()):
