@@ -36,7 +36,9 @@ PHRASES = {
     "foretold, foretell: predicted": r"\bforet(?:old|ell\w*)\b",
     "foreseen: expected, predicted": r"\bforese\w+",
     "mend: fix": r"\bmend(?:s|ed|ing)?\b",
-    "is no X: is not a X": r"(?<!there )\b(?:is|are|was|were|be|as) no (?!longer|more|less|fewer)\w",
+    "is no X: is not a X": (
+        r"(?<!there )\b(?:is|are|was|were|be|as) no (?!longer|more|less|fewer)\w"
+    ),
     "goes on: continues": r"\b(?:go|goes|going|gone|went) on\b",
     "thousand million: billion, B": r"\bthousand million",
     "a step: per step": rf"\b(?:{QUANTITY}) an? (?:{UNIT})\b",

@@ -148,10 +148,11 @@ def check_command(words: list[str], ranks: int) -> None:
 
     A run or model that does not exist, because nothing made it, is left out.
     """
-    if words[0].startswith("-"):
-        return
     verb = words[0]
-    kind = PlanOptions if verb == "plan" else OPTION_CLASSES[verb]
+    kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
+    # `--version`, and commands that take a path only.
+    if kind is None:
+        return
     # The first words are a subcommand, files, or the directory of a run.
     files, options = split_words(words[1:])
     if not issubclass(kind, RunConfig):
