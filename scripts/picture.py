@@ -20,11 +20,26 @@ BAR_LEFT, BAR_SCALE, BAR_STEP = 602, 68, 33
 TITLE = "One grid of ranks, and the speed of Ranvier on one H200 relative to other frameworks"
 
 BARS = (
-    ("dense 1.5B, torchtitan", "one_gpu_peers.csv", {"measurement": "A", "batch": "8"}, "speedup"),
-    ("float8 1.5B, torchtitan", "one_gpu_peers.csv", {"measurement": "G"}, "speedup"),
-    ("mixture, torchtitan", "moe_one_gpu.csv", {"contestant": "torchtitan's"}, "ranvier_speedup"),
-    ("LoRA 8B, PEFT", "lora.csv", {"size": "8b", "peft": "eager"}, "speedup"),
-    ("LoRA 8B, PEFT compiled", "lora.csv", {"peft": "compiled"}, "speedup"),
+    (
+        "dense 1.5B, torchtitan",
+        "one_gpu_peers.csv",
+        {"measurement": "I", "contestant": "ranvier bf16"},
+        "speedup",
+    ),
+    (
+        "float8 1.5B, torchtitan",
+        "one_gpu_peers.csv",
+        {"measurement": "I", "peer": "torchtitan float8"},
+        "speedup",
+    ),
+    (
+        "mixture, torchtitan",
+        "moe_one_gpu.csv",
+        {"contestant": "torchtitan's", "note": "2026"},
+        "ranvier_speedup",
+    ),
+    ("LoRA 8B, PEFT", "lora.csv", {"size": "8b", "peft": "eager", "note": "after"}, "speedup"),
+    ("LoRA 8B, PEFT compiled", "lora.csv", {"peft": "compiled", "note": "after"}, "speedup"),
     (
         "CPU offload 1.5B, FSDP2",
         "memory_fsdp2.csv",

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-import docs_hooks
 import picture
 
 ROOT = Path(__file__).parent.parent
@@ -59,9 +57,3 @@ def test_problems_are_found(tmp_path: Path) -> None:
 
 def test_the_picture_has_the_ratios_of_the_data() -> None:
     assert picture.main(["--check"]) == 0, "Run: python scripts/picture.py"
-
-
-def test_the_site_serves_linked_files() -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/memory.md"))
-    markdown = "[rows](../../benchmarks/data/lora.csv)"
-    assert docs_hooks.on_page_markdown(markdown, page=page) == "[rows](data/lora.csv)"
