@@ -14,6 +14,8 @@ import pytest
 from commands import SMALL, call, started
 from ranvier.cli.main import parse_train_options
 from ranvier.config import run as runs
+from ranvier.models import decoder
+from ranvier.nn import autotune
 from ranvier.parallel import parallelize
 from ranvier.train.resume import run_directory as folders
 
@@ -45,8 +47,9 @@ def test_its_links_exist() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    result = doctest.testmod(parallelize)
-    assert result.attempted and not result.failed
+    for module in (parallelize, decoder, autotune):
+        result = doctest.testmod(module)
+        assert result.attempted and not result.failed, module
 
 
 def commands(*languages: str) -> list[list[str]]:

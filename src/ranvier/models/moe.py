@@ -234,7 +234,7 @@ class MoELayer(nn.Module):
         return found if self.shared is None else found + self.shared(x)
 
     def router_noise(self, logits: Tensor) -> Tensor:
-        """Returns random numbers in [-1, 1). On a grid they depend on the sample instead."""
+        """Returns random numbers in [-1, 1); parallel layers derive them from the sample index."""
         return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
