@@ -232,6 +232,6 @@ def test_precision_and_clipping_by_value_are_refused() -> None:
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
     with pytest.raises(PlanError, match="Save model"):
         optimizer.state_dict()
-    with pytest.raises(PlanError, match="no JSON"):
+    with pytest.raises(PlanError, match="not valid JSON"):
         fabric.save("nowhere", {"model": model, "odd": object()})
     assert local_rows(8, Grid({"data": 2, "row": 2}, rank=3)) == range(4, 8)

@@ -273,7 +273,7 @@ def test_the_command_says_and_writes_what_a_rank_does(
 WRONG = [
     (["--world", "8", "--rank", "8"], "rank=8 is not valid with world=8"),
     (["--world", "8", "--rank", "-1"], "Use --rank 0"),
-    (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but 7 are there"),
+    (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but there are 7"),
     (["--memory.optimizer-states", "host"], "memory.optimizer_states='host'"),
     (["--prune.sparsity", "0.5"], "Pruning masks depend on the values of weights"),
 ]

@@ -100,7 +100,7 @@ def test_the_command_makes_a_run(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call("upcycle", "--experts", "8") != 0
-    assert "reads a dense run" in capsys.readouterr().err
+    assert "needs a dense run" in capsys.readouterr().err
     out = tmp_path / "moe"
     assert (
         call(

@@ -286,7 +286,9 @@ def test_what_is_wrong_is_said(
         assert call(*words) > 1
         return capsys.readouterr().err
 
-    assert "is not there" in said("import", str(tmp_path / "none"), "--output", str(tmp_path / "x"))
+    assert "does not exist" in said(
+        "import", str(tmp_path / "none"), "--output", str(tmp_path / "x")
+    )
     assert "config.json cannot be read" in said("import", str(tmp_path), "--output", "x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("")

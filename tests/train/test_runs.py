@@ -313,7 +313,7 @@ def test_a_run_leaves_what_people_look_for(
         again.append(capsys.readouterr().out)
     assert again[0] == again[1] and again[0].startswith("import")
     assert call("generate", "runs/tiny", "--step", "5") == 64
-    assert "after 12" in capsys.readouterr().err
+    assert "Saved steps are 12." in capsys.readouterr().err
 
 
 def test_texts_are_shown_and_commands_can_be_pasted(

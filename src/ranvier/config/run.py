@@ -203,7 +203,7 @@ def check_is_run(folder: Path) -> None:
     if (folder / "config.toml").exists():
         return
     near = sorted(folder.parent.glob("*/config.toml"))
-    others = ", ".join(str(path.parent) for path in near) or "none here"
+    others = ", ".join(str(path.parent) for path in near) or "none"
     raise PlanError(
         f"{folder} is not a run: it has no config.toml. A run is a directory created by "
         f"`ranvier train`. Runs nearby: {others}."

@@ -287,8 +287,8 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     named = {step_of(path): path for path in paths}
     if step is not None and step not in named:
         raise PlanError(
-            f"{folder} has no checkpoint of step {step}. Its checkpoints are of steps "
-            f"{', '.join(map(str, named))}. Use one of these steps."
+            f"{folder} has no checkpoint of step {step}. Saved steps are "
+            f"{', '.join(map(str, named))}. Use one of them."
         )
     if step is None:
         return paths[-1]
