@@ -100,12 +100,14 @@ class PageRunner:
             if line.endswith("\0done\n"):
                 return ""
             output += line
-        self.python = None
+        self.close()
         return f"{block.place}:\n{block.text}\n{output[-3000:]}"
 
     def close(self) -> None:
+        """Ends the Python process of the page."""
         if self.python is not None:
             self.python.communicate(timeout=60)
+            self.python = None
 
 
 def run_page(blocks: list[Block], folder: Path) -> list[str]:

@@ -184,7 +184,10 @@ LONG = "--model.max-seq 300000 --data.seq-len 300000"
     [
         ("--nodes 64", "512 devices cannot share this job"),
         ("--nodes 4096", "32768 devices cannot share"),
-        ("--nodes 1 --plan.row 3", "row=3 on 8 devices is not possible. The degrees must multiply"),
+        (
+            "--nodes 1 --plan.row 3",
+            "row=3 on 8 devices is not possible. The product of the degrees must equal",
+        ),
         ("--nodes 1 --plan.row 0", "row=0 is not a number of ranks"),
         ("--nodes 1 --plan.data 3", "global_batch=8 cannot be split over data·expert·depth=3"),
         ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),

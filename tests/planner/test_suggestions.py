@@ -85,7 +85,7 @@ def test_degrees_that_are_no_divisors_are_told_as_the_plan_tells_them() -> None:
     result = search.search_layouts(asked)
     problems = suggestions.explain_infeasible(result)
     assert problems[0].startswith(
-        "row=3 on 8 devices is not possible. The degrees must multiply to"
+        "row=3 on 8 devices is not possible. The product of the degrees must equal"
     )
     assert any("row=3 does not divide heads=32" in text for text in problems)
     assert problems[-1].endswith("Use plan.row=4.") and "Use" not in "".join(problems[:-1])

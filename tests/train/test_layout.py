@@ -67,7 +67,7 @@ def test_the_planner_fills_all_ranks_and_keeps_what_was_given() -> None:
     plan = run.plan
     assert plan.world_size == 4 and not plan.auto
     assert plan.micro_batch == 1 and plan.overlap == ("dx",)
-    assert "ms a step" in said.why
+    assert "ms per step" in said.why
     assert all(said.why in one.reason for one in run.decisions_by("layout"))
     assert resolve_run(run, ResolveContext(world_size=4)) == run, "it is not planned again"
 

@@ -247,8 +247,8 @@ def describe_bottleneck(result: SearchResult) -> str:
             "micro-batches."
         )
     return (
-        f"Bottleneck: {PART_LABELS[name]}. It takes {format_percent(share)} of the step, not "
-        "overlapped with compute."
+        f"Bottleneck: {PART_LABELS[name]} ({format_percent(share)} of the step, not overlapped "
+        "with compute)."
     )
 
 
@@ -299,9 +299,9 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
                 f"long{_main_difference(one.prediction, best[RANVIER_STYLE].prediction)}."
             )
     missing = [name for name in ("FSDP", "Megatron-LM", "AxoNN") if name not in best]
-    # A single device has no layout of FSDP by its nature.
+    # FSDP shards over several devices, so a single device has no such layout.
     if missing and result.request.world_size > 1:
-        yield f"No {' and no '.join(missing)} layout is both valid and small enough."
+        yield f"No {' or '.join(missing)} layout is valid and fits into memory."
 
 
 def _main_difference(slow: Prediction, fast: Prediction) -> str:
@@ -361,8 +361,8 @@ def _describe_traffic(found: PredictedCandidate, wish: SearchRequest) -> str:
         words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.seconds_by_part.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return (
-        f"({describe_candidate(found)}) moves {_join_words(words)}, of which "
-        f"{format_seconds(waits)} is exposed"
+        f"({describe_candidate(found)}) moves {_join_words(words)} "
+        f"({format_seconds(waits)} exposed)"
     )
 
 

@@ -63,7 +63,7 @@ MAX_REORDERED = 40
 REFINED_PER_STYLE = 5
 """Layouts of each style for which all numbers of chunks and other orders are tried."""
 MAX_MICRO_BATCHES = 6
-"""Maximum number of micro-batch sizes tried for a factorisation."""
+"""Maximum number of micro-batch sizes tried for a factorization."""
 MAX_MICRO_BATCH_TOKENS = 2**18
 """Maximum tokens per micro-batch and rank, unless the smallest valid micro-batch has more."""
 CHUNK_CHOICES = (1, 2, 4, 8)

@@ -188,8 +188,8 @@ def _broken_rules(wish: SearchRequest) -> Iterator[str]:
     ):
         shape = " · ".join(f"{axis}={size}" for axis, size in settled.items() if size > 1)
         yield (
-            f"{shape or 'All degrees 1'} on {wish.world_size} devices is not possible. The degrees "
-            "must multiply to the number of devices."
+            f"{shape or 'All degrees 1'} on {wish.world_size} devices is not possible. The product "
+            "of the degrees must equal the number of devices."
         )
     # All other degrees are 1 here, so a broken rule is due to the fixed ones.
     alone = replace(

@@ -416,9 +416,9 @@ def _print_report(
     unit = run.model_kind.unit
     print(
         f"shrunk model: {run.model.describe_shape()}, {run.data.seq_len} {unit}, "
-        f"packed {run.data.document_mask}"
+        f"document_mask {run.data.document_mask}"
     )
-    print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
+    print(f"{'largest relative difference to one process':<58}{'value':>11}{'limit':>10}")
     _print_comparisons(findings)
     total = sum(event.bytes for event in communication_events(events))
     number = len(communication_events(events))
