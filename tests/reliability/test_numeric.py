@@ -493,7 +493,7 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
             {"data": 2, "row": 2},
             1,
             "blocks.0.norm1.weight",
-            "rank 1 holds other bits of blocks.0.norm1.weight than ranks 0, 2, 3.",
+            "rank 1 holds different bits of blocks.0.norm1.weight than ranks 0, 2, 3.",
         ),
         (
             {"data": 2},
