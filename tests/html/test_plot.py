@@ -161,7 +161,7 @@ def test_a_file_stands_alone() -> None:
     root = ElementTree.fromstring(standalone_svg(plot(Series("a", [0, 1], [1.0, 2.0]))))
     assert root.tag == f"{SPACE}svg" and root.get("width") == "720" and root.get("height") == "280"
     style = root.findtext(f"{SPACE}style") or ""
-    assert "#0072b2" in style and "var(" not in style
+    assert plots.LIGHT_THEME["c0"] in style and "var(" not in style
     paper = root.find(f"{SPACE}rect")
     assert paper is not None and paper.get("fill") == "#ffffff"
     assert not list(root.iter(f"{SPACE}script"))

@@ -189,7 +189,9 @@ def test_unnamed_weights_are_refused_all_at_once() -> None:
         parallelize(Unnamed(), Grid({}))
     text = str(error.value)
     assert "Unnamed has 2 weights without named dimensions" in text
-    assert "gate.weight (64, 4)" in text and "scale (4,)" in text and "Add them to dims" in text
+    assert (
+        "gate.weight (64, 4)" in text and "scale (4,)" in text and "Add each weight to dims" in text
+    )
 
 
 def test_a_name_the_model_has_not_is_refused() -> None:

@@ -298,7 +298,7 @@ def test_what_is_wrong_is_said(
     assert call("import", str(odd), "--output", str(tmp_path / "run")) == 0
     assert "attn_pdrop=0.1" in capsys.readouterr().out
     words = ["export", str(tmp_path / "run"), "--output", str(tmp_path / "x")]
-    assert "llama has no" in said(*words, "--family", "llama")
+    assert "llama does not support" in said(*words, "--family", "llama")
     assert "is not supported" in said(*words, "--dtype", "int4")
     settings = tmp_path / "run" / "config.toml"
     settings.write_text(settings.read_text().replace("layers = 2", "layers = 3"))

@@ -135,7 +135,7 @@ def test_steps_are_held_against_the_prediction() -> None:
     assert "100 ms" in lines[-1] and "120 ms (+20%)" in lines[-1] and "calibrate" in lines[-1]
     assert "predicted 1.00 GiB, measured 1.00 GiB" in lines[-1]
     page = prediction.prediction_section(seen.to_dict())
-    assert "Prediction" in page and "because" in page and "-16.7%" in page
+    assert "Prediction" in page and "because" in page and "+20.0%" in page
     assert (
         prediction.prediction_section(None)
         == prediction.prediction_section({"predicted": {}})

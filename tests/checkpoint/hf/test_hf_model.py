@@ -77,7 +77,7 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
     return lines
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [({}, "samples"), (CUBE, "samples"), ({"pipe": 2, "row": 2}, "features"), (MANY, "samples")],
@@ -605,10 +605,10 @@ def test_files_elsewhere_pipes_and_pickles_are_refused(
 
     link = with_file("link")
     os.symlink(models["llama"] / "model.safetensors", link / "model.safetensors")
-    assert "leads to" in opened(link)
+    assert "is a symbolic link to" in opened(link)
     pipe = with_file("pipe")
     os.mkfifo(pipe / "model.safetensors")
-    assert "plain files" in opened(pipe)
+    assert "is a pipe" in opened(pipe)
     pickled = with_file("pickled")
     (pickled / "pytorch_model.bin").write_bytes(b"")
     assert "safetensors files only" in opened(pickled)

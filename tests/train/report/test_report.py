@@ -221,9 +221,9 @@ def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
     assert set(titles(text)) == {*ALWAYS, "Share of the time"} - {"Memory"}
     for word in (
         "MFU",
-        "Held-out",
+        "Validation",
         "Parameters",
-        "Sample",
+        "Generated text",
         "Fingerprint",
         "checkpoint",
         "Versions",

@@ -262,7 +262,7 @@ def test_the_verbs_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "step-00000006" in out and "complete, latest" in out and "one rank" in out
     assert call("checkpoint", "verify", "run") == 0
-    assert capsys.readouterr().out.count("good") == 3
+    assert capsys.readouterr().out.count("valid") == 3
     assert call("checkpoint", "diff", str(paths[0]), str(paths[1])) == 1
     out = capsys.readouterr().out
     assert "step: 2 | 4" in out and "elements differ, by at most" in out

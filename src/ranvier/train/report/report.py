@@ -256,6 +256,7 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         "flops_per_second": flops_per_second(latest),
         "peak_memory_bytes": max(latest.finite_values("peak_memory_bytes"), default=None),
         "seconds": max(wall_seconds(facts) or 0.0, busy) or None,
+        "has_wall_time": wall_seconds(facts) is not None,
         "resumed": bool(restart_steps(record)),
         "parameters": parameters,
         "phases": phase_seconds(record),
@@ -363,7 +364,9 @@ def _describe_mfu(facts: Mapping[str, Any]) -> str:
 
 
 def _describe_wall_time(facts: Mapping[str, Any]) -> str:
-    """What the wall time contains."""
+    """Returns what the wall time contains."""
+    if not facts["has_wall_time"]:
+        return "sum of the steps"
     if facts["resumed"]:
         return "from the first start to the end, with the time between launches"
     return "from the start to the end: start-up, steps, evaluation, checkpoints"
