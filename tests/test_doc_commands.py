@@ -23,7 +23,7 @@ PAGES = {
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
 SAMPLE_PAGE = "docs/get-started/quickstart.md"
-SAMPLE_BLOCKS = 4
+SAMPLE_BLOCKS = 2
 BLOCKS = {
     name: list(read_blocks(name, path.read_text(encoding="utf-8"))) for name, path in PAGES.items()
 }
