@@ -2,7 +2,7 @@
 
 All are predicted with the same framework profile, so that only the layout differs:
 
-    DDP, ZeRO-1    data                              replicas with sharded optimizer states
+    ZeRO-1         data                              DDP with sharded optimizer states
     FSDP           depth                             weights sharded over all devices (ZeRO-3)
     HSDP           depth x data                      replicas of an FSDP group
     Megatron-LM    row inside a node x pipe x data   1-D tensor parallelism and a pipeline
@@ -61,7 +61,7 @@ def _is_data_parallel(plan: Plan) -> bool:
 
 StyleTest = Callable[[Plan, int], bool]
 STYLES: Mapping[str, StyleTest] = {
-    "DDP, ZeRO-1": lambda p, node: _is_data_parallel(p) and p.depth == 1,
+    "ZeRO-1": lambda p, node: _is_data_parallel(p) and p.depth == 1,
     "FSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data == 1,
     "HSDP": lambda p, node: _is_data_parallel(p) and p.depth > 1 and p.data > 1,
     "Megatron-LM": lambda p, node: p.depth == p.col == 1 and p.row <= node,

@@ -290,7 +290,9 @@ def _compare_styles(result: SearchResult) -> Iterator[str]:
     if "FSDP" in same:
         yield "The best FSDP layout is as fast as any other: other axes gain nothing here."
     elif same:
-        yield f"The best layout of {' and of '.join(same)} is equally fast."
+        verb = "is" if len(same) == 1 else "are"
+        plural = "" if len(same) == 1 else "s"
+        yield f"The best layout{plural} of {_join_words(same)} {verb} equally fast."
     for name, times in behind.items():
         if times >= TIE_RATIO:
             one = best[name]

@@ -89,7 +89,7 @@ class TextFinish:
     def next_commands(self, run: RunConfig, folder: Path, data: RunData) -> list[str]:
         """The command that continues the prompt, or answers a question."""
         assert isinstance(data, TextData), type(data)
-        prompt = f"{run.train.sample_prompt.strip()} "
+        prompt = f"{run.train.sample_prompt.strip() or 'Once upon a time'} "
         if data.chat_encoder:
             asks = ["--chat", "YOUR QUESTION"]
         elif prompt[0] == "-":
