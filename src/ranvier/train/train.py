@@ -319,7 +319,8 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         groups=groups,
         flops_per_step=trainer.meter.flops[0],
         command=command_line("ranvier", *sys.argv[1:], *read_added_options()),
-        started=before.get("started", current_time()),
+        # The wall time of a run includes the start-up of its trainer.
+        started=before.get("started", current_time(ago=trainer.meter.phases.get("start-up", 0.0))),
         finished=None,
         status=folders.UNFINISHED,
         restarts=[*_as_list(before.get("restarts")), trainer.state.step] if resumed else [],
@@ -496,6 +497,7 @@ def describe_run(run: RunConfig, parallel: ParallelModel, device: torch.device) 
     )
 
 
-def current_time() -> str:
-    """The local time in ISO format, to the second."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+def current_time(*, ago: float = 0.0) -> str:
+    """Returns the local time `ago` seconds before now in ISO format, to the second."""
+    now = datetime.datetime.now().astimezone()
+    return (now - datetime.timedelta(seconds=ago)).isoformat(timespec="seconds")

@@ -237,6 +237,7 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
     # All rows, also of steps that were repeated after a restart: they took time.
     busy = sum(record.finite_values("step_seconds"))
     parameters = to_float(facts.get("parameters"))
+    phases = phase_seconds(record)
     return {
         "title": str(facts.get("title") or facts.get("model") or record.folder.resolve().name),
         "status": folders.run_status(record.folder, facts) or None,
@@ -255,11 +256,11 @@ def key_facts(record: RunRecord) -> dict[str, Any]:
         "mfu_noncausal": median_or_none(latest.finite_values("mfu_noncausal")),
         "flops_per_second": flops_per_second(latest),
         "peak_memory_bytes": max(latest.finite_values("peak_memory_bytes"), default=None),
-        "seconds": max(wall_seconds(facts) or 0.0, busy) or None,
+        "seconds": max(wall_seconds(facts) or 0.0, busy, sum(phases.values())) or None,
         "has_wall_time": wall_seconds(facts) is not None,
         "resumed": bool(restart_steps(record)),
         "parameters": parameters,
-        "phases": phase_seconds(record),
+        "phases": phases,
     }
 
 
@@ -369,7 +370,7 @@ def _describe_wall_time(facts: Mapping[str, Any]) -> str:
         return "sum of the steps"
     if facts["resumed"]:
         return "from the first start to the end, with the time between launches"
-    return "from the start to the end: start-up, steps, evaluation, checkpoints"
+    return "start-up of the trainer, steps, evaluation and checkpoints"
 
 
 def format_flops(value: float) -> str:
