@@ -1,8 +1,8 @@
 """A griffe extension: turns the plain docstrings of the package into Markdown for the API pages.
 
-Docstrings describe arguments in running text, `seed: of initial values. dtype: of weights.`, and
-communication in a line `Communicates: ...`. The pages show arguments as a list, communication as a
-paragraph, and an example as code.
+Docstrings describe arguments in a section `Args:` or in running text, `seed: of initial values.
+dtype: of weights.`, and communication in a line `Communicates: ...`. The pages show arguments as a
+list, communication as a paragraph, and an example as code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import re
 from typing import Any
 
 import griffe
+
+SECTIONS = ("Args:\n", "Returns:\n", "Raises:\n", "Yields:\n", "Attributes:\n")
+"""Sections that griffe reads itself."""
 
 
 def format_docstring(text: str, arguments: list[str]) -> str:
@@ -29,7 +32,7 @@ def format_docstring(text: str, arguments: list[str]) -> str:
 
 def _list_arguments(paragraph: str, arguments: list[str]) -> str:
     """Returns a paragraph with its descriptions of arguments as list items."""
-    if not arguments or paragraph.startswith(("    ", "* ", "```")):
+    if not arguments or paragraph.startswith(("    ", "* ", "```", *SECTIONS)):
         return paragraph
     name = rf"(?:{'|'.join(map(re.escape, arguments))})(?:=[\w'\"]+)?"
     start = re.compile(rf"(?:^|(?<=[.;] ))({name}(?:, {name})*): ")
