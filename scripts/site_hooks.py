@@ -2,7 +2,8 @@
 
 A page links to a recipe, an example or a table of measurements by its path in the repository, so
 that the link also works where the Markdown is read directly. mkdocs only knows files inside of
-docs/: these hooks add the others under `files/`, and change the links in the pages.
+docs/: these hooks add the others under `files/`, and change the links in the pages. They also order
+the results of the search.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(\.\./[^)\s#]+)")
+SEARCH_BOOSTS = {
+    "troubleshooting/out-of-memory.md": 3.0,
+    "troubleshooting/": 2.0,
+    "guides/memory.md": 2.0,
+    # The search also finds the beginning of a word: "does not fit" finds "Notebooks".
+    "guides/notebooks.md": 0.5,
+    "reference/api/": 0.2,
+}
+"""Factors of the search score by the beginning of a page's path; the first match counts."""
 
 
 def repository_path(page: str, link: str) -> str:
@@ -42,11 +52,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Changes the links of a page to these files."""
-    here = posixpath.dirname(page.file.src_uri)
+    """Changes the links of a page to these files, and sets its factor in the search."""
+    uri = page.file.src_uri
+    boost = next((n for start, n in SEARCH_BOOSTS.items() if uri.startswith(start)), 1.0)
+    page.meta["search"] = {"boost": boost}
+    here = posixpath.dirname(uri)
 
     def replaced(link: re.Match[str]) -> str:
-        path = repository_path(page.file.src_uri, link[1])
+        path = repository_path(uri, link[1])
         return posixpath.relpath(f"files/{path}", here or ".") if path else link[1]
 
     return LINK.sub(replaced, markdown)
