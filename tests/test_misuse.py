@@ -161,6 +161,19 @@ def test_tokens_outside_of_the_vocabulary_are_refused(number: int) -> None:
         model(good, bad)
 
 
+def test_a_head_with_another_vocabulary_is_refused() -> None:
+    class Classifier(nn.Module):
+        dims = {"embed": ("vocab", "embed"), "head": ("vocab", "embed")}
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes = {"vocab": 100, "embed": 16}
+            self.embed, self.head = nn.Embedding(100, 16), nn.Linear(16, 5)
+
+    with pytest.raises(ShardingError, match=r"head.weight has 5 elements .*sizes has vocab=100"):
+        parallelize(Classifier(), Grid({}))
+
+
 def test_dropout_without_a_name_is_refused() -> None:
     class Hidden(nn.Module):
         dims = {"up": ("mlp", "embed")}

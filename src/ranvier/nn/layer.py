@@ -19,7 +19,7 @@ from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Dispatch
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
-from ranvier.errors import DataError
+from ranvier.errors import DataError, ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.memory.saved_results import SavePolicy
 from ranvier.nn.example import LayerExample
@@ -141,6 +141,8 @@ def shard_parameter(
     # A tied parameter (embedding and head) is sharded once and gets several owners.
     weight = site.tied_weights.get(id(serial))
     if weight is None:
+        name = f"{site.name}.{attribute}".lstrip(".")
+        _refuse_other_vocabulary(name, serial.shape, dims, site.units)
         sharding = Sharding.from_dims(
             serial.shape,
             dims,
@@ -150,7 +152,6 @@ def shard_parameter(
             units=site.units,
             depth=rule is None,
         )
-        name = f"{site.name}.{attribute}".lstrip(".")
         mean, std = site.initial_mean_std(name, mean, std)
         weight = ShardedParameter(
             name=name,
@@ -172,6 +173,19 @@ def shard_parameter(
     empty = torch.empty(weight.sharding.local_shape, device="meta")
     setattr(module, attribute, torch.nn.Parameter(empty, requires_grad=weight.trainable))
     return weight
+
+
+def _refuse_other_vocabulary(
+    name: str, shape: Sequence[int], dims: Sequence[Dim], units: Mapping[str, int]
+) -> None:
+    """Raises if a weight has another vocabulary than the model, whose padding would be wrong."""
+    for size, dim in zip(shape, dims, strict=False):
+        if dim == "vocab" and units.get("vocab", size) != size:
+            raise ShardingError(
+                f"{name} has {size} elements in the dim 'vocab', but sizes has "
+                f"vocab={units['vocab']}. All layers with this dim must have the same size. Rename "
+                "the dim of the embedding, e.g. to 'words', or correct sizes."
+            )
 
 
 def apply_autograd(function: type[torch.autograd.Function], *arguments: Any) -> Any:
