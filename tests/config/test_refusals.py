@@ -29,7 +29,7 @@ CASES: list[tuple[str, str]] = [
     ("data.sources=[]", "data.sources=[] does not name a corpus."),
     (
         "data.mixture_weights=[0.5,0.5]",
-        "data.mixture_weights has 2 weights, but data.sources has 1 corpora.",
+        "data.mixture_weights has length 2, but data.sources has length 1.",
     ),
     ("data.mixture_weights=[-1.0]", "data.mixture_weights=[-1.0] has an invalid weight."),
     ("data.mixture_weights=[0.0]", "data.mixture_weights are all 0."),

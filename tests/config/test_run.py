@@ -38,7 +38,7 @@ def test_a_saved_run_is_the_run() -> None:
         ("[plan]\ncol_splits = 'both'", "one of 'samples', 'features'"),
         ("[plan]\noverlap = 'dx'", "is not a list"),
         ("[optim]\nlr = 'high'", "must be a number"),
-        ("[modle]\nsize = 'tiny'", "modle is not a setting. Did you mean 'model'?"),
+        ("[modle]\nsize = 'tiny'", "modle is not a section. Did you mean 'model'?"),
         ("plan = 3", "plan=3 is not a table"),
         ("[plan\nrow=2", "is not valid TOML"),
     ],

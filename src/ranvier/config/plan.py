@@ -49,7 +49,7 @@ class Plan:
     expert: int = setting(1, maximum=10**6, unit="ranks")
     """Expert parallelism: splits experts in MoE layers, and samples in dense layers."""
     context: int = setting(1, maximum=10**6, unit="ranks")
-    """Context parallelism: splits the sequence in attention."""
+    """Context parallelism: splits the sequence in attention. Not implemented yet: must be 1."""
     depth: int = setting(1, maximum=10**6, unit="ranks")
     """Sharded data parallelism (ZeRO-3, FSDP): splits samples and weights, which are gathered
     before use."""
@@ -335,7 +335,7 @@ class Plan:
         if self.global_batch < 1 or self.global_batch % shares:
             yield (
                 f"global_batch={self.global_batch} cannot be split over data·expert·depth={shares} "
-                "ranks. The global batch must be a positive multiple of it. Use "
+                "ranks. It must be a positive multiple of that number. Use "
                 f"global_batch={nearest_multiple(self.global_batch, shares)}."
             )
         elif self.micro_batch < 1 or (self.global_batch // shares) % self.micro_batch:

@@ -171,9 +171,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda run: bool(
             run.data.mixture_weights and len(run.data.mixture_weights) != len(run.data.sources)
         ),
-        "data.mixture_weights has {weights} weights, but data.sources has {sources} corpora",
+        "data.mixture_weights has length {weights}, but data.sources has length {sources}",
         "Each corpus needs one weight",
-        "Give {sources} weights, or none",
+        "Change one of them, or remove data.mixture_weights",
         lambda run: {
             "weights": len(run.data.mixture_weights),
             "sources": len(run.data.sources),
@@ -328,7 +328,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Use guard.replay_interval=0 or plan.cuda_graph=False",
     ),
     Refusal(
-        lambda run: run.optim.warmup_steps > run.train.steps,
+        lambda run: run.optim.warmup_steps > max(run.train.steps, 0),
         "optim.warmup_steps={optim.warmup_steps} is longer than train.steps={train.steps}",
         "Warm-up must end before the run does",
         "Use at most {train.steps}",

@@ -230,9 +230,13 @@ def load_run_config(
         table = tomllib.loads(read(path))
     except OSError as error:
         raise PlanError(
-            f"{path} cannot be read: {error.strerror}. Pass the path of a TOML file."
+            f"{path} cannot be read: {error.strerror}. Pass a TOML file, or the directory of a run."
         ) from None
-    # ValueError also covers invalid UTF-8 and integers with too many digits.
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{path} is not valid TOML: byte {error.start} is not UTF-8. Save the file as UTF-8."
+        ) from None
+    # ValueError also covers integers with too many digits.
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not valid TOML: {str(error)[:200]}. Fix that line.") from None
     if in_run:
@@ -262,9 +266,15 @@ def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -
     changes = {}
     for key, value in table.items():
         if key not in types_of:
+            near = suggest_nearest(key, types_of)
+            noun = "setting"
+            if isinstance(config, RunConfig):
+                noun = "section"
+                homes = [name for name in types_of if hasattr(getattr(config, name), key)]
+                if homes:
+                    near = f" It is a setting of [{homes[0]}]."
             raise PlanError(
-                f"{path}{key} is not a setting.{suggest_nearest(key, types_of)} "
-                f"Valid settings are {', '.join(types_of)}."
+                f"{path}{key} is not a {noun}.{near} Valid {noun}s are {', '.join(types_of)}."
             )
         old = getattr(config, key)
         if dataclasses.is_dataclass(old):
@@ -287,6 +297,7 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
     origin = typing.get_origin(kind)
     if origin is Literal:
         good = value in typing.get_args(kind)
+        example = "one of them"
         rule = f"one of {', '.join(map(repr, typing.get_args(kind)))}"
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
@@ -299,6 +310,7 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
         # TOML distinguishes 1 from 1.0; both are accepted here.
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
         rule = "a number"
+        example = "a value such as 0.5"
         # A larger integer overflows float(); inf is then reported as not finite.
         if good and abs(value) < 2**1000:
             value = float(value)
@@ -308,8 +320,9 @@ def _check_type(value: Any, kind: Any, path: str) -> Any:
         # Not isinstance: true is not a valid integer.
         good = type(value) is kind
         rule = {int: "an integer", str: "a string", bool: "true or false"}[kind]
+        example = {int: "a value such as 2", str: "quotes around it", bool: "one of them"}[kind]
     if not good:
-        raise PlanError(f"{path}={value!r} is invalid. It must be {rule}. Change it.")
+        raise PlanError(f"{path}={value!r} is invalid. It must be {rule}. Use {example}.")
     return value
 
 

@@ -177,7 +177,7 @@ class DataConfig:
     sources: tuple[str, ...] = ("stdlib",)
     """Training corpora: files, directories of files, or stdlib. File formats are .txt, .md, .py,
     .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet, .arrow and Megatron pairs
-    (.bin/.idx). The output of `ranvier data prepare` and `Dataset.save_to_disk` can be used, too.
+    (.bin/.idx). The output of `ranvier data prepare` or `Dataset.save_to_disk` also works.
     stdlib is the text of Python's standard library."""
     mixture_weights: tuple[float, ...] = ()
     """Fraction of the samples from each source. If empty, it is proportional to their number of
@@ -409,7 +409,8 @@ class CheckpointConfig:
     """Also keep the checkpoint with the lowest held-out loss."""
     resume: str = "auto"
     """What to resume from. auto: the latest valid checkpoint in the directory of the run. never:
-    start a new run, in a directory without one. Otherwise the path of a checkpoint or of a run."""
+    start a new run, and rename the files of an earlier run in the directory to before-N-... .
+    Otherwise the path of a checkpoint or of a run."""
     async_save: bool = True
     """Copy tensors while the next step computes, and write them in the background. False blocks
     training until the checkpoint is written."""
@@ -458,8 +459,8 @@ class GuardConfig:
 
     max_skipped_steps: int = setting(10, minimum=0, unit="steps")
     """Maximum number of steps with a non-finite loss or gradient to skip before the run fails (exit
-    code 74). A skipped step changes neither weights nor optimizer states. With on_spike = skip also
-    the maximum number of consecutive spikes to skip."""
+    code 74). A skipped step changes neither weights nor optimizer states. With on_spike = skip, it
+    is also the maximum number of consecutive spikes to skip."""
     on_spike: Literal["off", "warn", "skip", "rewind"] = "warn"
     """What to do about a loss spike: off; warn; skip its update; or rewind (reload the latest
     checkpoint and continue after the offending samples)."""

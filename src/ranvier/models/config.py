@@ -117,7 +117,7 @@ class ExpertConfig:
             found.append(
                 f"experts_per_token={self.experts_per_token} is invalid for "
                 f"experts={self.experts}. A token must be routed to at least 1 and at most all "
-                f"experts. Use 1 to {self.experts}."
+                f"experts. Use experts_per_token={min(max(self.experts, 1), 2)}."
             )
         if self.moe_layer_interval < 1 or self.dense_first_layers < 0:
             found.append(

@@ -299,8 +299,8 @@ def load_cluster(name: str) -> Cluster:
         return _parse_cluster({"name": _normalize_name(name), **known[_normalize_name(name)]})
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
     raise PlanError(
-        f"cluster {name!r} is not known. Known clusters: {', '.join(known)}, or a TOML file that "
-        f"`ranvier measure` has written. Use {near!r}."
+        f"cluster {name!r} is not known. Built-in clusters are {', '.join(known)}. Use one of "
+        f"them, for example {near!r}, or a TOML file written by `ranvier measure`."
     )
 
 
