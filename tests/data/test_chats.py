@@ -129,7 +129,7 @@ def test_what_is_longer_than_a_window(tmp_path: Path) -> None:
     assert pieces("split") == sorted(heard)
     total = sum(x != IGNORE_INDEX for _, targets in whole for x in targets)
     assert total == sum(x != IGNORE_INDEX for _, targets in pieces("split") for x in targets)
-    assert stream_of(corpus, seq, truncate="drop").summary_line.count("2 longer ones left out") == 1
+    assert stream_of(corpus, seq, truncate="drop").summary_line.count("2 longer ones dropped") == 1
 
 
 def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nothing to learn.*data\.seq_len=8") as refused:
         opened(tmp_path, 8)
     assert str(refused.value).startswith(corpus.manifest.source), "the file, not its tokens"
-    assert "2 with nothing to learn left out" not in opened(tmp_path, 40).summary_lines[1]
+    assert "2 dropped without a target" not in opened(tmp_path, 40).summary_lines[1]
     everything = stream_of(corpus, 8, loss_on="all")
     assert everything.num_documents == 2 and everything.pieces.num_long == 2
     tokens, targets = read(everything)[0]
@@ -150,7 +150,7 @@ def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
     data = open_data([tmp_path / "mixed"], seq=40, seed=0)
     assert (
         "1 conversations" in data.summary_lines[1]
-        and "1 with nothing to learn" in data.summary_lines[1]
+        and "1 dropped without a target" in data.summary_lines[1]
     )
     assert "(0 held out)" in data.summary_lines[0]
 

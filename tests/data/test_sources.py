@@ -188,10 +188,10 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "deep json": ("a.jsonl", b"[" * 200_000, r"a\.jsonl:1: invalid JSON"),
     "no object": ("a.json", b"[1, 2]\n", r"a\.json:1: the record is a list, not an object"),
     "no field": ("a.jsonl", b'{"txt": "a", "id": 1}', r":1: the record has no field 'text'; its "),
-    "keys": ("a.jsonl", b'{"id": 1, "txt": "a"}', r"'id', 'txt'\..* Use the field 'txt'\."),
+    "keys": ("a.jsonl", b'{"id": 1, "txt": "a"}', r"'id', 'txt'\..* Use data\.text_field='txt' "),
     "no key": ("a.jsonl", b"{}", r"its fields are none\. .*Choose another file"),
-    "a number": ("a.jsonl", b'{"text": 3}', r":1: the field 'text' is a int, not a string"),
-    "a null": ("a.jsonl", b'{"text": null}', r":1: the field 'text' is a NoneType"),
+    "a number": ("a.jsonl", b'{"text": 3}', r":1: the field 'text' has type int, not str"),
+    "a null": ("a.jsonl", b'{"text": null}', r":1: the field 'text' has type NoneType"),
     "cut gzip": (
         "a.jsonl.gz",
         gzip.compress(LINES)[:-20],
@@ -208,7 +208,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
         b"x",
         r"a\.docx has an unknown suffix\. Supported suffixes are \.txt, \.md",
     ),
-    "empty": ("a.txt", b"", r"a\.txt has no documents \(1 files, 0 bytes\)"),
+    "empty": ("a.txt", b"", r"a\.txt has no documents \(files: 1, 0 bytes\)"),
     "all empty": ("a.jsonl", b'{"text": ""}\n\n', r"has no documents"),
 }
 
@@ -228,13 +228,13 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
         DataError, match=r"no field 'text'; its fields are 'txt', 'number'\..*'txt'"
     ):
         list(read_documents(path))
-    with pytest.raises(DataError, match=r"a\.parquet: row 1: the field 'number' is a int"):
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: the field 'number' has type int"):
         list(read_documents(path, "number"))
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"a\.parquet is not a complete parquet file"):
         list(read_documents(path, "txt"))
     parquet(path, {"text": ["a", None]})
-    with pytest.raises(DataError, match=r"row 2: the field 'text' is a NoneType"):
+    with pytest.raises(DataError, match=r"row 2: the field 'text' has type NoneType"):
         list(read_documents(path))
 
 

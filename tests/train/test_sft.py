@@ -68,7 +68,7 @@ def test_a_run_tells_of_its_conversations_and_answers(
     words = [*FAST, *corpus, "--train.steps", "3", "--train.output-dir", "run"]
     assert call("train", *words, "--data.truncate", "drop") == 0
     out = capsys.readouterr().out
-    assert "24 conversations packed into" in out and "0 longer ones left out" in out, out
+    assert "24 conversations packed into" in out and "0 longer ones dropped" in out, out
     assert "ranvier generate run --chat 'YOUR QUESTION'" in out
     assert (
         call("generate", "run", "--chat", "q1", "--max-new-tokens", "3", "--temperature", "0") == 0

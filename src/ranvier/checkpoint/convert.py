@@ -62,8 +62,8 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
         raise PlanError(f"{out} already exists. It is not overwritten. Choose another path.")
     if form not in ("checkpoint", "weights") or (dtype and dtype not in DTYPES_BY_NAME):
         raise PlanError(
-            f"form={form!r} with dtype={dtype!r} is not supported. The form must be checkpoint or "
-            f"weights, and the dtype of weights {', '.join(DTYPES_BY_NAME)}. Use one of these."
+            f"form={form!r} with dtype={dtype!r} is not supported. Use form=checkpoint without a "
+            f"dtype, or form=weights with one of the dtypes {', '.join(DTYPES_BY_NAME)}."
         )
     if form == "checkpoint" and dtype:
         raise PlanError(

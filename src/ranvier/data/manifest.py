@@ -124,7 +124,8 @@ class CorpusManifest:
                 raise ValueError("its digest does not match: a field was changed")
         except OSError as error:
             raise DataError(
-                f"{path} cannot be read: {error.strerror}. A prepared corpus must have it. {remedy}"
+                f"{path} cannot be read: {error.strerror}. A prepared corpus must have it. Pass "
+                "the output of `ranvier data prepare`."
             ) from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DataError(

@@ -163,7 +163,7 @@ class ConversationStream:
     def summary_line(self) -> str:
         """A summary: conversations that were packed, cut and left out."""
         found = self.pieces
-        done = {"drop": "left out", "split": "split"}
+        done = {"drop": "dropped", "split": "split"}
         share = self.num_tokens / max(self.num_windows * self.seq, 1)
         if self.document_mask:
             where = "packed into"
@@ -173,7 +173,7 @@ class ConversationStream:
         return (
             f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows of "
             f"{self.seq} tokens ({share:.1%} filled), {found.num_long:,} longer ones {what}, "
-            f"{found.num_unlearned:,} with nothing to learn left out"
+            f"{found.num_unlearned:,} dropped without a target"
         )
 
     def read_sample(self, number: int) -> Window:

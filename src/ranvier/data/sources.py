@@ -83,8 +83,8 @@ class DocumentReader:
             self.done_bytes = min(before + _file_size(file), self.total_bytes)
         if not found:
             raise DataError(
-                f"{self.name} has no documents ({len(self.files)} files, {self.total_bytes} "
-                "bytes). A corpus needs at least one that is not empty. Choose another file or "
+                f"{self.name} has no documents (files: {len(self.files)}, {self.total_bytes} "
+                "bytes). A corpus needs at least one non-empty document. Choose another file or "
                 "folder."
             )
 
@@ -349,7 +349,7 @@ def _check_string(value: Any, field: str, at: str) -> str:
     if isinstance(value, str):
         return value
     raise DataError(
-        f"{at}: the field {field!r} is a {type(value).__name__}, not a string. A document must be "
+        f"{at}: the field {field!r} has type {type(value).__name__}, not str. A document must be "
         "a string. Fix the record, or choose another field."
     )
 
@@ -360,7 +360,7 @@ def _missing_field_error(field: str, names: Iterable[str], at: str, thing: str) 
     near = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
     shown = ", ".join(map(repr, known[:20])) or "none"
     if near:
-        remedy = f"Use the field {near[0]!r}"
+        remedy = f"Use data.text_field={near[0]!r} (`--text-field` of `data prepare`)"
     else:
         remedy = "Choose another file"
     return DataError(

@@ -26,8 +26,9 @@ def read_tokenizer_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            f"{path} cannot be read: {reason}. It defines special tokens or the chat template of a "
-            "tokenizer. Check data.chat_template and the files next to the tokenizer.json."
+            f"{path} cannot be read: {reason}. It should contain special tokens or the chat "
+            "template of a tokenizer. Check data.chat_template and the files next to the "
+            "tokenizer.json."
         ) from None
 
 

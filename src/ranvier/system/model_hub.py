@@ -41,8 +41,8 @@ def find_model(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=patterns))
     # The Hub client raises many kinds of errors, including network errors.
     except Exception as error:
+        reason = str(error).splitlines()[0].removeprefix("Got: ")
         raise PlanError(
-            f"{source!r} is not a local directory and cannot be downloaded: "
-            f"{str(error).splitlines()[0]:.200}. Pass the path of a directory with config.json "
-            "and *.safetensors."
+            f"{source!r} is not a local directory and cannot be downloaded: {reason:.200}. "
+            "Pass the path of a directory with config.json and *.safetensors."
         ) from None

@@ -156,7 +156,7 @@ def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, An
     else:
         good = isinstance(content, str) or (content is None and role == ASSISTANT)
     if not good:
-        raise _record_error(at, f"message {number} has the invalid content {content!r:.60}")
+        raise _record_error(at, f"message {number} has invalid content: {content!r:.60}")
     plain: dict[str, Any] = _repair_texts({k: v for k, v in one.items() if k != "weight"})
     # Only a message with tool calls may have no content.
     if content is None and not plain.get("tool_calls"):

@@ -28,7 +28,8 @@ def parse_grid(text: str) -> dict[str, int]:
         if axis not in AXES:
             raise PlanError(
                 f"launch.fallback_grids={text!r}: {axis!r} is not an "
-                f"axis.{suggest_nearest(axis, AXES)} A grid is written as data=2,row=2."
+                f"axis.{suggest_nearest(axis, AXES)} Axes are {', '.join(AXES)}. Write a grid as "
+                "data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
             raise PlanError(
