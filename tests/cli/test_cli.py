@@ -223,7 +223,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "--data.tokenizer", "bpe"], "bpe"),
     (
         ["train", "--data.sources", "good.txt", "--data.mixture-weights", "1", "2"],
-        "data.mixture_weights has 2",
+        "data.mixture_weights has length 2",
     ),
     (
         ["train", "--data.sources", "good.txt", "--data.mixture-weights", "-1"],
@@ -267,11 +267,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (["data", "prepare"], "needs at least one file"),
     (["data", "prepare", "missing.txt"], "missing.txt"),
-    (["data", "polish"], "'polish' is not a command"),
+    (["data", "polish"], "'data polish' is not a command"),
     (["data", "show", "."], "corpus.json"),
     (["generate", "nowhere"], "is not a run"),
     (["report", "nowhere"], "is not a run"),
-    (["report"], "was given 0 paths"),
+    (["report"], "was given 0 arguments"),
 ]
 
 

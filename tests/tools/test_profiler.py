@@ -391,7 +391,7 @@ def test_kernels_of_a_gpu_know_their_operators(folder: Path) -> None:
 
 
 MISTAKES: list[tuple[list[str], str]] = [
-    ([], "was given 0 paths"),
+    ([], "was given 0 arguments"),
     (["."], "is not a run"),
     (["nowhere"], "cannot be read"),
     (["two.toml", "two.toml"], "Only one file or run is read"),

@@ -30,7 +30,7 @@ def resolve_checkpoints(path: Path) -> list[Path]:
     found = folders.find_checkpoints(inside if inside.is_dir() else path)
     if not found:
         raise CheckpointError(
-            f"{path} has no checkpoint. Pass a run, its directory checkpoints, or a checkpoint "
+            f"{path} has no checkpoint. Pass a run, its checkpoints/ directory, or a checkpoint "
             "(step-00000100)."
         )
     return found

@@ -61,7 +61,7 @@ usage: ranvier COMMAND ...
   data show DIR              show the contents of a prepared corpus
   checkpoint ls RUN          list checkpoints with step, size, grid and state
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
-  checkpoint diff A B        compare settings, facts and tensors of two checkpoints
+  checkpoint diff A B        compare settings, metadata and tensors of two checkpoints
   checkpoint convert A OUT   rewrite a checkpoint, or write its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, with a small model in
                              float64: training steps, and a run that is saved and resumed
@@ -187,8 +187,8 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
         else:
             started = f" under {me.launcher}, which has started {me.world_size} ranks"
         raise PlanError(
-            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. One command per node starts "
-            f"its ranks. Pass --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once per node."
+            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. Each node runs one "
+            f"command, which starts its ranks. Pass --nproc (1 to {MAX_LOCAL_RANKS}) on every node."
         )
     return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 
@@ -390,30 +390,54 @@ def _run_subcommand(name: str, words: Sequence[str]) -> int:
             return 0
         if words:
             near = suggest_nearest(words[0], verbs)
-            what = f"{name} {words[0]!r} is not a command.{near}"
+            what = f"'{name} {words[0]}' is not a command.{near}"
         else:
             what = f"{name} needs a subcommand."
-        raise PlanError(f"{what} Use one of {', '.join(verbs)}. See ranvier --help.")
+        known = " or ".join(f"`ranvier {name} {verb}`" for verb in verbs)
+        raise PlanError(f"{what} Use {known}.")
     return verbs[words[0]](words[1:])
 
 
 def _checkpoint_ls_command(words: Sequence[str]) -> int:
     from ranvier.cli import checkpoint
 
-    return checkpoint.list_checkpoints(Path(one_path("checkpoint ls", "a run", words)))
+    return checkpoint.list_checkpoints(
+        Path(
+            one_path(
+                "checkpoint ls",
+                "a run",
+                words,
+                about="List the checkpoints of a run with step, size, grid and state.",
+            )
+        )
+    )
 
 
 def _checkpoint_verify_command(words: Sequence[str]) -> int:
     from ranvier.cli import checkpoint
 
-    path = Path(one_path("checkpoint verify", "a run or a checkpoint", words))
+    path = Path(
+        one_path(
+            "checkpoint verify",
+            "a run or a checkpoint",
+            words,
+            about="Read every byte of a checkpoint, or of all of a run, and compare checksums.",
+        )
+    )
     return checkpoint.verify_checkpoints(path)
 
 
 def _checkpoint_diff_command(words: Sequence[str]) -> int:
     from ranvier.cli import checkpoint
 
-    return checkpoint.diff_checkpoints(*two_paths("checkpoint diff A B", words))
+    return checkpoint.diff_checkpoints(
+        *two_paths(
+            "checkpoint diff A B",
+            words,
+            about="Compare settings, metadata and tensors of two checkpoints or runs. The exit "
+            "code is 1 if they differ.",
+        )
+    )
 
 
 def _checkpoint_convert_command(words: Sequence[str]) -> int:
@@ -445,7 +469,16 @@ def _prepare_command(words: Sequence[str]) -> int:
 def _data_show_command(words: Sequence[str]) -> int:
     from ranvier.train import prepare_data
 
-    return prepare_data.show_corpus(Path(one_path("data show", "a prepared corpus", words)))
+    return prepare_data.show_corpus(
+        Path(
+            one_path(
+                "data show",
+                "a prepared corpus",
+                words,
+                about="Show the contents of a corpus that `ranvier data prepare` has written.",
+            )
+        )
+    )
 
 
 def _generate_command(words: Sequence[str]) -> int:
@@ -532,7 +565,7 @@ def _report_command(words: Sequence[str]) -> int:
     from ranvier.infer.generate import load_config_from_dir
     from ranvier.train.report import report
 
-    folder = Path(one_path("report", "a run", words))
+    folder = Path(one_path("report", "a run", words, about="Write report.html of a run again."))
     load_config_from_dir(folder)
     print(report.write_report(folder))
     return 0
@@ -634,7 +667,13 @@ def _completion_command(words: Sequence[str]) -> int:
     """Prints a script that completes commands and options."""
     from ranvier.cli import completion
 
-    shell = one_path("completion", "the name of a shell: bash or zsh", words)
+    shell = one_path(
+        "completion",
+        "the name of a shell: bash or zsh",
+        words,
+        about="Print the completion script for SHELL: bash or zsh.",
+        name="SHELL",
+    )
     print(completion.completion_script(shell, COMMANDS, SUBCOMMANDS), end="")
     return 0
 

@@ -32,11 +32,13 @@ class NoOptions:
 
 
 def parse_options(
-    kind: type[ConfigT], default: ConfigT, verb: str, words: Sequence[str]
+    kind: type[ConfigT], default: ConfigT, verb: str, words: Sequence[str], about: str | None = None
 ) -> ConfigT:
     """Returns `default` overridden by the options in `words`.
 
     A boolean option can be used alone, or followed by true or false, in all commands.
+
+    about: the text at the top of the help, instead of the docstring of `kind`.
     """
     if not words:
         return default
@@ -68,6 +70,7 @@ def parse_options(
             settings: ConfigT = tyro.cli(
                 kind,
                 prog=f"ranvier {verb}",
+                description=about,
                 args=words,
                 default=default,
                 # Searching comments for help texts takes time.
@@ -247,12 +250,12 @@ def option_value(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
+def two_paths(usage: str, words: Sequence[str], about: str | None = None) -> tuple[Path, Path]:
     """Returns the two paths of a command."""
     names, options = split_words(words)
     if options:
         # Prints the help, or reports the unknown option.
-        parse_options(NoOptions, NoOptions(), usage, options)
+        parse_options(NoOptions, NoOptions(), usage, options, about)
     if len(names) != 2:
         raise PlanError(
             f"{len(names)} path(s) given. The command needs two paths. Use: ranvier {usage}."
@@ -260,13 +263,15 @@ def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
     return Path(names[0]), Path(names[1])
 
 
-def one_path(verb: str, what: str, words: Sequence[str]) -> str:
-    """Returns the only path of a command."""
+def one_path(
+    verb: str, what: str, words: Sequence[str], about: str | None = None, name: str = "PATH"
+) -> str:
+    """Returns the only path of a command, or another word that `name` describes."""
     names, options = split_words(words)
     if options:
-        parse_options(NoOptions, NoOptions(), f"{verb} PATH", options)
+        parse_options(NoOptions, NoOptions(), f"{verb} {name}", options, about)
     if len(names) != 1:
         raise PlanError(
-            f"{verb} was given {len(names)} paths. It needs {what}. Use: ranvier {verb} PATH."
+            f"{verb} was given {len(names)} arguments. It needs {what}. Use: ranvier {verb} {name}."
         )
     return names[0]

@@ -42,7 +42,7 @@ class PlanOptions(RunConfig):
     """Data type of the matrix products. If empty, derived from train.dtype and train.float8."""
     goal: str = ""
     """Number of tokens and a time limit, such as "70B, 2T tokens, 30 days" or "100B tokens, 2
-    weeks". The planner searches the fewest nodes that reach it (at most --nodes, if given)."""
+    weeks". The planner finds the fewest nodes that reach it (at most --nodes, if given)."""
     json: str = ""
     """JSON file to write the result to. - prints it instead of the table."""
     html: str = ""

@@ -1,4 +1,4 @@
-"""`ranvier plan --goal`: searches the fewest nodes that reach a goal."""
+"""`ranvier plan --goal`: finds the fewest nodes that reach a goal."""
 
 from __future__ import annotations
 
