@@ -50,7 +50,7 @@ def test_names_of_runs_and_drivers_are_known() -> None:
 
 
 def test_unknown_names_say_what_is_known(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Use 'dgx-h100'"):
+    with pytest.raises(PlanError, match="for example 'dgx-h100'"):
         cluster.load_cluster("dgx-h10")
     with pytest.raises(PlanError, match="does not exist"):
         cluster.load_cluster(str(tmp_path / "no.toml"))

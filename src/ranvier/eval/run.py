@@ -61,9 +61,9 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
     problems = []
     if len(asked) != 1:
         problems.append(
-            "The command selects "
+            "The options select "
             f"{' and '.join('--' + n.replace('_', '-') for n in asked) or 'no evaluation'}. eval "
-            "runs exactly one. Use one of --tasks, --corpus, --code or --samples-file."
+            "runs one evaluation at a time. Use one of --tasks, --corpus, --code or --samples-file."
         )
     # Samples were run elsewhere and do not need a model; everything else does.
     if (folder is None) != (asked == ["samples_file"]) and len(asked) == 1:
