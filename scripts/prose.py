@@ -30,7 +30,7 @@ QUANTITY = (
     r"twice|thrice|calls?|launches|kernels?|messages|collectives?|gathers?|all-reduces?|"
     r"reductions?|sums?|copies|passes|samples|sequences|micro-batches|ranks|processes|threads?|"
     r"elements|values|parameters|weights|states|numbers?|rows?|lines?|files?|objects?|"
-    r"buckets?|events?|steps|layers|blocks|jobs?|requests?|checkpoints?|\d[\d.,]*"
+    r"buckets?|events?|steps|layers|blocks|jobs?|requests?|checkpoints?|\d[\d.,]*(?<![.,])"
 )
 PHRASES = {
     "foretold, foretell: predicted": r"\bforet(?:old|ell\w*)\b",
