@@ -103,6 +103,7 @@ def evaluated(grid: Grid) -> list[str]:
     return found + [n for n, (p, _) in results[0].items() if not torch.equal(p, results[1][n][0])]
 
 
+@pytest.mark.full
 def test_8_evaluation_changes_nothing_and_one_micro_batch_works(pool: Pool) -> None:
     assert pool.on_grid(CUBE, evaluated) == [[]] * 8
 
@@ -154,6 +155,7 @@ def decayed(grid: Grid) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_12_decay_follows_names_copies_stay_equal_and_ties_hold(pool: Pool) -> None:
     assert pool.on_grid(CUBE, decayed) == [[]] * 8
     serial = Serial("gpt2", batch_of("gpt2", samples=8, packed=False), 1e-2, 0.5)

@@ -23,6 +23,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.full
 def test_bytes_fall_and_duplicates_do_not(
     bench: ModuleType,
     tmp_path: Path,

@@ -110,7 +110,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("leaves_on", chosen, ids=names)
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(10)
 def test_model_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
 ) -> None:
@@ -126,7 +126,7 @@ def test_model_equals_one_process(
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 def test_leaves_equal_serial(
     pool: Pool, leaves_on: tuple[dict[str, int], str, tuple[bool, ...]]
 ) -> None:
@@ -135,6 +135,7 @@ def test_leaves_equal_serial(
     assert [line for lines in found for line in lines] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "inner"),
     [

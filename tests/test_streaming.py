@@ -69,6 +69,7 @@ def test_a_rank_holds_its_experts_once(pool: Pool, tmp_path: Path) -> None:
         assert one.above < 1.3 * one.shard + ROOM, one
 
 
+@pytest.mark.full
 def test_reading_imports_no_compiler() -> None:
     import subprocess
 

@@ -37,7 +37,7 @@ def ran(grid: Grid, name: str, folder: str) -> list[float]:
     return [float(x) for x in losses]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=FULL) for n in NAMES],

@@ -149,6 +149,7 @@ def test_a_state_survives_all_grids_to_the_bit(
         assert torch.equal(state[0][name][0], state[1][name][0]), name
 
 
+@pytest.mark.full
 def test_each_grid_loads_what_each_other_saved(
     pool: Pool,
     tmp_path: Path,
@@ -187,6 +188,7 @@ def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[i
     return begun, seen if reads(grid) else []
 
 
+@pytest.mark.full
 def test_every_sample_is_read_once_whatever_the_grids(
     pool: Pool, tmp_path: Path, corpus: str
 ) -> None:

@@ -47,6 +47,7 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line[10] == " " != line[11] and line[11 + width] == " " for line in rows)
 
 
+@pytest.mark.full
 def test_it_works_without_packages_and_says_how_to_get_them(tmp_path: Path) -> None:
     code = f"""import sys
 sys.path[:0] = {sys.path}

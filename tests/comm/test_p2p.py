@@ -160,6 +160,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("degrees", "how"), CASES, ids=str)
 def test_no_transfer_waits_for_what_its_rank_does_later(
     pool: Pool, degrees: dict[str, int], how: dict[str, Any]

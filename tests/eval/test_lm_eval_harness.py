@@ -252,7 +252,7 @@ def by_ranvier(grid: Grid, folder: str, tasks: str) -> dict[str, Any] | None:
     return served.run_on_first_rank(work)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "degrees", [GRIDS[0], *(pytest.param(g, marks=pytest.mark.full) for g in GRIDS[1:3]), GRIDS[3]]
 )

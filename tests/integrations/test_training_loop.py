@@ -77,6 +77,7 @@ def alone(kind: str) -> dict[str, Any]:
     return {**found, "model": {name: p.detach() for name, p in named}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "kind",
     ["decoder", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gpt2", "llama"))],

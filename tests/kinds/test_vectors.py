@@ -124,6 +124,7 @@ def test_a_wrong_part_of_a_batch_is_found(pool: Pool) -> None:
         assert "loss of step 0" in wrong and "gradient of head.weight" in wrong
 
 
+@pytest.mark.full
 def test_it_resumes_on_the_same_and_on_another_grid(pool: Pool, tmp_path: Path) -> None:
     whole = pool.on_grid({}, trained, {}, str(tmp_path / "one"))[0]
     first: dict[str, Any] = {"row": 2, "col": 2}

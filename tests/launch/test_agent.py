@@ -104,6 +104,7 @@ def _late_end(me: ProcessInfo) -> int:
     return 1
 
 
+@pytest.mark.full
 def test_a_rank_may_end_before_the_others() -> None:
     assert launch.launch_ranks(2, _late_end, preload=FAST) == 1
 
@@ -249,6 +250,7 @@ def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[
     assert "rank 1: section step, step 2, operation 2: barrier" in text and "(state T)" in text
 
 
+@pytest.mark.full
 def test_a_rank_that_holds_its_interpreter_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
     policy = RestartPolicy(watchdog_seconds=1.5, grids=PAIR)
     task = partial(_silent, _hold_the_interpreter, 60.0)

@@ -300,6 +300,7 @@ def killed(folder: Path, *names: str) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_ranks_and_folders_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(ORPHANS)
     killed(tmp_path, "pid0", "pid1")

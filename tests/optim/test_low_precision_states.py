@@ -267,6 +267,7 @@ class Shadow:
         self.moved -= now.lr * (ours - exact)
 
 
+@pytest.mark.full
 def test_a_run_stays_close_to_one_with_exact_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def test_states_elsewhere_change_no_bit(
     assert ranks == [[]] * len(ranks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("degrees", [{"depth": 2, "data": 2}], ids=named)
 def test_pruning_further_equals_masked_dense_training(pool: Pool, degrees: dict[str, int]) -> None:
     """Moments of what stays go on; what is pruned is forgotten."""

@@ -274,7 +274,7 @@ def lost(grid: Grid, how: str, policy: str, path: str) -> None:
         raise
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["stalls", "dies"])
 def test_a_stage_that_stops_ends_the_step_with_its_name(tmp_path: Path, how: str) -> None:
     pool, path = Pool(size=2), tmp_path / "said"

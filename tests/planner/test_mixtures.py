@@ -132,6 +132,7 @@ def test_a_load_is_told_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixtur
 TED = "ted-6.7b-16e"
 
 
+@pytest.mark.full
 def test_expert_layouts_are_ranked() -> None:
     """TED's 40 B model on 128 devices: each rank has one of 16 experts, or the like."""
     machine = cluster.load_cluster("dgx-a100").with_size(nodes=16)

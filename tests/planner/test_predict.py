@@ -286,6 +286,7 @@ def test_a_head_on_the_last_stage_communicates() -> None:
 # ---- what is known about layouts --------------------------------------------------------
 
 
+@pytest.mark.full
 def test_pure_depth_is_best_at_a_large_batch_on_a_fast_network() -> None:
     model, machine = load_shipped_spec("llama3-8b"), load_cluster("dgx-h100").with_size(nodes=16)
     given = {"global_batch": 1024, "seq": 4096, "recompute": "selective"}

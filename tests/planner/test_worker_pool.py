@@ -75,6 +75,7 @@ def test_a_process_that_dies_is_no_endless_wait() -> None:
         mapped("one", [*range(8)])
 
 
+@pytest.mark.full
 def test_no_process_outlives_its_parent() -> None:
     """Killed, it says nothing; they see that their pipe is closed."""
     code = (

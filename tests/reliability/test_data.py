@@ -138,6 +138,7 @@ def test_a_thread_that_hangs_is_an_error_and_does_not_hold_the_end() -> None:
     assert caught.value.exit_code == 72 and time.perf_counter() - start < 3.0
 
 
+@pytest.mark.full
 def test_slow_data_is_seen_in_the_metrics(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_source_distribution_is_complete_and_the_wheel_runs_outside_of_the_repository(
     sources: Path, tmp_path: Path
 ) -> None:

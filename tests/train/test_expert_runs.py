@@ -76,6 +76,7 @@ def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
     return lines + [finding.quantity for finding in findings if not finding.is_within_limit]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [

@@ -126,6 +126,7 @@ FAST = [*SMALL, "--nproc", "1", "--train.steps", "3"]
 NAMES = ("blocks.1.attention.o.weight", "blocks.1.mlp.down.weight")
 
 
+@pytest.mark.full
 def test_verbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

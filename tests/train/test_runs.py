@@ -568,6 +568,7 @@ def written(folder: Path, kind: str) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_every_kind_of_corpus_trains_alike(folder: Path) -> None:
     found = {}
     for kind in ("txt", "jsonl", "jsonl.gz", "parquet", "bin", "folder"):

@@ -49,7 +49,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "changes"),
@@ -119,6 +119,7 @@ def test_ranks_may_be_placed_in_any_order(
     assert found == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.full
 def test_a_limit_of_memory_bounds_what_a_stage_holds(
     pool: Pool, tmp_path: Path, corpus: str
 ) -> None:
@@ -207,6 +208,7 @@ def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
     return lines + [finding.quantity for finding in findings if not finding.is_within_limit]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [

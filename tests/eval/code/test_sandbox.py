@@ -261,6 +261,7 @@ def test_a_machine_without_filter_is_told(
     )
 
 
+@pytest.mark.full
 def test_a_cell_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     word = f"orphan-{secrets.token_hex(8)}"
     monkeypatch.setattr(sandbox, "GRACE_SECONDS", -12.0)  # the parent's own deadline comes first

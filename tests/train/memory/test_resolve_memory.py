@@ -59,6 +59,7 @@ def losses(trainer: Trainer) -> list[float]:
     return [row["loss"] for row in trainer.run_steps()]
 
 
+@pytest.mark.full
 def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -> None:
     plain = made(corpus, micro_batch=8)
     want = losses(plain)

@@ -39,12 +39,16 @@ End = tuple[Path, tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
-    """A run that nobody disturbed and those with a killed rank, side by side: a start of ranks
-    imports modules one after the other, which leaves cores idle.
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, End]:
+    """An undisturbed run and those with a killed rank, at the same time: a start of ranks imports
+    modules one after the other, which leaves cores idle.
     """
+    collected = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    wanted = [kill for kill in KILLS if any(kill in item.nodeid for item in collected)]
     begun = {}
-    for kill in ("", *KILLS):
+    for kill in ("", *wanted):
         folder = tmp_path_factory.mktemp("run")
         words = [*PAIR, "--checkpoint.interval", "2", "--checkpoint.async-save", "False"]
         faults = ("", "")
