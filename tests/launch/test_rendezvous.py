@@ -152,11 +152,10 @@ def test_without_nodes_the_largest_grid_that_fits_is_taken() -> None:
     assert history.decide_without_nodes(gone, 2).restart and history.grid_index == 1
     then = history.decide_without_nodes(gone, 1)
     assert not then.restart and then.exit_code == 71 and "1 rank(s) are left" in then.message
-    assert (
-        not RestartHistory(RestartPolicy(max_restarts=0, grids=grids))
-        .decide_without_nodes(gone, 3)
-        .restart
-    )
+    assert "Add a grid of at most 1 rank(s)" in then.message
+    never = RestartHistory(RestartPolicy(max_restarts=0, grids=grids))
+    then = never.decide_without_nodes(gone, 3)
+    assert not then.restart and "launch.max_restarts=0 forbids restarts" in then.message
 
 
 def test_orders_are_read_as_they_were_written() -> None:

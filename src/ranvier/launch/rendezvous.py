@@ -255,8 +255,9 @@ class Coordinator:
         there = sum(map(len, self.local_ranks.values()))
         if there != world:
             raise PlanError(
-                f"The nodes have {there} ranks, but the plan needs {world}. All nodes must start "
-                "the same number of ranks. Use the same --nproc on each node."
+                f"The nodes start {there} ranks in all, but the plan needs {world}. The ranks of "
+                f"all launch.nnodes={count} nodes must add up to the plan. Change --nproc on the "
+                "nodes, or a degree of the plan."
             )
         return True
 

@@ -228,10 +228,17 @@ class RestartHistory:
         grid = (
             self.grid_index if fits else largest_fitting_grid([world for _, world in grids], left)
         )
-        if grid is None or not self.policy.max_restarts:
+        if not self.policy.max_restarts:
             rule = (
-                f"{left} rank(s) are left. No grid of launch.fallback_grids fits, or "
-                "launch.max_restarts=0. Add a smaller grid."
+                f"{left} rank(s) are left. launch.max_restarts=0 forbids restarts. Start the same "
+                "command again to resume, or use a larger launch.max_restarts."
+            )
+            return Decision(False, f"{end.message} {rule}", LOST_EXIT_CODE)
+        if grid is None:
+            rule = (
+                f"{left} rank(s) are left, too few for the plan and for every grid of "
+                f"launch.fallback_grids. Add a grid of at most {left} rank(s) to "
+                "launch.fallback_grids, and start the same command again."
             )
             return Decision(False, f"{end.message} {rule}", LOST_EXIT_CODE)
         self.grid_index = grid

@@ -35,9 +35,8 @@ HELLO_KEY = "hello"
 """Rank 0 sets this key as soon as it listens."""
 HELLO_SECONDS = 30.0
 """Time after a connection within which HELLO_KEY must appear."""
-KEY_RULE = (
-    "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
-)
+KEY_RULE = "Ranks on several nodes use a shared secret key to connect."
+KEY_REMEDY = "set RANVIER_KEY to the same text (openssl rand -hex 32) on all nodes"
 
 
 def new_key() -> str:
@@ -78,7 +77,10 @@ def _config_dir() -> Path:
         folder = read_environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
         return Path(folder).expanduser() / "ranvier"
     except RuntimeError:
-        raise PlanError(f"This user has no home directory for the key. {KEY_RULE}.") from None
+        raise PlanError(
+            f"This user has no home directory for the key file. {KEY_RULE} Set XDG_CONFIG_HOME to "
+            f"a directory that all nodes share, or {KEY_REMEDY}."
+        ) from None
 
 
 def _create_key_file(path: Path) -> None:
@@ -98,7 +100,10 @@ def _create_key_file(path: Path) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise PlanError(f"{path} cannot be written ({error.strerror}). {KEY_RULE}.") from None
+        raise PlanError(
+            f"The key file {path} cannot be written ({error.strerror}). {KEY_RULE} Make the file's "
+            f"directory writable, or {KEY_REMEDY}."
+        ) from None
 
 
 def _read_key_file(path: Path) -> str:
@@ -108,7 +113,10 @@ def _read_key_file(path: Path) -> str:
         # that the file cannot be replaced in between.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}). {KEY_RULE}.") from None
+        raise PlanError(
+            f"The key file {path} cannot be read ({error.strerror}). {KEY_RULE} Make the file "
+            f"readable, or {KEY_REMEDY}."
+        ) from None
     try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
@@ -264,5 +272,6 @@ def check_same_key(store: Any, first: bool, where: str) -> None:
     except RuntimeError:
         raise CommunicationError(
             f"The process that listens on {where} does not have the key of this process. "
-            f"{KEY_RULE}, and check that no other program listens there."
+            "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all "
+            "nodes, and check that no other program listens there."
         ) from None
