@@ -173,7 +173,7 @@ def test_orders_are_read_as_they_were_written() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "launch.nnodes=2 with nproc=0"),
+        ([], "launch.nnodes=2 needs --nproc, which is 0"),
         (["--nproc", "1"], "launch.rdzv_endpoint='' is not a valid address"),
         (
             ["--nproc", "1", "--launch.rdzv-endpoint", "a:5", "--launch.node-rank", "2"],

@@ -39,49 +39,49 @@ COMMON_SETTINGS = (
 """Settings that users change most often, in the order of the help page."""
 
 SYNONYMS = {
-    "tp": ("plan.row", "Tensor parallelism"),
-    "tensor_parallel": ("plan.row", "Tensor parallelism"),
-    "tensor_parallel_size": ("plan.row", "Tensor parallelism"),
-    "tensor_model_parallel_size": ("plan.row", "Tensor parallelism"),
-    "sp": ("plan.row", "Sequence parallelism"),
-    "pp": ("plan.pipe", "Pipeline parallelism"),
-    "pipeline_parallel_size": ("plan.pipe", "Pipeline parallelism"),
-    "pipeline_model_parallel_size": ("plan.pipe", "Pipeline parallelism"),
-    "dp": ("plan.data", "Data parallelism"),
-    "ddp": ("plan.data", "Data parallelism"),
-    "data_parallel_size": ("plan.data", "Data parallelism"),
-    "fsdp": ("plan.depth", "Fully sharded data parallelism"),
-    "zero3": ("plan.depth", "Fully sharded data parallelism"),
-    "dp_shard": ("plan.depth", "Fully sharded data parallelism"),
-    "ep": ("plan.expert", "Expert parallelism"),
-    "expert_parallel_size": ("plan.expert", "Expert parallelism"),
-    "cp": ("plan.context", "Context parallelism"),
-    "context_parallel_size": ("plan.context", "Context parallelism"),
-    "learning_rate": ("optim.lr", "The learning rate"),
-    "wd": ("optim.weight_decay", "The weight decay"),
-    "grad_clip": ("optim.max_grad_norm", "The maximum gradient norm"),
-    "clip_grad": ("optim.max_grad_norm", "The maximum gradient norm"),
-    "max_steps": ("train.steps", "The number of steps"),
-    "train_iters": ("train.steps", "The number of steps"),
-    "iters": ("train.steps", "The number of steps"),
-    "batch_size": ("plan.global_batch", "The global batch"),
-    "global_batch_size": ("plan.global_batch", "The global batch"),
-    "micro_batch_size": ("plan.micro_batch", "The micro-batch"),
-    "per_device_train_batch_size": ("plan.micro_batch", "The micro-batch"),
-    "seq_length": ("data.seq_len", "The sequence length"),
-    "max_seq_len": ("data.seq_len", "The sequence length"),
-    "block_size": ("data.seq_len", "The sequence length"),
-    "dataset": ("data.sources", "The training data"),
-    "save": ("train.output_dir", "The directory of the run"),
-    "save_interval": ("checkpoint.interval", "The checkpoint interval"),
-    "save_steps": ("checkpoint.interval", "The checkpoint interval"),
-    "eval_steps": ("train.eval_interval", "The evaluation interval"),
-    "gradient_checkpointing": ("plan.recompute", "Activation checkpointing"),
-    "activation_checkpoint": ("plan.recompute", "Activation checkpointing"),
-    "precision": ("train.dtype", "The data type"),
-    "bf16": ("train.dtype", "The data type"),
-    "fp16": ("train.dtype", "The data type"),
-    "nproc_per_node": ("nproc", "The number of local ranks"),
+    "tp": ("plan.row", "tensor parallelism"),
+    "tensor_parallel": ("plan.row", "tensor parallelism"),
+    "tensor_parallel_size": ("plan.row", "tensor parallelism"),
+    "tensor_model_parallel_size": ("plan.row", "tensor parallelism"),
+    "sp": ("plan.row", "sequence parallelism"),
+    "pp": ("plan.pipe", "pipeline parallelism"),
+    "pipeline_parallel_size": ("plan.pipe", "pipeline parallelism"),
+    "pipeline_model_parallel_size": ("plan.pipe", "pipeline parallelism"),
+    "dp": ("plan.data", "data parallelism"),
+    "ddp": ("plan.data", "data parallelism"),
+    "data_parallel_size": ("plan.data", "data parallelism"),
+    "fsdp": ("plan.depth", "fully sharded data parallelism"),
+    "zero3": ("plan.depth", "fully sharded data parallelism"),
+    "dp_shard": ("plan.depth", "fully sharded data parallelism"),
+    "ep": ("plan.expert", "expert parallelism"),
+    "expert_parallel_size": ("plan.expert", "expert parallelism"),
+    "cp": ("plan.context", "context parallelism"),
+    "context_parallel_size": ("plan.context", "context parallelism"),
+    "learning_rate": ("optim.lr", "the learning rate"),
+    "wd": ("optim.weight_decay", "the weight decay"),
+    "grad_clip": ("optim.max_grad_norm", "the maximum gradient norm"),
+    "clip_grad": ("optim.max_grad_norm", "the maximum gradient norm"),
+    "max_steps": ("train.steps", "the number of steps"),
+    "train_iters": ("train.steps", "the number of steps"),
+    "iters": ("train.steps", "the number of steps"),
+    "batch_size": ("plan.global_batch", "the global batch"),
+    "global_batch_size": ("plan.global_batch", "the global batch"),
+    "micro_batch_size": ("plan.micro_batch", "the micro-batch"),
+    "per_device_train_batch_size": ("plan.micro_batch", "the micro-batch"),
+    "seq_length": ("data.seq_len", "the sequence length"),
+    "max_seq_len": ("data.seq_len", "the sequence length"),
+    "block_size": ("data.seq_len", "the sequence length"),
+    "dataset": ("data.sources", "the training data"),
+    "save": ("train.output_dir", "the directory of the run"),
+    "save_interval": ("checkpoint.interval", "the checkpoint interval"),
+    "save_steps": ("checkpoint.interval", "the checkpoint interval"),
+    "eval_steps": ("train.eval_interval", "the evaluation interval"),
+    "gradient_checkpointing": ("plan.recompute", "activation checkpointing"),
+    "activation_checkpoint": ("plan.recompute", "activation checkpointing"),
+    "precision": ("train.dtype", "the data type"),
+    "bf16": ("train.dtype", "the data type"),
+    "fp16": ("train.dtype", "the data type"),
+    "nproc_per_node": ("nproc", "the number of local ranks"),
 }
 """Option of another framework, without its section -> our setting, and its description."""
 
@@ -117,11 +117,14 @@ def check_option_names(words: Sequence[str], default: Any) -> None:
             same = [one for one in known if one.rpartition(".")[2] == last]
             if len(same) == 1 and (section in sections or not section):
                 ours = same[0]
-                meaning = "The setting of this name"
         if ours in known:
             shown = "--" + ours.replace("_", "-")
             given = "--" + name.replace("_", "-")
-            raise PlanError(f"{given} is not an option. {meaning} is {shown} here. Use {shown}.")
+            if meaning:
+                explanation = f" Here, {meaning} is {shown}."
+            else:
+                explanation = ""
+            raise PlanError(f"{given} is not an option.{explanation} Use {shown}.")
 
 
 def print_short_help(usage: str, default: Any) -> None:

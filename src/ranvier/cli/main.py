@@ -148,16 +148,17 @@ def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | N
     """Returns the process as described by a launcher (None without one), and the number of
     ranks."""
     me = launch.read_process_info()
-    if not 0 <= arguments.nproc <= MAX_LOCAL_RANKS or (
-        me is not None and arguments.nproc not in (0, me.world_size)
-    ):
-        if me is None:
-            started = "it is out of range"
-        else:
-            started = f"a launcher has started {me.world_size} ranks"
+    in_range = 0 <= arguments.nproc <= MAX_LOCAL_RANKS
+    if me is None and not in_range:
         raise PlanError(
-            f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
-            f"from 1 to {MAX_LOCAL_RANKS}. Remove --nproc under a launcher."
+            f"--nproc {arguments.nproc} is out of range. It is the number of ranks to start on "
+            f"this machine, from 1 to {MAX_LOCAL_RANKS}. Use a number in this range, or leave "
+            "--nproc out."
+        )
+    if me is not None and not (in_range and arguments.nproc in (0, me.world_size)):
+        raise PlanError(
+            f"--nproc {arguments.nproc}, but {me.launcher} has already started {me.world_size} "
+            "ranks. --nproc only applies without a launcher. Remove it."
         )
     if me:
         world = me.world_size
@@ -181,14 +182,16 @@ def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.Node
         return launch.NodeInfo(me.world_size, me.rank, f"{me.address}:{me.port}")
     if wish.nnodes == 1:
         return None
-    if me is not None or not 0 < nproc <= MAX_LOCAL_RANKS:
-        if me is None:
-            started = ""
-        else:
-            started = f" under {me.launcher}, which has started {me.world_size} ranks"
+    if me is not None:
         raise PlanError(
-            f"launch.nnodes={wish.nnodes} with nproc={nproc}{started}. Each node runs one "
-            f"command, which starts its ranks. Pass --nproc (1 to {MAX_LOCAL_RANKS}) on every node."
+            f"launch.nnodes={wish.nnodes}, but {me.launcher} has already started {me.world_size} "
+            "ranks. launch.nnodes is for nodes on which `ranvier train --nproc` starts the ranks. "
+            "Remove launch.nnodes."
+        )
+    if not 0 < nproc <= MAX_LOCAL_RANKS:
+        raise PlanError(
+            f"launch.nnodes={wish.nnodes} needs --nproc, which is {nproc}. The command on each "
+            f"node starts --nproc ranks. Pass --nproc (1 to {MAX_LOCAL_RANKS}) on every node."
         )
     return launch.NodeInfo(wish.nnodes, wish.node_rank, wish.rdzv_endpoint)
 
@@ -360,8 +363,8 @@ def _verify_command(words: Sequence[str]) -> int:
     code = launch.launch_ranks(world, task, preload=[verify.__name__], policy=policy)
     if code not in verify.EXPECTED_EXIT_CODES:
         print(
-            f"FAILED: a rank crashed, hung or was lost (exit code {code}) in the check on the last "
-            "line above. The messages name the rank and the position."
+            f"FAILED: a rank crashed, hung or was lost (exit code {code}) during the check on the "
+            "last line above. The messages above name the rank and where it failed."
         )
         return 1
     return code

@@ -64,8 +64,8 @@ def report_result(
         f"{result.num_candidates:,} layouts of {result.num_grids:,} grids in "
         f"{result.search_seconds:.1f} s"
         f"{' (cached; --cache false searches again)' if result.from_cache else ''}; "
-        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids are not "
-        "divisible\n"
+        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids were left "
+        "out because their degrees do not divide the model or the batch\n"
     )
     print(
         *explain.candidate_table(result, wanted.top),
