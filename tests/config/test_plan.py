@@ -318,8 +318,8 @@ def test_divisors(number: int) -> None:
         (Plan(pipe=2, schedule="fifo"), "schedule='fifo' is unknown.", "Use '1f1b'."),  # type: ignore[arg-type]
         (
             Plan(pipe=2, max_in_flight=-1),
-            "virtual_stages=1, max_in_flight=-1 or stage_time_jitter=0.1 is out",
-            "0 and 0.1.",
+            "max_in_flight=-1 is too small.",
+            "Use max_in_flight=0.",
         ),
     ],
 )

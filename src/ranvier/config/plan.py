@@ -266,18 +266,25 @@ class Plan:
 
     def _pipe_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """Yields problems of the pipeline settings."""
-        if (
-            self.virtual_stages < 1
-            or self.max_in_flight < 0
-            or not 0.0 <= self.stage_time_jitter <= 2.0
-        ):
-            yield (
-                f"virtual_stages={self.virtual_stages}, max_in_flight={self.max_in_flight} or "
-                f"stage_time_jitter={self.stage_time_jitter} is out of range. virtual_stages is at "
-                "least 1, max_in_flight at least 0 and stage_time_jitter in [0, 2]. Use 1, 0 and "
-                "0.1."
+        problems = []
+        if self.virtual_stages < 1:
+            problems.append(
+                f"virtual_stages={self.virtual_stages} is too small. It must be at least 1. Use "
+                "virtual_stages=1."
             )
-            # The checks below assume values in range.
+        if self.max_in_flight < 0:
+            problems.append(
+                f"max_in_flight={self.max_in_flight} is too small. It must be at least 0, which "
+                "means as many as are useful. Use max_in_flight=0."
+            )
+        if not 0.0 <= self.stage_time_jitter <= 2.0:
+            problems.append(
+                f"stage_time_jitter={self.stage_time_jitter} is out of range. It must be in "
+                "[0, 2]. Use stage_time_jitter=0.1."
+            )
+        yield from problems
+        # The checks below assume values in range.
+        if problems:
             return
         if self.pipe == 1:
             odd = [f"virtual_stages={self.virtual_stages}"] * (self.virtual_stages > 1) + [
