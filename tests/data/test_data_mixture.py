@@ -167,10 +167,10 @@ def test_each_stream_of_a_mixture_has_epochs_of_its_own(streams: list[DocumentSt
     ("weights", "message"),
     [
         ([1], r"1 mixture weights for 3 corpora\. Each corpus needs one\."),
-        ([1, -1, 1], r"The mixture weight -1 is invalid\. It must be finite and at least 0"),
-        ([1, math.nan, math.inf], r"The mixture weight nan.*\nThe mixture weight inf"),
-        ([0, 0, 0], r"All 3 mixture weights are 0\. One must be positive"),
-        ([1, 10**400, 1], r"The mixture weight 10000.*It must be finite"),
+        ([1, -1, 1], r"mixture_weights has the weight -1\. Weights must be finite and at least 0"),
+        ([1, math.nan, math.inf], r"has the weight nan.*\nmixture_weights has the weight inf"),
+        ([0, 0, 0], r"All 3 mixture weights are 0\. At least one must be positive"),
+        ([1, 10**400, 1], r"has the weight 10000.*Weights must be finite"),
     ],
 )
 def test_senseless_weights_are_refused(

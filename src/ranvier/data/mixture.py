@@ -74,20 +74,23 @@ def stream_quotas(weights: Sequence[float]) -> list[int]:
 def check_weights(weights: Sequence[float], count: int) -> None:
     """Refuse invalid weights for a mixture of `count` corpora."""
     problems = []
-    remedy = "Set one weight per corpus, or none."
     if len(weights) != count:
         problems.append(
-            f"{len(weights)} mixture weights for {count} corpora. Each corpus needs one. {remedy}"
+            f"{len(weights)} mixture weights for {count} corpora. Each corpus needs one. Set one "
+            "weight per corpus, or none."
         )
     for weight in weights:
         # A comparison, since math.isfinite fails on an int beyond the range of floats.
         if not 0 <= weight <= sys.float_info.max:
             problems.append(
-                f"The mixture weight {weight!s:.40} is invalid. It must be finite and at least 0. "
-                f"{remedy}"
+                f"mixture_weights has the weight {weight!s:.40}. Weights must be finite and at "
+                "least 0. Use weights such as 0.7 and 0.3."
             )
     if not problems and not any(weights):
-        problems.append(f"All {count} mixture weights are 0. One must be positive. {remedy}")
+        problems.append(
+            f"All {count} mixture weights are 0. At least one must be positive. Use a weight above "
+            "0, or no weights, which mixes the corpora in proportion to their tokens."
+        )
     if sum(weight > 0 for weight in weights) > PERIOD_SAMPLES:
         problems.append(
             f"{count} corpora are too many. A run mixes at most {PERIOD_SAMPLES}. Merge some of "

@@ -149,10 +149,15 @@ def prepare_corpus(
     chat: for conversations; the tokens that `loss_on` names are marked. max_bytes: how much of
     "stdlib" is read. An `out` that already has the same corpus is left alone.
     """
-    if shard_tokens < 1 or not inputs:
+    if not inputs:
         raise PlanError(
-            f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be at least 1. "
-            "Pass an input and a larger shard size."
+            "`ranvier data prepare` was given no input. It needs at least one file or folder. Pass "
+            "one."
+        )
+    if shard_tokens < 1:
+        raise PlanError(
+            f"shard_tokens={shard_tokens} is too small. It must be at least 1. Leave it out to use "
+            f"{SHARD_TOKENS}."
         )
     out = Path(out)
     # Checked before hours of tokenization, not only at the final rename.
@@ -278,9 +283,11 @@ def _write_error(out: Path, error: OSError) -> DataError:
         where = f" ({error.filename})"
     else:
         where = ""
+    parent = out.absolute().parent
     return DataError(
-        f"{out} cannot be written: {error.strerror or error}{where}. A corpus is written next to "
-        "its target and then renamed. Free disk space, or choose another folder."
+        f"{out} cannot be written: {error.strerror or error}{where}. The corpus is written to a "
+        f"temporary folder in {parent} and then renamed. Make {parent} writable, free disk space "
+        "there, or choose another --output (for the cache, RANVIER_CACHE)."
     )
 
 

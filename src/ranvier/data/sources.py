@@ -310,7 +310,8 @@ def _read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
             records = json.loads(_read_text(path))
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: invalid JSON: {error}. It starts as an array of objects. Fix the file."
+                f"{path} is not valid JSON: {error}. A file that starts with [ must be one array "
+                "of objects. Fix the file, or write one object per line."
             ) from None
         for number, record in enumerate(records):
             at = f"{path}: record {number}"

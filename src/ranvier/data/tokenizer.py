@@ -423,7 +423,7 @@ def _standard_tokenizer(cache: Path) -> Tokenizer:
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror}. The standard tokenizer is stored in the "
-            "cache. Choose a writable cache folder."
+            "cache. Set RANVIER_CACHE to a writable directory."
         ) from None
     return made
 

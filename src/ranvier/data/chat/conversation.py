@@ -117,7 +117,8 @@ def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[
     question = _first_field(record, QUESTION_FIELDS)
     answer = _first_field(record, ANSWER_FIELDS)
     if question is None or answer is None:
-        raise _record_error(at, f"its fields are {', '.join(map(repr, record)) or 'none'}")
+        fields = ", ".join(map(repr, record)) or "none"
+        raise _record_error(at, f"the record is not a conversation; its fields are {fields}")
     # Alpaca's optional context for the instruction.
     more = record.get("input")
     asked = record[question]
@@ -150,13 +151,21 @@ def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, An
     role = one.get("role")
     content = one.get("content")
     if not isinstance(role, str) or not role:
-        raise _record_error(at, f"message {number} has the invalid role {role!r:.60}")
+        raise _record_error(
+            at,
+            f"message {number} has the role {role!r:.60}, which must be a non-empty string such as "
+            "'user'",
+        )
     if isinstance(content, list):
         good = all(isinstance(part, (str, dict)) for part in content)
     else:
         good = isinstance(content, str) or (content is None and role == ASSISTANT)
     if not good:
-        raise _record_error(at, f"message {number} has invalid content: {content!r:.60}")
+        raise _record_error(
+            at,
+            f"message {number} has the content {content!r:.60}, which must be a string or a list "
+            "of strings and objects",
+        )
     plain: dict[str, Any] = _repair_texts({k: v for k, v in one.items() if k != "weight"})
     # Only a message with tool calls may have no content.
     if content is None and not plain.get("tool_calls"):

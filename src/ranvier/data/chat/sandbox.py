@@ -306,5 +306,6 @@ class SandboxedTemplate:
         reason = reply.get("refused", reply.get("failed", "its reply is invalid"))
         return UnsafeInputError(
             f"The chat template {self.origin} was stopped: {reason!s:.200}. A template may only "
-            "format conversations. Use another data.chat_template."
+            "format text, within limits on time, memory and output. Shorten the conversation if it "
+            "is very long, or use another data.chat_template."
         )
