@@ -303,8 +303,8 @@ before(Trainer, "issue_step", _fill)
         words = [*WIDE, "--checkpoint.async-save=False"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK, faults={TRAINER: code})
         ended.expect(73, "No space left on device")
-        check("bytes free; the checkpoint of step" in ended.errors, ended.errors)
-        early, _, later = ended.errors.partition("bytes free; the checkpoint of step 4")
+        check("bytes free, but the checkpoint of step" in ended.errors, ended.errors)
+        early, _, later = ended.errors.partition("bytes free, but the checkpoint of step 4")
         check("No space" not in early and "step 6" in later, ended.errors)
         names = [path.name for path in folders.find_checkpoints(where / "run" / "checkpoints")]
         check(names == ["step-00000002", "step-00000004"], str(names))

@@ -304,8 +304,9 @@ class AsyncSaver:
         # A margin of 10 %, as the size is approximate.
         if free < 1.1 * needed:
             print(
-                f"Warning: {self.folder} has {free:,} bytes free; the checkpoint of step "
-                f"{self.step} needs about {needed:,}.",
+                f"Warning: {self.folder} has {free:,} bytes free, but the checkpoint of step "
+                f"{self.step} needs about {needed:,}. If the write fails, the run ends; earlier "
+                "checkpoints remain. Free disk space, or use a smaller checkpoint.keep_latest.",
                 file=sys.stderr,
             )
 

@@ -60,10 +60,12 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
     """
     if out.exists():
         raise PlanError(f"{out} already exists. It is not overwritten. Choose another path.")
-    if form not in ("checkpoint", "weights") or (dtype and dtype not in DTYPES_BY_NAME):
+    if form not in ("checkpoint", "weights"):
+        raise PlanError(f"--form {form} is unknown. Use checkpoint or weights.")
+    if dtype and dtype not in DTYPES_BY_NAME:
         raise PlanError(
-            f"form={form!r} with dtype={dtype!r} is not supported. Use form=checkpoint without a "
-            f"dtype, or form=weights with one of the dtypes {', '.join(DTYPES_BY_NAME)}."
+            f"--dtype {dtype} is unknown. Use one of {', '.join(DTYPES_BY_NAME)}, or leave it out "
+            "to keep the stored dtype."
         )
     if form == "checkpoint" and dtype:
         raise PlanError(
@@ -79,7 +81,7 @@ def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) ->
         if form == "checkpoint":
             names = _write_checkpoint(source, hidden)
         else:
-            names = _write_weights(source, hidden, DTYPES_BY_NAME.get(dtype))
+            names = _write_weights(checkpoint, source, hidden, DTYPES_BY_NAME.get(dtype))
         directory.rename_finished(hidden, out)
         checksummed_file.fsync_path(out.absolute().parent)
     # Both branches remove the partial output; only disk errors are explained with sizes.
@@ -136,14 +138,19 @@ def _write_checkpoint(source: CheckpointSource, here: Path) -> list[str]:
     return [rank_file.rank_file_names(number)[0] for number in range(len(groups))]
 
 
-def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | None) -> list[str]:
+def _write_weights(
+    checkpoint: Path, source: CheckpointSource, here: Path, dtype: torch.dtype | None
+) -> list[str]:
     """Write full weights under the names of their parameters, as safetensors with an index."""
     from safetensors.torch import save_file
 
     # Master weights are the parameters; the other tensors are optimizer states.
     names = [name for name in source.tensor_specs if name.endswith(".master")]
     if not names:
-        raise CheckpointError("The checkpoint has no weights. Convert a checkpoint of a run.")
+        raise CheckpointError(
+            f"{checkpoint} has no weights (no tensor NAME.master). Only checkpoints that `ranvier "
+            "train` or `ranvier import` wrote can be converted. Pass one of them."
+        )
     groups = list(_group_by_size(source, names))
     where = dict[str, str]()
     size = 0

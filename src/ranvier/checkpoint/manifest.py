@@ -193,17 +193,21 @@ def read_manifest(checkpoint: Path) -> CheckpointManifest:
             f"{MANIFEST_FORMAT}. Use the version that wrote the checkpoint."
         )
     try:
-        manifest = _parse_manifest(body)
+        manifest = _parse_manifest(body, path)
     # Any exception that a malformed manifest raises while it is parsed means damage.
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DamageError(
-            f"{path} is damaged: {type(error).__name__} {str(error)[:200]}."
+            f"{path} is damaged: it cannot be parsed ({type(error).__name__}: {str(error)[:200]}). "
+            "Use another checkpoint; `ranvier checkpoint ls RUN` lists them."
         ) from None
     return manifest
 
 
-def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
-    """Parse a manifest; raises built-in exceptions for impossible values."""
+def _parse_manifest(body: Mapping[str, Any], path: Path) -> CheckpointManifest:
+    """Parse a manifest; raises built-in exceptions for impossible values.
+
+    path: of the manifest, for errors.
+    """
     files = {
         str(name): BlockChecksums.from_hex(_parse_count(size), text)
         for name, (size, text) in body["files"].items()
@@ -212,7 +216,7 @@ def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
     for name in files:
         if not RANK_FILE_NAME.fullmatch(name):
             raise UnsafeInputError(
-                f"A manifest names the file {name!r:.100}. It may only name files such as "
+                f"{path} names the file {name!r:.100}. It may only name files such as "
                 "rank-00000.safetensors in its own directory. Do not use this checkpoint."
             )
     sizes = [sums.size for sums in files.values()]
