@@ -197,7 +197,7 @@ def test_unnamed_weights_are_refused_all_at_once() -> None:
 def test_a_name_the_model_has_not_is_refused() -> None:
     model = Unnamed()
     names = {"up": ("mlp", "embed"), "upp": ("mlp", "embed")}
-    with pytest.raises(ShardingError, match=r"dims contains 'upp'.*has .*up, gate"):
+    with pytest.raises(ShardingError, match=r"dims contains 'upp'.*Use one of .*up, gate"):
         parallelize(model, Grid({}), dims=names)
 
 

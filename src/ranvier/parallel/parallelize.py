@@ -457,8 +457,8 @@ def _swap_layers(
         if not hasattr(parent, attribute):
             raise ShardingError(
                 f"dims contains {path!r}, which the model does not have. A key of dims must be the "
-                f"name of a layer or parameter. {type(parent).__name__} has "
-                f"{', '.join(_member_names(parent))}."
+                f"name of a layer or parameter. Use one of {', '.join(_member_names(parent))} of "
+                f"{type(parent).__name__}, or remove the key."
             )
         child = getattr(parent, attribute)
         if isinstance(child, nn.Parameter):
