@@ -296,7 +296,11 @@ def resolve_device(run: RunConfig, me: ProcessInfo) -> torch.device:
     """Return the device of this rank."""
     kind = run.train.device
     if kind == "cuda" and not torch.cuda.is_available():
-        raise PlanError("train.device='cuda', but torch sees no CUDA device. Use 'cpu' or 'auto'.")
+        raise PlanError(
+            "train.device='cuda', but torch sees no CUDA device. It needs a GPU, a driver and a "
+            "CUDA build of torch; `ranvier doctor` shows which is missing. Fix that, or use "
+            "train.device='auto'."
+        )
     if kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", me.local_rank % torch.cuda.device_count())

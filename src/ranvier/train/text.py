@@ -51,7 +51,9 @@ class TextSource:
         if words > vocab:
             raise DataError(
                 f"model.vocab={vocab} is smaller than the {words} tokens of the tokenizer. The "
-                f"model needs an id for each of them. Use model.vocab={words} or more."
+                f"model needs an id for each of them. For a new model, use model.vocab={words} or "
+                "more; for a pretrained model, prepare the data with its tokenizer (`ranvier data "
+                "prepare --tokenizer MODEL`)."
             )
         data.check_vocab(vocab)
         return data

@@ -391,7 +391,10 @@ class Trainer:
         if spike and self.run.guard.on_spike == "rewind" and self.checkpointer.latest_checkpoints():
             guard.rewind_tokens = under.tokens
         elif spike and self.run.guard.on_spike == "rewind":
-            words += "The run cannot rewind: it has no checkpoint yet."
+            words += (
+                "The run cannot rewind, because it has no checkpoint yet, and continues. Use a "
+                "smaller checkpoint.interval."
+            )
         if words:
             self.warn_on_first_rank(words)
         self.stop_signal = self.stop_signal or int(signal)
@@ -499,7 +502,8 @@ class Trainer:
                 (folder / TIMELINE_FILE).write_text(json.dumps(facts))
             except OSError as error:
                 self.warn_on_first_rank(
-                    f"{folder / TIMELINE_FILE} cannot be written: {error.strerror}."
+                    f"{folder / TIMELINE_FILE} cannot be written: {error.strerror}. The run "
+                    "continues without it."
                 )
 
     def write_trace(self, events: list[trace.Event]) -> None:
@@ -510,7 +514,11 @@ class Trainer:
             trace.write_chrome_trace(path, {self.grid.rank: events})
         # The step is done but not saved yet: a failing trace must not end the run.
         except OSError as error:
-            print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+            print(
+                f"{path} cannot be written: {error.strerror}. The run continues without it.",
+                file=sys.stderr,
+                flush=True,
+            )
         if self.grid.rank == 0:
             print(trace.format_table(events))
             print(f"Traces: {folder}/trace-rank*.json (open them in Perfetto)")

@@ -199,7 +199,11 @@ class MemoryTracker:
             words = " ".join(offload_search.diff_options(self.placement, found.placement))
             lines.append(f"  {words}: {found.device_bytes / GIB:.3g} GiB, {slower:.2f}x the time")
         if not lines:
-            return [f"None of these changes fits into {limit / GIB:.3g} GiB. {MEMORY_REMEDY}"]
+            return [
+                "No change of the placement (recomputation, offloading, micro-batch) is predicted "
+                f"to fit into {limit / GIB:.3g} GiB. Use a smaller model.size or data.seq_len, or "
+                "more ranks on depth, row or col."
+            ]
         return ["The cheapest changes that are predicted to fit:", *lines]
 
     def _measure_rates(self, device: torch.device | None) -> DeviceRates:

@@ -271,9 +271,17 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
         random |= {name: x for name, x in part.items() if name.startswith(RNG_PREFIX)}
         # Loaded anyway, but with a warning.
         if not bool(rank_file.max_magnitude(x for x, _ in part.values()).isfinite()):
-            print(f"Warning: {checkpoint} has values that are not finite.", file=sys.stderr)
+            print(
+                f"Warning: {checkpoint} has values that are not finite, so the loss may be NaN. To "
+                "use an earlier checkpoint, set checkpoint.resume=PATH.",
+                file=sys.stderr,
+            )
     if left and state.grid.rank == 0:
-        print(f"Not in {checkpoint}, left unchanged: {', '.join(left)}", file=sys.stderr)
+        print(
+            f"{checkpoint} does not contain {', '.join(left)}; with checkpoint.strict=False they "
+            "keep their initial values.",
+            file=sys.stderr,
+        )
     # States or facts of the wrong form mean that the checkpoint is damaged; the next one is tried.
     try:
         for name, (row, _) in random.items():
@@ -283,7 +291,10 @@ def _load_checkpoint(run: RunConfig, state: TrainState, fingerprint: str, checkp
                 torch.cuda.set_rng_state(row[0].cpu(), state.device)
         _restore_facts(state, manifest)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise DamageError(f"{checkpoint} has invalid facts: {error!r:.200}.") from None
+        raise DamageError(
+            f"The training state in the manifest of {checkpoint} (counters, random states) cannot "
+            f"be restored: {error!r:.200}. Use another checkpoint with checkpoint.resume=PATH."
+        ) from None
 
 
 def _check_weight_names(
@@ -373,10 +384,19 @@ def _check_facts(manifest: CheckpointManifest, checkpoint: Path) -> None:
     kinds: Mapping[str, Any] = {"samples": int, "fingerprint": str}
     odd = [key for key, kind in kinds.items() if not isinstance(manifest.facts.get(key), kind)]
     step = folders.CHECKPOINT_NAME.fullmatch(checkpoint.name)
-    if odd or (step and int(step[1]) != manifest.step):
+    if odd:
+        if len(odd) == 1:
+            what = f"{odd[0]} is missing or has"
+        else:
+            what = f"{' and '.join(odd)} are missing or have"
         raise DamageError(
-            f"{checkpoint} does not match its manifest of step {manifest.step}. Invalid facts: "
-            f"{', '.join(odd) or 'none'}."
+            f"The manifest of {checkpoint} is damaged: {what} the wrong type. Use another "
+            "checkpoint."
+        )
+    if step and int(step[1]) != manifest.step:
+        raise DamageError(
+            f"{checkpoint} contains step {manifest.step}, which does not match its name. Restore "
+            "the name, or use another checkpoint."
         )
 
 
