@@ -60,12 +60,18 @@ def report_result(
         return
     print(title)
     print(*notes, sep="\n", end="\n" if notes else "")
+    if result.num_rejected_grids:
+        rejected = (
+            f"; {result.num_rejected_grids:,} grids were left out because their degrees do not "
+            "divide the model or the batch"
+        )
+    else:
+        rejected = ""
     print(
         f"{result.num_candidates:,} layouts of {result.num_grids:,} grids in "
         f"{result.search_seconds:.1f} s"
         f"{' (cached; --cache false searches again)' if result.from_cache else ''}; "
-        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids were left "
-        "out because their degrees do not divide the model or the batch\n"
+        f"{len(result.feasible_candidates):,} fit{rejected}\n"
     )
     print(
         *explain.candidate_table(result, wanted.top),
