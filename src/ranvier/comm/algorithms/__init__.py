@@ -1,0 +1,1 @@
+"""Algorithms of collectives as pure descriptions; imports no torch."""
