@@ -14,14 +14,17 @@ is executed (`comm.executor`), simulated and priced.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 OPERATIONS: tuple[Operation, ...] = ("all_gather", "reduce_scatter", "all_reduce")
 Level = Literal["intra", "inter"]
 """Ranks of the same node; ranks with the same position in their nodes."""
+Blocks = tuple[int, ...]
+"""Numbers of blocks; block i is that of the rank at index i of the axis."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,18 @@ class AxisShape:
         """Returns the shape of an axis with these nodes."""
         return cls(len(nodes), tuple(nodes))
 
-    @property
+    @cached_property
     def members(self) -> dict[int, tuple[int, ...]]:
         """Ranks of each node, in the order in which the axis reaches them."""
-        found: dict[int, tuple[int, ...]] = {}
+        found: dict[int, list[int]] = {}
         for index, node in enumerate(self.nodes):
-            found[node] = (*found.get(node, ()), index)
-        return found
+            found.setdefault(node, []).append(index)
+        return {node: tuple(ranks) for node, ranks in found.items()}
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes."""
-        return len(set(self.nodes))
+        return len(self.members)
 
     @property
     def is_even(self) -> bool:
@@ -64,13 +67,34 @@ class AxisShape:
         assert self.is_even, self.nodes
         return self.size // self.num_nodes
 
+    @cached_property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks at each position in their nodes, one of each node; of an even axis."""
+        assert self.is_even, self.nodes
+        return tuple(zip(*self.members.values(), strict=True))
+
+    def group(self, level: Level, index: int) -> tuple[int, ...]:
+        """Returns the ranks with which the rank at `index` communicates on a level."""
+        node_ranks = self.members[self.nodes[index]]
+        if level == "intra":
+            return node_ranks
+        return self.positions[node_ranks.index(index)]
+
+    def bytes_leaving(self, messages: Iterable[tuple[int, int, float]]) -> dict[int, float]:
+        """Returns how many bytes of messages `(source, target, bytes)` leave each node."""
+        leaving = dict.fromkeys(self.members, 0.0)
+        for source, target, num_bytes in messages:
+            if self.nodes[source] != self.nodes[target]:
+                leaving[self.nodes[source]] += num_bytes
+        return leaving
+
 
 @dataclass(frozen=True)
 class Transfer:
     """One side of a message of a round."""
 
     peer: int
-    blocks: tuple[int, ...]
+    blocks: Blocks
     """Blocks of the message, in the order of their data."""
     reduce: bool = False
     """Whether the receiver adds them to its own blocks instead of storing them."""
@@ -100,7 +124,7 @@ class GroupStep:
     level: Level
     ranks: tuple[int, ...]
     """Its members, as indices on the axis, in the order of their blocks."""
-    blocks: tuple[tuple[int, ...], ...]
+    blocks: tuple[Blocks, ...]
     engine: str
     """`native` or `shared_memory`."""
 
@@ -128,11 +152,18 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def limitation(self, operation: Operation, shape: AxisShape) -> str:
-        """Returns why an axis of this shape cannot use it; empty if it can."""
+        """Returns why an axis of this shape cannot use it, and what it can; empty if it can."""
 
     @abc.abstractmethod
     def steps(self, operation: Operation, shape: AxisShape, index: int) -> list[Step]:
-        """Returns the steps of the rank at `index`; all ranks have the same number of steps."""
+        """Returns the steps of the rank at `index`; all ranks have the same number of steps.
+
+        There are none if the axis has one rank, and if the engine runs the collective as a whole.
+        """
+
+    def needs_group(self, level: Level) -> bool:
+        """Returns whether it runs the backend's collectives on a level, which needs groups."""
+        return False
 
     @abc.abstractmethod
     def cost(self, operation: Operation, shape: AxisShape) -> ScheduleCost:
