@@ -55,7 +55,7 @@ def used(found: AxisRules) -> dict[str, Thresholds]:
 # ---- settings ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["auto", "shared_memory", *algorithm_names()])
+@pytest.mark.parametrize("name", ["auto", "shared_memory", "hierarchical/ring", *algorithm_names()])
 def test_a_name_is_for_all_axes(name: str) -> None:
     assert AlgorithmTable.parse(name) == AlgorithmTable(name)
 

@@ -12,9 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ranvier.comm.algorithm_table import AlgorithmTable, MeasuredRule
+from ranvier.comm.algorithms.schedule import AxisShape
 from ranvier.planner import algorithm_choice
-from ranvier.planner.algorithm_choice import TimingCurve, TimingModel
-from ranvier.planner.cluster import CollectiveTiming
+from ranvier.planner.algorithm_choice import (
+    TimingCurve,
+    TimingModel,
+    add_measured_rules,
+    choose_algorithms,
+    list_groups,
+)
+from ranvier.planner.cluster import Cluster, CollectiveTiming, load_cluster
 
 Floats = npt.NDArray[np.float64]
 SIZES = (2, 4, 8)
@@ -207,6 +215,96 @@ def test_the_choice_does_not_depend_on_the_order_of_rows() -> None:
     models = [TimingModel.fit(rows), TimingModel.fit(mixed)]
     for p, n in itertools.product(SIZES, BYTES):
         assert choose(models[0], size=p, num_bytes=n) == choose(models[1], size=p, num_bytes=n)
+
+
+# ---- clusters ---------------------------------------------------------------------------
+
+
+def measured_cluster(rows: Sequence[CollectiveTiming], *, cores: int = 2) -> Cluster:
+    return replace(load_cluster("dgx-a100"), name="node-1", timings=tuple(rows), cores=cores)
+
+
+CROSSING = (
+    *timings(lambda p, n: 2 * ring_seconds(p, n)),
+    *timings(ring_seconds, "ring"),
+    *timings(tree_seconds, "bruck"),
+)
+
+
+def test_choices_of_a_cluster_change_where_the_model_changes_its_own() -> None:
+    found = choose_algorithms(measured_cluster(CROSSING), "all_gather", 8, 1)
+    assert [name for _, name in found] == ["bruck", "ring"]
+    model = TimingModel.fit(CROSSING)
+    start = found[1][0]
+    assert choose(model, num_bytes=start) == "ring"
+    assert choose(model, num_bytes=start // 2) == "bruck"
+
+
+def test_algorithms_that_a_group_cannot_use_are_not_chosen() -> None:
+    rows = [
+        *timings(ring_seconds),
+        *timings(lambda p, n: 0.3 * ring_seconds(p, n), "shared_memory"),
+        *timings(lambda p, n: 0.4 * ring_seconds(p, n), "doubling"),
+        *timings(lambda p, n: 0.5 * ring_seconds(p, n), "bruck"),
+        # From a version with other algorithms.
+        *timings(lambda p, n: 0.1 * ring_seconds(p, n), "butterfly"),
+    ]
+    host = measured_cluster(rows)
+    gpus = measured_cluster(rows, cores=0)
+    assert choose_algorithms(host, "all_gather", 4, 1) == ((0, "shared_memory"),)
+    assert choose_algorithms(gpus, "all_gather", 4, 1) == ((0, "doubling"),)
+    assert choose_algorithms(gpus, "all_gather", 6, 1) == ((0, "bruck"),)
+
+
+def test_without_a_choice_there_are_no_rules() -> None:
+    alone = measured_cluster(timings(ring_seconds))
+    assert choose_algorithms(alone, "all_gather", 4, 1) == ()
+    unknown = measured_cluster(timings(ring_seconds) + timings(ring_seconds, "butterfly"))
+    assert choose_algorithms(unknown, "all_gather", 4, 1) == ()
+    no_native = measured_cluster(timings(ring_seconds, "ring"))
+    assert choose_algorithms(no_native, "all_gather", 4, 1) == ()
+    for op, nodes in (("all_reduce", 1), ("all_gather", 2)):
+        assert choose_algorithms(measured_cluster(CROSSING), op, 4, nodes) == ()
+
+
+def test_a_table_gets_the_choices_of_a_cluster() -> None:
+    cluster = measured_cluster(CROSSING)
+    table = add_measured_rules(AlgorithmTable(), cluster, [(1, 1), (8, 1), (4, 1), (4, 2)])
+    assert table.measured == tuple(
+        MeasuredRule("all_gather", size, 1, choose_algorithms(cluster, "all_gather", size, 1))
+        for size in (4, 8)
+    )
+    assert table.source == "measured on node-1"
+    rules = table.rules_for(("row",), AxisShape.of_nodes([0] * 8), backend="gloo", on_host=True)
+    assert rules.algorithm("all_gather", 1024) == "bruck"
+    assert rules.algorithm("all_gather", 2**26) == "ring"
+    assert add_measured_rules(AlgorithmTable(), cluster, [(8, 1)], host="node-1").measured
+
+
+@pytest.mark.parametrize(
+    ("cluster", "host", "source"),
+    [
+        (None, "node-1", "default; `ranvier measure` finds the fastest"),
+        (measured_cluster([]), "", "default; node-1 has no timings"),
+        (measured_cluster(timings(ring_seconds)), "", "default; node-1 has no timings"),
+        (measured_cluster(CROSSING), "node-2", "the timings are of node-1, not of node-2"),
+    ],
+)
+def test_without_timings_of_this_machine_the_default_is_stated(
+    cluster: Cluster | None, host: str, source: str
+) -> None:
+    table = add_measured_rules(AlgorithmTable(), cluster, [(4, 1)], host=host)
+    assert table.measured == () and source in table.source
+    shape = AxisShape.of_nodes([0] * 4)
+    rules = table.rules_for(("row",), shape, backend="gloo", on_host=True)
+    assert rules.algorithms == {"shared_memory"}
+    assert source in table.describe({("row",): rules})
+
+
+def test_groups_of_a_grid() -> None:
+    assert list_groups(8, 4) == [(2, 1), (2, 2), (4, 1), (4, 2), (8, 2)]
+    assert list_groups(6, 8) == [(2, 1), (3, 1), (6, 1)]
+    assert list_groups(1, 8) == []
 
 
 # ---- regret -----------------------------------------------------------------------------

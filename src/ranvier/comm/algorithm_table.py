@@ -211,6 +211,17 @@ class AlgorithmTable:
 # ---- algorithms of an axis --------------------------------------------------------------
 
 
+def is_algorithm(name: str) -> bool:
+    """Returns whether there is an algorithm with this name."""
+    if name == SHARED_MEMORY:
+        return True
+    try:
+        find_algorithm(name)
+    except PlanError:
+        return False
+    return True
+
+
 def has_operation(name: str, op: str) -> bool:
     """Returns whether an algorithm implements an operation."""
     return name in (NATIVE, SHARED_MEMORY) or op in find_algorithm(name).operations
@@ -346,11 +357,7 @@ def _find_axis_problems(axes: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 def _find_name_problems(names: Iterable[str]) -> Iterator[str]:
     for name in dict.fromkeys(names):
-        if name in (AUTO, SHARED_MEMORY):
-            continue
-        try:
-            find_algorithm(name)
-        except PlanError:
+        if name != AUTO and not is_algorithm(name):
             known = [AUTO, SHARED_MEMORY, *algorithm_names()]
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             yield (

@@ -14,8 +14,11 @@ separately.
 
 Some backends are erratic: neighbouring sizes differ by a factor of 100. Algorithms are compared by
 log time plus a fraction of the error of their own leave-one-out predictions, so that among almost
-equal ones the predictable one is chosen. Written in plain Python, because planning imports neither
-numpy nor torch; a curve of 50 timings is fitted in about 20 ms.
+equal ones the predictable one is chosen.
+
+`choose_algorithms` makes the choice for a group of a cluster, once for both the planner, which
+prices what a run will take, and the run (`comm.algorithm_table`). Written in plain Python, because
+planning imports neither numpy nor torch; a curve of 50 timings is fitted in about 20 ms.
 """
 
 from __future__ import annotations
@@ -27,9 +30,19 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import mul
 
+from ranvier.comm.algorithm_table import (
+    NATIVE,
+    TABLE_OPERATIONS,
+    AlgorithmTable,
+    MeasuredRule,
+    Thresholds,
+    available_algorithms,
+    choose_by_bytes,
+    is_algorithm,
+)
+from ranvier.comm.algorithms.schedule import AxisShape
 from ranvier.planner.cluster import Cluster, CollectiveTiming
 
-NATIVE = "native"
 MARGIN = 0.05
 """An algorithm is chosen only if it takes at least this share less time than `native`."""
 RANKS_SCALE = 2.0
@@ -273,7 +286,71 @@ def _measured_speedups(
     ]
 
 
+# ---- choices on a cluster ---------------------------------------------------------------
+
+
 @lru_cache(maxsize=64)
 def fit_timing_model(cluster: Cluster) -> TimingModel:
     """Returns the model of the timings of a cluster."""
     return TimingModel.fit(cluster.timings)
+
+
+@lru_cache(maxsize=10_000)
+def choose_algorithms(cluster: Cluster, op: str, size: int, nodes: int) -> Thresholds:
+    """Returns the algorithms that a run takes for an operation of a group, by bytes.
+
+    Empty if nothing but `native` was measured for such groups.
+    """
+    model = fit_timing_model(cluster)
+    # Files may have algorithms of another version of the package.
+    names = [name for name in model.algorithms(op, nodes) if is_algorithm(name)]
+    if {*names} <= {NATIVE} or NATIVE not in names:
+        return ()
+    shape = AxisShape.of_nodes([rank * nodes // size for rank in range(size)])
+    usable = available_algorithms(names, op, shape, on_host=bool(cluster.cores))
+    return choose_by_bytes(
+        lambda num_bytes: model.choose(
+            op, size=size, nodes=nodes, num_bytes=num_bytes, candidates=usable
+        )
+    )
+
+
+def add_measured_rules(
+    table: AlgorithmTable,
+    cluster: Cluster | None,
+    groups: Iterable[tuple[int, int]],
+    *,
+    host: str = "",
+) -> AlgorithmTable:
+    """Returns the table with what `auto` takes by the timings of a cluster, and why if it cannot.
+
+    groups: ranks and nodes of the axes of a run. host: name of this host, which must be that of the
+    cluster; empty if the user has named the cluster.
+    """
+    if cluster is None:
+        return table.with_measured([], source="default; `ranvier measure` finds the fastest")
+    if host and cluster.name != host:
+        reason = f"default; the timings are of {cluster.name}, not of {host}"
+        return table.with_measured([], source=reason)
+    rules = [
+        MeasuredRule(op, size, nodes, choose_algorithms(cluster, op, size, nodes))
+        for size, nodes in sorted({*groups})
+        for op in TABLE_OPERATIONS
+        if size > 1 and choose_algorithms(cluster, op, size, nodes)
+    ]
+    if rules:
+        return table.with_measured(rules, source=f"measured on {cluster.name}")
+    reason = f"default; {cluster.name} has no timings, `ranvier measure` adds them"
+    return table.with_measured([], source=reason)
+
+
+def list_groups(world_size: int, ranks_per_node: int) -> list[tuple[int, int]]:
+    """Returns ranks and nodes of the axes that a grid may have, equally many per node."""
+    most_nodes = -(-world_size // ranks_per_node)
+    return [
+        (size, nodes)
+        for size in range(2, world_size + 1)
+        if world_size % size == 0
+        for nodes in range(1, min(size, most_nodes) + 1)
+        if size % nodes == 0 and size // nodes <= ranks_per_node
+    ]
