@@ -31,9 +31,11 @@ from functools import lru_cache
 from operator import mul
 
 from ranvier.comm.algorithm_table import (
+    GRID_BYTES,
     NATIVE,
     TABLE_OPERATIONS,
     AlgorithmTable,
+    AxisRules,
     MeasuredRule,
     Thresholds,
     available_algorithms,
@@ -313,6 +315,44 @@ def choose_algorithms(cluster: Cluster, op: str, size: int, nodes: int) -> Thres
             op, size=size, nodes=nodes, num_bytes=num_bytes, candidates=usable
         )
     )
+
+
+def predict_speedup(
+    cluster: Cluster, op: str, *, size: int, nodes: int, num_bytes: float
+) -> tuple[str, float]:
+    """Returns the algorithm that a run takes, and the time of `native` over its own."""
+    rows = _list_speedups(cluster, op, size, nodes)
+    if not rows:
+        return NATIVE, 1.0
+    # Linear in log time between the sizes at which the choice is made.
+    place = math.log2(num_bytes / GRID_BYTES[0]) if num_bytes > GRID_BYTES[0] else 0.0
+    index = min(int(place), len(rows) - 1)
+    name, start, end = rows[index]
+    return name, math.exp(start + (end - start) * min(place - index, 1.0))
+
+
+@lru_cache(maxsize=10_000)
+def _list_speedups(
+    cluster: Cluster, op: str, size: int, nodes: int
+) -> tuple[tuple[str, float, float], ...]:
+    """Returns the algorithm for each of GRID_BYTES, and its log speedups there and at the next."""
+    thresholds = choose_algorithms(cluster, op, size, nodes)
+    if not thresholds:
+        return ()
+    model = fit_timing_model(cluster)
+    rules = AxisRules({op: thresholds})
+    found = []
+    for num_bytes in GRID_BYTES:
+        name = rules.algorithm(op, num_bytes)
+        ends = [
+            model.rank_algorithms(
+                op, size=size, nodes=nodes, num_bytes=each, candidates=[NATIVE, name]
+            )
+            for each in (num_bytes, 2 * num_bytes)
+        ]
+        start, end = (math.log(times[NATIVE] / times[name]) for times in ends)
+        found.append((name, start, end))
+    return tuple(found)
 
 
 def add_measured_rules(
