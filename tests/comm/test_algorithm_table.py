@@ -75,7 +75,7 @@ def test_axes_have_their_own_algorithms() -> None:
         ("atuo", "'atuo'", "Use auto."),
         ("sharedmemory", "'sharedmemory'", "Use shared_memory."),
         ("hierarchical/brck/native", "'hierarchical/brck/native'", "hierarchical/bruck/native."),
-        ("row=dubling", "'dubling'", "Use doubling."),
+        ("row=doublinng", "'doublinng'", "Use doubling."),
         ("row=", "''", "Use "),
         ("row=ring=bruck", "'ring=bruck'", "Use "),
         ("rwo=ring", "axis 'rwo'", "Use row."),
