@@ -10,7 +10,13 @@ import pytest
 
 from ranvier.errors import PlanError
 from ranvier.planner import cluster
-from ranvier.planner.cluster import AttentionRate, MatmulRate, MeasuredCollective, MeasuredRate
+from ranvier.planner.cluster import (
+    AttentionRate,
+    CollectiveTiming,
+    MatmulRate,
+    MeasuredCollective,
+    MeasuredRate,
+)
 
 SHEET = Path(__file__).parents[2] / "benchmarks" / "data" / "hardware.csv"
 
@@ -24,9 +30,58 @@ def test_a_cluster_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
         attention=(AttentionRate(2048, 64, "bf16", 1e13, 2e13),),
         rates=(MeasuredRate("memory", 1.5e12, 4),),
     )
-    made = replace(found, device=device, collectives=(MeasuredCollective("send", 2, 1e-5, 1e9),))
+    collectives = (
+        MeasuredCollective("send", 2, 1e-5, 1e9),
+        MeasuredCollective("all_reduce", 2, 1e-5, 1e9, algorithm="shared_memory"),
+    )
+    made = replace(found, device=device, collectives=collectives, timings=TIMINGS)
     cluster.write_cluster(made, tmp_path / "made.toml")
     assert cluster.read_cluster(tmp_path / "made.toml") == made
+
+
+TIMINGS = (
+    CollectiveTiming("all_gather", "ring", 4, 2, 4096, 1.5e-4, groups=2),
+    CollectiveTiming("all_gather", "ring", 4, 2, 65536, 0.0125, groups=2),
+    CollectiveTiming("all_gather", "native", 4, 2, 4096, 3e-4, groups=2),
+    CollectiveTiming("all_gather", "ring", 4, 2, 2**20, 1.0, groups=1),
+)
+
+
+def test_sizes_of_one_algorithm_share_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "made.toml"
+    cluster.write_cluster(replace(cluster.load_cluster("dgx-a100"), timings=TIMINGS), path)
+    text = path.read_text()
+    assert text.count("[[timings]]") == 3
+    assert "bytes = [4096, 65536]\nseconds = [0.00015, 0.0125]\n" in text
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        "bytes = [1, 2]\nseconds = [0.1]",
+        "bytes = [1]\nseconds = [0.0]",
+        "bytes = [0]\nseconds = [0.1]",
+        "bytes = [1]\nseconds = [nan]",
+        "seconds = [0.1]",
+    ],
+)
+def test_damaged_timings_are_refused(points: str, tmp_path: Path) -> None:
+    path = tmp_path / "made.toml"
+    cluster.write_cluster(cluster.load_cluster("dgx-a100"), path)
+    row = 'op = "all_gather"\nalgorithm = "ring"\nsize = 4\nnodes = 1'
+    path.write_text(f"{path.read_text()}\n[[timings]]\n{row}\n{points}\n")
+    with pytest.raises(PlanError, match="cannot be read"):
+        cluster.read_cluster(path)
+
+
+def test_a_file_of_an_earlier_version_has_native_rows_only(tmp_path: Path) -> None:
+    path = tmp_path / "made.toml"
+    cluster.write_cluster(cluster.load_cluster("dgx-a100"), path)
+    row = 'op = "send"\nsize = 2\nlatency = 1e-05\nbandwidth = 1e9'
+    path.write_text(f"{path.read_text()}\n[[collectives]]\n{row}\n")
+    found = cluster.read_cluster(path)
+    assert found.collectives == (MeasuredCollective("send", 2, 1e-5, 1e9, algorithm="native"),)
+    assert found.timings == ()
 
 
 def test_devices_are_as_in_the_published_table() -> None:

@@ -18,13 +18,14 @@ from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.planner import cluster
-from ranvier.planner.cluster import Cluster, MatmulRate, MeasuredRate
+from ranvier.planner.cluster import Cluster, CollectiveTiming, MatmulRate, MeasuredRate
 from ranvier.planner.frameworks import RANVIER
 from ranvier.planner.microbenchmarks import BenchmarkShapes, Microbenchmark
 from ranvier.planner.model_spec import load_shipped_spec
 from ranvier.planner.predict import Candidate, Workload, predict_step
 from ranvier.planner.time import shared_cores
 from ranvier.planner.time.compute import ComputeContext, Fp8Scaling, block_times
+from ranvier.planner.time.links import RankGroup, collective_seconds
 from ranvier.tools import benchmark_cluster, calibrate
 
 CPU = torch.device("cpu")
@@ -180,6 +181,38 @@ def test_a_run_brings_the_cluster_nearer(
     assert "before" in said and "(-50" in said
     after = sum(seconds(cluster.read_cluster(path), data=2).values())
     assert after == pytest.approx(2.0 * sum(parts.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("own_row", [False, True])
+def test_calls_are_compared_with_the_algorithm_that_they_took(own_row: bool) -> None:
+    """A run that takes twice as long as its algorithm, which is four times as fast as native."""
+    made = machine()
+    native = next(row for row in made.collectives if (row.op, row.size) == ("all_gather", 2))
+    if own_row:
+        fast = replace(
+            native,
+            algorithm="shared_memory",
+            latency=native.latency / 4,
+            bandwidth=native.bandwidth * 4,
+        )
+        made = replace(made, collectives=(*made.collectives, fast))
+    timings = [
+        CollectiveTiming("all_gather", name, 2, 1, n, factor * (1e-4 + 1e-9 * n))
+        for name, factor in (("native", 1.0), ("shared_memory", 0.25))
+        for n in (4**i for i in range(5, 14))
+    ]
+    made = replace(made, per_node=2, timings=tuple(timings))
+    run = RunConfig(plan=Plan(data=2))
+    run = replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check_and_resolve(2)
+    pair = RankGroup(2, 2)
+    before = collective_seconds(made, "all_gather", 2**20, pair)
+    assert before == pytest.approx(
+        collective_seconds(replace(made, timings=()), "all_gather", 2**20, pair) / 4, rel=0.02
+    )
+    seen = calibrate.RunTiming(1.0, 0.0, {("all_gather", 2): [(2**20, 2 * before)]})
+    after = calibrate._fit_collectives(run, seen, made)
+    assert collective_seconds(after, "all_gather", 2**20, pair) == pytest.approx(2 * before)
+    assert after.timings == made.timings
 
 
 def test_a_run_too_short_or_of_another_machine_is_refused(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ direction.
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import platform
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -90,6 +91,25 @@ class MeasuredCollective:
     """Concurrent groups inside a node."""
     nodes: int = 1
     """Nodes that the group covers."""
+    algorithm: str = "native"
+    """`native` is that of the backend."""
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """Measured time of one collective with one algorithm and one size of its tensor."""
+
+    op: str
+    algorithm: str
+    size: int
+    """Ranks of the group."""
+    nodes: int
+    """Nodes that the group covers."""
+    bytes: int
+    """Bytes of the full (gathered or reduced) tensor."""
+    seconds: float
+    groups: int = 1
+    """Concurrent groups inside a node."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +226,8 @@ class Cluster:
     host: HostSpec = HostSpec()
     collectives: tuple[MeasuredCollective, ...] = ()
     """Measurements; they replace `link` and `network` for groups of the same shape."""
+    timings: tuple[CollectiveTiming, ...] = ()
+    """Times of algorithms of collectives, from which the fastest is chosen."""
     straggle: float = 0.01
     """Slowdown of a step per doubling of the nodes (noise, dragonfly networks)."""
     cores: int = 0
@@ -342,6 +364,10 @@ ROW_TYPES: Mapping[str, type] = {
 }
 
 
+TIMING_LISTS = ("bytes", "seconds")
+"""Fields of timings that are lists in a file."""
+
+
 def _parse_device(facts: Mapping[str, Any]) -> Device:
     """Returns a device from its table. Missing values come from the device named by `base`."""
     made = dict(facts)
@@ -371,7 +397,21 @@ def _parse_cluster(facts: Mapping[str, Any]) -> Cluster:
     if "host" in made:
         made["host"] = HostSpec(**made["host"])
     made["collectives"] = tuple(MeasuredCollective(**row) for row in made.get("collectives", ()))
+    made["timings"] = _parse_timings(made.get("timings", ()))
     return Cluster(**made)
+
+
+def _parse_timings(tables: Iterable[Mapping[str, Any]]) -> tuple[CollectiveTiming, ...]:
+    """Returns one row for each size of the tables, which have lists of bytes and seconds."""
+    found = []
+    for table in tables:
+        group = dict(table)
+        points = zip(group.pop("bytes"), group.pop("seconds"), strict=True)
+        for size, seconds in points:
+            if size <= 0 or not 0.0 < seconds < math.inf:
+                raise ValueError(f"timings of {size} bytes in {seconds} seconds")
+            found.append(CollectiveTiming(**group, bytes=size, seconds=seconds))
+    return tuple(found)
 
 
 def _format_cluster(made: Cluster) -> str:
@@ -389,7 +429,21 @@ def _format_cluster(made: Cluster) -> str:
     for name, several in [*rows, ("collectives", made.collectives)]:
         for row in several:
             lines += ["", f"[[{name}]]", *_format_fields(row)]
+    lines += _format_timings(made.timings)
     return "\n".join(lines) + "\n"
+
+
+def _format_timings(rows: Sequence[CollectiveTiming]) -> list[str]:
+    """Formats consecutive rows of one algorithm and group as a table with lists."""
+    # A table for each row would make a file of thousands of lines.
+    lines = []
+    for group, same in itertools.groupby(rows, lambda row: replace(row, bytes=0, seconds=0.0)):
+        points = [*same]
+        lines += ["", "[[timings]]"]
+        lines += [line for line in _format_fields(group) if not line.startswith(TIMING_LISTS)]
+        for name in TIMING_LISTS:
+            lines.append(f"{name} = {_format_value(tuple(getattr(row, name) for row in points))}")
+    return lines
 
 
 def _format_fields(one: Any) -> list[str]:

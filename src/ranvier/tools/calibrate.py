@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ranvier.comm.algorithm_table import NATIVE
 from ranvier.comm.bandwidth import wire_bytes
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
@@ -30,6 +31,7 @@ from ranvier.errors import PlanError
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, Link, MeasuredCollective
 from ranvier.planner.predict import Prediction
+from ranvier.planner.time.links import RankGroup, algorithm_time_ratio
 from ranvier.system import safe_files
 from ranvier.system.terminal import print
 from ranvier.tools.benchmark_cluster import scale_cluster
@@ -138,11 +140,20 @@ def _comm_seconds(said: Prediction) -> dict[str, float]:
 def _slowdown_factor(key: tuple[str, int], calls: list[tuple[int, float]], made: Cluster) -> float:
     """Returns the seconds of calls, relative to the time by the matching row of the cluster."""
     op, size = key
-    rows = [row for row in made.collectives if row.op == op and row.size == size]
+    rows = [
+        row for row in made.collectives if (row.op, row.size, row.algorithm) == (op, size, NATIVE)
+    ]
     if not rows:
         return 1.0
     row = rows[-1]
-    said = sum(row.latency + wire_bytes(op, size, whole) / row.bandwidth for whole, _ in calls)
+    ranks = RankGroup(size, max(size // row.nodes, 1))
+    # The run took the algorithms that the planner prices. All rows and links are scaled alike, so
+    # that their ratios, which the timings determine, stay the same.
+    said = sum(
+        (row.latency + wire_bytes(op, size, whole) / row.bandwidth)
+        * algorithm_time_ratio(made, op, whole, ranks)
+        for whole, _ in calls
+    )
     return sum(seconds for _, seconds in calls) / max(said, 1e-12)
 
 

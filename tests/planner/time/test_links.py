@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from ranvier.config.plan import AXES
-from ranvier.planner.cluster import Cluster, Efficiency, Link, MeasuredCollective, load_cluster
+from ranvier.planner.cluster import (
+    Cluster,
+    CollectiveTiming,
+    Efficiency,
+    Link,
+    MeasuredCollective,
+    load_cluster,
+)
 from ranvier.planner.time import links
-from ranvier.planner.time.links import RankGroup, collective_seconds, locate_group
+from ranvier.planner.time.links import (
+    RankGroup,
+    algorithm_time_ratio,
+    collective_seconds,
+    locate_group,
+)
 
 SIZE = 8 * 10**9
 
@@ -72,6 +85,76 @@ def test_measured_collectives_are_used_instead() -> None:
     assert found == pytest.approx(1e-3 + 7 / 8)
     found = collective_seconds(plain(collectives=rows), "reduce_scatter", 10**9, RankGroup(2, 2))
     assert found == pytest.approx(1e-4 + 1 / 2 / 2)
+
+
+def timings(factor: float, algorithm: str, **more: int) -> list[CollectiveTiming]:
+    """Timings of 1 ms plus 1 ns per byte, times a factor."""
+    return [
+        CollectiveTiming("all_gather", algorithm, 8, more.get("nodes", 1), n, seconds * factor)
+        for n in (4**i for i in range(5, 15))
+        for seconds in [1e-3 + 1e-9 * n]
+    ]
+
+
+EIGHT = RankGroup(8, 8)
+
+
+def test_a_collective_is_priced_with_the_algorithm_that_a_run_takes() -> None:
+    before = plain(collectives=(MeasuredCollective("all_gather", 8, 1e-3, 1e9),))
+    rows = (*timings(1.0, "native"), *timings(0.5, "bruck"), *timings(0.8, "ring"))
+    after = replace(before, timings=rows)
+    for size in (1, 5000, 2**20 + 1, 2**31):
+        slow, fast = (collective_seconds(one, "all_gather", size, EIGHT) for one in (before, after))
+        assert slow / fast == pytest.approx(2.0, rel=0.02)
+        assert algorithm_time_ratio(after, "all_gather", size, EIGHT) == fast / slow
+        assert algorithm_time_ratio(before, "all_gather", size, EIGHT) == 1.0
+    # Nothing else was measured.
+    for op, ranks in (("reduce_scatter", EIGHT), ("all_gather", RankGroup(8, 4))):
+        assert collective_seconds(after, op, 2**20, ranks) == collective_seconds(
+            before, op, 2**20, ranks
+        )
+
+
+def test_a_row_of_the_algorithm_takes_precedence_over_its_timings() -> None:
+    rows = (
+        MeasuredCollective("all_gather", 8, 1e-3, 1e9),
+        MeasuredCollective("all_gather", 8, 1e-5, 4e9, algorithm="bruck"),
+    )
+    without = plain(collectives=rows)
+    assert collective_seconds(without, "all_gather", 10**9, EIGHT) == pytest.approx(1e-3 + 7 / 8)
+    found = replace(without, timings=(*timings(1.0, "native"), *timings(0.5, "bruck")))
+    assert collective_seconds(found, "all_gather", 10**9, EIGHT) == pytest.approx(1e-5 + 7 / 32)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        timings(1.0, "native"),
+        timings(1.0, "native") + timings(0.97, "bruck"),
+        timings(1.0, "native") + timings(0.3, "shared_memory"),  # not between GPUs
+        timings(1.0, "native") + timings(0.3, "butterfly"),
+        timings(0.3, "bruck"),
+    ],
+)
+def test_timings_that_a_run_does_not_use_change_nothing(rows: list[CollectiveTiming]) -> None:
+    before = plain()
+    after = replace(before, timings=tuple(rows))
+    for size in (1, 2**20, 2**30):
+        assert collective_seconds(after, "all_gather", size, EIGHT) == collective_seconds(
+            before, "all_gather", size, EIGHT
+        )
+
+
+def test_speedups_are_continuous_where_the_algorithm_stays() -> None:
+    rows = [
+        replace(row, seconds=row.seconds * 0.3 * (row.bytes / 1024) ** 0.04)
+        for row in timings(1.0, "bruck")
+    ]
+    found = plain(timings=(*timings(1.0, "native"), *rows))
+    sizes = [2.0 ** (10 + i / 8) for i in range(160)]
+    times = [algorithm_time_ratio(found, "all_gather", size, EIGHT) for size in sizes]
+    steps = [b / a for a, b in itertools.pairwise(times)]
+    assert min(steps) > 0.999 and 1.001 < max(steps) < 1.01
 
 
 def test_placement_decides_who_is_in_a_node() -> None:

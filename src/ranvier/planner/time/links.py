@@ -7,7 +7,8 @@ A group of g ranks has `ranks_per_node` of them in each node it covers. A ring c
 through each of its links. Inside a node this is the device's link. Between nodes it is the node's
 network cards, which all groups of the node share: a group has `ranks_per_node`/devices of them. In
 an all-to-all each rank sends its own bytes through its own share of the cards. Measurements for
-groups of the same shape take precedence.
+groups of the same shape take precedence. If a cluster has timings of several algorithms, a
+collective is priced with the one that a run takes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ranvier.comm.algorithm_table import NATIVE
+from ranvier.planner.algorithm_choice import predict_speedup
 from ranvier.planner.cluster import Cluster, MeasuredCollective
 
 NETWORK_EFFICIENCY = 0.95
@@ -58,15 +61,40 @@ def locate_group(
 
 @lru_cache(maxsize=100_000)
 def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
-    """Returns the seconds of one collective whose full tensor has `size` bytes."""
+    """Returns the seconds of one collective whose full tensor has `size` bytes.
+
+    It uses the algorithm that a run takes by the timings of the cluster.
+    """
     if ranks.size <= 1 or size <= 0:
         return 0.0
-    ring = (ranks.size - 1) / ranks.size
-    shares = {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}
-    # An all-to-all between nodes is limited by the bytes that leave the node.
-    if ranks.num_nodes > 1:
-        shares["all_to_all"] = (ranks.num_nodes - 1) / ranks.num_nodes
-    wire = size * shares.get(op, ring)
+    native = _seconds_of_backend(cluster, op, size, ranks)
+    if not cluster.timings:
+        return native
+    name, speedup = predict_speedup(
+        cluster, op, size=ranks.size, nodes=ranks.num_nodes, num_bytes=size
+    )
+    if name == NATIVE:
+        return native
+    row = find_measured_collective(cluster, op, ranks, name)
+    if row is not None:
+        return row.latency + _wire_bytes(op, size, ranks) / row.bandwidth
+    # Timings are only compared with each other: those of `native` may differ from its row, which
+    # runs have calibrated.
+    return native / speedup
+
+
+def algorithm_time_ratio(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
+    """Returns the time with the algorithm that a run takes over that of the backend's own."""
+    if ranks.size <= 1 or size <= 0:
+        return 1.0
+    return collective_seconds(cluster, op, size, ranks) / _seconds_of_backend(
+        cluster, op, size, ranks
+    )
+
+
+def _seconds_of_backend(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
+    """Returns the seconds of one collective with the algorithm of the backend."""
+    wire = _wire_bytes(op, size, ranks)
     row = find_measured_collective(cluster, op, ranks)
     if row is not None:
         return row.latency + wire / row.bandwidth
@@ -74,6 +102,16 @@ def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup)
     return wire / _ring_bandwidth(cluster, op, ranks) + rounds * _total_latency(
         cluster, *_count_hops(op, ranks), ranks
     )
+
+
+def _wire_bytes(op: str, size: float, ranks: RankGroup) -> float:
+    """Returns the bytes that a ring carries through each of its links."""
+    ring = (ranks.size - 1) / ranks.size
+    shares = {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}
+    # An all-to-all between nodes is limited by the bytes that leave the node.
+    if ranks.num_nodes > 1:
+        shares["all_to_all"] = (ranks.num_nodes - 1) / ranks.num_nodes
+    return size * shares.get(op, ring)
 
 
 def _count_hops(op: str, ranks: RankGroup) -> tuple[int, int]:
@@ -124,13 +162,13 @@ def _ring_bandwidth(cluster: Cluster, op: str, ranks: RankGroup) -> float:
 
 @lru_cache(maxsize=10_000)
 def find_measured_collective(
-    cluster: Cluster, op: str, ranks: RankGroup
+    cluster: Cluster, op: str, ranks: RankGroup, algorithm: str = NATIVE
 ) -> MeasuredCollective | None:
     """Returns the measurement of the most similar groups; None if there is none."""
     # An all-gather moves as many bytes as a reduce-scatter and can replace it.
     alike = {"reduce_scatter": ("reduce_scatter", "all_gather"), "all_gather": ("all_gather",)}
     for name in alike.get(op, (op,)):
-        rows = [row for row in cluster.collectives if row.op == name]
+        rows = [row for row in cluster.collectives if (row.op, row.algorithm) == (name, algorithm)]
         # Rates inside a node and between nodes are not related.
         rows = [row for row in rows if (row.nodes > 1) == (ranks.num_nodes > 1)]
         if rows:
