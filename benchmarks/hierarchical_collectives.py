@@ -140,18 +140,20 @@ def make_grid(scenario: Scenario, algorithm: str) -> Grid:
 
     The only place that passes an algorithm, the nodes and the added delay to the package.
     """
+    from ranvier.comm.algorithm_table import AlgorithmTable
+
     options: dict[str, Any] = {}
-    if algorithm != NATIVE:
-        options["algorithms"] = algorithm
+    if scenario.placement == "round_robin":
         options["node_of_rank"] = place_ranks(
             scenario.num_nodes, scenario.ranks_per_node, scenario.placement
         )
-    if algorithm != NATIVE and scenario.message_delay_seconds:
-        options["message_delay_seconds"] = scenario.message_delay_seconds
+    if scenario.message_delay_seconds:
+        options["message_delay"] = lambda source, target: scenario.message_delay_seconds
     return Grid(
         {AXIS: scenario.world_size},
         connected=True,
         ranks_per_node=scenario.ranks_per_node,
+        algorithms=AlgorithmTable.parse(algorithm),
         **options,
     )
 
