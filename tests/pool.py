@@ -54,24 +54,33 @@ class Pool:
 
     def start(self) -> None:
         """Start the workers."""
-        from ranvier.launch import local_process_infos
-
         self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pool_preload"])
         # The server takes its path from the environment alone, and skips in silence what it lacks.
         here = str(Path(__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-        for me in local_process_infos(self.size):
+        for me in self.process_infos():
             here, there = context.Pipe()
+            setup = self.worker_setup(me.rank)
             worker = context.Process(
                 target=_serve,
-                args=(me, there, self._stacks(me.rank), self.backend, self.mps),
+                args=(me, there, self._stacks(me.rank), self.backend, self.mps, setup),
                 daemon=True,
             )
             worker.start()
             there.close()
             self.workers.append((worker, here))
+
+    def process_infos(self) -> list[ProcessInfo]:
+        """Rank and address of each worker."""
+        from ranvier.launch import local_process_infos
+
+        return local_process_infos(self.size)
+
+    def worker_setup(self, rank: int) -> Callable[[], None] | None:
+        """What a worker calls before it joins the process group."""
+        return None
 
     def stop(self) -> None:
         """End the workers."""
@@ -319,7 +328,14 @@ def _use_gpu() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _serve(me: ProcessInfo, connection: Connection, stacks: Path, backend: str, mps: bool) -> None:
+def _serve(
+    me: ProcessInfo,
+    connection: Connection,
+    stacks: Path,
+    backend: str,
+    mps: bool,
+    setup: Callable[[], None] | None,
+) -> None:
     """The life of a worker."""
     import torch
 
@@ -327,6 +343,8 @@ def _serve(me: ProcessInfo, connection: Connection, stacks: Path, backend: str, 
     from ranvier.launch.signals import end_with_others
 
     die_with_parent()
+    if setup is not None:
+        setup()
     torch.set_num_threads(1)
     if not mps:
         os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)
