@@ -27,12 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranvier.comm.algorithm_table import AlgorithmTable
+from ranvier.comm.algorithms.schedule import AxisShape
 from ranvier.config.plan import AXES
 
 if TYPE_CHECKING:
     from ranvier.launch import ProcessInfo
 
 SIZE = 8
+LEVELED = ("hierarchical", "nvrar")
+"""Algorithms that treat ranks inside and between nodes differently."""
 
 
 class RankError(AssertionError):
@@ -46,8 +50,12 @@ class Pool:
     multi-process service if it runs, in which a client that is killed may harm others.
     """
 
-    def __init__(self, size: int = SIZE, backend: str = "gloo", *, mps: bool = True) -> None:
+    def __init__(
+        self, size: int = SIZE, backend: str = "gloo", *, mps: bool = True, algorithm: str = "auto"
+    ) -> None:
         self.size, self.backend, self.mps = size, backend, mps
+        self.algorithm = algorithm
+        """Algorithm of collectives of all grids that do not name one."""
         self.workers: list[tuple[BaseProcess, Connection]] = []
         self.known: list[tuple[tuple[int, ...], str]] = []
         self.grids: set[tuple[tuple[str, int], ...]] = set()
@@ -140,11 +148,23 @@ class Pool:
         *arguments: Any,
         rendezvous: bool | None = None,
         order: Sequence[int] | None = None,
+        algorithm: str = "",
+        ranks_per_node: int = 0,
+        message_delay: Any = None,
         **options: Any,
     ) -> list[Any]:
         """Call `function(grid, *arguments)` on every rank of a grid, its ranks in an order."""
         world = math.prod(degrees.values())
-        how: dict[str, Any] = {"rendezvous": rendezvous, "order": order}
+        algorithm = algorithm or self.algorithm
+        # Two levels need nodes.
+        per_node = ranks_per_node or (2 if algorithm.startswith(LEVELED) else SIZE)
+        how: dict[str, Any] = {
+            "rendezvous": rendezvous,
+            "order": order,
+            "algorithms": AlgorithmTable.parse(algorithm),
+            "ranks_per_node": per_node,
+            "message_delay": message_delay,
+        }
         if self.backend == "nccl":
             assert world == self.size, (degrees, self.size)
             if len(self.grids) >= GRIDS_AT_MOST and tuple(degrees.items()) not in self.grids:
@@ -157,8 +177,10 @@ class Pool:
         wanted += piped(degrees, RENDEZVOUS if rendezvous else PIPE)
         wanted += [(tuple(range(world)), "orders")]
         if order is not None:
-            placed = [tuple(sorted(order[place] for place in places)) for places, _ in wanted]
-            wanted = [(ranks, channel) for ranks, (_, channel) in zip(placed, wanted, strict=True)]
+            wanted = [(tuple(order[place] for place in places), one) for places, one in wanted]
+        if algorithm.startswith(LEVELED):
+            wanted += [one for line in wanted for one in level_groups(*line, per_node)]
+        wanted = [(tuple(sorted(ranks)), channel) for ranks, channel in wanted]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
         if missing:
             self.run(_make_groups, self.size, missing)
@@ -185,6 +207,8 @@ class Pool:
 
 GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 """Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
+SEGMENTS: dict[tuple[int, ...], Any] = {}
+"""Shared memory of a worker with others, shared by its grids as well."""
 GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
 GRIDS_AT_MOST = 8
@@ -235,6 +259,20 @@ def piped(degrees: Mapping[str, int], channels: Sequence[str]) -> list[tuple[tup
     return found
 
 
+def level_groups(
+    ranks: tuple[int, ...], channel: str, ranks_per_node: int
+) -> list[tuple[tuple[int, ...], str]]:
+    """Groups inside and between the nodes of a line of ranks, for hierarchical algorithms."""
+    shape = AxisShape.of_nodes([rank // ranks_per_node for rank in ranks])
+    if not shape.is_even:
+        return [((rank,), f"{channel}/{level}") for rank in ranks for level in ("intra", "inter")]
+    return [
+        (tuple(ranks[index] for index in some), f"{channel}/{level}")
+        for level, groups in (("intra", shape.members.values()), ("inter", shape.positions))
+        for some in groups
+    ]
+
+
 def _make_groups(rank: int, wanted: list[tuple[tuple[int, ...], str]]) -> None:
     """Make groups on all workers in one order: c10d names groups by how many a process has."""
     from torch import distributed
@@ -254,7 +292,8 @@ def _with_grid(
 ) -> Any:
     from ranvier.grid import Grid
 
-    return function(Grid(degrees, rank=rank, connected=True, groups=GROUPS, **how), *arguments)
+    grid = Grid(degrees, rank=rank, connected=True, groups=GROUPS, segments=SEGMENTS, **how)
+    return function(grid, *arguments)
 
 
 def _with_own_groups(

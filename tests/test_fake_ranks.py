@@ -48,10 +48,10 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(
-            collectives, "_gather_into", wrapped("all_gather", collectives._gather_into, 0)
+            collectives, "gather_into", wrapped("all_gather", collectives.gather_into, 0)
         ),
         mock.patch.object(
-            collectives, "_scatter_into", wrapped("reduce_scatter", collectives._scatter_into, 1)
+            collectives, "scatter_into", wrapped("reduce_scatter", collectives.scatter_into, 1)
         ),
         mock.patch.object(
             collectives.distributed,

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import hashlib
 import math
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY, AlgorithmTable, AxisRules
+from ranvier.comm.algorithms.registry import find_algorithm
+from ranvier.comm.algorithms.schedule import AxisShape, Level
 from ranvier.config.plan import AXES, Plan
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.system import file_handles
@@ -30,6 +34,10 @@ from ranvier.trace import Trace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ranvier.comm.transports.executor import Delay
+    from ranvier.comm.transports.runner import CollectiveRunner
+    from ranvier.comm.transports.shared_memory import Segment
 
 HOST_CHANNEL = "host"
 """Channel of groups on the host, for small values at any time."""
@@ -42,6 +50,8 @@ GLOO_CHANNELS = (HOST_CHANNEL, ORDERS_CHANNEL, CONTROL_CHANNEL)
 LONG_TIMEOUT_CHANNELS = ("forward", "backward", ORDERS_CHANNEL, CONTROL_CHANNEL)
 """Channels with receives that are posted long before their messages; the caller, not the group,
 limits the time of their waits."""
+MESSAGE_CHANNELS = ("forward", "backward", *GLOO_CHANNELS)
+"""Channels without collectives of tensors, for which the backend is enough."""
 WEEK_SECONDS = 7 * 24 * 3600.0
 GLOO_HANDLES = 6
 """File handles of a Gloo group, in addition to one per rank."""
@@ -73,13 +83,23 @@ class Axis:
     """Global ranks, in order."""
     order: tuple[int, ...]
     """Position of each of them in the process group, because c10d sorts the ranks of a group."""
-    crosses_nodes: bool
+    shape: AxisShape
+    """Number of ranks, and the node of each."""
     group: ProcessGroup | None
     group_name: str
     trace: Trace
+    rules: AxisRules | None = None
+    """Algorithms of its collectives; None without processes."""
+    runner: CollectiveRunner | None = None
+    """Runs the collectives that the backend does not."""
 
     def __str__(self) -> str:
         return "·".join(self.names) or "none"
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether its ranks are on several nodes."""
+        return self.shape.num_nodes > 1
 
 
 @dataclass(eq=False)
@@ -92,6 +112,8 @@ class Grid:
     order: Sequence[int] | None = None
     """Global rank of each grid position, innermost axis fastest; None means 0, 1, 2, ..."""
     ranks_per_node: int = 8
+    node_of_rank: Sequence[int] | None = None
+    """Node of each global rank; None means that `ranks_per_node` consecutive ranks share a node."""
     connected: bool = False
     """Whether to create process groups (needs an initialized default process group)."""
     timeout_seconds: float = 600.0
@@ -101,6 +123,14 @@ class Grid:
     rendezvous: bool | None = None
     """Whether stages agree on each transfer before posting it (see `comm.p2p`). None means yes with
     NCCL, whose transfers are kernels that spin until both sides are posted."""
+    algorithms: AlgorithmTable = field(default_factory=AlgorithmTable)
+    """Algorithms of collectives; by default the fastest that is known for each (`comm.algorithms`).
+    """
+    segments: dict[tuple[int, ...], Segment | str] = field(default_factory=dict)
+    """Shared memory by the ranks of a host that share it, or why there is none; grids of one
+    process may share it."""
+    message_delay: Delay | None = None
+    """Delays the messages of schedules, to test algorithms on slow networks."""
     communicators: list[Communicator] = field(default_factory=list)
     """Groups that this grid has created."""
     debug: bool = False
@@ -175,6 +205,12 @@ class Grid:
         """Number of ranks."""
         return int(self.ranks.size)
 
+    def node_of(self, rank: int) -> int:
+        """Returns the node of a global rank."""
+        if self.node_of_rank is not None:
+            return self.node_of_rank[rank]
+        return rank // self.ranks_per_node
+
     def axis(self, *names: str, share: Mapping[str, int] | None = None, channel: str = "") -> Axis:
         """Returns the axis of these names, fused, outermost first.
 
@@ -237,23 +273,111 @@ class Grid:
         # c10d sorts the ranks of a group, so axes with the same ranks in another order share the
         # group.
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
+        shape = AxisShape.of_nodes([self.node_of(rank) for rank in ranks])
         group = None
         if self.connected and len(ranks) > 1 and channel is not None:
             key = (tuple(sorted(ranks)), channel)
             if key not in self.groups:
                 self.groups[key] = self._make_group(ranks, names, channel)
             group = self.groups[key]
+        rules = runner = None
+        if group is not None and channel is not None and channel not in MESSAGE_CHANNELS:
+            rules, runner = self._connect_algorithms(names, ranks, shape, channel, group)
         return Axis(
             names=names,
             size=len(ranks),
             index=ranks.index(self.rank),
             ranks=tuple(ranks),
             order=tuple(places[rank] for rank in ranks),
-            crosses_nodes=len({rank // self.ranks_per_node for rank in ranks}) > 1,
+            shape=shape,
             group=group,
             group_name=group.group_name if group is not None else "",
             trace=self.trace,
+            rules=rules,
+            runner=runner,
         )
+
+    def _connect_algorithms(
+        self,
+        names: tuple[str, ...],
+        ranks: list[int],
+        shape: AxisShape,
+        channel: str,
+        group: ProcessGroup,
+    ) -> tuple[AxisRules, CollectiveRunner]:
+        """Returns the algorithms of an axis, and what runs those that the backend does not have.
+
+        Communicates: with its members, if an algorithm needs groups of some of them.
+        """
+        segment = self._local_segment()
+        own_node = shape.members[self.node_of(self.rank)]
+        rules = self.algorithms.rules_for(
+            names, shape, backend=self.backend, on_host=segment is not None
+        )
+        from ranvier.comm.transports.executor import RankGroup, ScheduleExecutor
+        from ranvier.comm.transports.runner import CollectiveRunner
+        from ranvier.comm.transports.shared_memory import SharedMemoryGroup
+
+        near = None
+        if segment is not None and len(own_node) > 1:
+            neighbors = [ranks[index] for index in own_node]
+            # Two channels of the same ranks, and two orders of them, are different groups.
+            key = _stable_hash(f"{ranks} {channel}")
+            near = SharedMemoryGroup(segment, neighbors, key, self.timeout_seconds)
+        members = RankGroup(
+            ranks=tuple(ranks),
+            index=ranks.index(self.rank),
+            group=group,
+            levels=self._level_groups(names, ranks, shape, channel, rules),
+            shared_memory=near,
+            delay=self.message_delay,
+        )
+        whole = near if shape.num_nodes == 1 else None
+        return rules, CollectiveRunner(shape, members.index, whole, ScheduleExecutor(members))
+
+    def _local_segment(self) -> Segment | None:
+        """Returns the shared memory of this rank's host; None if there is none.
+
+        Communicates: with the ranks of this node, at the first request.
+        """
+        if self.backend != "gloo":
+            return None
+        node = self.node_of(self.rank)
+        local = tuple(rank for rank in range(self.world_size) if self.node_of(rank) == node)
+        if len(local) == 1:
+            return None
+        from ranvier.comm.transports.shared_memory import Segment, connect_segments
+
+        if local not in self.segments:
+            self.segments[local] = connect_segments(self.rank, local, *_store_functions(local))
+        found = self.segments[local]
+        return found if isinstance(found, Segment) else None
+
+    def _level_groups(
+        self,
+        names: tuple[str, ...],
+        ranks: list[int],
+        shape: AxisShape,
+        channel: str,
+        rules: AxisRules,
+    ) -> dict[Level, ProcessGroup]:
+        """Returns the groups of this rank inside and between nodes that algorithms need."""
+        found: dict[Level, ProcessGroup] = {}
+        schedules = [find_algorithm(name) for name in rules.algorithms - {NATIVE, SHARED_MEMORY}]
+        levels: tuple[Level, ...] = ("intra", "inter")
+        for level in levels:
+            if not any(one.needs_group(level) for one in schedules):
+                continue
+            members = [self.rank]
+            # Lines of the axis that are divided unevenly do not need it, but create one as well, so
+            # that all ranks have created equally many.
+            if shape.is_even:
+                members = [ranks[i] for i in shape.group(level, ranks.index(self.rank))]
+            key = (tuple(sorted(members)), f"{channel}/{level}")
+            if key not in self.groups:
+                self.groups[key] = self._make_group(members, names, key[1])
+            found[level] = self.groups[key]
+        return found
 
     def _member_ranks(self, counts: Mapping[str, int]) -> list[int]:
         """Returns the global ranks that differ from this one only along `counts`, in fused
@@ -267,6 +391,11 @@ class Grid:
                 start = self.index[axis]
             window.append(slice(start, start + counts.get(axis, 1)))
         return [int(rank) for rank in self.ranks[tuple(window)].reshape(-1)]
+
+    @property
+    def connected_axes(self) -> list[Axis]:
+        """The axes with a group that were requested so far."""
+        return [axis for axis in self._axes.values() if axis.group is not None]
 
     @property
     def backend(self) -> str:
@@ -347,6 +476,32 @@ class Grid:
             taken = time.perf_counter() - begun
             self.communicators.append(Communicator(names, channel, len(ranks), backend, taken))
         return group
+
+
+def _store_functions(
+    ranks: tuple[int, ...],
+) -> tuple[Callable[[str, str], None], Callable[[str], str]]:
+    """Returns functions that publish a text to the ranks of a host, and look one up."""
+    from torch import distributed
+
+    store = distributed.distributed_c10d._get_default_store()
+    # Each rank counts its own calls, which are equally many on all ranks.
+    prefix = f"ranvier/segments/{_stable_hash(str(ranks)):x}"
+    times = store.add(f"{prefix}/{distributed.get_rank()}", 1)
+
+    def publish(name: str, text: str) -> None:
+        store.set(f"{prefix}/{times}/{name}", text)
+
+    def look_up(name: str) -> str:
+        text: str = store.get(f"{prefix}/{times}/{name}").decode()
+        return text
+
+    return publish, look_up
+
+
+def _stable_hash(text: str) -> int:
+    """Returns 63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _check_axis_names(names: Iterable[str]) -> None:

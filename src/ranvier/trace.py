@@ -30,6 +30,12 @@ class Event:
     bytes: int
     where: str = ""
     """Layer, block or optimizer part that issued it."""
+    algorithm: str = "native"
+    """Algorithm of the collective (`comm.algorithms`), which a prediction need not match."""
+    sent_bytes: int | None = None
+    """Bytes that this rank sent; None if the backend does not report them."""
+    num_rounds: int | None = None
+    """Rounds of messages that this rank took part in; None as for `sent_bytes`."""
     issue_time: float | None = None
     """Seconds on this rank's clock when it was issued; None in a prediction."""
     wait_time: float | None = None

@@ -18,7 +18,7 @@ import bisect
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from ranvier.comm.algorithms.registry import ALGORITHMS, algorithm_names, find_algorithm
 from ranvier.comm.algorithms.schedule import OPERATIONS, AxisShape, Operation
@@ -41,7 +41,7 @@ DEFAULT_LATENCY = 1e-4
 DEFAULT_BANDWIDTH = 1.25e8
 """Bytes per second that leave a node, without timings: 1 Gbit/s."""
 
-Backend = Literal["gloo", "nccl", "fake"]
+
 Thresholds = tuple[tuple[int, str], ...]
 """Algorithms and the bytes from which they are used, ascending from 0 bytes."""
 ALWAYS_NATIVE: Thresholds = ((0, NATIVE),)
@@ -68,6 +68,9 @@ class AxisRules:
     def algorithm(self, op: str, num_bytes: int) -> str:
         """Returns the algorithm of a collective whose full tensor has `num_bytes`."""
         rules = self.thresholds[op]
+        # The common case first, as this runs at every collective.
+        if len(rules) == 1:
+            return rules[0][1]
         return rules[bisect.bisect_right(rules, num_bytes, key=lambda rule: rule[0]) - 1][1]
 
     @property
@@ -118,7 +121,7 @@ class AlgorithmTable:
         return replace(self, measured=tuple(rules), source=source)
 
     def rules_for(
-        self, names: tuple[str, ...], shape: AxisShape, *, backend: Backend, on_host: bool
+        self, names: tuple[str, ...], shape: AxisShape, *, backend: str, on_host: bool
     ) -> AxisRules:
         """Returns the algorithms of an axis.
 

@@ -5,18 +5,22 @@ the tensor. For an axis of size 1 they do nothing. Eager calls use c10d with asy
 calls inside `torch.compile` use functional collectives, which the compiler can trace. CUDA tensors
 in a Gloo group are copied through pinned host memory, as Gloo cannot send or receive them.
 
-Not supported: tensors with a split dim that the axis does not divide; pad them first (see
-sharding).
+A collective is run by the algorithm that the grid has chosen for the axis and the bytes (see
+`comm.algorithms`): the backend's own (native), shared memory, or a schedule of messages.
+
+Not supported: tensors with a split dim that the axis does not divide, unless the parts of all ranks
+are given as counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, distributed
@@ -26,23 +30,19 @@ from torch.utils._python_dispatch import (
 )
 
 from ranvier.comm import functional
+from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY
+from ranvier.comm.transports.executor import REDUCE_OPS, gather_into, scatter_into
+from ranvier.comm.transports.lost_rank import LostRankError, find_lost_ranks
+from ranvier.comm.transports.reduction import Reduction
+from ranvier.comm.transports.runner import CollectiveRunner
 from ranvier.errors import CommunicationError
 from ranvier.grid import Axis
 from ranvier.trace import Event
 
+RAGGED_ALGORITHM = "direct"
+"""Algorithm of collectives with unequal parts where the backend's own would be used."""
 P = ParamSpec("P")
 CollectiveFunction = Callable[Concatenate[Tensor, Axis, P], "PendingTensor"]
-Reduction = Literal["sum", "max", "min"]
-REDUCE_OPS = {
-    "sum": distributed.ReduceOp.SUM,
-    "max": distributed.ReduceOp.MAX,
-    "min": distributed.ReduceOp.MIN,
-}
-# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
-_gather_into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-_scatter_into = (
-    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
-)
 
 
 class PendingTensor:
@@ -81,7 +81,7 @@ class _WorkHandle:
         self.device = device
         # The input must stay alive until the communication has read it.
         self.input_buffer = keep
-        if axis.trace.enabled:
+        if axis.trace.enabled and event.algorithm == NATIVE:
             _record_completion(event, work, device)
 
     def wait(self) -> Tensor:
@@ -102,6 +102,10 @@ class _WorkHandle:
         # Staged through the host: copy the result back to the device.
         if output.device != self.device:
             output = output.to(self.device, non_blocking=True)
+        if event.algorithm != NATIVE:
+            event.done_time = self.work.done_time
+            event.sent_bytes = self.work.sent_bytes
+            event.num_rounds = self.work.num_rounds
         if stop is not None:
             stop()
         self.input_buffer = None
@@ -152,17 +156,31 @@ def _start_stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
 
 
 def _failure_message(axis: Axis, event: Event, error: RuntimeError) -> str:
+    rank = axis.ranks[axis.index]
     recent = "; ".join(axis.trace.recent_ops)
     return (
         f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on rank "
-        f"{axis.ranks[axis.index]} (index {axis.index} of ranks {list(axis.ranks)}): {error}. All "
-        "ranks of an axis must issue the same communication and stay alive. Check the errors of "
-        f"the other ranks first; the last operations on this rank were: {recent}."
+        f"{rank} (index {axis.index} of ranks {list(axis.ranks)}): {error}."
+        f"{_find_culprits(axis, error)} All ranks of an axis must issue the same communication and "
+        "stay alive. Check the errors of the other ranks first; the last operations on this rank "
+        f"were: {recent}."
     )
 
 
-def _num_bytes(x: Tensor, times: int = 1) -> int:
-    return x.numel() * x.element_size() * times
+def _find_culprits(axis: Axis, error: RuntimeError) -> str:
+    """Returns a sentence about the ranks that a failure goes back to; empty if the error has it."""
+    store = distributed.distributed_c10d._get_default_store()
+    rank = axis.ranks[axis.index]
+    suspects = [error.rank] if isinstance(error, LostRankError) else axis.ranks
+    # The store may have ended with the rank that is lost.
+    try:
+        lost = find_lost_ranks(store, rank, suspects)
+    except RuntimeError:
+        return ""
+    if not lost or (isinstance(error, LostRankError) and lost == [error.rank]):
+        return ""
+    names = ", ".join(map(str, lost))
+    return f" It goes back to rank {names}, which does not respond."
 
 
 def _start_collective(
@@ -173,10 +191,11 @@ def _start_collective(
     output: Tensor,
     call: Callable[[Tensor, Tensor], Any],
     finish: Callable[[Tensor], Tensor],
+    algorithm: str = NATIVE,
 ) -> PendingTensor:
     """Records the event, checks it in debug mode, stages tensors if needed, issues the call."""
-    assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
     event = axis.trace.record_event(op, axis.names, num_bytes)
+    event.algorithm = algorithm
     if axis.trace.check_collectives and op not in POINT_TO_POINT_OPS:
         # Ranks may receive different numbers of rows in an all-to-all.
         ragged = op == "all_to_all"
@@ -191,7 +210,10 @@ def _start_collective(
         x = _stage_on_host(x)
         output = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
     try:
-        with hide_from_dispatch_modes():
+        if _has_saving_mode():
+            with hide_from_dispatch_modes():
+                work = call(output, x)
+        else:
             work = call(output, x)
     except RuntimeError as error:
         raise CommunicationError(_failure_message(axis, event, error)) from error
@@ -224,10 +246,18 @@ def _has_saving_mode() -> bool:
     )
 
 
-def _empty_rows(like: Tensor, rows: int) -> Tensor:
-    """Returns an empty tensor with `rows` rows like `like`, hidden from dispatch modes."""
+def _empty_rows(like: Tensor, rows: int, axis: Axis) -> Tensor:
+    """Returns memory with `rows` rows like `like` for a result, hidden from dispatch modes."""
+    return _empty((rows, *like.shape[1:]), like, axis)
+
+
+def _empty(shape: Sequence[int], like: Tensor, axis: Axis) -> Tensor:
+    """Returns memory for a result over an axis, hidden from dispatch modes."""
+    assert axis.runner is not None, f"a collective over {axis}: this grid has no processes"
+    if not _has_saving_mode():
+        return axis.runner.empty(shape, like)
     with hide_from_dispatch_modes():
-        return like.new_empty((rows, *like.shape[1:]))
+        return axis.runner.empty(shape, like)
 
 
 def _stage_on_host(x: Tensor) -> Tensor:
@@ -254,7 +284,7 @@ def _check_same_collective(axis: Axis, tag: str) -> None:
     else:
         device = "cpu"
     every = torch.empty(axis.size * TAG_BYTES, dtype=torch.uint8, device=device)
-    _gather_into(every, mine.to(device), group=axis.group)
+    gather_into(every, mine.to(device), group=axis.group)
     rows = [bytes(row.tolist()).rstrip(b"\0") for row in every.cpu().view(axis.size, -1)]
     if len(set(rows)) > 1:
         lines = "; ".join(
@@ -291,52 +321,110 @@ def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
     return call
 
 
+def _choose_algorithm(
+    op: str, axis: Axis, num_bytes: int, *, ragged: bool = False
+) -> tuple[str, CollectiveRunner]:
+    """Returns the algorithm of a collective, and what runs it. ragged: parts differ in size."""
+    assert axis.runner is not None, f"{op} over {axis}: this grid has no processes"
+    assert axis.rules is not None
+    algorithm = axis.rules.algorithm(op, num_bytes)
+    # The backends have no collectives of unequal parts.
+    if ragged and algorithm == NATIVE:
+        algorithm = RAGGED_ALGORITHM
+    return algorithm, axis.runner
+
+
+def _return(out: Tensor) -> Tensor:
+    return out
+
+
 @_reuse_saved_result
-def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
+def all_gather(
+    x: Tensor, axis: Axis, dim: int = 0, *, counts: Sequence[int] | None = None
+) -> PendingTensor:
     """Concatenates the tensors of all ranks along `dim`.
 
-    x: `[..., n, ...]`; y: `[..., n·size, ...]`. Communicates: all-gather over axis.
+    x: `[..., n, ...]`; y: `[..., n·size, ...]`. counts: the n of each rank, if they differ.
+    Communicates: all-gather over axis.
     """
     if axis.size == 1:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
-        return PendingTensor(functional.all_gather(x, axis, dim))
-    # c10d gathers along dim 0 in the order of sorted ranks; the axis may have another order.
+        return PendingTensor(functional.all_gather(x, axis, dim, counts))
     part = _move_dim_first(x, dim)
-    output = _empty_rows(part, part.shape[0] * axis.size)
-    return _start_collective(
-        "all_gather",
-        axis,
-        _num_bytes(x, axis.size),
-        part,
-        output,
-        lambda out, part: _gather_into(out, part, group=axis.group, async_op=True),
-        lambda out: functional.reorder_parts(out, axis, to_group=False).movedim(0, dim),
-    )
+    rows = part.shape[0] * axis.size if counts is None else sum(counts)
+    num_bytes = rows * math.prod(part.shape[1:]) * part.element_size()
+    algorithm, runner = _choose_algorithm("all_gather", axis, num_bytes, ragged=counts is not None)
+    output = _empty_rows(part, rows, axis)
+
+    if algorithm == NATIVE:
+        # c10d gathers in the order of sorted ranks; the axis may have another order.
+        def call(out: Tensor, part: Tensor) -> Any:
+            return gather_into(out, part, group=axis.group, async_op=True)
+
+        def finish(out: Tensor) -> Tensor:
+            return functional.reorder_parts(out, axis, to_group=False).movedim(0, dim)
+    else:
+
+        def call(out: Tensor, part: Tensor) -> Any:
+            return runner.all_gather(algorithm, part, out, _elements(part, counts))
+
+        def finish(out: Tensor) -> Tensor:
+            return out.movedim(0, dim)
+
+    return _start_collective("all_gather", axis, num_bytes, part, output, call, finish, algorithm)
 
 
 @_reuse_saved_result
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
+def reduce_scatter(
+    x: Tensor, axis: Axis, dim: int = 0, *, counts: Sequence[int] | None = None
+) -> PendingTensor:
     """Sums over all ranks and returns this rank's part along `dim`.
 
-    x: `[..., n·size, ...]`; y: `[..., n, ...]`. Communicates: reduce-scatter over axis.
+    x: `[..., n·size, ...]`; y: `[..., n, ...]`. counts: the n of each rank, if they differ.
+    Communicates: reduce-scatter over axis.
     """
     if axis.size == 1:
         return PendingTensor(x)
-    assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
+    if counts is None:
+        assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
     if torch.compiler.is_compiling():
-        return PendingTensor(functional.reduce_scatter(x, axis, dim))
-    parts = functional.reorder_parts(_move_dim_first(x, dim), axis, to_group=True)
-    output = _empty_rows(parts, parts.shape[0] // axis.size)
+        return PendingTensor(functional.reduce_scatter(x, axis, dim, counts))
+    parts = _move_dim_first(x, dim)
+    rows = parts.shape[0] // axis.size if counts is None else counts[axis.index]
+    algorithm, runner = _choose_algorithm(
+        "reduce_scatter", axis, x.nbytes, ragged=counts is not None
+    )
+    output = _empty_rows(parts, rows, axis)
+
+    if algorithm == NATIVE:
+        parts = functional.reorder_parts(parts, axis, to_group=True)
+
+        def call(out: Tensor, parts: Tensor) -> Any:
+            return scatter_into(out, parts, group=axis.group, async_op=True)
+    else:
+
+        def call(out: Tensor, parts: Tensor) -> Any:
+            return runner.reduce_scatter(algorithm, parts, out, _elements(parts, counts))
+
     return _start_collective(
         "reduce_scatter",
         axis,
-        _num_bytes(x),
+        x.nbytes,
         parts,
         output,
-        lambda out, parts: _scatter_into(out, parts, group=axis.group, async_op=True),
+        call,
         lambda out: out.movedim(0, dim),
+        algorithm,
     )
+
+
+def _elements(x: Tensor, counts: Sequence[int] | None) -> list[int] | None:
+    """Returns the elements of parts with these numbers of rows."""
+    if counts is None:
+        return None
+    row = math.prod(x.shape[1:])
+    return [count * row for count in counts]
 
 
 @_reuse_saved_result
@@ -346,6 +434,18 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_reduce(x, axis, op))
+    algorithm, runner = _choose_algorithm("all_reduce", axis, x.nbytes)
+    if algorithm != NATIVE:
+        return _start_collective(
+            "all_reduce",
+            axis,
+            x.nbytes,
+            x.contiguous(),
+            _empty(x.shape, x, axis),
+            lambda out, x: runner.all_reduce(algorithm, x, out, op),
+            _return,
+            algorithm,
+        )
     # c10d reduces in place, but `x` must not change.
     copy = x.clone(memory_format=torch.contiguous_format)
 
@@ -355,7 +455,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
             out.copy_(value)
         return distributed.all_reduce(out, REDUCE_OPS[op], group=axis.group, async_op=True)
 
-    return _start_collective("all_reduce", axis, _num_bytes(x), copy, copy, call, lambda out: out)
+    return _start_collective("all_reduce", axis, x.nbytes, copy, copy, call, _return)
 
 
 @_reuse_saved_result
@@ -382,14 +482,27 @@ def all_to_all(
         receive = None
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_to_all(x, axis, send, receive))
-    # Parts are permuted to the order of the group before the exchange, and back after it.
     assert (send is None) == (receive is None), "give both send and receive counts, or neither"
-    parts = functional.reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
-    if receive is None:
-        rows = parts.shape[0]
-    else:
-        rows = sum(receive)
-    output = _empty_rows(parts, rows)
+    algorithm, runner = _choose_algorithm("all_to_all", axis, x.nbytes)
+    parts = x.contiguous()
+    output = _empty_rows(parts, parts.shape[0] if receive is None else sum(receive), axis)
+    if algorithm == SHARED_MEMORY:
+        memory = runner.shared_memory
+        assert memory is not None
+        return _start_collective(
+            "all_to_all",
+            axis,
+            x.nbytes,
+            parts,
+            output,
+            lambda out, parts: memory.all_to_all(
+                parts, out, _elements(parts, send), _elements(parts, receive)
+            ),
+            _return,
+            algorithm,
+        )
+    # Parts are permuted to the order of the group before the exchange, and back after it.
+    parts = functional.reorder_parts(parts, axis, to_group=True, counts=send)
     if receive is None:
         into = None
     else:
@@ -401,7 +514,7 @@ def all_to_all(
     return _start_collective(
         "all_to_all",
         axis,
-        _num_bytes(x),
+        x.nbytes,
         parts,
         output,
         lambda out, parts: distributed.all_to_all_single(
@@ -421,42 +534,43 @@ def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> PendingTensor:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.broadcast(x, axis, index))
+    algorithm, runner = _choose_algorithm("broadcast", axis, x.nbytes)
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
         if out is not value:
             out.copy_(value)
+        if algorithm == SHARED_MEMORY:
+            assert runner.shared_memory is not None
+            return runner.shared_memory.broadcast(out, out, index)
         return distributed.broadcast(out, axis.ranks[index], group=axis.group, async_op=True)
 
-    return _start_collective("broadcast", axis, _num_bytes(x), copy, copy, call, lambda out: out)
+    return _start_collective("broadcast", axis, x.nbytes, copy, copy, call, _return, algorithm)
 
 
 def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
     """Sends to the rank at index `to` of the axis. Communicates: point to point over axis."""
     part = x.contiguous()
-    return _start_collective(
-        "send",
-        axis,
-        _num_bytes(x),
-        part,
-        part,
-        lambda _, part: distributed.isend(part, axis.ranks[to], group=axis.group),
-        lambda out: out,
-    )
+    algorithm, runner = _choose_algorithm("send", axis, x.nbytes)
+
+    def call(_: Tensor, part: Tensor) -> Any:
+        if algorithm == SHARED_MEMORY:
+            assert runner.shared_memory is not None
+            return runner.shared_memory.send(part, to)
+        return distributed.isend(part, axis.ranks[to], group=axis.group)
+
+    return _start_collective("send", axis, x.nbytes, part, part, call, _return, algorithm)
 
 
 def receive(like: Tensor, axis: Axis, source: int) -> PendingTensor:
     """Receives a tensor like `like` from index `source`. Communicates: point to point over axis."""
-    if like.dim():
-        output = _empty_rows(like, len(like))
-    else:
-        output = torch.empty_like(like)
-    return _start_collective(
-        "receive",
-        axis,
-        _num_bytes(like),
-        output,
-        output,
-        lambda out, _: distributed.irecv(out, axis.ranks[source], group=axis.group),
-        lambda out: out,
-    )
+    algorithm, runner = _choose_algorithm("receive", axis, like.nbytes)
+    output = _empty(like.shape, like, axis)
+
+    def call(out: Tensor, _: Tensor) -> Any:
+        if algorithm == SHARED_MEMORY:
+            assert runner.shared_memory is not None
+            return runner.shared_memory.receive(out, source)
+        return distributed.irecv(out, axis.ranks[source], group=axis.group)
+
+    return _start_collective("receive", axis, like.nbytes, output, output, call, _return, algorithm)

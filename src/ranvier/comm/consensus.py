@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+from torch import distributed
 
 from ranvier.comm import collectives
 from ranvier.errors import INTERNAL_EXIT_CODE, OtherRankError, RanvierError
@@ -54,6 +55,19 @@ def broadcast_text(
     axis = world_axis(grid, channel)
     found = collectives.broadcast(buffer, axis, index=axis.ranks.index(rank)).wait()
     return bytes(found.tolist()).decode()
+
+
+def broadcast_through_store(name: str, text: str) -> str:
+    """Returns, on all ranks, the text of rank 0, before any group exists.
+
+    name: distinguishes the texts of a run. Communicates: a text through the store.
+    """
+    store = distributed.distributed_c10d._get_default_store()
+    if distributed.get_rank() == 0:
+        store.set(f"ranvier/{name}", text)
+        return text
+    found: str = store.get(f"ranvier/{name}").decode()
+    return found
 
 
 def find_rank_differences(

@@ -7,6 +7,8 @@ static shapes, as the bytes of dynamic shapes are unknown.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,19 +17,33 @@ from ranvier.grid import Axis
 _ops = torch.ops._c10d_functional
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, dim: int, counts: Sequence[int] | None = None) -> Tensor:
     """`collectives.all_gather` for graphs. Communicates: all-gather over axis."""
+    parts = x.movedim(dim, 0).contiguous()
+    if counts is not None:
+        # c10d has no all-gather of unequal parts: send the own part to all ranks.
+        _record_event("all_gather", axis, x, sum(counts), counts[axis.index])
+        copies = parts.repeat(axis.size, *[1] * (parts.dim() - 1))
+        send = [parts.shape[0]] * axis.size
+        return _exchange_parts(copies, axis, send, list(counts)).movedim(0, dim)
     _record_event("all_gather", axis, x, axis.size)
     # c10d gathers and scatters along dim 0, in the order of sorted ranks.
-    parts = x.movedim(dim, 0).contiguous()
     out = _wait_tensor(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
     return reorder_parts(out, axis, to_group=False).movedim(0, dim)
 
 
-def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, counts: Sequence[int] | None = None) -> Tensor:
     """`collectives.reduce_scatter` for graphs. Communicates: reduce-scatter over axis."""
     _record_event("reduce_scatter", axis, x)
-    parts = reorder_parts(x.movedim(dim, 0).contiguous(), axis, to_group=True)
+    parts = x.movedim(dim, 0).contiguous()
+    if counts is not None:
+        # c10d has no reduce-scatter of unequal parts: exchange them, and sum.
+        receive = [counts[axis.index]] * axis.size
+        received = _exchange_parts(parts, axis, list(counts), receive)
+        each = received.view(axis.size, counts[axis.index], *parts.shape[1:])
+        wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        return each.sum(0, dtype=wide).to(x.dtype).movedim(0, dim)
+    parts = reorder_parts(parts, axis, to_group=True)
     out = _wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
     return out.movedim(0, dim)
 
@@ -41,11 +57,15 @@ def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
     """`collectives.all_to_all` for graphs. Communicates: all-to-all over axis."""
     _record_event("all_to_all", axis, x)
-    parts = reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     # Unlike the eager call, the functional call needs explicit counts.
     equal = [x.shape[0] // axis.size] * axis.size
-    sent = to_group_order(send or equal, axis)
-    received = to_group_order(receive or equal, axis)
+    return _exchange_parts(x.contiguous(), axis, send or equal, receive or equal)
+
+
+def _exchange_parts(x: Tensor, axis: Axis, send: list[int], receive: list[int]) -> Tensor:
+    """Exchanges rows in the order of the axis. Communicates: all-to-all over axis."""
+    parts = reorder_parts(x, axis, to_group=True, counts=send)
+    sent, received = to_group_order(send, axis), to_group_order(receive, axis)
     out = _wait_tensor(_ops.all_to_all_single(parts, received, sent, axis.group_name))
     return reorder_parts(out, axis, to_group=False, counts=receive)
 
@@ -57,8 +77,9 @@ def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
     return _wait_tensor(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
 
 
-def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
-    num_bytes = x.numel() * x.element_size() * times
+def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1, share: int = 1) -> None:
+    """Records a communication of `times / share` times the bytes of `x`."""
+    num_bytes = x.numel() * x.element_size() * times // max(share, 1)
     # The bytes of a dynamic shape are unknown while the graph is traced.
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
         axis.trace.record_graph_event(op, axis.names, num_bytes)

@@ -1,0 +1,813 @@
+"""Shared memory between the CPU ranks of one host, as a transport for collectives.
+
+Each rank has a segment that the other ranks of its host map. A message is written into the segment
+of its sender, and its envelope (key, number, place) into the mailbox of its receiver, who reads the
+data where it is and acknowledges it; then the sender reuses the memory:
+
+    sender    copy into own segment -> envelope -> ...              ... -> free
+    receiver                        ... -> copy or add out of it -> acknowledgment
+
+A collective is a generator that sends messages, and yields the rank from which it needs the next
+one. Whoever waits for a collective resumes all collectives of the process whose messages arrive,
+so collectives may be waited for in any order, and starting one never blocks. Large tensors are sent
+in chunks, which stay in the caches of the cores, so that a segment is small.
+
+Memory order: envelopes are counted by POSIX semaphores, which are fences on every processor; plain
+stores are not. A waiting rank polls for a few microseconds if every rank of the host has a core of
+its own, and then sleeps. Nothing is left behind after any end of a process, because segments have
+no names (memfd) and so do not count against the size of /dev/shm either.
+
+Sums are computed from left to right in the order of the axis, 16-bit values in fp32, and rounded
+once, so all ranks have the same bits in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import select
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.transports.lost_rank import LostRankError
+from ranvier.comm.transports.output_pool import OutputPool
+from ranvier.comm.transports.reduction import Reduction, reduce_in_order
+
+SEGMENT_BYTES = 2**28
+"""Room for data in a segment; the system provides memory only for the part that is used."""
+CHUNK_BYTES = 2**20
+"""Bytes of the largest message; larger tensors are sent in several."""
+CHUNKS_AHEAD = 2
+"""Chunks that a collective sends before it reads the first one."""
+ONE_SHOT_BYTES = 2**16
+"""Largest all-reduce in which each rank reads everything of all others."""
+PATIENT_BYTES = 2**15
+PATIENT_MESSAGES = 8
+"""Messages up to this size are acknowledged with the next message, or when there are several."""
+MAILBOX_ENTRIES = 1024
+SPIN_SECONDS = 1e-4
+"""Time for which a rank with a core of its own polls before it sleeps."""
+CHECK_SECONDS = 0.2
+"""Interval at which a waiting rank checks that the others are alive."""
+ALIGNMENT = 64
+TOKEN_BYTES = 16
+
+_MUTEX, _ITEMS, _ROOM, _HEAD, _ENTRIES = 64, 128, 192, 256, 4096
+"""Places in a segment: three semaphores, the number of envelopes so far, and the envelopes."""
+_ENVELOPE = struct.Struct("<qqqqqqq")
+_COUNT = struct.Struct("<q")
+_DATA_START = _ENTRIES + MAILBOX_ENTRIES * _ENVELOPE.size
+
+Message = tuple[int, int, int]
+"""Offset and bytes of a message in the segment of its sender, and its allocation there."""
+Progress = Generator[int | None, Message, None]
+"""A collective: yields the index of the peer whose message it needs, or None to wait for memory."""
+
+
+class _Semaphores:
+    """POSIX semaphores in shared memory, by address."""
+
+    def __init__(self) -> None:
+        # `PyDLL` keeps the interpreter lock, which calls that never block should not release.
+        quick, patient = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
+        self._initialize = quick.sem_init
+        self._initialize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+        self.post = quick.sem_post
+        self.post.argtypes = [ctypes.c_void_p]
+        self.try_wait = quick.sem_trywait
+        """Returns 0 if it took one."""
+        self.try_wait.argtypes = [ctypes.c_void_p]
+        self._timed_wait = patient.sem_timedwait
+        self._timed_wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+
+    def initialize(self, address: int, value: int) -> None:
+        """Makes a semaphore that processes share."""
+        if self._initialize(address, 1, value) != 0:
+            raise OSError("this system has no semaphores in shared memory")
+
+    def wait(self, address: int, seconds: float) -> bool:
+        """Returns whether it took one within a time."""
+        until = time.time() + seconds
+        limit = (ctypes.c_long * 2)(int(until), int(until % 1.0 * 1e9))
+        return bool(self._timed_wait(address, ctypes.byref(limit)) == 0)
+
+
+@dataclass
+class SharedMemoryWork:
+    """Handle of a collective over shared memory, as torch's Work."""
+
+    segment: Segment
+    what: str
+    timeout_seconds: float
+    progress: Progress | None
+    """None when it has completed."""
+    key: int = 0
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+    """Global rank of each index."""
+    waits_for: int | None = None
+    """Index of the rank whose message it needs next."""
+    messages: dict[int, deque[Message]] = field(default_factory=dict)
+    """Messages that have arrived, by index of their senders."""
+    done_time: float = 0.0
+    sent_bytes: int = 0
+    """Bytes that this rank wrote for others."""
+    num_rounds: int = 1
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        if self.progress is not None:
+            self.segment.wait(self)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self.progress is None
+
+
+class _Mapping:
+    """A mapped segment of a rank."""
+
+    def __init__(self, memory: mmap.mmap, pid: int, pidfd: int) -> None:
+        self.memory, self.pid, self.pidfd = memory, pid, pidfd
+        # Kept, because it keeps the address valid.
+        self._anchor = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self.address = ctypes.addressof(self._anchor)
+        self.mutex, self.items, self.room = (self.address + at for at in (_MUTEX, _ITEMS, _ROOM))
+        """Addresses of its semaphores: for writing envelopes, their number, and room for more."""
+
+
+class Segment:
+    """The segment of this rank, and those of the other ranks of its host."""
+
+    def __init__(self, rank: int, mappings: dict[int, _Mapping], semaphores: _Semaphores) -> None:
+        self.rank = rank
+        self.ranks = tuple(sorted(mappings))
+        self._mappings = mappings
+        self._own = mappings[rank]
+        self._semaphores = semaphores
+        self.outputs = OutputPool()
+        """Memory for results."""
+        self._received = 0
+        self._allocations: dict[int, Message] = {}
+        self._next_allocation = 0
+        self._unacknowledged: dict[int, list[int]] = {other: [] for other in self.ranks}
+        """Allocations of each rank that this rank has read without telling it yet."""
+        self._outboxes: dict[int, deque[bytes]] = {}
+        """Envelopes for which the mailboxes of their receivers had no room."""
+        self._running: dict[tuple[int, int], SharedMemoryWork] = {}
+        self._blocked: list[SharedMemoryWork] = []
+        """Collectives that wait for free memory."""
+        self._early: dict[tuple[int, int], list[tuple[int, Message]]] = {}
+        """Messages of collectives that this rank has not started yet."""
+        # Guards all state; threads that wait while another one receives sleep on it.
+        self._changed = threading.Condition(threading.Lock())
+        self._is_receiving = False
+        cores = len(os.sched_getaffinity(0))
+        self._spin_seconds = SPIN_SECONDS if len(self.ranks) <= cores else 0.0
+
+    # ---- collectives --------------------------------------------------------------------
+
+    def start(self, work: SharedMemoryWork) -> SharedMemoryWork:
+        """Starts a collective: runs it until it needs a message that is not there."""
+        with self._changed:
+            known = (work.key, work.number)
+            self._running[known] = work
+            for source, message in self._early.pop(known, ()):
+                self._file(work, source, message)
+            assert work.progress is not None
+            self._advance(work, None)
+        return work
+
+    def _advance(self, work: SharedMemoryWork, message: Message | None) -> None:
+        """Resumes a collective for as long as it has what it needs; the lock must be held."""
+        progress = work.progress
+        assert progress is not None
+        try:
+            while True:
+                # The first call of a generator must send None.
+                peer = progress.send(message)  # type: ignore[arg-type]
+                work.waits_for = peer
+                if peer is None:
+                    self._blocked.append(work)
+                    return
+                waiting = work.messages.get(peer)
+                if not waiting:
+                    return
+                message = waiting.popleft()
+        except StopIteration:
+            work.progress = work.waits_for = None
+            work.done_time = time.perf_counter()
+            del self._running[work.key, work.number]
+
+    def _file(self, work: SharedMemoryWork, source: int, message: Message) -> None:
+        index = work.ranks.index(source)
+        if index not in work.messages:
+            work.messages[index] = deque()
+        work.messages[index].append(message)
+
+    def wait(self, work: SharedMemoryWork) -> None:
+        """Waits for a collective, and advances all others meanwhile."""
+        deadline = time.monotonic() + work.timeout_seconds
+        spin_until = time.perf_counter() + self._spin_seconds
+        with self._changed:
+            while work.progress is not None:
+                # One thread receives for all threads of the process.
+                if self._is_receiving:
+                    self._changed.wait(CHECK_SECONDS)
+                    continue
+                if self._receive_all():
+                    spin_until = time.perf_counter() + self._spin_seconds
+                    continue
+                if time.perf_counter() < spin_until:
+                    continue
+                self._sleep(work, deadline)
+            # Another thread may have to go on receiving.
+            self._changed.notify()
+
+    def _sleep(self, work: SharedMemoryWork, deadline: float) -> None:
+        """Sleeps until an envelope arrives; raises if a peer is gone or late."""
+        self._is_receiving = True
+        self._changed.release()
+        try:
+            arrived = self._semaphores.wait(self._own.items, CHECK_SECONDS)
+        finally:
+            self._changed.acquire()
+            self._is_receiving = False
+        if arrived:
+            self._receive_one()
+            self._changed.notify_all()
+            return
+        self._flush_outboxes()
+        self._check_peers(work, deadline)
+
+    def _receive_all(self) -> bool:
+        """Receives all envelopes that are there; returns whether there were any."""
+        found = False
+        while self._semaphores.try_wait(self._own.items) == 0:
+            self._receive_one()
+            found = True
+        if found and self._outboxes:
+            self._flush_outboxes()
+        return found
+
+    def _receive_one(self) -> None:
+        """Receives the next envelope, whose arrival a semaphore has counted."""
+        place = _ENTRIES + self._received % MAILBOX_ENTRIES * _ENVELOPE.size
+        source, key, number, offset, size, allocation, acknowledged = _ENVELOPE.unpack_from(
+            self._own.memory, place
+        )
+        self._received += 1
+        self._semaphores.post(self._own.room)
+        if acknowledged:
+            self._release(acknowledged)
+        if not allocation:
+            return
+        message = (offset, size, allocation)
+        work = self._running.get((key, number))
+        if work is None:
+            self._early.setdefault((key, number), []).append((source, message))
+            return
+        index = work.ranks.index(source)
+        if work.waits_for == index and not work.messages.get(index):
+            self._advance(work, message)
+        else:
+            self._file(work, source, message)
+
+    def _check_peers(self, work: SharedMemoryWork, deadline: float) -> None:
+        """Raises if the rank that a collective waits for has ended, or the time is over."""
+        for rank in self.ranks:
+            gone = rank != self.rank and _has_ended(self._mappings[rank].pidfd)
+            # What it sent before it ended still counts.
+            if gone and not self._receive_all() and work.progress is not None:
+                raise self._lost_rank(rank)
+        if time.monotonic() > deadline:
+            late = f"did not take part within {work.timeout_seconds:g} s (timed out)"
+            if work.waits_for is None:
+                late = f"or another one did not read within {work.timeout_seconds:g} s (timed out)"
+            raise LostRankError(work.ranks[work.waits_for or 0], late)
+
+    def _lost_rank(self, rank: int) -> LostRankError:
+        pid = self._mappings[rank].pid
+        return LostRankError(rank, f"has ended (process {pid})", has_ended=True)
+
+    # ---- messages -----------------------------------------------------------------------
+
+    def allocate(self, size: int, readers: int) -> tuple[int, int] | None:
+        """Returns offset and number of free memory that `readers` will read; None if full."""
+        size = max(_align(size), ALIGNMENT)
+        offset = _DATA_START
+        # First fit: memory that was used last is still in the caches.
+        for start, taken, _ in sorted(self._allocations.values()):
+            if start - offset >= size:
+                break
+            offset = start + taken
+        if offset + size > len(self._own.memory):
+            return None
+        self._next_allocation += 1
+        self._allocations[self._next_allocation] = (offset, size, readers)
+        return offset, self._next_allocation
+
+    def _release(self, allocation: int) -> None:
+        """Counts a reader of an allocation; after the last one the memory is free."""
+        offset, size, readers = self._allocations[allocation]
+        if readers > 1:
+            self._allocations[allocation] = (offset, size, readers - 1)
+            return
+        del self._allocations[allocation]
+        blocked, self._blocked = self._blocked, []
+        for work in blocked:
+            if work.progress is not None:
+                self._advance(work, None)
+
+    def send(self, to: int, key: int, number: int, message: Message) -> None:
+        """Sends the envelope of a message (offset, size, allocation) to a global rank."""
+        read = self._unacknowledged[to]
+        self._put(to, _ENVELOPE.pack(self.rank, key, number, *message, read.pop() if read else 0))
+
+    def acknowledge(self, to: int, message: Message) -> None:
+        """Tells a rank that its message was read."""
+        _, size, allocation = message
+        read = self._unacknowledged[to]
+        read.append(allocation)
+        # Usually the next message to that rank carries it.
+        if size > PATIENT_BYTES or len(read) > PATIENT_MESSAGES:
+            while read:
+                self._put(to, _ENVELOPE.pack(self.rank, 0, 0, 0, 0, 0, read.pop()))
+
+    def _put(self, to: int, envelope: bytes) -> None:
+        """Puts an envelope into the mailbox of a rank, or keeps it until there is room."""
+        if to in self._outboxes or not self._try_put(to, envelope):
+            self._outboxes.setdefault(to, deque()).append(envelope)
+
+    def _try_put(self, to: int, envelope: bytes) -> bool:
+        mapping, semaphores = self._mappings[to], self._semaphores
+        if semaphores.try_wait(mapping.room) != 0:
+            return False
+        mutex = mapping.mutex
+        # The owner of the mutex only copies an envelope.
+        while semaphores.try_wait(mutex) != 0:
+            if not semaphores.wait(mutex, CHECK_SECONDS):
+                self._check_mutex_owner()
+                continue
+            break
+        (head,) = _COUNT.unpack_from(mapping.memory, _HEAD)
+        place = _ENTRIES + head % MAILBOX_ENTRIES * _ENVELOPE.size
+        mapping.memory[place : place + _ENVELOPE.size] = envelope
+        _COUNT.pack_into(mapping.memory, _HEAD, head + 1)
+        semaphores.post(mutex)
+        semaphores.post(mapping.items)
+        return True
+
+    def _check_mutex_owner(self) -> None:
+        """Raises if a rank has ended: it may have held the mutex of a mailbox."""
+        for rank in self.ranks:
+            if rank != self.rank and _has_ended(self._mappings[rank].pidfd):
+                raise self._lost_rank(rank)
+
+    def _flush_outboxes(self) -> None:
+        """Sends the envelopes for which there was no room."""
+        for to, waiting in list(self._outboxes.items()):
+            while waiting and self._try_put(to, waiting[0]):
+                waiting.popleft()
+            if not waiting:
+                del self._outboxes[to]
+
+    def write(self, offset: int, address: int, size: int) -> None:
+        """Copies `size` bytes from an address into the own segment."""
+        ctypes.memmove(self._own.address + offset, address, size)
+
+    def read(self, rank: int, offset: int, address: int, size: int) -> None:
+        """Copies `size` bytes out of the segment of a rank to an address."""
+        ctypes.memmove(address, self._mappings[rank].address + offset, size)
+
+    def tensor(self, rank: int, offset: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in the segment of a rank."""
+        return torch.frombuffer(
+            self._mappings[rank].memory, dtype=dtype, count=size // dtype.itemsize, offset=offset
+        )
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0.0)[0])
+
+
+# ---- meeting ----------------------------------------------------------------------------
+
+
+def connect_segments(
+    rank: int,
+    ranks: Sequence[int],
+    publish: Callable[[str, str], None],
+    look_up: Callable[[str], str],
+    size: int = SEGMENT_BYTES,
+) -> Segment | str:
+    """Returns the segment of this rank with those of `ranks`, or why there is none.
+
+    All ranks get a segment or none does. publish, look_up: a store of texts by names that the ranks
+    share; `look_up` waits. Communicates: two texts per rank through the store.
+    """
+    mappings: dict[int, _Mapping] = {}
+    handle = -1
+    problem = ""
+    try:
+        semaphores = _Semaphores()
+        token = os.urandom(TOKEN_BYTES)
+        handle = os.memfd_create(f"ranvier-{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(handle, _DATA_START + size)
+        own = _Mapping(mmap.mmap(handle, _DATA_START + size), os.getpid(), -1)
+        own.memory[:TOKEN_BYTES] = token
+        for place, value in ((_MUTEX, 1), (_ITEMS, 0), (_ROOM, MAILBOX_ENTRIES)):
+            semaphores.initialize(own.address + place, value)
+        mappings[rank] = own
+        publish(f"segment {rank}", f"{_boot_id()} {os.getpid()} {handle} {token.hex()}")
+    # Not every system has memfd, semaphores in shared memory, and /proc.
+    except (OSError, AttributeError, ValueError) as error:
+        problem = f"rank {rank} cannot create shared memory: {error}"
+        publish(f"segment {rank}", "none")
+    for other in ranks:
+        if other != rank and not problem:
+            problem = _map_segment(other, look_up(f"segment {other}"), mappings, size)
+    publish(f"mapped {rank}", problem or "yes")
+    answers = {other: look_up(f"mapped {other}") for other in ranks}
+    if handle >= 0:
+        # The mapping stays; without the handle nobody else can open the segment.
+        os.close(handle)
+    for answer in answers.values():
+        if answer != "yes":
+            return answer
+    return Segment(rank, mappings, semaphores)
+
+
+def _map_segment(other: int, answer: str, mappings: dict[int, _Mapping], size: int) -> str:
+    """Maps the segment of another rank; returns why it cannot."""
+    if answer == "none":
+        return f"rank {other} has no shared memory"
+    boot, pid, handle, token = answer.split()
+    if boot != _boot_id():
+        return f"rank {other} runs on another host"
+    try:
+        opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(opened, _DATA_START + size)
+        finally:
+            os.close(opened)
+        # A process of another container may have the same number.
+        if memory[:TOKEN_BYTES] != bytes.fromhex(token):
+            return f"rank {other} runs in another container"
+        mappings[other] = _Mapping(memory, int(pid), os.pidfd_open(int(pid)))
+    except (OSError, ValueError) as error:
+        return f"the memory of rank {other} cannot be mapped: {error}"
+    return ""
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return "unknown"
+
+
+# ---- collectives ------------------------------------------------------------------------
+
+
+class SharedMemoryGroup:
+    """Collectives of some ranks of a host, in the order of an axis.
+
+    Tensors must be contiguous, and inputs must not change until the work is done.
+    """
+
+    def __init__(
+        self, segment: Segment, ranks: Sequence[int], key: int, timeout_seconds: float
+    ) -> None:
+        """ranks: global ranks. key: distinguishes the groups of the segment."""
+        self.segment = segment
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(segment.rank)
+        self.key = key
+        self.timeout_seconds = timeout_seconds
+        size = len(ranks)
+        # Each rank starts with its neighbor, so that they do not all read the same segment.
+        self._peers = tuple((self.index + i) % size for i in range(1, size))
+        self._num_collectives = 0
+        self._num_messages: dict[tuple[int, int], int] = {}
+
+    def all_gather(
+        self, part: Tensor, out: Tensor, counts: Sequence[int] | None = None
+    ) -> SharedMemoryWork:
+        """Gathers the parts of all ranks into `out`; counts: elements of each part.
+
+        Communicates: all-gather.
+        """
+        return self._start_collective(
+            "all_gather", self._gather_parts, part, out, self._part_bytes(out, counts)
+        )
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        out: Tensor,
+        counts: Sequence[int] | None = None,
+        op: Reduction = "sum",
+    ) -> SharedMemoryWork:
+        """Reduces over all ranks and writes this rank's part to `out`; counts: as `all_gather`.
+
+        Communicates: reduce-scatter.
+        """
+        return self._start_collective(
+            "reduce_scatter", self._scatter_parts, x, out, self._part_bytes(x, counts), op
+        )
+
+    def all_reduce(self, x: Tensor, out: Tensor, op: Reduction = "sum") -> SharedMemoryWork:
+        """Reduces the tensors of all ranks into `out`, which must not be `x`.
+
+        Communicates: all-reduce.
+        """
+        if x.nbytes <= ONE_SHOT_BYTES:
+            return self._start_collective("all_reduce", self._reduce_one_shot, x, out, op)
+        return self._start_collective("all_reduce", self._reduce_two_shot, x, out, op)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        out: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+    ) -> SharedMemoryWork:
+        """Exchanges parts; send, receive: elements for and from each rank, by default equal.
+
+        Communicates: all-to-all.
+        """
+        sent, received = self._part_bytes(x, send), self._part_bytes(out, receive)
+        return self._start_collective("all_to_all", self._exchange_parts, x, out, sent, received)
+
+    def broadcast(self, x: Tensor, out: Tensor, index: int) -> SharedMemoryWork:
+        """Copies the tensor of the rank at `index` to `out`. Communicates: broadcast."""
+        if index != self.index:
+            return self._start_collective("broadcast", self._receive_tensor, out, index)
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return self._start_collective("broadcast", self._send_tensor, x, self._peers)
+
+    def send(self, x: Tensor, to: int) -> SharedMemoryWork:
+        """Sends a tensor to the rank at index `to`. Communicates: point to point."""
+        number = self._message_number(self.index, to)
+        return self._start("send", number, self._send_tensor(number, x, (to,)))
+
+    def receive(self, out: Tensor, source: int) -> SharedMemoryWork:
+        """Receives a tensor from the rank at index `source`. Communicates: point to point."""
+        number = self._message_number(source, self.index)
+        return self._start("receive", number, self._receive_tensor(number, out, source))
+
+    def _start_collective(
+        self, what: str, collective: Callable[..., Progress], *arguments: Any
+    ) -> SharedMemoryWork:
+        number = self._num_collectives
+        self._num_collectives += 1
+        return self._start(what, number, collective(number, *arguments))
+
+    def _message_number(self, source: int, to: int) -> int:
+        """Returns the number of the next message of a pair, which no collective has."""
+        count = self._num_messages.get((source, to), 0)
+        self._num_messages[source, to] = count + 1
+        size = len(self.ranks)
+        return -1 - (source + size * (to + size * count))
+
+    def _start(self, what: str, number: int, progress: Progress) -> SharedMemoryWork:
+        return self.segment.start(
+            SharedMemoryWork(
+                self.segment, what, self.timeout_seconds, progress, self.key, number, self.ranks
+            )
+        )
+
+    def _part_bytes(self, whole: Tensor, counts: Sequence[int] | None) -> list[int]:
+        """Returns the bytes of each part of a tensor."""
+        if counts is not None:
+            return [count * whole.element_size() for count in counts]
+        return [whole.nbytes // len(self.ranks)] * len(self.ranks)
+
+    # ---- messages -----------------------------------------------------------------------
+
+    def _allocate(self, size: int, readers: int) -> Generator[None, Message, tuple[int, int]]:
+        """Returns offset and number of an allocation, once there is memory for it."""
+        while (found := self.segment.allocate(size, readers)) is None:
+            yield None
+        return found
+
+    def _post(self, number: int, parts: Sequence[Message]) -> Generator[None, Message, None]:
+        """Sends a message (peer, address, bytes) to each of several peers."""
+        segment = self.segment
+        offset, allocation = yield from self._allocate(
+            sum(_align(size) for _, _, size in parts), len(parts)
+        )
+        for peer, address, size in parts:
+            segment.write(offset, address, size)
+            segment.send(self.ranks[peer], self.key, number, (offset, size, allocation))
+            offset += _align(size)
+
+    def _post_to_all(
+        self, number: int, address: int, size: int, peers: Sequence[int]
+    ) -> Generator[None, Message, None]:
+        """Sends the same message to several peers; it is written once."""
+        offset, allocation = yield from self._allocate(size, len(peers))
+        self.segment.write(offset, address, size)
+        self._announce(number, (offset, size, allocation), peers)
+
+    def _announce(self, number: int, message: Message, peers: Sequence[int]) -> None:
+        for peer in peers:
+            self.segment.send(self.ranks[peer], self.key, number, message)
+
+    def _read(self, peer: int, message: Message, address: int) -> None:
+        """Copies a message out of the segment of its sender, and acknowledges it."""
+        offset, size, _ = message
+        self.segment.read(self.ranks[peer], offset, address, size)
+        self.segment.acknowledge(self.ranks[peer], message)
+
+    def _reduce_messages(
+        self, own: Tensor, messages: dict[int, Message], out: Tensor, op: Reduction
+    ) -> None:
+        """Reduces a message of each peer and the own values, in the order of the ranks."""
+        parts = []
+        for index, rank in enumerate(self.ranks):
+            if index == self.index:
+                parts.append(own)
+            else:
+                offset, size, _ = messages[index]
+                parts.append(self.segment.tensor(rank, offset, size, own.dtype))
+        reduce_in_order(parts, out, op)
+        for index, message in messages.items():
+            self.segment.acknowledge(self.ranks[index], message)
+
+    # ---- each collective ----------------------------------------------------------------
+
+    def _gather_parts(
+        self, number: int, part: Tensor, out: Tensor, sizes: Sequence[int]
+    ) -> Progress:
+        starts = _starts(sizes)
+        source, target = part.data_ptr(), out.data_ptr()
+        own = sizes[self.index]
+        sent = 0
+        for start in range(0, max(sizes), CHUNK_BYTES):
+            # Some chunks ahead, so that the others need not wait for this rank.
+            while sent < min(own, start + CHUNKS_AHEAD * CHUNK_BYTES):
+                size = min(CHUNK_BYTES, own - sent)
+                yield from self._post_to_all(number, source + sent, size, self._peers)
+                sent += size
+            place = target + starts[self.index] + start
+            # The part may already be in its place.
+            if start < own and place != source + start:
+                ctypes.memmove(place, source + start, min(CHUNK_BYTES, own - start))
+            for peer in self._peers:
+                if start < sizes[peer]:
+                    message = yield peer
+                    self._read(peer, message, target + starts[peer] + start)
+
+    def _scatter_parts(
+        self, number: int, x: Tensor, out: Tensor, sizes: Sequence[int], op: Reduction
+    ) -> Progress:
+        starts = _starts(sizes)
+        source, itemsize = x.data_ptr(), x.element_size()
+        own = _flat(x)[starts[self.index] // itemsize :]
+        result = _flat(out)
+        chunk = _align(CHUNK_BYTES // len(self._peers))
+        sent = 0
+        for start in range(0, max(sizes), chunk):
+            while sent < min(max(sizes), start + CHUNKS_AHEAD * chunk):
+                parts = [
+                    (peer, source + starts[peer] + sent, min(chunk, sizes[peer] - sent))
+                    for peer in self._peers
+                    if sent < sizes[peer]
+                ]
+                if parts:
+                    yield from self._post(number, parts)
+                sent += chunk
+            if start < sizes[self.index]:
+                messages: dict[int, Message] = {}
+                for peer in self._peers:
+                    messages[peer] = yield peer
+                size = min(chunk, sizes[self.index] - start)
+                span = slice(start // itemsize, (start + size) // itemsize)
+                self._reduce_messages(own[span], messages, result[span], op)
+
+    def _reduce_one_shot(self, number: int, x: Tensor, out: Tensor, op: Reduction) -> Progress:
+        if x.numel() == 0:
+            return
+        yield from self._post_to_all(number, x.data_ptr(), x.nbytes, self._peers)
+        messages: dict[int, Message] = {}
+        for peer in self._peers:
+            messages[peer] = yield peer
+        self._reduce_messages(_flat(x), messages, _flat(out), op)
+
+    def _reduce_two_shot(self, number: int, x: Tensor, out: Tensor, op: Reduction) -> Progress:
+        """Reduce-scatter, then all-gather, of one chunk after the other."""
+        flat, result = _flat(x), _flat(out)
+        itemsize, size = x.element_size(), len(self.ranks)
+        # Each chunk has a block for each rank; the last chunk is smaller.
+        block = _align(CHUNK_BYTES // len(self._peers)) // itemsize
+        firsts = range(0, flat.numel(), block * size)
+
+        def block_of(first: int, index: int) -> tuple[int, int]:
+            """Returns start and end of the block of a rank in the chunk that starts at `first`."""
+            length = min(block * size, flat.numel() - first)
+            share = -(-length // size)
+            start = min(index * share, length)
+            return first + start, first + min(start + share, length)
+
+        def scatter(first: int) -> Generator[None, Message, None]:
+            spans = [(peer, *block_of(first, peer)) for peer in self._peers]
+            address = flat.data_ptr()
+            parts = [
+                (peer, address + start * itemsize, (end - start) * itemsize)
+                for peer, start, end in spans
+                if end > start
+            ]
+            if parts:
+                yield from self._post(number, parts)
+
+        def gather(first: int) -> Progress:
+            for peer in self._peers:
+                start, end = block_of(first, peer)
+                if end > start:
+                    message = yield peer
+                    self._read(peer, message, result.data_ptr() + start * itemsize)
+
+        for first in firsts[:CHUNKS_AHEAD]:
+            yield from scatter(first)
+        for position, first in enumerate(firsts):
+            start, end = block_of(first, self.index)
+            if end > start:
+                messages: dict[int, Message] = {}
+                for peer in self._peers:
+                    messages[peer] = yield peer
+                # The sum is computed where the others read it.
+                length = (end - start) * itemsize
+                offset, allocation = yield from self._allocate(length, len(self._peers))
+                total = self.segment.tensor(self.segment.rank, offset, length, x.dtype)
+                self._reduce_messages(flat[start:end], messages, total, op)
+                self._announce(number, (offset, length, allocation), self._peers)
+                result[start:end].copy_(total)
+            # The order in which messages are sent is the order in which the others read them.
+            if position + CHUNKS_AHEAD < len(firsts):
+                yield from scatter(firsts[position + CHUNKS_AHEAD])
+            if position >= CHUNKS_AHEAD - 1:
+                yield from gather(firsts[position - CHUNKS_AHEAD + 1])
+        for first in firsts[max(len(firsts) - CHUNKS_AHEAD + 1, 0) :]:
+            yield from gather(first)
+
+    def _exchange_parts(
+        self, number: int, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Progress:
+        from_, to = _starts(sent), _starts(received)
+        source, target = x.data_ptr(), out.data_ptr()
+        mine = self.index
+        done = 0
+        most = max(*sent, *received)
+        for start in range(0, most, CHUNK_BYTES):
+            while done < min(most, start + CHUNKS_AHEAD * CHUNK_BYTES):
+                for peer in self._peers:
+                    if done < sent[peer]:
+                        size = min(CHUNK_BYTES, sent[peer] - done)
+                        yield from self._post(number, [(peer, source + from_[peer] + done, size)])
+                done += CHUNK_BYTES
+            if start == 0:
+                ctypes.memmove(target + to[mine], source + from_[mine], sent[mine])
+            for peer in self._peers:
+                if start < received[peer]:
+                    message = yield peer
+                    self._read(peer, message, target + to[peer] + start)
+
+    def _send_tensor(self, number: int, x: Tensor, peers: Sequence[int]) -> Progress:
+        for start in range(0, x.nbytes, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, x.nbytes - start)
+            yield from self._post_to_all(number, x.data_ptr() + start, size, peers)
+
+    def _receive_tensor(self, number: int, out: Tensor, source: int) -> Progress:
+        for start in range(0, out.nbytes, CHUNK_BYTES):
+            message = yield source
+            self._read(source, message, out.data_ptr() + start)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Returns a contiguous tensor with one dim."""
+    if x.dim() == 1:
+        return x
+    return x.view(-1)
+
+
+def _align(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Returns the start of each part."""
+    return [0, *itertools.accumulate(sizes)][:-1]
