@@ -24,6 +24,7 @@ from ranvier.config.refusals import find_refusals
 from ranvier.config.sections import (
     IMPORTED_SIZE,
     CheckpointConfig,
+    CommConfig,
     DataConfig,
     DecoderModelConfig,
     GuardConfig,
@@ -59,6 +60,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
 
     @property

@@ -454,6 +454,19 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """Collectives."""
+
+    algorithm: str = "auto"
+    """Algorithm of collectives: auto (the fastest that `ranvier measure` has found for each
+    collective, axis and size; without measurements, shared memory between CPU ranks of a host),
+    native (of NCCL or Gloo), shared_memory, ring, doubling, bruck, folded, direct, one_shot,
+    hierarchical/INTER/INTRA (INTER between nodes, INTRA inside) or nvrar/INTRA. It may differ by
+    axis: row=ring,data=hierarchical/bruck/native,native. `ranvier doctor` lists those that are
+    available here."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """Checks of loss and gradients, and what to do when they fail."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint.directory import step_of
+from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.consensus import run_and_raise_together
 from ranvier.config.arguments import EvalOptions
 from ranvier.config.plan import Plan
@@ -154,6 +155,7 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
         run.plan,
         connected=me.world_size > 1,
         ranks_per_node=me.local_world_size,
+        algorithms=AlgorithmTable.parse(run.comm.algorithm),
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     word = run.train.dtype

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
+from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
@@ -168,6 +169,8 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
         run.plan,
         rank=me.rank,
         connected=me.world_size > 1,
+        ranks_per_node=max(me.local_world_size, 1),
+        algorithms=AlgorithmTable.parse(run.comm.algorithm),
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     torch.manual_seed(run.train.seed)

@@ -32,6 +32,7 @@ from ranvier.sharding import ShardingTable
 from ranvier.system.terminal import print
 from ranvier.train import layout, lora
 from ranvier.train.build_model import DTYPES
+from ranvier.train.collective_algorithms import check_algorithms
 from ranvier.train.health.determinism import check_deterministic, compiles_deterministically
 from ranvier.train.resume import elastic, run_directory
 
@@ -243,12 +244,20 @@ def resolve_memory_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
     return run.adopt("memory", context.memory.run, {"": reason})
 
 
+def resolve_algorithms(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
+    """Check the algorithms of collectives; ranks choose between them when they are connected."""
+    if context.device is not None and context.device.type != "meta":
+        check_algorithms(run, context.process.local_world_size)
+    return run
+
+
 RESOLVERS: tuple[Resolver, ...] = (
     resolve_layout,
     resolve_fallback_grid,
     resolve_ranks,
     resolve_adapter,
     resolve_device_settings,
+    resolve_algorithms,
     resolve_restart,
     resolve_output_dir,
     resolve_memory_settings,

@@ -44,6 +44,7 @@ from ranvier.nn.compile import has_cached_graphs
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.system.terminal import command_line, print
 from ranvier.train import import_export, pruning
+from ranvier.train.collective_algorithms import describe_algorithms, make_algorithm_table
 from ranvier.train.finish import run_finish
 from ranvier.train.loggers import open_loggers
 from ranvier.train.memory import breakdown
@@ -92,6 +93,8 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         run.plan,
         rank=me.rank,
         connected=me.world_size > 1,
+        ranks_per_node=max(me.local_world_size, 1),
+        algorithms=make_algorithm_table(run, me, device),
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     grid.trace.check_collectives = run.train.check_collectives
@@ -288,7 +291,8 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     groups = describe_groups(parallel, run)
     print(describe_run(run, parallel, trainer.device))
     fingerprint = f"data fingerprint: {data.fingerprint}"
-    for line in (*data.summary_lines, fingerprint, *groups, *trainer.notes, *lines):
+    collectives = describe_algorithms(trainer.grid)
+    for line in (*data.summary_lines, fingerprint, *groups, *collectives, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
         if trainer.state.step:
@@ -315,6 +319,7 @@ def _announce_run(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         decisions=[*_as_list(before.get("decisions")), *decisions_to_json(run)],
         versions={"python": platform.python_version(), "torch": torch.__version__},
         fingerprint=data.fingerprint,
+        algorithms=trainer.grid.algorithms.to_json(),
         corpora=data.summary_lines,
         groups=groups,
         flops_per_step=trainer.meter.flops[0],

@@ -30,6 +30,7 @@ from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora
+from ranvier.train.collective_algorithms import find_algorithm_changes
 from ranvier.train.pruning import MaskLoader, fill_weights
 from ranvier.train.state import TrainState
 
@@ -151,6 +152,7 @@ def checkpoint_facts(run: RunConfig, state: TrainState, fingerprint: str) -> dic
         "fingerprint": fingerprint,
         "held_out_loss": state.val_loss,
         "threads": torch.get_num_threads(),
+        "algorithms": state.grid.algorithms.to_json(),
         "config": run_to_dict(run),
     }
 
@@ -378,6 +380,9 @@ def _restore_facts(state: TrainState, manifest: CheckpointManifest) -> None:
             file=sys.stderr,
             flush=True,
         )
+    changes = find_algorithm_changes(facts.get("algorithms"), state.grid)
+    if changes and state.grid.rank == 0:
+        print(changes, file=sys.stderr, flush=True)
 
 
 def _check_facts(manifest: CheckpointManifest, checkpoint: Path) -> None:
