@@ -55,13 +55,15 @@ def test_a_shared_gpu_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_nccl_reads_is_set_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlap = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
     names = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_RUNTIME_CONNECT")
-    for name in (*names, "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in (*names, overlap, "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     prepare_nccl(ProcessInfo(rank=3, world_size=8, local_world_size=8), share_gpu=False)
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "0" and "NCCL_HOSTID" not in os.environ
+    assert overlap not in os.environ
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     prepare_nccl(ProcessInfo(rank=3, world_size=8, local_world_size=8), share_gpu=True)
     assert os.environ["NCCL_HOSTID"].endswith("-3") and os.environ["NCCL_IB_DISABLE"] == "0"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo" and os.environ[overlap] == "1"

@@ -356,7 +356,8 @@ def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
     """Sets the variables that NCCL and torch read when the first communicator is created.
 
     share_gpu: whether several ranks may use the same GPU. NCCL rejects that for ranks of one host,
-    so each rank gets its own host ID; they then communicate through sockets.
+    so each rank gets its own host ID; they then communicate through sockets. Torch's symmetric
+    memory needs permission.
     """
     wanted = {
         # Connect when a communicator is created, not at its first use.
@@ -368,7 +369,11 @@ def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
     }
     if share_gpu:
-        wanted |= {"NCCL_HOSTID": f"{socket.gethostname()}-{me.rank}", "NCCL_IB_DISABLE": "1"}
+        wanted |= {
+            "NCCL_HOSTID": f"{socket.gethostname()}-{me.rank}",
+            "NCCL_IB_DISABLE": "1",
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        }
         if me.local_world_size == me.world_size:
             wanted["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in wanted.items():
