@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from typing import Any
 COMPUTE = "compute"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
     """One communication of this rank; `bytes` is the size of the full (gathered or reduced)
     tensor."""
@@ -53,6 +53,12 @@ class Event:
         return (self.op, self.axis, self.where, self.bytes)
 
     @property
+    def description(self) -> str:
+        """What it communicates, in words."""
+        axis = "·".join(self.axis)
+        return f"{self.op} over {axis} of {self.bytes} bytes at {self.where or '?'}"
+
+    @property
     def seconds(self) -> float:
         """Seconds from issue to completion; 0 while it is in flight."""
         if self.issue_time is None or self.done_time is None:
@@ -82,7 +88,7 @@ class Trace:
     where: str = ""
     outer_scopes: list[str] = field(default_factory=list)
     """Enclosing scopes of the scope in which a graph is being traced."""
-    recent_ops: list[str] = field(default_factory=list)
+    recent_events: deque[Event] = field(default_factory=lambda: deque(maxlen=8))
     """The last few operations issued, recorded even if `enabled` is False, for hang reports."""
     num_issued: int = 0
     """Operations issued so far."""
@@ -91,18 +97,19 @@ class Trace:
     saved_results: Any = None
     """Results that the running block saves for its recomputation (`memory.saved_results`)."""
 
+    @property
+    def recent_ops(self) -> list[str]:
+        """Descriptions of `recent_events`."""
+        return [event.description for event in self.recent_events]
+
     def record_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
         """Return a new event, issued now; it is stored if the trace is enabled."""
         event = Event(op, axis, num_bytes, self.where, issue_time=time.perf_counter())
-        # Only the last eight are kept.
-        self.recent_ops = [
-            *self.recent_ops[-7:],
-            f"{op} over {'·'.join(axis)} of {num_bytes} bytes at {self.where or '?'}",
-        ]
+        self.recent_events.append(event)
         self.num_issued += 1
         # Called before the operation is issued, so that its description is known if it hangs.
         if self.on_issue is not None:
-            self.on_issue(self.num_issued, self.recent_ops[-1])
+            self.on_issue(self.num_issued, event.description)
         if self.enabled:
             self.events.append(event)
         return event

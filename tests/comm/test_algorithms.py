@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from schedule_simulator import Array, Buffer, ScheduleError, Traffic, check_pair, require, simulate
 
 from ranvier.comm.algorithms.flat import FlatAlgorithm, Phase, send_receive
 from ranvier.comm.algorithms.hierarchical import Hierarchical
@@ -38,6 +37,7 @@ from ranvier.comm.algorithms.schedule import (
     Transfer,
 )
 from ranvier.errors import PlanError
+from schedule_simulator import Array, Buffer, ScheduleError, Traffic, check_pair, require, simulate
 
 TABLE = list(ALGORITHMS.values())
 # Also what is only used between nodes.

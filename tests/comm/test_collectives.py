@@ -112,7 +112,7 @@ def handles(grid: Grid) -> list[str]:
         lambda: collectives.all_to_all(a, one),
         lambda: collectives.broadcast(a, one),
     ]
-    grid.trace.recent_ops.clear()
+    grid.trace.recent_events.clear()
     with grid.trace.record_events() as events:
         lines += ["not the same tensor" for call in alone if call().wait() is not a]
     return lines + [f"recorded {event}" for event in events] + grid.trace.recent_ops

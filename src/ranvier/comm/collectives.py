@@ -33,6 +33,7 @@ from ranvier.comm import functional
 from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY
 from ranvier.comm.transports.executor import REDUCE_OPS, gather_into, scatter_into
 from ranvier.comm.transports.lost_rank import LostRankError, find_lost_ranks
+from ranvier.comm.transports.output_pool import LARGE_BYTES
 from ranvier.comm.transports.reduction import Reduction
 from ranvier.comm.transports.runner import CollectiveRunner
 from ranvier.errors import CommunicationError
@@ -71,7 +72,9 @@ class _WorkHandle:
         output: Tensor,
         finish: Callable[[Tensor], Tensor],
         device: torch.device,
-        keep: Tensor | None = None,
+        *,
+        keep: Tensor,
+        is_staged: bool,
     ) -> None:
         self.axis = axis
         self.event = event
@@ -79,8 +82,9 @@ class _WorkHandle:
         self.output = output
         self.postprocess = finish
         self.device = device
+        self.is_staged = is_staged
         # The input must stay alive until the communication has read it.
-        self.input_buffer = keep
+        self.input_buffer: Tensor | None = keep
         if axis.trace.enabled and event.algorithm == NATIVE:
             _record_completion(event, work, device)
 
@@ -100,7 +104,7 @@ class _WorkHandle:
             raise CommunicationError(_failure_message(self.axis, event, error)) from error
         output = self.output
         # Staged through the host: copy the result back to the device.
-        if output.device != self.device:
+        if self.is_staged:
             output = output.to(self.device, non_blocking=True)
         if event.algorithm != NATIVE:
             event.done_time = self.work.done_time
@@ -206,7 +210,8 @@ def _start_collective(
     if output is x and _has_saving_mode():
         with hide_from_dispatch_modes():
             x = output = x.clone()
-    if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
+    is_staged = x.is_cuda and distributed.get_backend(axis.group) == "gloo"
+    if is_staged:
         x = _stage_on_host(x)
         output = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
     try:
@@ -217,7 +222,8 @@ def _start_collective(
             work = call(output, x)
     except RuntimeError as error:
         raise CommunicationError(_failure_message(axis, event, error)) from error
-    return PendingTensor(output, _WorkHandle(axis, event, work, output, finish, device, keep=x))
+    handle = _WorkHandle(axis, event, work, output, finish, device, keep=x, is_staged=is_staged)
+    return PendingTensor(output, handle)
 
 
 @contextmanager
@@ -254,10 +260,17 @@ def _empty_rows(like: Tensor, rows: int, axis: Axis) -> Tensor:
 def _empty(shape: Sequence[int], like: Tensor, axis: Axis) -> Tensor:
     """Returns memory for a result over an axis, hidden from dispatch modes."""
     assert axis.runner is not None, f"a collective over {axis}: this grid has no processes"
-    if not _has_saving_mode():
-        return axis.runner.empty(shape, like)
-    with hide_from_dispatch_modes():
-        return axis.runner.empty(shape, like)
+    if _has_saving_mode():
+        with hide_from_dispatch_modes():
+            return like.new_empty(shape)
+    return axis.runner.empty(shape, like)
+
+
+def _empty_like(x: Tensor, axis: Axis) -> Tensor:
+    """Returns contiguous memory like `x` for a result, hidden from dispatch modes."""
+    if x.nbytes < LARGE_BYTES and not _has_saving_mode():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _empty(x.shape, x, axis)
 
 
 def _stage_on_host(x: Tensor) -> Tensor:
@@ -434,14 +447,15 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_reduce(x, axis, op))
-    algorithm, runner = _choose_algorithm("all_reduce", axis, x.nbytes)
+    num_bytes = x.nbytes
+    algorithm, runner = _choose_algorithm("all_reduce", axis, num_bytes)
     if algorithm != NATIVE:
         return _start_collective(
             "all_reduce",
             axis,
-            x.nbytes,
+            num_bytes,
             x.contiguous(),
-            _empty(x.shape, x, axis),
+            _empty_like(x, axis),
             lambda out, x: runner.all_reduce(algorithm, x, out, op),
             _return,
             algorithm,

@@ -1,1 +1,4 @@
-"""Algorithms of collectives as pure descriptions; imports no torch."""
+"""Algorithms of collectives as pure descriptions: each is a file here and a line of `registry`.
+
+Imports errors only, and no torch.
+"""

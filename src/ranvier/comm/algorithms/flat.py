@@ -74,10 +74,7 @@ class FlatAlgorithm(Algorithm):
             known = " and ".join(self.operations)
             return f"{self.name} has no {operation}. It implements {known}. Use {remedy}."
         is_power_of_two = size & (size - 1) == 0
-        if (
-            any(phase.needs_power_of_two for phase in self.phases[operation])
-            and not is_power_of_two
-        ):
+        if not is_power_of_two and any(one.needs_power_of_two for one in self.phases[operation]):
             return (
                 f"The axis has {size} {unit}. {self.name} needs a power of two. Use bruck for "
                 "all_gather, folded for reduce_scatter and all_reduce."

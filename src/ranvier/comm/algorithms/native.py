@@ -14,7 +14,7 @@ from ranvier.comm.algorithms.schedule import AxisShape, Blocks, GroupStep, Level
 
 
 class Engine(FlatAlgorithm):
-    """An engine, that runs a collective of an axis, or of a level of it, as a whole."""
+    """An engine that runs a collective of an axis, or of one level of it, as a whole."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, RING.phases)

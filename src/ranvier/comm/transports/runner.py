@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ from ranvier.comm.algorithms.native import SHARED_MEMORY
 from ranvier.comm.algorithms.registry import find_algorithm
 from ranvier.comm.algorithms.schedule import AxisShape, Operation, Step
 from ranvier.comm.transports.executor import CollectiveBuffer, ScheduleExecutor, ScheduleWork
+from ranvier.comm.transports.output_pool import LARGE_BYTES
 from ranvier.comm.transports.reduction import Reduction
 from ranvier.comm.transports.shared_memory import SharedMemoryGroup, SharedMemoryWork
 
@@ -38,7 +40,8 @@ class CollectiveRunner:
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Returns memory for a result with the dtype and the device of `like`."""
-        if self.shared_memory is None or like.device.type != "cpu":
+        size = math.prod(shape) * like.element_size()
+        if size < LARGE_BYTES or self.shared_memory is None or like.device.type != "cpu":
             return like.new_empty(shape)
         return self.shared_memory.segment.outputs.empty(shape, like.dtype)
 

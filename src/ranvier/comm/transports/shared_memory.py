@@ -34,7 +34,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from ranvier.comm.transports.lost_rank import LostRankError
 from ranvier.comm.transports.output_pool import OutputPool
-from ranvier.comm.transports.reduction import Reduction, reduce_in_order
+from ranvier.comm.transports.reduction import REDUCTIONS, Reduction, reduce_in_order
 
 SEGMENT_BYTES = 2**28
 """Room for data in a segment; the system provides memory only for the part that is used."""
@@ -57,6 +56,8 @@ PATIENT_BYTES = 2**15
 PATIENT_MESSAGES = 8
 """Messages up to this size are acknowledged with the next message, or when there are several."""
 MAILBOX_ENTRIES = 1024
+KEPT_TENSORS = 256
+"""Tensors in segments that are kept, because creating one takes longer than finding it."""
 SPIN_SECONDS = 1e-4
 """Time for which a rank with a core of its own polls before it sleeps."""
 CHECK_SECONDS = 0.2
@@ -64,8 +65,10 @@ CHECK_SECONDS = 0.2
 ALIGNMENT = 64
 TOKEN_BYTES = 16
 
-_MUTEX, _ITEMS, _ROOM, _HEAD, _ENTRIES = 64, 128, 192, 256, 4096
-"""Places in a segment: three semaphores, the number of envelopes so far, and the envelopes."""
+_MUTEX, _HEAD, _ITEMS, _ROOM, _ENTRIES = 64, 96, 128, 192, 4096
+"""Places in a segment: a semaphore that guards the number of envelopes so far, the latter, the
+semaphores of new envelopes and of room for them, and the envelopes. What the same rank changes at
+the same time is in the same cache line."""
 _ENVELOPE = struct.Struct("<qqqqqqq")
 _COUNT = struct.Struct("<q")
 _DATA_START = _ENTRIES + MAILBOX_ENTRIES * _ENVELOPE.size
@@ -104,32 +107,35 @@ class _Semaphores:
         return bool(self._timed_wait(address, ctypes.byref(limit)) == 0)
 
 
-@dataclass
 class SharedMemoryWork:
     """Handle of a collective over shared memory, as torch's Work."""
 
-    segment: Segment
-    what: str
-    timeout_seconds: float
-    progress: Progress | None
-    """None when it has completed."""
-    key: int = 0
-    number: int = 0
-    ranks: tuple[int, ...] = ()
-    """Global rank of each index."""
-    waits_for: int | None = None
-    """Index of the rank whose message it needs next."""
-    messages: dict[int, deque[Message]] = field(default_factory=dict)
-    """Messages that have arrived, by index of their senders."""
-    done_time: float = 0.0
-    sent_bytes: int = 0
-    """Bytes that this rank wrote for others."""
-    num_rounds: int = 1
+    __slots__ = (
+        *("group", "what", "number", "progress", "waits_for", "messages"),
+        *("done_time", "sent_bytes", "num_rounds"),
+    )
+
+    def __init__(
+        self, group: SharedMemoryGroup, what: str, number: int, progress: Progress
+    ) -> None:
+        self.group = group
+        self.what = what
+        self.number = number
+        self.progress: Progress | None = progress
+        """None when it has completed."""
+        self.waits_for: int | None = None
+        """Index of the rank whose message it needs next."""
+        self.messages: dict[int, deque[Message]] | None = None
+        """Messages that arrived before they were needed, by index of their senders."""
+        self.done_time: float | None = None
+        self.sent_bytes = 0
+        """Bytes that this rank wrote for others."""
+        self.num_rounds = 1
 
     def wait(self) -> None:
         """Waits for its end."""
         if self.progress is not None:
-            self.segment.wait(self)
+            self.group.segment.wait(self)
 
     def is_completed(self) -> bool:
         """Whether it has ended."""
@@ -156,24 +162,28 @@ class Segment:
         self.ranks = tuple(sorted(mappings))
         self._mappings = mappings
         self._own = mappings[rank]
+        self._size = len(self._own.memory)
         self._semaphores = semaphores
         self.outputs = OutputPool()
         """Memory for results."""
+        self._tensors: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
         self._received = 0
         self._allocations: dict[int, Message] = {}
         self._next_allocation = 0
         self._unacknowledged: dict[int, list[int]] = {other: [] for other in self.ranks}
         """Allocations of each rank that this rank has read without telling it yet."""
-        self._outboxes: dict[int, deque[bytes]] = {}
+        self._outboxes: dict[int, deque[tuple[int, ...]]] = {}
         """Envelopes for which the mailboxes of their receivers had no room."""
         self._running: dict[tuple[int, int], SharedMemoryWork] = {}
         self._blocked: list[SharedMemoryWork] = []
         """Collectives that wait for free memory."""
         self._early: dict[tuple[int, int], list[tuple[int, Message]]] = {}
         """Messages of collectives that this rank has not started yet."""
-        # Guards all state; threads that wait while another one receives sleep on it.
-        self._changed = threading.Condition(threading.Lock())
+        # Guards all state; threads that wait while another one receives sleep on `_changed`.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._is_receiving = False
+        self._num_waiting = 0
         cores = len(os.sched_getaffinity(0))
         self._spin_seconds = SPIN_SECONDS if len(self.ranks) <= cores else 0.0
 
@@ -181,12 +191,12 @@ class Segment:
 
     def start(self, work: SharedMemoryWork) -> SharedMemoryWork:
         """Starts a collective: runs it until it needs a message that is not there."""
-        with self._changed:
-            known = (work.key, work.number)
+        with self._lock:
+            known = (work.group.key, work.number)
             self._running[known] = work
-            for source, message in self._early.pop(known, ()):
-                self._file(work, source, message)
-            assert work.progress is not None
+            if known in self._early:
+                for source, message in self._early.pop(known):
+                    self._keep(work, source, message)
             self._advance(work, None)
         return work
 
@@ -202,55 +212,65 @@ class Segment:
                 if peer is None:
                     self._blocked.append(work)
                     return
-                waiting = work.messages.get(peer)
-                if not waiting:
+                if work.messages is None or not work.messages.get(peer):
                     return
-                message = waiting.popleft()
+                message = work.messages[peer].popleft()
         except StopIteration:
             work.progress = work.waits_for = None
             work.done_time = time.perf_counter()
-            del self._running[work.key, work.number]
+            del self._running[work.group.key, work.number]
 
-    def _file(self, work: SharedMemoryWork, source: int, message: Message) -> None:
-        index = work.ranks.index(source)
-        if index not in work.messages:
-            work.messages[index] = deque()
-        work.messages[index].append(message)
+    def _keep(self, work: SharedMemoryWork, source: int, message: Message) -> None:
+        """Keeps a message until it is needed."""
+        if work.messages is None:
+            work.messages = {}
+        work.messages.setdefault(work.group.index_of[source], deque()).append(message)
 
     def wait(self, work: SharedMemoryWork) -> None:
         """Waits for a collective, and advances all others meanwhile."""
-        deadline = time.monotonic() + work.timeout_seconds
-        spin_until = time.perf_counter() + self._spin_seconds
-        with self._changed:
+        deadline = 0.0
+        try_wait, items, clock = self._semaphores.try_wait, self._own.items, time.perf_counter
+        with self._lock:
             while work.progress is not None:
                 # One thread receives for all threads of the process.
                 if self._is_receiving:
+                    self._num_waiting += 1
                     self._changed.wait(CHECK_SECONDS)
+                    self._num_waiting -= 1
                     continue
-                if self._receive_all():
-                    spin_until = time.perf_counter() + self._spin_seconds
+                if try_wait(items) == 0:
+                    self._receive_one()
                     continue
-                if time.perf_counter() < spin_until:
-                    continue
-                self._sleep(work, deadline)
-            # Another thread may have to go on receiving.
-            self._changed.notify()
+                spin_until = clock() + self._spin_seconds
+                while clock() < spin_until:
+                    # The scheduler may have put the other rank on the same core.
+                    os.sched_yield()
+                    if try_wait(items) == 0:
+                        self._receive_one()
+                        break
+                else:
+                    deadline = deadline or time.monotonic() + work.group.timeout_seconds
+                    self._sleep(work, deadline)
+            if self._num_waiting:
+                # Another thread may have to go on receiving.
+                self._changed.notify_all()
 
     def _sleep(self, work: SharedMemoryWork, deadline: float) -> None:
         """Sleeps until an envelope arrives; raises if a peer is gone or late."""
         self._is_receiving = True
-        self._changed.release()
+        self._lock.release()
         try:
             arrived = self._semaphores.wait(self._own.items, CHECK_SECONDS)
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._is_receiving = False
         if arrived:
             self._receive_one()
-            self._changed.notify_all()
-            return
-        self._flush_outboxes()
-        self._check_peers(work, deadline)
+            if self._num_waiting:
+                self._changed.notify_all()
+        else:
+            self._flush_outboxes()
+            self._check_peers(work, deadline)
 
     def _receive_all(self) -> bool:
         """Receives all envelopes that are there; returns whether there were any."""
@@ -258,8 +278,6 @@ class Segment:
         while self._semaphores.try_wait(self._own.items) == 0:
             self._receive_one()
             found = True
-        if found and self._outboxes:
-            self._flush_outboxes()
         return found
 
     def _receive_one(self) -> None:
@@ -270,20 +288,19 @@ class Segment:
         )
         self._received += 1
         self._semaphores.post(self._own.room)
+        if self._outboxes:
+            self._flush_outboxes()
         if acknowledged:
             self._release(acknowledged)
         if not allocation:
             return
-        message = (offset, size, allocation)
         work = self._running.get((key, number))
         if work is None:
-            self._early.setdefault((key, number), []).append((source, message))
-            return
-        index = work.ranks.index(source)
-        if work.waits_for == index and not work.messages.get(index):
-            self._advance(work, message)
+            self._early.setdefault((key, number), []).append((source, (offset, size, allocation)))
+        elif work.waits_for == work.group.index_of[source]:
+            self._advance(work, (offset, size, allocation))
         else:
-            self._file(work, source, message)
+            self._keep(work, source, (offset, size, allocation))
 
     def _check_peers(self, work: SharedMemoryWork, deadline: float) -> None:
         """Raises if the rank that a collective waits for has ended, or the time is over."""
@@ -293,10 +310,11 @@ class Segment:
             if gone and not self._receive_all() and work.progress is not None:
                 raise self._lost_rank(rank)
         if time.monotonic() > deadline:
-            late = f"did not take part within {work.timeout_seconds:g} s (timed out)"
+            limit = f"within {work.group.timeout_seconds:g} s (timed out)"
             if work.waits_for is None:
-                late = f"or another one did not read within {work.timeout_seconds:g} s (timed out)"
-            raise LostRankError(work.ranks[work.waits_for or 0], late)
+                reader = work.group.ranks[work.group.peers[0]]
+                raise LostRankError(reader, f"or another rank did not read {limit}")
+            raise LostRankError(work.group.ranks[work.waits_for], f"did not take part {limit}")
 
     def _lost_rank(self, rank: int) -> LostRankError:
         pid = self._mappings[rank].pid
@@ -306,15 +324,16 @@ class Segment:
 
     def allocate(self, size: int, readers: int) -> tuple[int, int] | None:
         """Returns offset and number of free memory that `readers` will read; None if full."""
-        size = max(_align(size), ALIGNMENT)
+        size = _align(size) or ALIGNMENT
         offset = _DATA_START
         # First fit: memory that was used last is still in the caches.
-        for start, taken, _ in sorted(self._allocations.values()):
-            if start - offset >= size:
-                break
-            offset = start + taken
-        if offset + size > len(self._own.memory):
-            return None
+        if self._allocations:
+            for start, taken, _ in sorted(self._allocations.values()):
+                if start - offset >= size:
+                    break
+                offset = start + taken
+            if offset + size > self._size:
+                return None
         self._next_allocation += 1
         self._allocations[self._next_allocation] = (offset, size, readers)
         return offset, self._next_allocation
@@ -326,15 +345,16 @@ class Segment:
             self._allocations[allocation] = (offset, size, readers - 1)
             return
         del self._allocations[allocation]
-        blocked, self._blocked = self._blocked, []
-        for work in blocked:
-            if work.progress is not None:
-                self._advance(work, None)
+        if self._blocked:
+            blocked, self._blocked = self._blocked, []
+            for work in blocked:
+                if work.progress is not None:
+                    self._advance(work, None)
 
     def send(self, to: int, key: int, number: int, message: Message) -> None:
-        """Sends the envelope of a message (offset, size, allocation) to a global rank."""
+        """Sends the envelope of a message to a global rank."""
         read = self._unacknowledged[to]
-        self._put(to, _ENVELOPE.pack(self.rank, key, number, *message, read.pop() if read else 0))
+        self._put(to, (self.rank, key, number, *message, read.pop() if read else 0))
 
     def acknowledge(self, to: int, message: Message) -> None:
         """Tells a rank that its message was read."""
@@ -344,30 +364,34 @@ class Segment:
         # Usually the next message to that rank carries it.
         if size > PATIENT_BYTES or len(read) > PATIENT_MESSAGES:
             while read:
-                self._put(to, _ENVELOPE.pack(self.rank, 0, 0, 0, 0, 0, read.pop()))
+                self._put(to, (self.rank, 0, 0, 0, 0, 0, read.pop()))
 
-    def _put(self, to: int, envelope: bytes) -> None:
+    def _put(self, to: int, envelope: tuple[int, ...]) -> None:
         """Puts an envelope into the mailbox of a rank, or keeps it until there is room."""
-        if to in self._outboxes or not self._try_put(to, envelope):
+        if self._outboxes or not self._try_put(to, envelope):
             self._outboxes.setdefault(to, deque()).append(envelope)
 
-    def _try_put(self, to: int, envelope: bytes) -> bool:
-        mapping, semaphores = self._mappings[to], self._semaphores
-        if semaphores.try_wait(mapping.room) != 0:
+    def _try_put(self, to: int, envelope: tuple[int, ...]) -> bool:
+        """Puts an envelope into the mailbox of a rank, if there is room."""
+        mapping, try_wait, post = (
+            self._mappings[to],
+            self._semaphores.try_wait,
+            self._semaphores.post,
+        )
+        if try_wait(mapping.room) != 0:
             return False
-        mutex = mapping.mutex
         # The owner of the mutex only copies an envelope.
-        while semaphores.try_wait(mutex) != 0:
-            if not semaphores.wait(mutex, CHECK_SECONDS):
-                self._check_mutex_owner()
-                continue
-            break
-        (head,) = _COUNT.unpack_from(mapping.memory, _HEAD)
+        while try_wait(mapping.mutex) != 0:
+            if self._semaphores.wait(mapping.mutex, CHECK_SECONDS):
+                break
+            self._check_mutex_owner()
+        memory = mapping.memory
+        (head,) = _COUNT.unpack_from(memory, _HEAD)
         place = _ENTRIES + head % MAILBOX_ENTRIES * _ENVELOPE.size
-        mapping.memory[place : place + _ENVELOPE.size] = envelope
-        _COUNT.pack_into(mapping.memory, _HEAD, head + 1)
-        semaphores.post(mutex)
-        semaphores.post(mapping.items)
+        _ENVELOPE.pack_into(memory, place, *envelope)
+        _COUNT.pack_into(memory, _HEAD, head + 1)
+        post(mapping.mutex)
+        post(mapping.items)
         return True
 
     def _check_mutex_owner(self) -> None:
@@ -394,9 +418,19 @@ class Segment:
 
     def tensor(self, rank: int, offset: int, size: int, dtype: torch.dtype) -> Tensor:
         """Returns a tensor in the segment of a rank."""
-        return torch.frombuffer(
-            self._mappings[rank].memory, dtype=dtype, count=size // dtype.itemsize, offset=offset
-        )
+        place = (rank, offset, size, dtype)
+        found = self._tensors.get(place)
+        if found is None:
+            # Small messages often have the same place.
+            if len(self._tensors) >= KEPT_TENSORS:
+                self._tensors.clear()
+            found = self._tensors[place] = torch.frombuffer(
+                self._mappings[rank].memory,
+                dtype=dtype,
+                count=size // dtype.itemsize,
+                offset=offset,
+            )
+        return found
 
 
 def _has_ended(pidfd: int) -> bool:
@@ -496,9 +530,10 @@ class SharedMemoryGroup:
         self.index = self.ranks.index(segment.rank)
         self.key = key
         self.timeout_seconds = timeout_seconds
-        size = len(ranks)
+        self.index_of = {rank: index for index, rank in enumerate(self.ranks)}
         # Each rank starts with its neighbor, so that they do not all read the same segment.
-        self._peers = tuple((self.index + i) % size for i in range(1, size))
+        size = len(ranks)
+        self.peers = tuple((self.index + i) % size for i in range(1, size))
         self._num_collectives = 0
         self._num_messages: dict[tuple[int, int], int] = {}
 
@@ -557,7 +592,7 @@ class SharedMemoryGroup:
             return self._start_collective("broadcast", self._receive_tensor, out, index)
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return self._start_collective("broadcast", self._send_tensor, x, self._peers)
+        return self._start_collective("broadcast", self._send_tensor, x, self.peers)
 
     def send(self, x: Tensor, to: int) -> SharedMemoryWork:
         """Sends a tensor to the rank at index `to`. Communicates: point to point."""
@@ -584,11 +619,7 @@ class SharedMemoryGroup:
         return -1 - (source + size * (to + size * count))
 
     def _start(self, what: str, number: int, progress: Progress) -> SharedMemoryWork:
-        return self.segment.start(
-            SharedMemoryWork(
-                self.segment, what, self.timeout_seconds, progress, self.key, number, self.ranks
-            )
-        )
+        return self.segment.start(SharedMemoryWork(self, what, number, progress))
 
     def _part_bytes(self, whole: Tensor, counts: Sequence[int] | None) -> list[int]:
         """Returns the bytes of each part of a tensor."""
@@ -619,7 +650,9 @@ class SharedMemoryGroup:
         self, number: int, address: int, size: int, peers: Sequence[int]
     ) -> Generator[None, Message, None]:
         """Sends the same message to several peers; it is written once."""
-        offset, allocation = yield from self._allocate(size, len(peers))
+        while (found := self.segment.allocate(size, len(peers))) is None:
+            yield None
+        offset, allocation = found
         self.segment.write(offset, address, size)
         self._announce(number, (offset, size, allocation), peers)
 
@@ -661,13 +694,13 @@ class SharedMemoryGroup:
             # Some chunks ahead, so that the others need not wait for this rank.
             while sent < min(own, start + CHUNKS_AHEAD * CHUNK_BYTES):
                 size = min(CHUNK_BYTES, own - sent)
-                yield from self._post_to_all(number, source + sent, size, self._peers)
+                yield from self._post_to_all(number, source + sent, size, self.peers)
                 sent += size
             place = target + starts[self.index] + start
             # The part may already be in its place.
             if start < own and place != source + start:
                 ctypes.memmove(place, source + start, min(CHUNK_BYTES, own - start))
-            for peer in self._peers:
+            for peer in self.peers:
                 if start < sizes[peer]:
                     message = yield peer
                     self._read(peer, message, target + starts[peer] + start)
@@ -679,13 +712,13 @@ class SharedMemoryGroup:
         source, itemsize = x.data_ptr(), x.element_size()
         own = _flat(x)[starts[self.index] // itemsize :]
         result = _flat(out)
-        chunk = _align(CHUNK_BYTES // len(self._peers))
+        chunk = _align(CHUNK_BYTES // len(self.peers))
         sent = 0
         for start in range(0, max(sizes), chunk):
             while sent < min(max(sizes), start + CHUNKS_AHEAD * chunk):
                 parts = [
                     (peer, source + starts[peer] + sent, min(chunk, sizes[peer] - sent))
-                    for peer in self._peers
+                    for peer in self.peers
                     if sent < sizes[peer]
                 ]
                 if parts:
@@ -693,18 +726,34 @@ class SharedMemoryGroup:
                 sent += chunk
             if start < sizes[self.index]:
                 messages: dict[int, Message] = {}
-                for peer in self._peers:
+                for peer in self.peers:
                     messages[peer] = yield peer
                 size = min(chunk, sizes[self.index] - start)
                 span = slice(start // itemsize, (start + size) // itemsize)
                 self._reduce_messages(own[span], messages, result[span], op)
 
     def _reduce_one_shot(self, number: int, x: Tensor, out: Tensor, op: Reduction) -> Progress:
-        if x.numel() == 0:
+        size = x.nbytes
+        if size == 0:
             return
-        yield from self._post_to_all(number, x.data_ptr(), x.nbytes, self._peers)
+        # Written out, because small all-reduces have to be fast.
+        segment, peers, ranks = self.segment, self.peers, self.ranks
+        while (found := segment.allocate(size, len(peers))) is None:
+            yield None
+        offset, allocation = found
+        segment.write(offset, x.data_ptr(), size)
+        for peer in peers:
+            segment.send(ranks[peer], self.key, number, (offset, size, allocation))
+        if len(peers) == 1:
+            message = yield peers[0]
+            rank = ranks[peers[0]]
+            theirs = segment.tensor(rank, message[0], size, x.dtype)
+            # The sum of two values does not depend on their order.
+            REDUCTIONS[op](_flat(x), theirs, out=_flat(out))
+            segment.acknowledge(rank, message)
+            return
         messages: dict[int, Message] = {}
-        for peer in self._peers:
+        for peer in peers:
             messages[peer] = yield peer
         self._reduce_messages(_flat(x), messages, _flat(out), op)
 
@@ -713,7 +762,7 @@ class SharedMemoryGroup:
         flat, result = _flat(x), _flat(out)
         itemsize, size = x.element_size(), len(self.ranks)
         # Each chunk has a block for each rank; the last chunk is smaller.
-        block = _align(CHUNK_BYTES // len(self._peers)) // itemsize
+        block = _align(CHUNK_BYTES // len(self.peers)) // itemsize
         firsts = range(0, flat.numel(), block * size)
 
         def block_of(first: int, index: int) -> tuple[int, int]:
@@ -724,7 +773,7 @@ class SharedMemoryGroup:
             return first + start, first + min(start + share, length)
 
         def scatter(first: int) -> Generator[None, Message, None]:
-            spans = [(peer, *block_of(first, peer)) for peer in self._peers]
+            spans = [(peer, *block_of(first, peer)) for peer in self.peers]
             address = flat.data_ptr()
             parts = [
                 (peer, address + start * itemsize, (end - start) * itemsize)
@@ -735,7 +784,7 @@ class SharedMemoryGroup:
                 yield from self._post(number, parts)
 
         def gather(first: int) -> Progress:
-            for peer in self._peers:
+            for peer in self.peers:
                 start, end = block_of(first, peer)
                 if end > start:
                     message = yield peer
@@ -747,14 +796,14 @@ class SharedMemoryGroup:
             start, end = block_of(first, self.index)
             if end > start:
                 messages: dict[int, Message] = {}
-                for peer in self._peers:
+                for peer in self.peers:
                     messages[peer] = yield peer
                 # The sum is computed where the others read it.
                 length = (end - start) * itemsize
-                offset, allocation = yield from self._allocate(length, len(self._peers))
+                offset, allocation = yield from self._allocate(length, len(self.peers))
                 total = self.segment.tensor(self.segment.rank, offset, length, x.dtype)
                 self._reduce_messages(flat[start:end], messages, total, op)
-                self._announce(number, (offset, length, allocation), self._peers)
+                self._announce(number, (offset, length, allocation), self.peers)
                 result[start:end].copy_(total)
             # The order in which messages are sent is the order in which the others read them.
             if position + CHUNKS_AHEAD < len(firsts):
@@ -774,14 +823,14 @@ class SharedMemoryGroup:
         most = max(*sent, *received)
         for start in range(0, most, CHUNK_BYTES):
             while done < min(most, start + CHUNKS_AHEAD * CHUNK_BYTES):
-                for peer in self._peers:
+                for peer in self.peers:
                     if done < sent[peer]:
                         size = min(CHUNK_BYTES, sent[peer] - done)
                         yield from self._post(number, [(peer, source + from_[peer] + done, size)])
                 done += CHUNK_BYTES
             if start == 0:
                 ctypes.memmove(target + to[mine], source + from_[mine], sent[mine])
-            for peer in self._peers:
+            for peer in self.peers:
                 if start < received[peer]:
                     message = yield peer
                     self._read(peer, message, target + to[peer] + start)
