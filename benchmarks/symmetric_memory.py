@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from ranvier.comm.symmetric_memory import (
+from ranvier.comm.transports.symmetric_memory import (
     DTYPES,
     SymmetricMemoryCommunicator,
     availability,
@@ -453,7 +453,7 @@ def set_up(me: ProcessInfo, begun: float) -> Rank:
     grid = Grid({"row": me.world_size}, connected=True, timeout_seconds=50.0)
     axis, host = grid.axis("row"), grid.axis("row", channel="host")
     assert axis.group is not None
-    reason = availability(axis.group, DEVICE)
+    reason = availability(axis.group, DEVICE, share_gpu=True)
     if reason:
         raise RuntimeError(f"Symmetric memory is not available: {reason}.")
     options: dict[str, Any] = {"order": axis.order, "timeout_seconds": 30.0}

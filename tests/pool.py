@@ -164,6 +164,7 @@ class Pool:
             "algorithms": AlgorithmTable.parse(algorithm),
             "ranks_per_node": per_node,
             "message_delay": message_delay,
+            "share_gpu": True,
         }
         if self.backend == "nccl":
             assert world == self.size, (degrees, self.size)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ranvier.comm.transports.executor import Delay
     from ranvier.comm.transports.runner import CollectiveRunner
     from ranvier.comm.transports.shared_memory import Segment
+    from ranvier.comm.transports.symmetric_memory import SymmetricMemoryCommunicator
 
 HOST_CHANNEL = "host"
 """Channel of groups on the host, for small values at any time."""
@@ -129,6 +130,8 @@ class Grid:
     segments: dict[tuple[int, ...], Segment | str] = field(default_factory=dict)
     """Shared memory by the ranks of a host that share it, or why there is none; grids of one
     process may share it."""
+    share_gpu: bool = False
+    """Whether several ranks may share a GPU (`launch.share_gpu`)."""
     message_delay: Delay | None = None
     """Delays the messages of schedules, to test algorithms on slow networks."""
     communicators: list[Communicator] = field(default_factory=list)
@@ -314,6 +317,8 @@ class Grid:
         rules = self.algorithms.rules_for(
             names, shape, backend=self.backend, on_host=segment is not None
         )
+        from torch import cuda, device
+
         from ranvier.comm.transports.executor import RankGroup, ScheduleExecutor
         from ranvier.comm.transports.runner import CollectiveRunner
         from ranvier.comm.transports.shared_memory import SharedMemoryGroup
@@ -332,8 +337,51 @@ class Grid:
             shared_memory=near,
             delay=self.message_delay,
         )
-        whole = near if shape.num_nodes == 1 else None
-        return rules, CollectiveRunner(shape, members.index, whole, ScheduleExecutor(members))
+        runner = CollectiveRunner(
+            shape,
+            members.index,
+            shared_memory=near if shape.num_nodes == 1 else None,
+            executor=ScheduleExecutor(members),
+            symmetric_memory=self._symmetric_memory(names, ranks, group, rules),
+        )
+        if self.backend == "nccl":
+            # NCCL connects a pair of ranks at its first message, so it is sent here and not in the
+            # middle of a step.
+            for name in sorted(rules.algorithms - {NATIVE}):
+                runner.warm_up(name, device("cuda", cuda.current_device()))
+        return rules, runner
+
+    def _symmetric_memory(
+        self, names: tuple[str, ...], ranks: list[int], group: ProcessGroup, rules: AxisRules
+    ) -> SymmetricMemoryCommunicator | None:
+        """Returns the memory that the GPUs of an axis share, if its algorithms use it.
+
+        Communicates: with its members.
+        """
+        if self.backend != "nccl" or not rules.algorithms & {"direct", "one_shot"}:
+            return None
+        # torch counts what a process shares, so all lines of an axis must share memory, or none.
+        nodes = np.vectorize(self.node_of)(self.ranks)
+        places = tuple(AXES.index(name) for name in names)
+        if (nodes.min(places) != nodes.max(places)).any():
+            return None
+        from torch import cuda, device
+
+        from ranvier.comm.transports.symmetric_memory import (
+            SymmetricMemoryCommunicator,
+            availability,
+        )
+
+        here = device("cuda", cuda.current_device())
+        if availability(group, here, share_gpu=self.share_gpu):
+            return None
+        positions = {rank: place for place, rank in enumerate(sorted(ranks))}
+        return SymmetricMemoryCommunicator(
+            group,
+            here,
+            order=[positions[rank] for rank in ranks],
+            timeout_seconds=self.timeout_seconds,
+        )
 
     def _local_segment(self) -> Segment | None:
         """Returns the shared memory of this rank's host; None if there is none.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.comm.symmetric_memory import (
+from ranvier.comm.transports.symmetric_memory import (
     DTYPES,
     RankDevice,
     SymmetricBuffers,
@@ -187,7 +187,7 @@ def test_ranks_that_cannot_share_memory_are_named(
 def test_a_cpu_has_no_symmetric_memory() -> None:
     cpu = torch.device("cpu")
     assert "needs CUDA tensors, not tensors on cpu" in local_limitation(cpu)
-    assert describe_device(3, cpu).problem == local_limitation(cpu)
+    assert describe_device(3, cpu, share_gpu=False).problem == local_limitation(cpu)
 
 
 def ask(grid: Grid) -> str:

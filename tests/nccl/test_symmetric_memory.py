@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from pool import NcclPools, Pool, RankError
-from ranvier.comm.symmetric_memory import DTYPES, SymmetricMemoryCommunicator, availability
+from ranvier.comm.transports.symmetric_memory import (
+    DTYPES,
+    SymmetricMemoryCommunicator,
+    availability,
+)
 from ranvier.grid import Grid
 from symmetric_cases import COLLECTIVES, expected, same_bits, values_of
 
@@ -23,7 +27,7 @@ def connect(grid: Grid, **options: Any) -> SymmetricMemoryCommunicator:
     """A communicator over the row axis; its order is that of the axis."""
     axis = grid.axis("row")
     assert axis.group is not None
-    reason = availability(axis.group, DEVICE)
+    reason = availability(axis.group, DEVICE, share_gpu=True)
     assert not reason, reason
     options = {"capacity": 8 << 20, "order": axis.order, "timeout_seconds": 60.0} | options
     return SymmetricMemoryCommunicator(axis.group, DEVICE, **options)

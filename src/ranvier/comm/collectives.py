@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 from ranvier.comm import functional
 from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY
 from ranvier.comm.transports.executor import REDUCE_OPS, gather_into, scatter_into
-from ranvier.comm.transports.lost_rank import LostRankError, find_lost_ranks
+from ranvier.comm.transports.lost_rank import LostRankError, find_lost_ranks, publish_suspects
 from ranvier.comm.transports.output_pool import LARGE_BYTES
 from ranvier.comm.transports.reduction import Reduction
 from ranvier.comm.transports.runner import CollectiveRunner
@@ -175,13 +175,16 @@ def _find_culprits(axis: Axis, error: RuntimeError) -> str:
     """Returns a sentence about the ranks that a failure goes back to; empty if the error has it."""
     store = distributed.distributed_c10d._get_default_store()
     rank = axis.ranks[axis.index]
-    suspects = [error.rank] if isinstance(error, LostRankError) else axis.ranks
+    peer = error.rank if isinstance(error, LostRankError) else None
     # The store may have ended with the rank that is lost.
     try:
-        lost = find_lost_ranks(store, rank, suspects)
+        if isinstance(error, LostRankError) and error.has_ended:
+            publish_suspects(store, rank, [error.rank])
+            return ""
+        lost = find_lost_ranks(store, rank, axis.ranks if peer is None else [peer])
     except RuntimeError:
         return ""
-    if not lost or (isinstance(error, LostRankError) and lost == [error.rank]):
+    if not lost or lost == [peer]:
         return ""
     names = ", ".join(map(str, lost))
     return f" It goes back to rank {names}, which does not respond."

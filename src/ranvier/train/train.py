@@ -95,6 +95,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         connected=me.world_size > 1,
         ranks_per_node=max(me.local_world_size, 1),
         algorithms=make_algorithm_table(run, me, device),
+        share_gpu=run.launch.share_gpu,
         timeout_seconds=run.train.comm_timeout_seconds,
     )
     grid.trace.check_collectives = run.train.check_collectives

@@ -30,6 +30,11 @@ class LostRankError(RuntimeError):
         self.has_ended = has_ended
 
 
+def publish_suspects(store: Store, rank: int, suspects: Iterable[int]) -> None:
+    """Tells the other ranks whom `rank` was waiting for. Communicates: a text through the store."""
+    store.set(_key(rank), json.dumps(sorted(suspects)))
+
+
 def find_lost_ranks(store: Store, rank: int, suspects: Iterable[int]) -> list[int]:
     """Returns the ranks that the failure of `rank` goes back to, as far as is known.
 
@@ -37,7 +42,7 @@ def find_lost_ranks(store: Store, rank: int, suspects: Iterable[int]) -> list[in
     """
     asked = {rank}
     current = {*suspects} - asked
-    store.set(_key(rank), json.dumps(sorted(current)))
+    publish_suspects(store, rank, current)
     while current:
         answers = _published_suspects(store, current)
         lost = sorted(current - {*answers})

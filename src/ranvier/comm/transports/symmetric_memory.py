@@ -40,10 +40,7 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from ranvier.errors import CommunicationError
-from ranvier.launch import read_environment
 
-OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-"""Environment variable with which torch allows several ranks on one device."""
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
     *(torch.int64, torch.int32),
@@ -175,6 +172,9 @@ class SymmetricMemoryWork:
         self._event = event
         # Their memory must not be reused before the collective is done with it.
         self._used = used
+        self.done_time: float | None = None
+        self.sent_bytes: int | None = None
+        self.num_rounds: int | None = None
 
     def wait(self) -> bool:
         """Makes the current stream wait for the result; the host does not wait."""
@@ -447,15 +447,16 @@ class RankDevice:
     accessible: tuple[str, ...] = ()
     """Those of them that its device can read."""
     allows_overlap: bool = False
-    """Whether torch allows it to share its device with another rank."""
+    """Whether it may share its device with another rank."""
 
 
-def availability(group: ProcessGroup, device: torch.device) -> str:
+def availability(group: ProcessGroup, device: torch.device, *, share_gpu: bool = False) -> str:
     """Returns why the ranks of a group cannot use symmetric memory; empty if they can.
 
-    All ranks get the same answer. Communicates: an object per rank over the group.
+    All ranks get the same answer. share_gpu: whether ranks may share a device, which torch has to
+    allow as well. Communicates: an object per rank over the group.
     """
-    mine = describe_device(distributed.get_rank(), device)
+    mine = describe_device(distributed.get_rank(), device, share_gpu=share_gpu)
     return find_obstacle(_gather_objects(mine, group))
 
 
@@ -471,7 +472,7 @@ def find_obstacle(ranks: Sequence[RankDevice]) -> str:
         # Torch compares indices, which may be the same for different devices if each process sees
         # only its own.
         if one.device == other.device and not (one.allows_overlap and other.allows_overlap):
-            return f"{pair} both use cuda:{one.device}; {OVERLAP_VARIABLE}=1 allows it"
+            return f"{pair} both use cuda:{one.device}; launch.share_gpu allows it for tests"
         for reader, owner in ((one, other), (other, one)):
             hidden = owner.uuid not in reader.visible or owner.uuid == reader.uuid
             if not hidden and owner.uuid not in reader.accessible:
@@ -479,7 +480,7 @@ def find_obstacle(ranks: Sequence[RankDevice]) -> str:
     return ""
 
 
-def describe_device(rank: int, device: torch.device) -> RankDevice:
+def describe_device(rank: int, device: torch.device, *, share_gpu: bool) -> RankDevice:
     """Returns what the other ranks need to know of this one."""
     problem = local_limitation(device)
     if problem:
@@ -499,7 +500,7 @@ def describe_device(rank: int, device: torch.device) -> RankDevice:
         uuid=visible[index],
         visible=tuple(visible),
         accessible=tuple(accessible),
-        allows_overlap=read_environment(OVERLAP_VARIABLE).get(OVERLAP_VARIABLE) == "1",
+        allows_overlap=share_gpu,
     )
 
 
