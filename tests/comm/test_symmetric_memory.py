@@ -1,6 +1,6 @@
 """Collectives over symmetric buffers, with threads as ranks and tensors on the CPU.
 
-`tests/nccl/test_symmetric_memory.py` runs the same collectives on a GPU.
+`tests/nccl/test_nccl_symmetric_memory.py` runs the same collectives on a GPU.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ OBSTACLES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"accessible": ()}, "the device of rank 1 cannot read that of rank 0"),
     # A process that sees only its own device cannot tell; the allocation will.
     ({}, {"visible": ("gpu1",), "accessible": ()}, ""),
-    ({}, {"device": 0, "uuid": "gpu0"}, "both use cuda:0; TORCH_SYMM_MEM_ALLOW_OVERLAPPING"),
+    ({}, {"device": 0, "uuid": "gpu0"}, "both use cuda:0; launch.share_gpu"),
     ({"allows_overlap": True}, {"device": 0, "uuid": "gpu0"}, "both use cuda:0"),
     ({"allows_overlap": True}, {"device": 0, "uuid": "gpu0", "allows_overlap": True}, ""),
 ]
