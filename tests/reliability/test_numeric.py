@@ -89,7 +89,7 @@ def skipping(
     return rows, trainer.state.optimizer.num_updates.item(), trainer.state.guard.nonfinite_steps
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("degrees", "where", "rank", "kind", "changes"),
     [
@@ -485,7 +485,7 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
     return "", -1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "rank", "name", "said"),
     [
