@@ -11,6 +11,7 @@ A block with a title (```python title="train.py"```) is a file, written before w
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -171,8 +172,6 @@ def check_command(words: list[str], ranks: int) -> None:
 
 def write_inputs(folder: Path, root: Path) -> None:
     """Writes the files that the pages' commands read: texts, chats, prompts, a model, a run."""
-    import json
-
     from published_models import BASE, save, theirs
     from ranvier.data.tokenizer import ByteTokenizer
 
