@@ -13,7 +13,7 @@ import pytest
 
 from ranvier.cli.main import main
 
-SMALL = [
+SMALL_OPTIONS = [
     *("--data.max-bytes", "60000", "--data.seq-len", "32", "--data.tokenizer", "bytes"),
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
     *("--model.vocab", "260", "--train.eval-interval", "0", "--train.sample-prompt", ""),

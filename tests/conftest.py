@@ -7,7 +7,6 @@ of grids over NCCL, all ranks on one GPU, and what is special to it (tests/nccl)
 from __future__ import annotations
 
 import gc
-import random
 import secrets
 import signal
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from hypothesis import settings
 
 from pool import NcclPools, Pool
 from ranvier.launch import use_expandable_segments
+from sampling import draw_samples
 
 # Equal examples on every run, and no time limit: the machine may be busy.
 settings.register_profile("ranvier", deadline=None, derandomize=True)
@@ -52,38 +52,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("nccl") is not None]
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part - 1 :: parts]
-
-
-def draw_samples(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test with the marker `sample(n)` keeps n cases, the same in every run.
-
-    The cases are chosen so that as many values of the parameters as possible occur among them.
-    """
-    cases: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sample"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for name, own in cases.items():
-        marker = own[0].get_closest_marker("sample")
-        assert marker is not None
-        left_out.update({*own} - {*covering_cases(name, own, marker.args[0])})
-    return [item for item in items if item not in left_out]
-
-
-def covering_cases(name: str, cases: list[pytest.Function], count: int) -> list[pytest.Function]:
-    """Chooses cases one by one, each with the most parameter values that no other one has."""
-    pending = sorted(cases, key=lambda case: case.nodeid)
-    # Seeded by the name, so that tests with the same parameters keep different cases.
-    random.Random(name).shuffle(pending)
-    chosen: list[pytest.Function] = []
-    seen: set[tuple[str, int]] = set()
-    while pending and len(chosen) < count:
-        best = max(pending, key=lambda case: len({*case.callspec.indices.items()} - seen))
-        pending.remove(best)
-        chosen.append(best)
-        seen |= {*best.callspec.indices.items()}
-    return chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

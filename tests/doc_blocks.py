@@ -2,7 +2,7 @@
 
 A comment on the line before a block says how it is run:
 
-* `<!-- addopts: OPTIONS -->` sets RANVIER_ADDOPTS for the block instead of SMALL.
+* `<!-- addopts: OPTIONS -->` sets RANVIER_ADDOPTS for the block instead of SMALL_ADDOPTS.
 * `<!-- not run: gpu | network | slurm | nodes [ranks=N][: why] -->` marks a block that cannot run
   here. Its commands are parsed, and their plans are checked for N ranks.
 
@@ -11,6 +11,7 @@ A block with a title (```python title="train.py"```) is a file, written before w
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -31,7 +32,9 @@ from ranvier.cli.parsing import (
 from ranvier.cli.plan import PlanOptions
 from ranvier.config.run import RunConfig
 
-SMALL = "--train.steps 3 --data.max-bytes 200000 --train.eval-interval 0 --train.sample-prompt ''"
+SMALL_ADDOPTS = (
+    "--train.steps 3 --data.max-bytes 200000 --train.eval-interval 0 --train.sample-prompt ''"
+)
 """What RANVIER_ADDOPTS is unless a page says otherwise."""
 REASONS = ("gpu", "network", "slurm", "nodes")
 SHELL = ("bash", "console", "shell", "sh")
@@ -49,7 +52,7 @@ class Block:
     language: str
     title: str
     text: str
-    addopts: str = SMALL
+    addopts: str = SMALL_ADDOPTS
     reason: str = ""
     """Why it is not run; empty if it is."""
     ranks: int = 0
@@ -121,7 +124,7 @@ def _make_block(
         language=fence["language"],
         title=title[1] if title else "",
         text=textwrap.dedent("\n".join(body)) + "\n",
-        addopts=comments.get("addopts", SMALL),
+        addopts=comments.get("addopts", SMALL_ADDOPTS),
         reason=reason,
         ranks=ranks,
     )
@@ -169,8 +172,6 @@ def check_command(words: list[str], ranks: int) -> None:
 
 def write_inputs(folder: Path, root: Path) -> None:
     """Writes the files that the pages' commands read: texts, chats, prompts, a model, a run."""
-    import json
-
     from published_models import BASE, save, theirs
     from ranvier.data.tokenizer import ByteTokenizer
 

@@ -62,8 +62,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        """A short name."""
-        words = [self.model, self.inner, self.recompute, f"micro{self.micro_batches}"]
+        """A short name, in which hyphens separate the values of the options."""
+        model = self.model.replace("-", "_")
+        words = [model, self.inner, self.recompute, f"micro{self.micro_batches}"]
         words += ["kept"] * (self.collectives == "save")
         words += (
             ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)

@@ -2,8 +2,8 @@
 
 For each: losses, every gradient, gradient norms and weights after steps equal plain PyTorch's; the
 recorded communication is the predicted one; the state reloads bit for bit on another grid. By
-default a sample of two steps in which every grid occurs and every pair of options; `--full` runs
-the whole product, with a third step.
+default a sample of two steps in which every model, every value of an option and every axis with two
+and four ranks occurs; `--full` runs the whole product, with a third step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from typing import Any
 
 import pytest
@@ -26,6 +27,15 @@ from states import assemble
 pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5
 GRIDS = grids()
+SOME = [
+    grid
+    for grid in GRIDS
+    if math.prod(grid.values()) < 8 or max(grid.values()) == 2 or grid["row"] == 8
+]
+"""Grids of the suite: up to four ranks, three axes of two, and eight ranks on row.
+
+Eight ranks on few cores take most of the time.
+"""
 OPTIONS: dict[str, list[Any]] = {
     "model": [*EXAMPLES, *HF_MODELS],
     "inner": ["samples", "features"],
@@ -62,36 +72,30 @@ def serial(model: str, packed: bool, steps: int, device: str = "cpu") -> Serial:
 
 
 def sample() -> list[tuple[dict[str, int], Case]]:
-    """Every pair of two options of our models once, and every grid but some of 2 x 4.
+    """Few cases in which every grid of SOME and every pair of two options' values occurs.
 
-    Eight ranks on few cores take most of the time: a quarter of the pairs of axes is enough here.
+    The suite runs some of them, in which every value occurs: see the marker `sample`.
     """
-    uneven = [grid for grid in GRIDS if math.prod(grid.values()) == 8 and 4 in grid.values()]
-    some = [grid for grid in GRIDS if grid not in uneven or uneven.index(grid) % 4 == 0]
     cases = pairwise(OPTIONS, valid)
-    rounds = range(max(len(cases), len(some)))
-    found = [(some[i % len(some)], Case(**cases[i % len(cases)])) for i in rounds]
-    # the decoder has all that these have, and adapters have tests of their own
-    theirs = [case for _, case in found if case.model in (*HF_MODELS, "lora", "dora")]
-    found = [x for x in found if x[1] not in theirs or theirs.index(x[1]) % 3 == 0]
-    eight = [x for x in found if math.prod(x[0].values()) == 8]
-    return [x for x in found if x not in eight or eight.index(x) % 2 == 0]
+    rounds = range(max(len(cases), len(SOME)))
+    return [(SOME[i % len(SOME)], Case(**cases[i % len(cases)])) for i in rounds]
 
 
 def whole_product() -> list[tuple[dict[str, int], Case]]:
-    """Every grid with every model, way for col, recomputation and overlap.
+    """Every grid with every model, way for col and recomputation.
 
-    The reference comes with each model. A case with overlaps on computes the gradients with all of
-    them off as well, which must be equal to the bit. Micro-batches, packing and collectives
-    alternate.
+    A third of them runs with the reference, too. A case with overlaps on computes the gradients
+    with all of them off as well, which must be equal to the bit. Micro-batches, packing and
+    collectives are drawn.
     """
-    found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2, 3)))
+    found, drawn = [], random.Random(0)
     for grid, row in itertools.product(GRIDS, product({k: OPTIONS[k] for k in KEYS}, valid)):
-        micro_batches, packed, spare = next(alternate)
-        if row["fast"] or row["recompute"] == OPTIONS["recompute"][spare]:
-            more = {"micro_batches": micro_batches, "packed": packed, "steps": 3}
-            more["collectives"] = ("rerun", "save")[spare % 2]
-            found.append((grid, Case(**row, **more, both=row["fast"])))
+        more = {k: drawn.choice(OPTIONS[k]) for k in ("micro_batches", "packed", "collectives")}
+        drawn_recompute = drawn.choice(OPTIONS["recompute"])
+        if not valid({**row, **more}):
+            more["collectives"] = "rerun"
+        if row["fast"] or row["recompute"] == drawn_recompute:
+            found.append((grid, Case(**row, **more, steps=3, both=row["fast"])))
     return found
 
 
@@ -103,14 +107,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
     elif "leaves_on" in metafunc.fixturenames:
         every = [(grid, inner, (True, False)) for grid in GRIDS for inner in OPTIONS["inner"]]
-        some = [(g, OPTIONS["inner"][i % 2], (i // 2 % 2 == 0,)) for i, g in enumerate(GRIDS)]
-        some = [x for i, x in enumerate(some) if math.prod(x[0].values()) < 8 or i % 8 == 1]
+        some = [(g, OPTIONS["inner"][i % 2], (i // 2 % 2 == 0,)) for i, g in enumerate(SOME)]
         chosen = every if full else some
         names = [f"{label(grid)}-{inner}-{ways}" for grid, inner, ways in chosen]
         metafunc.parametrize("leaves_on", chosen, ids=names)
 
 
-@pytest.mark.sample(10)
+def test_the_whole_product_has_every_grid_and_every_option() -> None:
+    found = whole_product()
+    assert all(grid in [other for other, _ in found] for grid in GRIDS)
+    for name in {*OPTIONS} - {"overlap"}:  # off in every case with both
+        assert {getattr(case, name) for _, case in found} == {*OPTIONS[name]}, name
+
+
+@pytest.mark.sample(13)
 def test_model_equals_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from commands import losses as losses_of
 from equivalence import batch_of, gradients
 from pool import Pool
@@ -595,7 +595,8 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
 ) -> None:
     """G9 on CUDA: twice the same bits, also for a run that broke in the middle and went on."""
     monkeypatch.chdir(tmp_path)
-    words = ["train", *SMALL, "--nproc", "1", "--train.steps", "6", "--checkpoint.interval", "3"]
+    words = ["train", *SMALL_OPTIONS, "--nproc", "1", "--train.steps", "6"]
+    words += ["--checkpoint.interval", "3"]
     words += ["--model.head-dim", "16", "--train.dtype", "bf16", "--train.deterministic", "True"]
     for name in ("one", "two"):
         assert call(*words, *change, "--train.output-dir", name) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ranvier
-from commands import SMALL, call, ended, losses, metrics, started
+from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
 from ranvier.cli.completion import OPTION_CLASSES
 from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
 from ranvier.cli.main import COMMANDS, main, parse_train_options
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.full
 def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     """One process, `--nproc`, `torchrun`'s and `srun`'s variables."""
-    words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.interval", "-1"]
+    words = ["train", *SMALL_OPTIONS, "--train.steps", "4", "--checkpoint.interval", "-1"]
     many = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2", "--train.trace-comm", "True"]
     four = started(folder, *words, *many, "--train.output-dir", "many")
     assert call(*words, "--train.output-dir", "one", "--nproc", "1") == 0
@@ -98,7 +98,8 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
 def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     start = time.monotonic()
     patch = TRAINER, FAULT.format(action="raise RuntimeError('disk on fire')")
-    words = ["train", *SMALL, "--nproc", "2", "--plan.row", "2", "--train.output-dir", "run"]
+    words = ["train", *SMALL_OPTIONS, "--nproc", "2", "--plan.row", "2"]
+    words += ["--train.output-dir", "run"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 70
     assert "rank 1: " in errors and "disk on fire" in errors
@@ -111,7 +112,8 @@ def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
 @pytest.mark.full
 def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
     patch = TRAINER, FAULT.format(action="os.kill(os.getpid(), 9)")
-    words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.output-dir", "run"]
+    words = ["train", *SMALL_OPTIONS, "--nproc", "2", "--plan.depth", "2"]
+    words += ["--train.output-dir", "run"]
     words += ["--launch.max-restarts", "0"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 71 and "Traceback" not in errors

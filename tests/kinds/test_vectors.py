@@ -111,7 +111,7 @@ def ranks_of(plan: dict[str, Any]) -> dict[str, int]:
     return {axis: size for axis, size in plan.items() if isinstance(size, int)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("plan", GRIDS, ids=str)
 def test_it_equals_plain_pytorch_on_grids(pool: Pool, plan: dict[str, Any]) -> None:
     """Losses, gradients, norms, weights after steps, and communication as predicted."""

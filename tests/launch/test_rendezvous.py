@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from ranvier.cli import main
 from ranvier.config.arguments import RunOptions
 from ranvier.errors import PlanError
@@ -184,7 +184,7 @@ def test_orders_are_read_as_they_were_written() -> None:
 def test_mistakes_about_nodes_are_told(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("train", *SMALL, "--launch.nnodes", "2", *words) == 64
+    assert call("train", *SMALL_OPTIONS, "--launch.nnodes", "2", *words) == 64
     assert says in capsys.readouterr().err
 
 

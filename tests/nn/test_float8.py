@@ -200,7 +200,7 @@ def spread(pool: Pool, degrees: dict[str, int], *arguments: Any) -> tuple[float,
     return results[0][0], assemble(grads for _, grads in results)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "inner", "how", "limit"),
     [

@@ -235,7 +235,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
         assert bool((part != 0).any()), name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "degrees",
     [

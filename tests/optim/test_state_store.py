@@ -71,7 +71,7 @@ def test_states_elsewhere_change_no_bit(pool: Pool, degrees: dict[str, int]) -> 
     assert ranks == [[]] * len(ranks)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_narrow_moments_elsewhere_change_no_bit(pool: Pool, moments: str) -> None:
     how = {"dtype": torch.bfloat16, "moments": moments}
@@ -94,7 +94,7 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("degrees", "options"), WEIGHTS)
 def test_weights_on_the_host_change_no_bit(
     pool: Pool, degrees: dict[str, int], options: Options

@@ -104,7 +104,7 @@ def evaluated(grid: Grid, case: Case) -> tuple[float, list[str]]:
     return losses[0], changed
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "chunks", "spread", "micro_batches"),
@@ -167,7 +167,7 @@ def spoken(grid: Grid, spread: bool, inner: str) -> list[list[int]]:
     return extend_tokens(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "spread", "inner"),
@@ -326,7 +326,7 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Plan) -> list[A
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.nccl
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),
@@ -347,7 +347,7 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Plan) -> list[A
             Plan(stage_starts=(2, 3, 5), schedule="zero-bubble"),
         ),
     ],
-    ids=str,
+    ids=["no weights", "first", "last", "embedding-vocab_over_pipe", "middle-zero_bubble"],
 )
 def test_stages_may_have_nothing_to_train(
     pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: Plan

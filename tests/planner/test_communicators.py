@@ -178,7 +178,7 @@ def step(run: RunConfig, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
     return {(_varying_axes(ranks, grid), len(ranks), channel) for ranks, channel in keys}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call, metrics
+from commands import SMALL_OPTIONS, call, metrics
 from pool import Pool
 from ranvier.checkpoint import directory as folders
 from ranvier.config.run import RunConfig
@@ -25,7 +25,7 @@ from ranvier.train.health.determinism import check_deterministic, deterministic_
 from ranvier.train.resume.run_directory import check_output_dir
 from training import losses_of, run_of, stored, trainer_of
 
-FAST = [*SMALL, "--nproc", "1"]
+FAST = [*SMALL_OPTIONS, "--nproc", "1"]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call, ended, losses, metrics, started
+from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
 from ranvier.checkpoint import checksummed_file, load, rank_file
 from ranvier.checkpoint.async_saver import AsyncSaver
 from ranvier.checkpoint.directory import RetentionPolicy, find_checkpoints
@@ -27,7 +27,7 @@ from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.train.resume import run_directory as folders
 
 STEPS = 9
-WORDS = ["train", *SMALL, "--train.steps", str(STEPS), "--train.output-dir", "run"]
+WORDS = ["train", *SMALL_OPTIONS, "--train.steps", str(STEPS), "--train.output-dir", "run"]
 PAIR = [*WORDS, "--nproc", "2"]
 EVERY = ["--checkpoint.interval", "2", "--checkpoint.async-save", "False"]
 KILLS = """

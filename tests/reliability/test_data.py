@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call, metrics
+from commands import SMALL_OPTIONS, call, metrics
 from ranvier.data import loader
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import open_data
@@ -82,7 +82,8 @@ def test_fewer_samples_than_a_batch_are_read_again(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("a few words only, read again and again. " * 3)
     words = ["--data.sources", "short.txt", "--train.steps", "4", "--train.output-dir", "run"]
-    assert call("train", *SMALL, *words, "--nproc", "1", "--data.validation-fraction", "0") == 0
+    words += ["--nproc", "1", "--data.validation-fraction", "0"]
+    assert call("train", *SMALL_OPTIONS, *words) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commands import SMALL, call, metrics
+from commands import SMALL_OPTIONS, call, metrics
 from pool import Pool
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import load_full_tensors
@@ -89,7 +89,7 @@ def skipping(
     return rows, trainer.state.optimizer.num_updates.item(), trainer.state.guard.nonfinite_steps
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("degrees", "where", "rank", "kind", "changes"),
     [
@@ -190,7 +190,7 @@ def test_skipped_steps_are_in_metrics_and_report(
 
     monkeypatch.setattr(Trainer, "from_run", classmethod(poisoned))
     words = ["--train.steps", "30", "--train.output-dir", "run", "--nproc", "1"]
-    assert call("train", *SMALL, *words) == 0
+    assert call("train", *SMALL_OPTIONS, *words) == 0
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows if row["skipped"]] == [3, 4]
     assert rows[3]["loss"] is None and rows[29]["skipped_total"] == 2
@@ -485,7 +485,7 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
     return "", -1
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("degrees", "rank", "name", "said"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from doc_blocks import SMALL
+from doc_blocks import SMALL_ADDOPTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_the_source_distribution_is_complete_and_the_wheel_runs_outside_of_the_r
     assert {name for name in package if not (installed / name).is_file()} == set()
     work = tmp_path / "work"
     work.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(installed), "RANVIER_ADDOPTS": SMALL}
+    environment = {**os.environ, "PYTHONPATH": str(installed), "RANVIER_ADDOPTS": SMALL_ADDOPTS}
     where = "import ranvier; print(ranvier.__file__)"
     for words in (["-c", where], ["-m", "ranvier", "train", "--nproc", "1"]):
         result = subprocess.run(

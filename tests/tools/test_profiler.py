@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call, metrics
+from commands import SMALL_OPTIONS, call, metrics
 from ranvier.tools.profiler.chrome_trace import (
     Kernel,
     Op,
@@ -319,7 +319,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_is_profiled_and_left_as_it_was(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*SMALL, "--train.steps", "2", "--nproc", "1", "--train.output-dir", "run"]
+    words = [*SMALL_OPTIONS, "--train.steps", "2", "--nproc", "1", "--train.output-dir", "run"]
     assert call("train", *words) == 0
     run, quick = folder / "run", ["--steps", "1", "--warmup-steps", "2"]
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

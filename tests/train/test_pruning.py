@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from equivalence import worst
 from pool import Pool
 from pruned import way_of
@@ -122,7 +122,7 @@ def test_masks_follow_the_weights_that_a_run_begins_with(
             assert torch.equal(weights[weight], dense[weight] * want)
 
 
-FAST = [*SMALL, "--nproc", "1", "--train.steps", "3"]
+FAST = [*SMALL_OPTIONS, "--nproc", "1", "--train.steps", "3"]
 NAMES = ("blocks.1.attention.o.weight", "blocks.1.mlp.down.weight")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import training
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from machines import machine
 from pool import Pool
 from ranvier.cli.main import main
@@ -178,7 +178,7 @@ def test_a_continued_run_keeps_the_decisions_of_its_beginning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     few = ("--nproc", "1", "--train.output-dir", "run", "--train.steps")
-    assert call("train", *SMALL, *few, "1") == 0
+    assert call("train", *SMALL_OPTIONS, *few, "1") == 0
     first = json.loads(Path("run/run.json").read_text())["decisions"]
     assert any(one["setting"] == "plan.micro_batch" for one in first)
     assert call("train", "run", "--nproc", "1", "--train.steps", "2") == 0

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands import SMALL, call, ended, losses, metrics, started
+from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
 from data.corpora import write_pair
 from pool import Pool
 from ranvier.checkpoint.directory import find_checkpoints
@@ -33,7 +33,7 @@ from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
-FAST = [*SMALL, "--nproc", "1"]
+FAST = [*SMALL_OPTIONS, "--nproc", "1"]
 
 
 @pytest.fixture
@@ -400,7 +400,8 @@ def test_steps_after_the_last_checkpoint_are_taken_again(
 @pytest.mark.full
 def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
     """Ctrl-C of two ranks, then the same command again."""
-    words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.output-dir", "run"]
+    words = ["train", *SMALL_OPTIONS, "--nproc", "2", "--train.steps", "2000"]
+    words += ["--train.output-dir", "run"]
     words += ["--optim.warmup-steps", "2"]
     process = started(folder, *words)
     assert process.stdout is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 
@@ -46,7 +46,7 @@ def test_settings_pass_through_few_modules(
     threading.setprofile(walk)
     try:
         few = ("--train.steps", "2", "--train.output-dir", "run", "--nproc", "1")
-        code = call("train", *SMALL, *few)
+        code = call("train", *SMALL_OPTIONS, *few)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call, losses
+from commands import SMALL_OPTIONS, call, losses
 from data.chats import CHATML, folder_of
 from data.test_chats import corpus_of, talks
 from pool import Pool
@@ -22,7 +22,7 @@ from ranvier.infer.generate import TextGenerator
 from training import losses_of
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "sft.py"
-FAST = [*SMALL, "--nproc", "1", "--data.seq-len", "64"]
+FAST = [*SMALL_OPTIONS, "--nproc", "1", "--data.seq-len", "64"]
 CHATS: dict[str, Any] = {
     "data__seq_len": 48,
     "data__truncate": "split",

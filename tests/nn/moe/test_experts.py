@@ -1,6 +1,7 @@
 """Models with experts on grids against one process: every axis, router, capacity and shared expert.
 
-The suite runs a seeded sample in which every pair of two options occurs, `--full` the product.
+The suite runs a seeded sample in which every axis and every value of an option occurs, `--full`
+every grid of up to eight ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ SOME = [
     {"expert": 2, "row": 2, "col": 2},
     {"pipe": 2},
     {"expert": 2, "depth": 2, "row": 2},
-    {"expert": 8},
 ]
 """Grids that take their turns in the suite: each axis with experts, few of eight ranks."""
 
 
 def sample() -> list[tuple[dict[str, int], Case]]:
-    """Every pair of two options once, each on another grid."""
+    """Few cases in which every grid of SOME and every pair of two options' values occurs.
+
+    The suite runs some of them, in which every value occurs: see the marker `sample`.
+    """
     rows = pairwise(OPTIONS, valid, 2)
     return [(SOME[i % len(SOME)], case_of(row)) for i, row in enumerate(rows)]
 
@@ -113,7 +116,7 @@ def serial(model: str, steps: int) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, steps)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(6)
 @pytest.mark.nccl
 def test_experts_equal_one_process(
     pool: Pool, degrees: dict[str, int], case: Case, request: pytest.FixtureRequest

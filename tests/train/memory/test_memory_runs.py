@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from pool import Pool
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.checkpoint.load import load_full_tensors
@@ -117,7 +117,7 @@ def test_the_command_keeps_states_in_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [
-        *SMALL,
+        *SMALL_OPTIONS,
         "--train.output-dir",
         "run",
         "--memory.optimizer-states",

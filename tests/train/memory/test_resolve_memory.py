@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from commands import SMALL, call
+from commands import SMALL_OPTIONS, call
 from pool import Pool
 from ranvier.config.sections import MemoryConfig
 from ranvier.errors import INTERNAL_EXIT_CODE, DeviceMemoryError, PlanError
@@ -334,7 +334,7 @@ def test_the_command_tells_it_without_a_traceback(
     monkeypatch.setattr(Trainer, "issue_step", failing)
     fitted = ("--memory.auto", "True", "--plan.global-batch", "2", "--plan.data", "1")
     steps = ("--train.steps", "5", "--train.output-dir", str(out))
-    assert call("train", *SMALL, *fitted, *steps) == INTERNAL_EXIT_CODE
+    assert call("train", *SMALL_OPTIONS, *fitted, *steps) == INTERNAL_EXIT_CODE
     said = capsys.readouterr()
     assert "recomputation per block: 2 none" in said.out and "sum of tensors" in said.out
     assert said.err.startswith("DeviceMemoryError: CUDA out of memory.")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from commands import SMALL, call, ended, losses, metrics, started
+from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.train.resume import run_directory as folders
 
-PAIR = ["train", *SMALL, "--model.layers", "1", "--nproc", "2", "--train.steps", "8"]
+PAIR = ["train", *SMALL_OPTIONS, "--model.layers", "1", "--nproc", "2", "--train.steps", "8"]
 ONCE = """
 import os
 _{name} = Trainer.{name}

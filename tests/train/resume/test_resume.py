@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commands import SMALL, call, ended, losses, metrics, started
+from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.config import run as runs
 
-FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
+FAST = [*SMALL_OPTIONS, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.interval", "2", "--checkpoint.keep-latest", "0"]
 FILE = "rank-00000.safetensors"
 
