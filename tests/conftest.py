@@ -1,7 +1,8 @@
 """Fixtures and options of the suite.
 
 A seeded covering sample by default, `--full` for the whole product. `--nccl` runs the generic tests
-of grids over NCCL, all ranks on one GPU, and what is special to it (tests/nccl).
+of grids over NCCL, all ranks on one GPU, and what is special to it (tests/nccl). `--algorithm NAME`
+runs the collectives of all grids by one algorithm.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import settings
 
 from pool import NcclPools, Pool
+from ranvier.comm.algorithm_table import AlgorithmTable
+from ranvier.errors import PlanError
 from ranvier.launch import use_expandable_segments
 from sampling import draw_samples
 
@@ -34,9 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nccl", action="store_true", help="run grids over NCCL, with all ranks on the first GPU"
     )
     parser.addoption("--part", default="1/1", help="of n equal parts run the i-th, as i/n")
+    parser.addoption(
+        "--algorithm",
+        default="auto",
+        help="run the collectives of all grids by this algorithm where an axis can use it; "
+        "hierarchical ones on pretended nodes of two ranks",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    try:
+        AlgorithmTable.parse(config.getoption("--algorithm"))
+    except PlanError as error:
+        raise pytest.UsageError(str(error)) from None
     if config.getoption("--nccl"):
         import torch
 
@@ -74,6 +87,10 @@ def modules() -> None:
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool | NcclPools]:
     """Workers shared by all tests."""
-    pool = NcclPools() if request.config.getoption("--nccl") else Pool()
+    algorithm = request.config.getoption("--algorithm")
+    if request.config.getoption("--nccl"):
+        pool: Pool | NcclPools = NcclPools(algorithm=algorithm)
+    else:
+        pool = Pool(algorithm=algorithm)
     yield pool
     pool.stop()

@@ -318,8 +318,9 @@ class NcclPools:
     run at the same time, and a collective takes a hundredth of a second less.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, algorithm: str = "auto") -> None:
         self.pools: dict[int, Pool] = {}
+        self.algorithm = algorithm
         self.service = ""
         control = shutil.which("nvidia-cuda-mps-control")
         if control is not None and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
@@ -333,7 +334,7 @@ class NcclPools:
     def pool(self, size: int) -> Pool:
         """The pool of a size."""
         if size not in self.pools:
-            self.pools[size] = Pool(size, "nccl")
+            self.pools[size] = Pool(size, "nccl", algorithm=self.algorithm)
         return self.pools[size]
 
     def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> Any:
