@@ -46,8 +46,8 @@ from ranvier.comm.transports.reduction import REDUCTIONS, Reduction, reduce_in_o
 
 SEGMENT_BYTES = 2**28
 """Room for data in a segment; the system provides memory only for the part that is used."""
-CHUNK_BYTES = 2**20
-"""Bytes of the largest message; larger tensors are sent in several."""
+CHUNK_BYTES = 2**23
+"""Bytes that a rank writes at a time; larger tensors are sent in several messages."""
 CHUNKS_AHEAD = 2
 """Chunks that a collective sends before it reads the first one."""
 ONE_SHOT_BYTES = 2**16
