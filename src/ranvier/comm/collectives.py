@@ -316,7 +316,16 @@ def _check_same_collective(axis: Axis, tag: str) -> None:
 
 def _move_dim_first(x: Tensor, dim: int) -> Tensor:
     """Returns a contiguous `x` with `dim` as its first dim."""
+    if dim == 0:
+        return x.contiguous()
     return x.movedim(dim, 0).contiguous()
+
+
+def _move_first_dim(x: Tensor, dim: int) -> Tensor:
+    """Returns `x` with its first dim as `dim`; the inverse of `_move_dim_first`."""
+    if dim == 0:
+        return x
+    return x.movedim(0, dim)
 
 
 def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
@@ -379,14 +388,14 @@ def all_gather(
             return gather_into(out, part, group=axis.group, async_op=True)
 
         def finish(out: Tensor) -> Tensor:
-            return functional.reorder_parts(out, axis, to_group=False).movedim(0, dim)
+            return _move_first_dim(functional.reorder_parts(out, axis, to_group=False), dim)
     else:
 
         def call(out: Tensor, part: Tensor) -> Any:
             return runner.all_gather(algorithm, part, out, _elements(part, counts))
 
         def finish(out: Tensor) -> Tensor:
-            return out.movedim(0, dim)
+            return _move_first_dim(out, dim)
 
     return _start_collective("all_gather", axis, num_bytes, part, output, call, finish, algorithm)
 
@@ -430,7 +439,7 @@ def reduce_scatter(
         parts,
         output,
         call,
-        lambda out: out.movedim(0, dim),
+        lambda out: _move_first_dim(out, dim),
         algorithm,
     )
 

@@ -710,12 +710,13 @@ class SharedMemoryGroup:
     ) -> Progress:
         starts = _starts(sizes)
         source, itemsize = x.data_ptr(), x.element_size()
-        own = _flat(x)[starts[self.index] // itemsize :]
-        result = _flat(out)
+        first, size = starts[self.index], sizes[self.index]
+        own, result = _flat(x)[first // itemsize : (first + size) // itemsize], _flat(out)
         chunk = _align(CHUNK_BYTES // len(self.peers))
+        most = max(sizes)
         sent = 0
-        for start in range(0, max(sizes), chunk):
-            while sent < min(max(sizes), start + CHUNKS_AHEAD * chunk):
+        for start in range(0, most, chunk):
+            while sent < min(most, start + CHUNKS_AHEAD * chunk):
                 parts = [
                     (peer, source + starts[peer] + sent, min(chunk, sizes[peer] - sent))
                     for peer in self.peers
@@ -724,13 +725,15 @@ class SharedMemoryGroup:
                 if parts:
                     yield from self._post(number, parts)
                 sent += chunk
-            if start < sizes[self.index]:
+            if start < size:
                 messages: dict[int, Message] = {}
                 for peer in self.peers:
                     messages[peer] = yield peer
-                size = min(chunk, sizes[self.index] - start)
-                span = slice(start // itemsize, (start + size) // itemsize)
-                self._reduce_messages(own[span], messages, result[span], op)
+                if size <= chunk:
+                    self._reduce_messages(own, messages, result, op)
+                else:
+                    span = slice(start // itemsize, min(start + chunk, size) // itemsize)
+                    self._reduce_messages(own[span], messages, result[span], op)
 
     def _reduce_one_shot(self, number: int, x: Tensor, out: Tensor, op: Reduction) -> Progress:
         size = x.nbytes
