@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equivalence import Case, batch_of, flow_of, gradients, micros_of, worst
-from expert_cases import even
+from expert_cases import batch_with_alike, even, exchanged
 from pool import Pool
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
@@ -162,6 +162,20 @@ def test_a_narrow_dispatch_is_near_and_counted(
 def test_a_word_that_is_none_is_told() -> None:
     wrong = Plan(data=1, moe_dispatch_dtype="fp16")  # type: ignore[arg-type]
     assert any("moe_dispatch_dtype='fp16' is unknown" in line for line in wrong.find_problems({}))
+
+
+def test_a_narrow_dispatch_sends_no_rows(pool: Pool) -> None:
+    """Some ranks of row have no rows for the experts of some ranks, or none of them has any."""
+    model = "moe 1 of 8"
+    for alike in (4, 8):
+        batch = batch_with_alike(model, alike)
+        plain, *narrow = (
+            pool.on_grid(GRID, exchanged, Case(model), batch, dispatch)
+            for dispatch in ("model", "bf16", "fp8")
+        )
+        for some in narrow:
+            for a, b in zip(plain, some, strict=True):
+                assert 0.0 < abs(1.0 - (b["loss"] / a["loss"]).item()) < 2.0**-4
 
 
 # ---- compiled blocks --------------------------------------------------------------------
