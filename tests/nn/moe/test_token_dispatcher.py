@@ -144,6 +144,17 @@ def test_what_arrives_is_as_near_as_is_said(dtype: torch.dtype) -> None:
     assert decode_rows(encode_rows(broken, "fp8"), "fp8", dtype)[2].isnan().any()
 
 
+@pytest.mark.parametrize("dispatch", ["model", "bf16", "fp8"])
+@pytest.mark.parametrize("features", [6, 48])
+def test_no_rows_have_a_format_too(dispatch: Any, features: int) -> None:
+    x = torch.empty(0, features, dtype=torch.float64)
+    sent = encode_rows(x, dispatch)
+    one = encode_rows(torch.ones(1, features, dtype=torch.float64), dispatch)
+    assert (sent.dtype, sent.shape[1:]) == (one.dtype, one.shape[1:])
+    received = decode_rows(one[:0].clone(), dispatch, torch.float64)
+    assert (received.dtype, received.shape) == (x.dtype, x.shape)
+
+
 @pytest.mark.parametrize(("dispatch", "digits"), [("bf16", 8), ("fp8", 4)])
 def test_a_narrow_dispatch_is_near_and_counted(
     variants: list[dict[str, dict[str, Any]]], dispatch: str, digits: int
