@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence import Case, batch_of, flow_of, micros_of
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.moe import Router, Routes
 from ranvier.optim.optimizer import Optimizer
@@ -59,6 +60,55 @@ def traced(grid: Grid, case: Case, duplicated: bool = False) -> dict[str, Any]:
         "calls": len(inside),
         "loads": loads.tolist(),
     }
+
+
+ALIKE = 3
+"""A token that all alike ones are."""
+
+
+def batch_with_alike(model: str, alike: int) -> Batch:
+    """A batch whose sequences begin with so many equal tokens.
+
+    They see nothing but each other, so a router with one choice sends all of them to one expert.
+    """
+    batch = batch_of(model, samples=16, packed=False)
+    tokens = batch.tokens.clone()
+    tokens[:, :alike] = ALIKE
+    return dataclasses.replace(batch, tokens=tokens)
+
+
+def exchanged(grid: Grid, case: Case, batch: Batch, dispatch: str = "model") -> dict[str, Any]:
+    """Rows that each layer with experts exchanges in a step on this rank, and those chosen."""
+    model = case.on(grid, moe_dispatch_dtype=dispatch)
+    parallel: Any = model.parallel
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2)
+    with grid.trace.record_events() as events:
+        loss = forward_backward(model, micros_of(batch, grid, case.micro_batches))
+        optimizer.step()
+    layers = parallel.load_balancer.local_layers
+    found: dict[str, Any] = {"loss": loss, "index": dict(grid.index), "layers": {}}
+    size = row_bytes(grid)
+    for loads, (name, leaf) in zip(
+        parallel.load_balancer.last_stats.tolist(), layers.items(), strict=True
+    ):
+        own = [event for event in communication_events(events) if event.where == name]
+        rows = {
+            op: [event.bytes / size for event in own if (event.op, event.axis) == (op, axis)]
+            for op, axis in (
+                ("all_gather", ("row",)),
+                ("reduce_scatter", ("row",)),
+                ("all_to_all", ("expert",)),
+            )
+        }
+        first = grid.index["expert"] * leaf.num_local_experts
+        chosen = sum(loads[first : first + leaf.num_local_experts])
+        found["layers"][name] = rows | {"chosen": chosen}
+    return found
+
+
+def row_bytes(grid: Grid) -> int:
+    """Bytes of a row: 16 features in float64, split over col."""
+    return 16 // grid.degrees["col"] * 8
 
 
 def reduced_early(grid: Grid, case: Case) -> list[str]:

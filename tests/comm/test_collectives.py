@@ -72,7 +72,7 @@ def results(grid: Grid) -> list[str]:
 
 
 def ragged(axis: Axis) -> list[str]:
-    """An all-to-all with different numbers of rows, some none."""
+    """Different numbers of rows, some none: an all-to-all, an all-gather, a reduce-scatter."""
     n, i, lines = axis.size, axis.index, list[str]()
     counts = [[(3 * of + to) % 4 for to in range(n)] for of in range(n)]
     every = [tensor_of(of, (sum(counts[of]), 5)) for of in range(n)]
@@ -80,6 +80,13 @@ def ragged(axis: Axis) -> list[str]:
     received = [counts[of][i] for of in range(n)]
     have = collectives.all_to_all(every[i], axis, counts[i], received).wait()
     expect(lines, "ragged all_to_all", have, want)
+    parts = [(3 * of) % 4 for of in range(n)]
+    shares = [tensor_of(of, (parts[of], 5)) for of in range(n)]
+    have = collectives.all_gather(shares[i], axis, counts=parts).wait()
+    expect(lines, "ragged all_gather", have, torch.cat(shares))
+    wholes = [tensor_of(of, (sum(parts), 5)) for of in range(n)]
+    have = collectives.reduce_scatter(wholes[i], axis, counts=parts).wait()
+    expect(lines, "ragged reduce_scatter", have, torch.stack(wholes).sum(0).split(parts)[i])
     return lines
 
 

@@ -204,9 +204,9 @@ def _start_collective(
     event = axis.trace.record_event(op, axis.names, num_bytes)
     event.algorithm = algorithm
     if axis.trace.check_collectives and op not in POINT_TO_POINT_OPS:
-        # Ranks may receive different numbers of rows in an all-to-all.
-        ragged = op == "all_to_all"
-        shape = tuple(output.shape[1:] if ragged else output.shape)
+        # Ranks may scatter different numbers of rows in a reduce-scatter and in an all-to-all.
+        whole = x if op == "reduce_scatter" else output
+        shape = tuple(whole.shape[1:] if op == "all_to_all" else whole.shape)
         _check_same_collective(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
     # A selective-checkpoint mode may have saved `x`, which an in-place operation overwrites.
@@ -376,6 +376,7 @@ def all_gather(
         return PendingTensor(x)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.all_gather(x, axis, dim, counts))
+    counts = _unequal_counts(counts)
     part = _move_dim_first(x, dim)
     rows = part.shape[0] * axis.size if counts is None else sum(counts)
     num_bytes = rows * math.prod(part.shape[1:]) * part.element_size()
@@ -415,6 +416,7 @@ def reduce_scatter(
         assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
     if torch.compiler.is_compiling():
         return PendingTensor(functional.reduce_scatter(x, axis, dim, counts))
+    counts = _unequal_counts(counts)
     parts = _move_dim_first(x, dim)
     rows = parts.shape[0] // axis.size if counts is None else counts[axis.index]
     algorithm, runner = _choose_algorithm(
@@ -442,6 +444,11 @@ def reduce_scatter(
         lambda out: _move_first_dim(out, dim),
         algorithm,
     )
+
+
+def _unequal_counts(counts: Sequence[int] | None) -> Sequence[int] | None:
+    """Returns the counts, or None if they are equal, so that any algorithm can run."""
+    return None if counts is None or len(set(counts)) == 1 else counts
 
 
 def _elements(x: Tensor, counts: Sequence[int] | None) -> list[int] | None:

@@ -7,6 +7,7 @@ static shapes, as the bytes of dynamic shapes are unknown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,11 +23,11 @@ def all_gather(x: Tensor, axis: Axis, dim: int, counts: Sequence[int] | None = N
     parts = x.movedim(dim, 0).contiguous()
     if counts is not None:
         # c10d has no all-gather of unequal parts: send the own part to all ranks.
-        _record_event("all_gather", axis, x, sum(counts), counts[axis.index])
+        _record_event("all_gather", axis, x, sum(counts) * math.prod(parts.shape[1:]))
         copies = parts.repeat(axis.size, *[1] * (parts.dim() - 1))
         send = [parts.shape[0]] * axis.size
         return _exchange_parts(copies, axis, send, list(counts)).movedim(0, dim)
-    _record_event("all_gather", axis, x, axis.size)
+    _record_event("all_gather", axis, x, x.numel() * axis.size)
     # c10d gathers and scatters along dim 0, in the order of sorted ranks.
     out = _wait_tensor(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
     return reorder_parts(out, axis, to_group=False).movedim(0, dim)
@@ -77,9 +78,9 @@ def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
     return _wait_tensor(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
 
 
-def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1, share: int = 1) -> None:
-    """Records a communication of `times / share` times the bytes of `x`."""
-    num_bytes = x.numel() * x.element_size() * times // max(share, 1)
+def _record_event(op: str, axis: Axis, x: Tensor, elements: int | None = None) -> None:
+    """Records a communication of this many elements like those of `x`, by default as many."""
+    num_bytes = (x.numel() if elements is None else elements) * x.element_size()
     # The bytes of a dynamic shape are unknown while the graph is traced.
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
         axis.trace.record_graph_event(op, axis.names, num_bytes)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from equivalence import Case, Serial, batch_of, compare, reload, run_case
+from expert_cases import batch_with_alike
 from grids import label, pairwise, product
 from pool import Pool
 from ranvier import counter_rng
@@ -152,6 +153,31 @@ def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int])
     idle = [whole.grads[f"blocks.{i}.mlp.up"][0].abs().max().item() for i in range(2)]
     assert idle == [0.0, 0.0]
     results = pool.on_grid(degrees, run_case, Case("lopsided"), whole.batch, LR, CLIP)
+    assert compare(whole, results) == []
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize(
+    ("degrees", "alike"),
+    [
+        ({"expert": 2, "row": 2}, 4),
+        ({"expert": 2, "row": 2}, 8),
+        ({"expert": 2, "col": 2}, 8),
+        pytest.param({"expert": 2, "row": 2, "col": 2}, 4, marks=pytest.mark.full),
+        pytest.param({"expert": 2, "row": 2, "col": 2}, 8, marks=pytest.mark.full),
+        pytest.param({"expert": 2, "row": 2, "depth": 2}, 8, marks=pytest.mark.full),
+        pytest.param({"expert": 4, "row": 2}, 4, marks=pytest.mark.full),
+        pytest.param({"data": 2, "expert": 2, "row": 2}, 8, marks=pytest.mark.full),
+        pytest.param({"row": 4}, 4, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_experts_without_rows(pool: Pool, degrees: dict[str, int], alike: int) -> None:
+    """Experts of some ranks get no row from one rank of row, or none at all."""
+    case = Case("moe 1 of 8 capacity shared", recompute="full", collectives="save", steps=3)
+    batch = batch_with_alike(case.model, alike)
+    whole = Serial(case.model, batch, LR, CLIP, case.steps)
+    results = pool.on_grid(degrees, run_case, case, batch, LR, CLIP)
     assert compare(whole, results) == []
 
 

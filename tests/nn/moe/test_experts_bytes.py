@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from equivalence import Case
-from expert_cases import reduced_early, traced
+from expert_cases import batch_with_alike, exchanged, reduced_early, traced
 from pool import Pool
 
 MODEL = "moe 2 of 8 shared"
@@ -38,6 +38,37 @@ def test_no_token_is_sent_twice(pool: Pool) -> None:
     for one, four, twice in zip(alone, split, copied, strict=False):
         assert one["all_to_all"] == 4 * four["all_to_all"] > 0
         assert twice["all_to_all"] == one["all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "alike"),
+    [
+        ({"expert": 2, "row": 2, "col": 2}, 0),
+        ({"expert": 2, "row": 2}, 4),
+        ({"expert": 2, "row": 2}, 8),
+        pytest.param({"expert": 2, "row": 4}, 6, marks=pytest.mark.full),
+        pytest.param({"expert": 4, "row": 2}, 4, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_rows_are_gathered_without_padding(pool: Pool, degrees: dict[str, int], alike: int) -> None:
+    """Ranks of row gather as many rows as each has: unequal numbers, none of one rank, or none."""
+    model = "moe 1 of 8"
+    results = pool.on_grid(degrees, exchanged, Case(model), batch_with_alike(model, alike))
+    unequal, none_of_one, none_of_all = False, False, False
+    for found in results:
+        group = [one for one in results if one["index"] | {"row": 0} == found["index"] | {"row": 0}]
+        for name, rows in found["layers"].items():
+            # Forward and backward; the second all-to-all returns the rows of this rank of row.
+            counts = [one["layers"][name]["all_to_all"][1] for one in group]
+            assert rows["chosen"] == sum(counts)
+            assert rows["all_gather"] == rows["reduce_scatter"] == [sum(counts)] * 2
+            unequal |= min(counts) < max(counts)
+            none_of_one |= min(counts) == 0 < max(counts)
+            none_of_all |= max(counts) == 0
+    assert unequal == (alike < 8)
+    assert none_of_one == (0 < alike < 8)
+    assert none_of_all == (alike == 8)
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("selective", marks=pytest.mark.full)])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equivalence import Case, batch_of, flow_of, gradients, micros_of, worst
-from expert_cases import even
+from expert_cases import batch_with_alike, even, exchanged
 from pool import Pool
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
@@ -144,6 +144,17 @@ def test_what_arrives_is_as_near_as_is_said(dtype: torch.dtype) -> None:
     assert decode_rows(encode_rows(broken, "fp8"), "fp8", dtype)[2].isnan().any()
 
 
+@pytest.mark.parametrize("dispatch", ["model", "bf16", "fp8"])
+@pytest.mark.parametrize("features", [6, 48])
+def test_no_rows_have_a_format_too(dispatch: Any, features: int) -> None:
+    x = torch.empty(0, features, dtype=torch.float64)
+    sent = encode_rows(x, dispatch)
+    one = encode_rows(torch.ones(1, features, dtype=torch.float64), dispatch)
+    assert (sent.dtype, sent.shape[1:]) == (one.dtype, one.shape[1:])
+    received = decode_rows(one[:0].clone(), dispatch, torch.float64)
+    assert (received.dtype, received.shape) == (x.dtype, x.shape)
+
+
 @pytest.mark.parametrize(("dispatch", "digits"), [("bf16", 8), ("fp8", 4)])
 def test_a_narrow_dispatch_is_near_and_counted(
     variants: list[dict[str, dict[str, Any]]], dispatch: str, digits: int
@@ -162,6 +173,20 @@ def test_a_narrow_dispatch_is_near_and_counted(
 def test_a_word_that_is_none_is_told() -> None:
     wrong = Plan(data=1, moe_dispatch_dtype="fp16")  # type: ignore[arg-type]
     assert any("moe_dispatch_dtype='fp16' is unknown" in line for line in wrong.find_problems({}))
+
+
+def test_a_narrow_dispatch_sends_no_rows(pool: Pool) -> None:
+    """Some ranks of row have no rows for the experts of some ranks, or none of them has any."""
+    model = "moe 1 of 8"
+    for alike in (4, 8):
+        batch = batch_with_alike(model, alike)
+        plain, *narrow = (
+            pool.on_grid(GRID, exchanged, Case(model), batch, dispatch)
+            for dispatch in ("model", "bf16", "fp8")
+        )
+        for some in narrow:
+            for a, b in zip(plain, some, strict=True):
+                assert 0.0 < abs(1.0 - (b["loss"] / a["loss"]).item()) < 2.0**-4
 
 
 # ---- compiled blocks --------------------------------------------------------------------

@@ -11,9 +11,9 @@ choices of a token is one row of d/col features, which exactly one rank of every
     combine         -scatter over row-> -all-to-all over expert-> weighted sum
 
 The all-to-all therefore sends no token twice, and its bytes decrease with row·col (DeepSpeed-TED,
-Singh et al. 2023, drops such duplicates; here they do not occur). The rows of a group are padded to
-the largest number of rows of its ranks. With expert = 1 all sizes are known in advance, and the
-host does not wait; otherwise it waits once, for the counts, which are copied while rows are
+Singh et al. 2023, drops such duplicates; here they do not occur). The ranks of row gather and
+scatter as many rows as each of them has, without padding. With expert = 1 all have equally many,
+and the host does not wait; otherwise it waits once, for the counts, which are copied while rows are
 permuted for the dispatch. The dispatch overlaps with the hidden layer of the shared expert, the
 combine with its down projection; backward does the same in reverse (`token_dispatcher`).
 
@@ -72,8 +72,8 @@ class DispatchPlan:
     input_splits: list[int]
     """Rows sent to each rank of expert; empty if nothing is sent."""
     output_splits: list[int]
-    padded_rows: int
-    """Rows per rank of row, after padding to the largest number."""
+    row_counts: list[int] | None
+    """Rows of each rank of row for the experts of this rank; None if they are equal."""
     permutation: TokenPermutation | None
     """Sorts the gathered rows by local expert; None if they are already sorted."""
     ends: Tensor
@@ -224,7 +224,10 @@ class MoELayer(ParallelLayer):
             # Overlaps with the all-to-all that returns the rows.
             beside = self.shared.project_down(hidden)
         with self.trace_scope():
-            y = self._finish_all_to_all(back, order.choices.numel())
+            y = self._finish_all_to_all(back)
+            # Choices beyond the capacity were not sent. Their rows are zeros.
+            if len(y) < order.choices.numel():
+                y = F.pad(y, (0, 0, 0, order.choices.numel() - len(y)))
             # Each rank of col has a part of the features, so the gradient of the weights is summed
             # over col.
             weights = copy_to_axis(routes.weights, self.col)
@@ -311,17 +314,18 @@ class MoELayer(ParallelLayer):
 
     def _all_to_all_splits(
         self, known: Any, choices: int, seq: int
-    ) -> tuple[list[int], list[int], int]:
-        """Returns rows to send to and receive from each rank of expert, and the maximum over row.
+    ) -> tuple[list[int], list[int], list[int] | None]:
+        """Returns rows to send to and receive from each rank of expert, and rows of ranks of row.
 
-        known: the counts. If None (dry run), this rank's experts get `assumed_load` times the mean.
+        known: the counts. If None (dry run), this rank's experts get `assumed_load` times the mean
+        from each rank of row.
         """
         ranks = self.expert.size
         mine = self.expert.index
         if known is None:
             receive = split_evenly(math.ceil(choices * self.assumed_load), ranks)
             send = split_evenly(choices - receive[mine], ranks - 1)
-            return [*send[:mine], receive[mine], *send[mine:]], receive, sum(receive)
+            return [*send[:mine], receive[mine], *send[mine:]], receive, None
         all_ = (
             self._admitted_counts(torch.tensor(known), seq)
             .unflatten(2, (-1, self.num_local_experts))
@@ -329,39 +333,44 @@ class MoELayer(ParallelLayer):
         )
         send = all_[mine, self.row.index].tolist()
         receive = all_[:, self.row.index, mine].tolist()
-        # At least one row, so that neither the gather nor the GEMMs get an empty operand.
-        return send, receive, max(int(all_[:, :, mine].sum(0).max()), 1)
+        return send, receive, all_[:, :, mine].sum(0).tolist()
 
     def _plan_dispatch(
         self, order: TokenPermutation, table: Tensor, known: Any, x: Tensor
     ) -> DispatchPlan:
         """Computes the splits of the all-to-all and the permutation of the received rows."""
-        rows = order.choices.numel()
-        mine = self.num_local_experts
         # Nothing is exchanged: rows are already sorted by expert.
         if self.peer_axis.size == 1:
-            return DispatchPlan([], [], rows, None, order.ends)
+            return DispatchPlan([], [], None, None, order.ends)
+        rows = order.choices.numel()
         seq = x.shape[1] * self.row.size
         send = list[int]()
         receive = list[int]()
+        row_counts: list[int] | None = None
         if self.expert.size > 1:
-            send, receive, rows = self._all_to_all_splits(known, rows, seq)
+            send, receive, row_counts = self._all_to_all_splits(known, rows, seq)
+            rows = sum(receive)
         # After the gather over row, rows are ordered by (rank of row, sending rank of expert,
-        # expert). List the expert of each row, with id `mine` for padding, and sort by it.
+        # expert). List the expert of each row, and sort by it.
+        mine = self.num_local_experts
         first = self.expert.index * mine
         taken = self._admitted_counts(table, seq)[
             :, :, first : first + mine
         ]  # (expert, row, E/expert)
         here = taken.transpose(0, 1).flatten(1)  # (row, expert · E/expert)
-        # The last group of each rank of row is its padding up to `rows`.
-        filled = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
         ids = torch.arange(mine, device=x.device).repeat(self.expert.size)
-        ids = F.pad(ids, (0, 1), value=mine).repeat(self.row.size)
+        # The host does not know how many choices are beyond the capacity if it does not wait. They
+        # are the last rows of each rank of row, with the id `mine`.
+        has_drops = self.expert.size == 1 and self.rule.capacity_factor > 0.0
+        if has_drops:
+            here = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
+            ids = F.pad(ids, (0, 1), value=mine)
+        total = rows * self.row.size if row_counts is None else sum(row_counts)
         # With `output_size` the host does not wait for the device.
-        each = ids.repeat_interleave(filled.flatten(), output_size=rows * self.row.size)
-        kept = (each < mine).unsqueeze(1)
-        order = sort_by_expert(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
-        return DispatchPlan(send, receive, rows, order, order.ends)
+        each = ids.repeat(self.row.size).repeat_interleave(here.flatten(), output_size=total)
+        each = each.unsqueeze(1)
+        order = sort_by_expert(each, mine, each < mine if has_drops else None)
+        return DispatchPlan(send, receive, row_counts, order, order.ends)
 
     def _dispatch_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
         """Starts sending rows to the ranks of their experts."""
@@ -375,21 +384,21 @@ class MoELayer(ParallelLayer):
 
     def _receive_rows(self, there: Tensor | PendingAllToAll, lanes: DispatchPlan) -> Tensor:
         """Returns the rows of this rank's experts, sorted by expert, `[T, d/col]`."""
-        rows = self._finish_all_to_all(there, lanes.padded_rows)
+        rows = self._finish_all_to_all(there)
         if lanes.permutation is None:
             return rows
-        return permute(all_gather(rows, self.row, 0), lanes.permutation)
+        rows = all_gather(rows, self.row, 0, counts=lanes.row_counts)
+        return permute(rows, lanes.permutation)
 
     def _return_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
         """Starts sending results back to the ranks of their tokens."""
         if lanes.permutation is None:
             return rows
-        rows = reduce_scatter(unpermute(rows, lanes.permutation), self.row, 0)
+        rows = unpermute(rows, lanes.permutation)
+        rows = reduce_scatter(rows, self.row, 0, counts=lanes.row_counts)
         if self.expert.size == 1:
             return rows
-        return self._start_all_to_all(
-            rows[: sum(lanes.output_splits)], lanes.output_splits, lanes.input_splits, "model"
-        )
+        return self._start_all_to_all(rows, lanes.output_splits, lanes.input_splits, "model")
 
     def _start_all_to_all(
         self, rows: Tensor, send: list[int], receive: list[int], dispatch: Dispatch
@@ -405,17 +414,15 @@ class MoELayer(ParallelLayer):
         hidden = "moe_dispatch" in self.site.bucket_scheduler.overlap
         return start_all_to_all(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
 
-    def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
-        """Waits for the rows and pads them to `[count, d/col]`."""
+    def _finish_all_to_all(self, rows: Tensor | PendingAllToAll) -> Tensor:
+        """Waits for the rows, `[n, d/col]`."""
         if isinstance(rows, PendingAllToAll):
             found = rows.wait_for_rows()
         else:
             found = rows
         if self.duplicate_tokens and self.expert.size > 1:
             found = found[:, : found.shape[1] // (self.row.size * self.col.size)]
-        if len(found) == count:
-            return found
-        return F.pad(found, (0, 0, 0, count - len(found)))
+        return found
 
     # ---- experts ------------------------------------------------------------------------
 

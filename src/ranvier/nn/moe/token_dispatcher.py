@@ -43,6 +43,9 @@ def encode_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
     if dispatch == "bf16":
         return x.to(torch.bfloat16)
     if dispatch == "fp8":
+        # Strides of tensors without elements may not allow a `view` to another type.
+        if len(x) == 0:
+            return x.new_empty(0, x.shape[1] + SCALE_BYTES, dtype=torch.uint8)
         rows = Float8Linear("rowwise").quantize(x, E4M3)
         # The scale is sent in the same message as its row: one all-to-all instead of two.
         parts = [rows.values.view(torch.uint8), rows.inverse_scale.view(torch.uint8)]
@@ -54,6 +57,8 @@ def decode_rows(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
     """Converts received rows to `[n, d]` in `dtype`."""
     if dispatch != "fp8":
         return x.to(dtype)
+    if len(x) == 0:
+        return x.new_empty(0, x.shape[1] - SCALE_BYTES, dtype=dtype)
     # A `view` to a wider type needs contiguous, aligned bytes.
     values = x[:, :-SCALE_BYTES].contiguous()
     inverse = x[:, -SCALE_BYTES:].contiguous()

@@ -96,7 +96,8 @@ def moe_activations(
         # inputs, which are already freed unless weight gradients are deferred.
         (entered := enter * stream + enter * hidden - behind, layer.matrices * matrix),
     )
-    # Recomputed results, their permuted copy, and the rows to be returned.
+    # Permuted results, the copy of them in which a reduce-scatter of unequal parts over row adds,
+    # and the rows to be returned.
     second = (2 * stream + stream // row - choices * width * item, 0)
     # The reduce-scatter over col: its input side by side and in rank order, and its output.
     if col > 1:
