@@ -64,6 +64,17 @@ class PendingTensor:
 class _WorkHandle:
     """Handle of a communication: waits, copies a staged result back, rearranges the output."""
 
+    __slots__ = (
+        "axis",
+        "device",
+        "event",
+        "input_buffer",
+        "is_staged",
+        "output",
+        "postprocess",
+        "work",
+    )
+
     def __init__(
         self,
         axis: Axis,
@@ -72,7 +83,6 @@ class _WorkHandle:
         output: Tensor,
         finish: Callable[[Tensor], Tensor],
         device: torch.device,
-        *,
         keep: Tensor,
         is_staged: bool,
     ) -> None:
@@ -89,28 +99,26 @@ class _WorkHandle:
             _record_completion(event, work, device)
 
     def wait(self) -> Tensor:
-        event = self.event
-        trace = self.axis.trace
+        event, work, trace = self.event, self.work, self.axis.trace
         event.wait_time = time.perf_counter()
+        stop = None
         if trace.enabled or trace.time_waits:
             stop = _start_stopwatch(event, self.device)
-        else:
-            stop = None
-        if trace.time_waits:
-            trace.waited_events.append(event)
+            if trace.time_waits:
+                trace.waited_events.append(event)
         try:
-            self.work.wait()
+            work.wait()
         except RuntimeError as error:
             raise CommunicationError(_failure_message(self.axis, event, error)) from error
         output = self.output
         # Staged through the host: copy the result back to the device.
         if self.is_staged:
             output = output.to(self.device, non_blocking=True)
-        if event.algorithm != NATIVE:
-            event.done_time = self.work.done_time
-            event.sent_bytes = self.work.sent_bytes
-            event.num_rounds = self.work.num_rounds
         if stop is not None:
+            if event.algorithm != NATIVE:
+                event.done_time = work.done_time
+                event.sent_bytes = work.sent_bytes
+                event.num_rounds = work.num_rounds
             stop()
         self.input_buffer = None
         return self.postprocess(output)
@@ -225,8 +233,9 @@ def _start_collective(
             work = call(output, x)
     except RuntimeError as error:
         raise CommunicationError(_failure_message(axis, event, error)) from error
-    handle = _WorkHandle(axis, event, work, output, finish, device, keep=x, is_staged=is_staged)
-    return PendingTensor(output, handle)
+    return PendingTensor(
+        output, _WorkHandle(axis, event, work, output, finish, device, x, is_staged)
+    )
 
 
 @contextmanager
