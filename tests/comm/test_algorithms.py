@@ -440,7 +440,7 @@ def test_native_supports_every_axis() -> None:
         ("hierarchical/shared_memory/native", "hierarchical/"),
         ("hierarchical/ring/ring/ring", "hierarchical/ring/ring"),
         ("hierarchical/nvrar/native", "hierarchical/"),
-        ("nvrar/rin", "nvrar/ring"),
+        ("nvrar/rings", "nvrar/ring"),
         ("nvrar/ring/ring", "nvrar/ring"),
     ],
 )

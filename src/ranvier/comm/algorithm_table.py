@@ -236,8 +236,8 @@ def find_limitation(name: str, op: str, shape: AxisShape, *, on_host: bool) -> s
         return ""
     if SHARED_MEMORY in name.split("/") and not on_host:
         return (
-            f"The ranks of the axis do not compute on the CPU. {name} needs memory that the ranks "
-            "of a node share. Use native."
+            f"The ranks of a node share no memory. {name} needs CPU ranks that map the memory of "
+            "each other. Use native."
         )
     if name == SHARED_MEMORY:
         if shape.num_nodes > 1:

@@ -70,6 +70,21 @@ def broadcast_through_store(name: str, text: str) -> str:
     return found
 
 
+def gather_through_store(name: str, text: str) -> list[str]:
+    """Returns, on all ranks, the texts of all ranks, before any group exists.
+
+    name: distinguishes the texts of a run. Communicates: two texts per rank through the store.
+    """
+    store = distributed.distributed_c10d._get_default_store()
+    store.set(f"ranvier/{name}/{distributed.get_rank()}", text)
+    every: list[str] = []
+    if distributed.get_rank() == 0:
+        ranks = range(distributed.get_world_size())
+        every = [store.get(f"ranvier/{name}/{rank}").decode() for rank in ranks]
+    found: list[str] = json.loads(broadcast_through_store(name, json.dumps(every)))
+    return found
+
+
 def find_rank_differences(
     mine: Mapping[str, str], grid: Grid, device: torch.device | str, *, most: int = 8
 ) -> list[str]:

@@ -40,6 +40,7 @@ from ranvier.tools.shrink import ShrunkSizes
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
 from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train import resolve
+from ranvier.train.collective_algorithms import find_nodes
 from ranvier.train.step import forward_backward
 
 ONE_PASS_LIMIT = 1e-12
@@ -170,6 +171,7 @@ def verify_grid(run: ResolvedRun, me: ProcessInfo) -> int:
         rank=me.rank,
         connected=me.world_size > 1,
         ranks_per_node=max(me.local_world_size, 1),
+        node_of_rank=find_nodes(me),
         algorithms=AlgorithmTable.parse(run.comm.algorithm),
         timeout_seconds=run.train.comm_timeout_seconds,
     )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ranvier.comm.algorithm_table import AlgorithmTable
-from ranvier.comm.consensus import broadcast_through_store
+from ranvier.comm.consensus import broadcast_through_store, gather_through_store
+from ranvier.comm.transports.shared_memory import read_boot_id
 from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
@@ -29,6 +30,18 @@ def check_algorithms(run: RunConfig, ranks_per_node: int) -> None:
     for names, _ in table.axes:
         shape = grid.axis(*names).shape
         table.rules_for(names, shape, backend=run.train.backend, on_host=is_host)
+
+
+def find_nodes(me: ProcessInfo) -> list[int] | None:
+    """The node of each rank, the same on all ranks; None if there is only one.
+
+    Communicates: two texts per rank through the store.
+    """
+    if me.world_size <= me.local_world_size:
+        return None
+    hosts = gather_through_store("hosts", f"{platform.node()} {read_boot_id()}")
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [numbers[host] for host in hosts]
 
 
 def make_algorithm_table(run: RunConfig, me: ProcessInfo, device: torch.device) -> AlgorithmTable:

@@ -44,7 +44,11 @@ from ranvier.nn.compile import has_cached_graphs
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.system.terminal import command_line, print
 from ranvier.train import import_export, pruning
-from ranvier.train.collective_algorithms import describe_algorithms, make_algorithm_table
+from ranvier.train.collective_algorithms import (
+    describe_algorithms,
+    find_nodes,
+    make_algorithm_table,
+)
 from ranvier.train.finish import run_finish
 from ranvier.train.loggers import open_loggers
 from ranvier.train.memory import breakdown
@@ -94,6 +98,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         rank=me.rank,
         connected=me.world_size > 1,
         ranks_per_node=max(me.local_world_size, 1),
+        node_of_rank=find_nodes(me),
         algorithms=make_algorithm_table(run, me, device),
         share_gpu=run.launch.share_gpu,
         timeout_seconds=run.train.comm_timeout_seconds,

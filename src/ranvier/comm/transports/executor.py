@@ -1,12 +1,12 @@
 """Executes schedules of collectives (`comm.algorithms`) over point-to-point messages.
 
-    Gloo     a thread per communicator posts the messages of a round, waits for them and goes on;
+    Gloo     a thread per communicator posts the messages of a round, waits for them and continues;
              it runs collectives in the order in which they were started
     NCCL     a round is one group call, and all rounds of a collective are queued on a stream of
              their own when it is started; the host never waits
 
 Both return a handle like torch's Work. A message with several blocks that are not adjacent is
-packed on one side and unpacked on the other, which is the only copy besides those of the sums.
+packed on one side and unpacked on the other; no other copies are made, except for sums.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ data where it is and acknowledges it; then the sender reuses the memory:
     receiver                        ... -> copy or add out of it -> acknowledgment
 
 A collective is a generator that sends messages, and yields the rank from which it needs the next
-one. Whoever waits for a collective resumes all collectives of the process whose messages arrive,
-so collectives may be waited for in any order, and starting one never blocks. Large tensors are sent
-in chunks, which stay in the caches of the cores, so that a segment is small.
+one. A thread that waits for a collective also resumes the other collectives of the process whose
+messages arrive, so they may be waited for in any order, and starting one never blocks. Large
+tensors are sent in chunks, so that segments stay small.
 
 Memory order: envelopes are counted by POSIX semaphores, which are fences on every processor; plain
 stores are not. A waiting rank polls for a few microseconds if every rank of the host has a core of
@@ -64,6 +64,7 @@ CHECK_SECONDS = 0.2
 """Interval at which a waiting rank checks that the others are alive."""
 ALIGNMENT = 64
 TOKEN_BYTES = 16
+NO_SEGMENT = "no segment: "
 
 _MUTEX, _HEAD, _ITEMS, _ROOM, _ENTRIES = 64, 96, 128, 192, 4096
 """Places in a segment: a semaphore that guards the number of envelopes so far, the latter, the
@@ -252,11 +253,15 @@ class Segment:
                     deadline = deadline or time.monotonic() + work.group.timeout_seconds
                     self._sleep(work, deadline)
             if self._num_waiting:
-                # Another thread may have to go on receiving.
+                # Another thread may have to receive from now on.
                 self._changed.notify_all()
 
     def _sleep(self, work: SharedMemoryWork, deadline: float) -> None:
         """Sleeps until an envelope arrives; raises if a peer is gone or late."""
+        # Others may wait for memory until they know that it was read.
+        for rank, read in self._unacknowledged.items():
+            while read:
+                self._put(rank, (self.rank, 0, 0, 0, 0, 0, read.pop()))
         self._is_receiving = True
         self._lock.release()
         try:
@@ -467,18 +472,18 @@ def connect_segments(
         for place, value in ((_MUTEX, 1), (_ITEMS, 0), (_ROOM, MAILBOX_ENTRIES)):
             semaphores.initialize(own.address + place, value)
         mappings[rank] = own
-        publish(f"segment {rank}", f"{_boot_id()} {os.getpid()} {handle} {token.hex()}")
+        publish(f"segment {rank}", f"{read_boot_id()} {os.getpid()} {handle} {token.hex()}")
     # Not every system has memfd, semaphores in shared memory, and /proc.
     except (OSError, AttributeError, ValueError) as error:
         problem = f"rank {rank} cannot create shared memory: {error}"
-        publish(f"segment {rank}", "none")
+        publish(f"segment {rank}", f"{NO_SEGMENT}{problem}")
     for other in ranks:
         if other != rank and not problem:
             problem = _map_segment(other, look_up(f"segment {other}"), mappings, size)
     publish(f"mapped {rank}", problem or "yes")
     answers = {other: look_up(f"mapped {other}") for other in ranks}
     if handle >= 0:
-        # The mapping stays; without the handle nobody else can open the segment.
+        # The mapping stays; without the handle no other process can open the segment.
         os.close(handle)
     for answer in answers.values():
         if answer != "yes":
@@ -488,10 +493,10 @@ def connect_segments(
 
 def _map_segment(other: int, answer: str, mappings: dict[int, _Mapping], size: int) -> str:
     """Maps the segment of another rank; returns why it cannot."""
-    if answer == "none":
-        return f"rank {other} has no shared memory"
+    if answer.startswith(NO_SEGMENT):
+        return answer.removeprefix(NO_SEGMENT)
     boot, pid, handle, token = answer.split()
-    if boot != _boot_id():
+    if boot != read_boot_id():
         return f"rank {other} runs on another host"
     try:
         opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
@@ -508,7 +513,8 @@ def _map_segment(other: int, answer: str, mappings: dict[int, _Mapping], size: i
     return ""
 
 
-def _boot_id() -> str:
+def read_boot_id() -> str:
+    """Returns what identifies the running system of this host."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return "unknown"
@@ -663,7 +669,7 @@ class SharedMemoryGroup:
             self.segment.send(self.ranks[peer], self.key, number, message)
 
     def _read(self, peer: int, message: Message, address: int) -> None:
-        """Copies a message out of the segment of its sender, and acknowledges it."""
+        """Reads a message out of the segment of its sender, and acknowledges it."""
         offset, size, _ = message
         self.segment.read(self.ranks[peer], offset, address, size)
         self.segment.acknowledge(self.ranks[peer], message)

@@ -1,0 +1,197 @@
+"""Shared memory between CPU ranks: what is specific to this transport."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from pool import Pool
+from ranvier.comm import collectives
+from ranvier.comm.algorithm_table import AlgorithmTable
+from ranvier.comm.transports import shared_memory
+from ranvier.comm.transports.output_pool import BLOCK_BYTES, OutputPool
+from ranvier.grid import Grid
+from ranvier.train.collective_algorithms import describe_algorithms
+
+
+def sum_and_algorithm(grid: Grid) -> tuple[float, str]:
+    """An all-reduce and its algorithm."""
+    axis = grid.axis("row")
+    with grid.trace.record_events() as events:
+        total = collectives.all_reduce(torch.full((3,), float(grid.rank + 1)), axis).wait()
+    return float(total[0]), events[0].algorithm
+
+
+def without_memory(rank: int, ranks: int) -> tuple[float, str, list[str]]:
+    """A grid one of whose ranks cannot create its segment."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "memfd_create", refuse) if rank == 1 else mock.MagicMock():
+        grid = Grid({"row": ranks}, rank=rank, connected=True)
+        total, algorithm = sum_and_algorithm(grid)
+    return total, algorithm, describe_algorithms(grid)
+
+
+def test_without_memory_all_ranks_continue_natively_and_say_so() -> None:
+    pool = Pool(3)
+    try:
+        for total, algorithm, lines in pool.run(without_memory, 3, 3):
+            assert (total, algorithm) == (6.0, "native")
+            assert any("rank 1 cannot create shared memory: [Errno 28]" in line for line in lines)
+    finally:
+        pool.stop()
+
+
+def test_two_runs_on_one_host_do_not_disturb_each_other(pool: Pool) -> None:
+    other = Pool(2)
+    try:
+        answers: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(other.on_grid({"row": 2}, sum_and_algorithm))
+        )
+        thread.start()
+        assert pool.on_grid({"row": 2}, sum_and_algorithm) == [(3.0, "shared_memory")] * 2
+        thread.join()
+        assert answers == [[(3.0, "shared_memory")] * 2]
+    finally:
+        other.stop()
+
+
+def in_flight_together(grid: Grid, count: int) -> list[float]:
+    """Many collectives of two axes that wait for each other, more than a mailbox has room for."""
+    row, col = grid.axis("row"), grid.axis("col")
+    x = torch.ones(5000)
+    started = [collectives.all_reduce(x * i, axis) for i in range(count) for axis in (row, col)]
+    order = reversed(started) if grid.rank % 2 else started
+    return sorted(float(one.wait()[0]) for one in order)
+
+
+def test_more_collectives_than_a_mailbox_has_room_for(pool: Pool) -> None:
+    count = shared_memory.MAILBOX_ENTRIES
+    want = sorted(2.0 * i for i in range(count) for _ in range(2))
+    assert pool.on_grid({"row": 2, "col": 2}, in_flight_together, count) == [want] * 4
+
+
+def from_threads(grid: Grid) -> list[float]:
+    """Collectives of several threads of a process, on communicators of their own."""
+    axes = [grid.axis("row", channel=name) for name in ("", "gather", "scatter")]
+    totals = [0.0] * len(axes)
+
+    def work(place: int) -> None:
+        for number in range(40):
+            x = torch.full((3000,), float(number))
+            totals[place] += float(collectives.all_reduce(x, axes[place]).wait()[0])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(axes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return totals
+
+
+def test_threads_of_a_process_communicate_at_the_same_time(pool: Pool) -> None:
+    want = [3.0 * sum(range(40))] * 3
+    assert pool.on_grid({"row": 3}, from_threads) == [want] * 3
+
+
+def test_messages_larger_than_a_chunk(pool: Pool) -> None:
+    assert pool.on_grid({"row": 2}, small_chunks) == [[]] * 2
+    assert pool.on_grid({"row": 3}, small_chunks) == [[]] * 3
+
+
+def small_chunks(grid: Grid) -> list[str]:
+    """Every collective in many chunks, in a segment that is full most of the time."""
+    axis = grid.axis("row")
+    every = [torch.arange(9000.0).mul(rank + 1) for rank in axis.ranks]
+    own, total = every[axis.index], sum(every, torch.zeros(9000))
+    memory = axis.runner.shared_memory if axis.runner is not None else None
+    assert memory is not None
+    size = memory.segment._size
+    lines = []
+    with mock.patch.object(shared_memory, "CHUNK_BYTES", 1024):
+        memory.segment._size = shared_memory._DATA_START + 4096 * axis.size
+        counts = [[100 * ((a + b) % 3) for b in range(axis.size)] for a in range(axis.size)]
+        mine = counts[axis.index]
+        started = {
+            "all_reduce": (collectives.all_reduce(own, axis), total),
+            "all_gather": (collectives.all_gather(own, axis), torch.cat(every)),
+            "reduce_scatter": (
+                collectives.reduce_scatter(own, axis),
+                total.chunk(axis.size)[axis.index],
+            ),
+            "broadcast": (collectives.broadcast(own, axis, index=1), every[1]),
+            "all_to_all": (
+                collectives.all_to_all(
+                    own[: sum(mine)], axis, mine, [row[axis.index] for row in counts]
+                ),
+                torch.cat(
+                    [
+                        x[: sum(row)].split(row)[axis.index]
+                        for x, row in zip(every, counts, strict=True)
+                    ]
+                ),
+            ),
+        }
+        for name, (pending, want) in started.items():
+            if not torch.equal(pending.wait(), want):
+                lines.append(name)
+    memory.segment._size = size
+    return lines
+
+
+# ---- memory of results -------------------------------------------------------------------
+
+
+def test_memory_of_results_is_reused() -> None:
+    outputs = OutputPool()
+    first = outputs.empty((2**19,), torch.float32)
+    address = first.data_ptr()
+    second = outputs.empty((2**19,), torch.float32)
+    assert second.data_ptr() != address
+    part = first[5:]
+    del first
+    gc.collect()
+    assert outputs.free_bytes == 0, "a part of it is still used"
+    del part
+    assert outputs.free_bytes == BLOCK_BYTES
+    assert outputs.empty((2**10, 2**9), torch.float32).data_ptr() == address
+    assert outputs.empty((3,), torch.int64).numel() == 3
+
+
+@pytest.mark.parametrize("world", [64, 4096])
+@pytest.mark.parametrize("name", ["ring", "bruck", "folded", "doubling", "hierarchical", "nvrar"])
+def test_schedules_of_thousands_of_ranks_on_the_fake_group(name: str, world: int) -> None:
+    from ranvier.comm.algorithms.registry import find_algorithm
+    from ranvier.launch.process_group import fake_process_group
+
+    if name == "ring" and world > 64:
+        pytest.skip("thousands of rounds one after the other")
+    with fake_process_group(world, rank=7):
+        # Native levels of the fake group return no values, so levels exchange messages.
+        leveled = {"hierarchical": "hierarchical/bruck/ring", "nvrar": "nvrar/ring"}
+        table = AlgorithmTable.parse(leveled.get(name, name))
+        grid = Grid({"data": world}, rank=7, connected=True, algorithms=table)
+        axis = grid.axis("data")
+        x = torch.ones(world)
+        with grid.trace.record_events() as events:
+            collectives.all_gather(x[:1].clone(), axis).wait()
+            collectives.reduce_scatter(x, axis).wait()
+            collectives.all_reduce(x, axis).wait()
+        for event in events:
+            algorithm = find_algorithm(event.algorithm)
+            if event.algorithm == "native":
+                assert event.op not in find_algorithm(table.default).operations
+                continue
+            cost = algorithm.cost(event.op, axis.shape)  # type: ignore[arg-type]
+            assert event.num_rounds == cost.rounds
+            assert event.sent_bytes is not None and event.sent_bytes <= cost.sent * 4 * world + 1
