@@ -275,10 +275,11 @@ class DoctorOptions(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """Benchmark this machine and write its cluster file, in less than a minute.
+    """Benchmark this machine and write its cluster file, in less than two minutes.
 
     Measures matrix products, memory, attention, optimizer updates, and collectives in groups of
-    each size. Do not run anything else on the machine at the same time.
+    each size, and compares the algorithms of collectives, of which runs use the fastest
+    (comm.algorithm). Do not run anything else on the machine at the same time.
     """
 
     output: str = ""
