@@ -167,6 +167,8 @@ class Segment:
         self.outputs = OutputPool()
         """Memory for results."""
         self._tensors: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self.written_bytes = 0
+        """Bytes written for other ranks so far."""
         self._received = 0
         self._allocations: dict[int, Message] = {}
         self._next_allocation = 0
@@ -204,6 +206,7 @@ class Segment:
         """Resumes a collective for as long as it has what it needs; the lock must be held."""
         progress = work.progress
         assert progress is not None
+        before = self.written_bytes
         try:
             while True:
                 # The first call of a generator must send None.
@@ -219,6 +222,8 @@ class Segment:
             work.progress = work.waits_for = None
             work.done_time = time.perf_counter()
             del self._running[work.group.key, work.number]
+        finally:
+            work.sent_bytes += self.written_bytes - before
 
     def _keep(self, work: SharedMemoryWork, source: int, message: Message) -> None:
         """Keeps a message until it is needed."""
@@ -412,6 +417,7 @@ class Segment:
 
     def write(self, offset: int, address: int, size: int) -> None:
         """Copies `size` bytes from an address into the own segment."""
+        self.written_bytes += size
         ctypes.memmove(self._own.address + offset, address, size)
 
     def read(self, rank: int, offset: int, address: int, size: int) -> None:
@@ -808,6 +814,7 @@ class SharedMemoryGroup:
                 offset, allocation = yield from self._allocate(length, len(self.peers))
                 total = self.segment.tensor(self.segment.rank, offset, length, x.dtype)
                 self._reduce_messages(flat[start:end], messages, total, op)
+                self.segment.written_bytes += length
                 self._announce(number, (offset, length, allocation), self.peers)
                 result[start:end].copy_(total)
             # The order in which messages are sent is the order in which the others read them.
