@@ -21,6 +21,7 @@ from ranvier.comm import collectives
 from ranvier.comm.algorithm_table import SHARED_MEMORY
 from ranvier.comm.algorithms.registry import algorithm_names, find_algorithm
 from ranvier.comm.algorithms.schedule import OPERATIONS, AxisShape
+from ranvier.comm.transports import shared_memory
 from ranvier.grid import Axis, Grid
 from ranvier.trace import Event, diff_sent_bytes
 
@@ -296,3 +297,16 @@ def test_what_a_grid_records_is_the_closed_form(pool: Pool, name: str) -> None:
 def shape_of(ranks: int) -> AxisShape:
     """Ranks of one node."""
     return AxisShape.of_nodes([0] * ranks)
+
+
+def test_a_host_says_why_its_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_memory.find_host_limitation() == ""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError("no memory files here")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    assert "no memory files here" in shared_memory.find_host_limitation()
+    monkeypatch.undo()
+    monkeypatch.setattr("os.pidfd_open", refuse, raising=False)
+    assert "cannot be mapped" in shared_memory.find_host_limitation()

@@ -268,8 +268,10 @@ class ConvertOptions:
 class DoctorOptions(RunConfig):
     """Check what this machine has, what is missing and how to install it.
 
-    With a run, or settings such as --plan.row 8, it also lists the communicators that the ranks
-    create on GPUs, and their device memory.
+    It lists the algorithms of collectives that are available here, the state of the measurements of
+    this machine, and what comm.algorithm=auto takes. With a run, or settings such as --plan.row 8,
+    it also lists the algorithms of its axes, and the communicators that the ranks create on GPUs,
+    with their device memory.
     """
 
 

@@ -358,7 +358,7 @@ def estimate_cluster(ranks: int) -> Cluster:
         for row in Microbenchmark(torch.device("cpu"), shapes=QUICK_SHAPES).run_all()
     ]
     torch.set_num_threads(before)
-    # Estimated, not measured. Runs without timings take shared memory, or native if they are told.
+    # Estimated, not measured. Runs without timings take shared memory unless it is set otherwise.
     links = [
         *_estimate_links(ranks, NATIVE, LOOPBACK),
         *_estimate_links(ranks, SHARED_MEMORY, SHARED_MEMORY_LINK),

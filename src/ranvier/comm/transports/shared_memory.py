@@ -34,6 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +491,33 @@ def connect_segments(
         if answer != "yes":
             return answer
     return Segment(rank, mappings, semaphores)
+
+
+def find_host_limitation() -> str:
+    """Returns why CPU ranks of this host cannot share memory; empty if they can.
+
+    Two threads connect segments as two ranks would.
+    """
+    texts: dict[str, str] = {}
+    changed = threading.Condition()
+
+    def publish(name: str, text: str) -> None:
+        with changed:
+            texts[name] = text
+            changed.notify_all()
+
+    def look_up(name: str) -> str:
+        with changed:
+            changed.wait_for(lambda: name in texts)
+            return texts[name]
+
+    with ThreadPoolExecutor(2) as threads:
+        parts = [
+            threads.submit(connect_segments, rank, (0, 1), publish, look_up, ALIGNMENT)
+            for rank in (0, 1)
+        ]
+        found = [part.result() for part in parts]
+    return next((one for one in found if isinstance(one, str)), "")
 
 
 def _map_segment(other: int, answer: str, mappings: dict[int, _Mapping], size: int) -> str:
