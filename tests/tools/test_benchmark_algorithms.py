@@ -189,8 +189,8 @@ def test_a_line_names_the_fastest_for_some_sizes() -> None:
     rows = [row("native", n, 1.0) for n in (2**12, 2**15, 2**21, 2**26)]
     rows += [row("ring", 2**12, 2.0), row("direct", 2**21, 0.4), row("ring", 2**21, 0.5)]
     assert describe_timings(rows) == [
-        "  all_gather of 2: 4 KiB native, 2 MiB direct (2.5 x native), 64 MiB native"
+        "  fastest all_gather of 2: 4 KiB native, 2 MiB direct (2.5 x native), 64 MiB native"
     ]
     far = [replace(one, nodes=2) for one in rows[:1]]
-    assert describe_timings(far) == ["  all_gather of 2 on 2 nodes: 4 KiB native"]
+    assert describe_timings(far) == ["  fastest all_gather of 2 on 2 nodes: 4 KiB native"]
     assert describe_timings([]) == []

@@ -242,6 +242,7 @@ class AlgorithmBenchmark:
             connected=True,
             groups=self.grid.groups,
             segments=self.grid.segments,
+            share_gpu=self.grid.share_gpu,
             algorithms=AlgorithmTable.parse(algorithm),
         )
         return grid.axis(layout.name)
@@ -256,6 +257,7 @@ class AlgorithmBenchmark:
             connected=True,
             groups=self.grid.groups,
             segments=self.grid.segments,
+            share_gpu=self.grid.share_gpu,
         )
         axis = grid.world_axis(channel=BARRIER_CHANNEL)
         return _SharedClock(axis, self.device, self.limit_seconds)
@@ -376,7 +378,7 @@ def describe_timings(timings: Iterable[CollectiveTiming]) -> list[str]:
         shown = dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]])
         texts = [_describe_fastest(num_bytes, by_bytes[num_bytes]) for num_bytes in shown]
         across = f" on {nodes} nodes" if nodes > 1 else ""
-        lines.append(f"  {op} of {size}{across}: {', '.join(texts)}")
+        lines.append(f"  fastest {op} of {size}{across}: {', '.join(texts)}")
     return lines
 
 
