@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ranvier.comm.algorithms.schedule import AxisShape
 from ranvier.trace import (
     COMPUTE,
     Event,
@@ -14,6 +15,7 @@ from ranvier.trace import (
     chrome_trace,
     communication_events,
     diff_events,
+    diff_sent_bytes,
     format_table,
     summarize_events,
     write_chrome_trace,
@@ -146,6 +148,43 @@ def test_rows_add_up() -> None:
     assert (scatter.axis, scatter.bytes, scatter.hidden_fraction) == ("row·col", 50, 0.0)
 
 
+def test_algorithms_have_rows_and_arguments_of_their_own() -> None:
+    ring = Event("all_gather", ("row",), 8, algorithm="ring", sent_bytes=4, num_rounds=1)
+    first, second = summarize_events([ring, Event("all_gather", ("row",), 4), ring])
+    assert (first.algorithm, first.calls, first.bytes) == ("ring", 2, 16)
+    assert (second.algorithm, second.calls) == ("native", 1)
+    assert [line.split()[2] for line in format_table([ring]).splitlines()] == ["algorithm", "ring"]
+    (bar,) = [e for e in chrome_trace({0: [ring]})["traceEvents"] if e["ph"] == "X"]
+    assert bar["args"] == {
+        "bytes": 8,
+        "exposed_us": 0.0,
+        "algorithm": "ring",
+        "sent_bytes": 4,
+        "rounds": 1,
+    }
+
+
+def test_what_is_sent_is_compared_with_the_closed_form() -> None:
+    shapes = {("row",): AxisShape.of_nodes([0, 0, 0, 0])}
+
+    def event(sent: int | None, rounds: int = 3, op: str = "all_gather") -> Event:
+        return Event(op, ("row",), 400, "x", "ring", sent_bytes=sent, num_rounds=rounds)
+
+    assert diff_sent_bytes([event(300), event(300), event(None)], shapes) == []
+    # The closed form is that of the busiest rank.
+    assert diff_sent_bytes([event(200), event(300)], shapes) == []
+    (line,) = diff_sent_bytes([event(200)], shapes)
+    assert "all_gather over row of 400 bytes by ring: closed form 300 bytes in 3 rounds" in line
+    assert "recorded 200 in 3" in line
+    assert len(diff_sent_bytes([event(300), event(300, rounds=2)], shapes)) == 1
+    assert diff_sent_bytes([event(200)], shapes, ragged=["x"]) == []
+    # Blocks of an all-reduce may differ by an element.
+    assert diff_sent_bytes([event(608, 6, "all_reduce")], shapes) == []
+    assert len(diff_sent_bytes([event(700, 6, "all_reduce")], shapes)) == 1
+    with pytest.raises(ValueError, match="ring has no broadcast"):
+        diff_sent_bytes([event(1, op="broadcast")], shapes)
+
+
 def test_events_under_way_and_predictions_take_no_time() -> None:
     under_way = Event("send", ("pipe",), 8, issue_time=100.0)
     assert (under_way.seconds, under_way.exposed_seconds) == (0.0, 0.0)
@@ -155,8 +194,10 @@ def test_events_under_way_and_predictions_take_no_time() -> None:
 
 def test_table_is_text() -> None:
     lines = format_table(EVENTS).splitlines()
-    assert lines[0].split() == ["axis", "operation", "calls", "MB", "seconds", "exposed", "hidden"]
-    assert lines[1].split() == ["row", "all_gather", "2", "0.000", "4.0000", "1.0000", "75%"]
+    heading = "axis operation algorithm calls MB seconds exposed hidden"
+    assert lines[0].split() == heading.split()
+    first = "row all_gather native 2 0.000 4.0000 1.0000 75%"
+    assert lines[1].split() == first.split()
     assert lines[2].split()[:2] == ["row·col", "reduce_scatter"]
     assert len({len(line) for line in lines}) == 1
     assert len(lines) == 3
@@ -187,7 +228,7 @@ def test_chrome_trace_can_be_opened(tmp_path: Path) -> None:
         "tid": 1,
         "ts": 1e6,
         "dur": 2e6,
-        "args": {"bytes": 100, "exposed_us": 1e6},
+        "args": {"bytes": 100, "exposed_us": 1e6, "algorithm": "native"},
     }
     assert (bars[3]["name"], bars[3]["cat"], bars[3]["dur"]) == ("dW a", "compute", 1.5e6)
 

@@ -2,8 +2,9 @@
 
 A layer predicts its communication as Events without times (`events()`), and the trace records
 Events with times. Both have the same type, so a prediction can be tested: `diff_events` of
-predicted and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded
-as well, as Events with the operation `compute`.
+predicted and recorded events is empty. What a collective has sent is tested against the closed form
+of its algorithm: `diff_sent_bytes` is empty. Compute that matters for overlap (a block, a dW) is
+recorded as well, as Events with the operation `compute`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ranvier.comm.algorithms.native import SHARED_MEMORY, shared_memory_cost
+from ranvier.comm.algorithms.registry import find_algorithm
+from ranvier.comm.algorithms.schedule import OPERATIONS, AxisShape, RecordedCost
 
 COMPUTE = "compute"
 
@@ -239,12 +244,57 @@ def diff_events(
     return lines
 
 
+def diff_sent_bytes(
+    recorded: Iterable[Event],
+    shapes: Mapping[tuple[str, ...], AxisShape],
+    ragged: Collection[str] = (),
+) -> list[str]:
+    """Return one line per kind of event whose bytes or rounds differ from the closed form of its
+    algorithm.
+
+    recorded: events of all ranks, because the closed form is that of the busiest one. shapes: of
+    each axis. ragged: scopes with parts of unequal size, which are not compared. Events of the
+    backend are not compared either, as it does not report what it sends.
+    """
+    kinds: dict[tuple[Any, ...], list[Event]] = {}
+    for event in communication_events(recorded):
+        if event.sent_bytes is not None and event.where not in ragged:
+            key = (event.op, event.axis, event.bytes, event.algorithm)
+            kinds.setdefault(key, []).append(event)
+    lines = []
+    for (op, axis, num_bytes, algorithm), events in kinds.items():
+        shape = shapes[axis]
+        cost = _recorded_cost(algorithm, op, shape)
+        sent = max(event.sent_bytes or 0 for event in events)
+        rounds = {event.num_rounds for event in events}
+        # The blocks of an all-reduce differ by up to one element of 8 bytes.
+        slack = 8.0 * cost.sent * shape.size if op == "all_reduce" else 0.0
+        if rounds != {cost.rounds} or abs(sent - cost.sent * num_bytes) > slack + 1e-6 * num_bytes:
+            counts = ", ".join(map(str, sorted(rounds, key=str)))
+            lines.append(
+                f"{op} over {'·'.join(axis)} of {num_bytes} bytes by {algorithm}: closed form "
+                f"{cost.sent * num_bytes:g} bytes in {cost.rounds} rounds, recorded {sent} in "
+                f"{counts}"
+            )
+    return lines
+
+
+def _recorded_cost(algorithm: str, op: str, shape: AxisShape) -> RecordedCost:
+    if algorithm == SHARED_MEMORY.name:
+        return shared_memory_cost(op, shape.size)
+    for operation in OPERATIONS:
+        if operation == op:
+            return find_algorithm(algorithm).recorded_cost(operation, shape)
+    raise ValueError(f"{algorithm} has no {op}")
+
+
 @dataclass(frozen=True)
 class OpTotals:
-    """Totals of one operation over one axis."""
+    """Totals of one operation over one axis with one algorithm."""
 
     axis: str
     op: str
+    algorithm: str
     calls: int
     bytes: int
     seconds: float
@@ -259,34 +309,38 @@ class OpTotals:
 
 
 def summarize_events(events: Iterable[Event]) -> list[OpTotals]:
-    """Return calls, bytes and seconds per axis and operation, most bytes first."""
-    groups: dict[tuple[str, str], list[Event]] = {}
+    """Return calls, bytes and seconds per axis, operation and algorithm, most bytes first."""
+    groups: dict[tuple[str, str, str], list[Event]] = {}
     for event in communication_events(events):
-        groups.setdefault(("·".join(event.axis), event.op), []).append(event)
+        key = ("·".join(event.axis), event.op, event.algorithm)
+        groups.setdefault(key, []).append(event)
     table = [
         OpTotals(
             axis=axis,
             op=op,
+            algorithm=algorithm,
             calls=len(group),
             bytes=sum(event.bytes for event in group),
             seconds=sum(event.seconds for event in group),
             exposed_seconds=sum(event.exposed_seconds for event in group),
         )
-        for (axis, op), group in groups.items()
+        for (axis, op, algorithm), group in groups.items()
     ]
     return sorted(table, key=lambda row: -row.bytes)
 
 
 def format_table(events: Iterable[Event]) -> str:
     """Format `summarize_events` as a text table."""
+    rows = summarize_events(events)
+    width = 2 + max(len("algorithm"), *(len(row.algorithm) for row in rows), 0)
     lines = [
-        f"{'axis':<16}{'operation':<16}{'calls':>6}{'MB':>10}"
+        f"{'axis':<16}{'operation':<16}{'algorithm':<{width}}{'calls':>6}{'MB':>10}"
         f"{'seconds':>10}{'exposed':>10}{'hidden':>8}"
     ]
     lines += [
-        f"{row.axis:<16}{row.op:<16}{row.calls:>6}{row.bytes / 1e6:>10.3f}{row.seconds:>10.4f}"
-        f"{row.exposed_seconds:>10.4f}{row.hidden_fraction:>8.0%}"
-        for row in summarize_events(events)
+        f"{row.axis:<16}{row.op:<16}{row.algorithm:<{width}}{row.calls:>6}{row.bytes / 1e6:>10.3f}"
+        f"{row.seconds:>10.4f}{row.exposed_seconds:>10.4f}{row.hidden_fraction:>8.0%}"
+        for row in rows
     ]
     return "\n".join(lines)
 
@@ -315,10 +369,19 @@ def chrome_trace(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
                     # Times of the format are microseconds.
                     "ts": start * 1e6,
                     "dur": max((event.done_time or start) - start, 0.0) * 1e6,
-                    "args": {"bytes": event.bytes, "exposed_us": event.exposed_seconds * 1e6},
+                    "args": _chrome_arguments(event),
                 }
             )
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _chrome_arguments(event: Event) -> dict[str, Any]:
+    found = {"bytes": event.bytes, "exposed_us": event.exposed_seconds * 1e6}
+    if event.op == COMPUTE:
+        return found
+    sent = {"sent_bytes": event.sent_bytes, "rounds": event.num_rounds}
+    known = {name: value for name, value in sent.items() if value is not None}
+    return {**found, "algorithm": event.algorithm, **known}
 
 
 def write_chrome_trace(path: Path, events_of_rank: dict[int, list[Event]]) -> None:

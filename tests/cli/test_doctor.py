@@ -5,17 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from machines import machine
 from ranvier import launch
 from ranvier.cli import doctor
 from ranvier.cli.doctor import Finding
 from ranvier.cli.main import main
+from ranvier.config.plan import Plan
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import CommConfig
 from ranvier.errors import CommunicationError
+from ranvier.planner import cluster
+from ranvier.planner.cluster import Cluster, CollectiveTiming
 from ranvier.tools.benchmark_communicators import CommunicatorCost
 from test_import import BLOCK
 
@@ -36,7 +43,7 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     findings = doctor.examine_machine()
     assert not [f for f in findings if f.name == "examination"]
     sections = list(dict.fromkeys(finding.section for finding in findings))
-    wanted = "python torch devices links communicators launcher storage packages advice"
+    wanted = "python torch devices links collectives communicators launcher storage packages advice"
     assert sections == wanted.split()
     assert doctor.print_findings(findings) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -224,6 +231,111 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = of(doctor.examine_links(), "links")["peer access"]
     assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
     assert "3 GPU(s)" in doctor.give_advice()[0].value
+
+
+# ---- algorithms of collectives ----------------------------------------------------------
+
+
+@pytest.fixture
+def cpu_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cluster file of a host without GPUs and launcher, which does not exist yet."""
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
+    monkeypatch.setattr(launch, "read_process_info", lambda: None)
+    monkeypatch.setattr(launch, "available_backends", lambda: ["gloo"])
+    monkeypatch.setattr("platform.node", lambda: "here")
+    return tmp_path / "cluster-here-cpu.toml"
+
+
+def algorithm_line(run: RunConfig | None = None) -> Finding:
+    return of(doctor.examine_collectives(run), "collectives")["comm.algorithm"]
+
+
+def timed_machine(name: str, faster: float) -> Cluster:
+    """A host on which shared memory is faster than Gloo for pairs of ranks."""
+    rows = [
+        CollectiveTiming("all_gather", algorithm, 2, 1, n, n * 1e-9 / factor, 4)
+        for algorithm, factor in (("native", 1.0), ("shared_memory", faster))
+        for n in (2**12, 2**16, 2**20)
+    ]
+    return replace(machine(), name=name, timings=tuple(rows))
+
+
+def test_algorithms_are_listed_with_reasons(
+    cpu_host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = of(doctor.examine_collectives(), "collectives")
+    marks = {name: finding.mark for name, finding in found.items()}
+    assert marks == {
+        "native": "ok",
+        "shared memory": "ok",
+        "symmetric memory": "note",
+        "messages": "ok",
+        "levels": "note",
+        "timings": "note",
+        "comm.algorithm": "ok",
+    }
+    assert found["native"].value == "those of Gloo"
+    assert found["symmetric memory"].value == "not available: no GPU that torch can use"
+    assert "ring, doubling, bruck, folded, direct, one_shot" in found["messages"].value
+    assert "hierarchical, nvrar: only for ranks on several nodes" in found["levels"].value
+    reason = "rank 0 cannot create shared memory: no memfd"
+    monkeypatch.setattr(
+        "ranvier.comm.transports.shared_memory.find_host_limitation", lambda: reason
+    )
+    found = of(doctor.examine_collectives(), "collectives")
+    assert found["shared memory"].value == f"not available: {reason}"
+    assert found["comm.algorithm"].value.startswith("auto: 2 ranks, 4 ranks, 8 ranks native (")
+    monkeypatch.setattr(
+        launch, "read_process_info", lambda: launch.ProcessInfo(1, 8, 1, 4, launcher="srun")
+    )
+    found = of(doctor.examine_collectives(), "collectives")
+    assert found["levels"].value == "hierarchical, nvrar: ranks on 2 nodes"
+    assert "8 ranks on 2 nodes" in found["comm.algorithm"].value
+
+
+def test_the_state_of_timings_is_reported(cpu_host: Path) -> None:
+    def state() -> Finding:
+        return of(doctor.examine_collectives(), "collectives")["timings"]
+
+    assert (state().value, state().mark) == ("cpu of here has not been measured", "note")
+    assert state().remedy == "Run ranvier measure."
+    other = cpu_host.with_name("cluster-there-cpu.toml")
+    cluster.write_cluster(timed_machine("there", 2.0), other)
+    assert "cluster-there-cpu.toml" in state().value
+    assert "2 ranks, 4 ranks, 8 ranks shared_memory (default" in algorithm_line().value
+    cluster.write_cluster(replace(machine(), name="here"), cpu_host)
+    assert "has none" in state().value and state().mark == "note"
+    assert "here has no timings" in algorithm_line().value
+    cluster.write_cluster(timed_machine("there", 2.0), cpu_host)
+    assert "is of there, not of here" in state().value and state().mark == "note"
+    assert "the timings are of there" in algorithm_line().value
+    cluster.write_cluster(timed_machine("here", 2.0), cpu_host)
+    assert state().mark == "ok" and "has 6, of native, shared_memory" in state().value
+    assert "measured on here" in algorithm_line().value
+    cpu_host.write_text("nonsense")
+    assert "cannot be read" in state().value and state().mark == "note"
+
+
+def test_what_auto_takes_follows_the_timings(cpu_host: Path) -> None:
+    """Pairs of ranks gather natively if shared memory is 2 % faster, and through it if 50 %."""
+    cluster.write_cluster(timed_machine("here", 1.5), cpu_host)
+    all_sizes = "auto: 2 ranks, 4 ranks, 8 ranks"
+    assert algorithm_line().value == f"{all_sizes} shared_memory (measured on here)"
+    cluster.write_cluster(timed_machine("here", 1.02), cpu_host)
+    assert algorithm_line().value.startswith(f"{all_sizes} reduce_scatter, all_reduce, all_to_all,")
+
+
+def test_the_algorithms_of_a_run_are_described(cpu_host: Path) -> None:
+    run = RunConfig(plan=Plan(row=2, data=4), comm=CommConfig(algorithm="row=ring,native"))
+    assert algorithm_line(doctor.resolve_ranks(run)).value == (
+        "row=ring,native: data native; row all_gather, reduce_scatter and all_reduce ring"
+    )
+    wrong = replace(run, comm=CommConfig(algorithm="data=doubling,native"))
+    three = replace(wrong, plan=Plan(data=3, global_batch=3, micro_batch=1))
+    line = algorithm_line(doctor.resolve_ranks(three))
+    assert line.mark == "note" and "needs a power of two" in line.value
+    assert "no collectives" in algorithm_line(doctor.resolve_ranks(RunConfig())).value
 
 
 COST = CommunicatorCost(0.02, 0.8, 0.25, 350 * 2**20, 20 * 2**20)

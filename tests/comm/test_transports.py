@@ -7,6 +7,7 @@ A new algorithm is tested as soon as it is in the table of algorithms.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +21,9 @@ from ranvier.comm import collectives
 from ranvier.comm.algorithm_table import SHARED_MEMORY
 from ranvier.comm.algorithms.registry import algorithm_names, find_algorithm
 from ranvier.comm.algorithms.schedule import OPERATIONS, AxisShape
+from ranvier.comm.transports import shared_memory
 from ranvier.grid import Axis, Grid
+from ranvier.trace import Event, diff_sent_bytes
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (0, 1, 7, 1000)
@@ -247,6 +250,63 @@ def test_bytes_and_rounds_are_those_of_the_formula(pool: Pool, name: str) -> Non
             assert sent == pytest.approx(cost.sent * total), (axis_rank, op)
 
 
+def record_all(grid: Grid) -> tuple[list[Event], dict[tuple[str, ...], AxisShape]]:
+    """Collectives over plain and fused axes, and the shapes of those."""
+    axes = [grid.axis("row"), grid.axis("col"), grid.axis("row", "col")]
+    with grid.trace.record_events() as events:
+        # Also two sizes that shared memory sends in several chunks and in two phases.
+        for axis, count in itertools.product(axes, (6, 50_000)):
+            x = torch.ones(count * axis.size)
+            collectives.all_gather(x[:count].clone(), axis).wait()
+            collectives.reduce_scatter(x, axis).wait()
+            collectives.all_reduce(x, axis).wait()
+            collectives.all_to_all(x, axis).wait()
+            collectives.broadcast(x, axis, index=1).wait()
+    return events, {axis.names: axis.shape for axis in axes}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ring", "folded", "one_shot", "shared_memory"),
+        *("hierarchical/bruck/native", "hierarchical/ring/shared_memory"),
+        *("hierarchical/doubling/direct", "nvrar/shared_memory"),
+    ],
+)
+def test_what_a_grid_records_is_the_closed_form(pool: Pool, name: str) -> None:
+    """2 x 4 ranks on nodes of 2; shared memory needs one node."""
+    results = pool.on_grid(
+        {"row": 2, "col": 4},
+        record_all,
+        algorithm=name,
+        ranks_per_node=8 if name == SHARED_MEMORY else 2,
+    )
+    events = [event for rank, _ in results for event in rank]
+    counted = [event for event in events if event.sent_bytes is not None]
+    assert {event.algorithm for event in counted} == {name}
+    operations = 5 if name == SHARED_MEMORY else len(find_algorithm(name).operations)
+    assert len({(event.op, event.axis, event.bytes) for event in counted}) == 6 * operations
+    assert diff_sent_bytes(events, results[0][1]) == []
+    # Negative control: one byte too many, or a round too few, is noticed.
+    counted[-1].sent_bytes = max(event.sent_bytes or 0 for event in counted) + 1000
+    assert counted[0].num_rounds is not None
+    counted[0].num_rounds -= 1
+    assert len(diff_sent_bytes(events, results[0][1])) == 2
+
+
 def shape_of(ranks: int) -> AxisShape:
     """Ranks of one node."""
     return AxisShape.of_nodes([0] * ranks)
+
+
+def test_a_host_says_why_its_ranks_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_memory.find_host_limitation() == ""
+
+    def refuse(*arguments: object) -> int:
+        raise OSError("no memory files here")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    assert "no memory files here" in shared_memory.find_host_limitation()
+    monkeypatch.undo()
+    monkeypatch.setattr("os.pidfd_open", refuse, raising=False)
+    assert "cannot be mapped" in shared_memory.find_host_limitation()

@@ -15,9 +15,11 @@ from pool import Pool
 from ranvier.comm import bandwidth as rates
 from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import CommConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.planner import cluster
+from ranvier.planner import cluster, request
+from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster, CollectiveTiming, MatmulRate, MeasuredRate
 from ranvier.planner.frameworks import RANVIER
 from ranvier.planner.microbenchmarks import BenchmarkShapes, Microbenchmark
@@ -26,7 +28,7 @@ from ranvier.planner.predict import Candidate, Workload, predict_step
 from ranvier.planner.time import shared_cores
 from ranvier.planner.time.compute import ComputeContext, Fp8Scaling, block_times
 from ranvier.planner.time.links import RankGroup, collective_seconds
-from ranvier.tools import benchmark_cluster, calibrate
+from ranvier.tools import benchmark_cluster, calibrate, local_cluster
 
 CPU = torch.device("cpu")
 TINY = BenchmarkShapes(
@@ -149,8 +151,57 @@ def test_a_moment_is_enough_to_guess_a_host() -> None:
     made = benchmark_cluster.estimate_cluster(4)
     assert made.per_node == 4 and made.cores >= 1 and "estimated" in made.source
     assert {row.size for row in made.collectives} == {2, 4}
+    # Runs without timings take shared memory, which is faster; the link is that of Gloo.
+    by_name = {
+        row.algorithm: row for row in made.collectives if (row.op, row.size) == ("all_gather", 4)
+    }
+    native, shared = by_name["native"], by_name["shared_memory"]
+    assert shared.latency < native.latency and shared.bandwidth > native.bandwidth
+    assert made.link.bandwidth == native.bandwidth
     assert sum(seconds(made, data=4).values()) > 0.0
     assert shared_cores.PYTHON_OVERHEAD > 1.0
+
+
+def _run_of(algorithm: str) -> RunConfig:
+    run = RunConfig(plan=Plan(data=2), comm=CommConfig(algorithm=algorithm))
+    return replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check_and_resolve(2)
+
+
+def test_a_run_is_predicted_with_the_algorithms_that_it_may_take() -> None:
+    """Shared memory is five times as fast as Gloo, the ring half as fast."""
+    base = machine()
+    timings = [
+        CollectiveTiming(op, name, 2, 1, n, factor * (1e-3 + 1e-9 * n))
+        for op in ("all_gather", "reduce_scatter", "all_reduce")
+        for name, factor in (("native", 1.0), ("shared_memory", 0.2), ("ring", 2.0))
+        for n in (4**i for i in range(5, 14))
+    ]
+    timed = replace(base, timings=tuple(timings))
+    rows = [
+        replace(row, algorithm="shared_memory", latency=row.latency / 5) for row in base.collectives
+    ]
+    estimated = replace(base, collectives=(*base.collectives, *rows))
+    plain = local_cluster.predict_run(_run_of("auto"), base).seconds_by_part["data"]
+    for made in (timed, estimated):
+        parts = {
+            name: local_cluster.predict_run(_run_of(name), made).seconds_by_part["data"]
+            for name in ("auto", "native", "shared_memory", "ring", "data=ring,native")
+        }
+        assert parts["auto"] < 0.7 * plain and parts["shared_memory"] == parts["auto"]
+        assert parts["native"] == parts["ring"] == parts["data=ring,native"] == plain
+
+
+def test_a_search_prices_the_algorithms_that_a_run_may_take() -> None:
+    made = replace(
+        machine(),
+        timings=(
+            CollectiveTiming("all_gather", "native", 2, 1, 2**20, 1.0),
+            CollectiveTiming("all_gather", "shared_memory", 2, 1, 2**20, 0.5),
+        ),
+    )
+    for name, count in (("auto", 2), ("native", 1), ("row=shared_memory,native", 2)):
+        wish = request.build_request(_run_of(name), made, frozenset())
+        assert len(wish.cluster.timings) == count
 
 
 # ---- a run folded back ------------------------------------------------------------------
@@ -206,8 +257,9 @@ def test_calls_are_compared_with_the_algorithm_that_they_took(own_row: bool) -> 
     run = replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check_and_resolve(2)
     pair = RankGroup(2, 2)
     before = collective_seconds(made, "all_gather", 2**20, pair)
+    plain = restrict_algorithms(made, "native")
     assert before == pytest.approx(
-        collective_seconds(replace(made, timings=()), "all_gather", 2**20, pair) / 4, rel=0.02
+        collective_seconds(plain, "all_gather", 2**20, pair) / 4, rel=0.02
     )
     seen = calibrate.RunTiming(1.0, 0.0, {("all_gather", 2): [(2**20, 2 * before)]})
     after = calibrate._fit_collectives(run, seen, made)

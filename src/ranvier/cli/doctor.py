@@ -37,7 +37,9 @@ from ranvier.errors import CommunicationError, PlanError
 from ranvier.system.terminal import print
 
 if TYPE_CHECKING:
+    from ranvier.comm.algorithms.schedule import AxisShape
     from ranvier.config.run import RunConfig
+    from ranvier.planner.cluster import Cluster
     from ranvier.tools.benchmark_communicators import CommunicatorCost
 
 SYSFS_ROOT = Path("/sys")
@@ -46,6 +48,8 @@ TOOL_SECONDS = 5.0
 """Time limit of a vendor tool."""
 LOW_SPACE_BYTES = 2**30
 """Less free space than this is reported as a note."""
+TYPICAL_CPU_RANKS = 8
+"""Ranks on a CPU that has not been measured."""
 SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -82,13 +86,14 @@ class Finding:
 
 
 def examine_machine(run: RunConfig | None = None) -> list[Finding]:
-    """Returns all findings by section. If `run` (resolved) is given, its communicators are
-    listed."""
+    """Returns all findings by section. If `run` (resolved) is given, its communicators and the
+    algorithms of its axes are listed."""
     sections: dict[str, Callable[[], list[Finding]]] = {
         "python": examine_python,
         "torch": examine_torch,
         "devices": examine_devices,
         "links": examine_links,
+        "collectives": partial(examine_collectives, run),
         "communicators": partial(examine_communicators, run),
         "launcher": examine_launcher,
         "storage": examine_storage,
@@ -257,6 +262,173 @@ def examine_links() -> list[Finding]:
                 rate = "speed unknown"
             found.append(Finding("links", card.name, rate))
     return found or [Finding("links", "network", "only the loopback interface", "note")]
+
+
+def examine_collectives(run: RunConfig | None = None) -> list[Finding]:
+    """Lists the algorithms of collectives that are available here, and those that `auto` takes, or
+    that a run is set to."""
+    found = list_algorithms()
+    shares_memory = any(one.name == "shared memory" and one.mark == "ok" for one in found)
+    cluster, state = examine_timings()
+    return [*found, state, describe_choice(run, cluster, shares_memory=shares_memory)]
+
+
+def list_algorithms() -> list[Finding]:
+    """Lists the algorithms of collectives, and why some are not available here."""
+    from ranvier.comm.algorithms.flat import FlatAlgorithm
+    from ranvier.comm.algorithms.native import Engine
+    from ranvier.comm.algorithms.registry import ALGORITHMS
+
+    backends = launch.available_backends()
+    engines = [text for name, text in (("gloo", "Gloo"), ("nccl", "NCCL")) if name in backends]
+    rows = {
+        "native": (f"those of {' and '.join(engines)}", "" if engines else "torch has no backend"),
+        "shared memory": ("shared_memory: CPU ranks of one host", _shared_memory_limitation()),
+        "symmetric memory": (
+            "direct, one_shot: GPUs of one node read each other's memory",
+            _symmetric_memory_limitation(),
+        ),
+    }
+    found = []
+    for name, (what, why) in rows.items():
+        value = f"not available: {why}" if why else what
+        found.append(Finding("collectives", name, value, "note" if why else "ok"))
+    flat = [
+        name
+        for name, one in ALGORITHMS.items()
+        if isinstance(one, FlatAlgorithm) and not isinstance(one, Engine)
+    ]
+    others = [name for name in ALGORITHMS if name not in (*flat, "native")]
+    found.append(Finding("collectives", "messages", f"{', '.join(flat)}: all axes"))
+    nodes = _count_nodes()
+    if nodes > 1:
+        level = Finding("collectives", "levels", f"{', '.join(others)}: ranks on {nodes} nodes")
+    else:
+        what = f"{', '.join(others)}: only for ranks on several nodes, and this is one"
+        level = Finding("collectives", "levels", what, "note")
+    return [*found, level]
+
+
+def _count_nodes() -> int:
+    """Returns the number of nodes of the launcher; 1 without one."""
+    with suppress(PlanError):
+        me = launch.read_process_info()
+        if me is not None:
+            return max(me.world_size // me.local_world_size, 1)
+    return 1
+
+
+def _shared_memory_limitation() -> str:
+    """Returns why CPU ranks of this host cannot share memory; empty if they can."""
+    try:
+        from ranvier.comm.transports.shared_memory import find_host_limitation
+    except ImportError as error:
+        return str(error)
+    return find_host_limitation()
+
+
+def _symmetric_memory_limitation() -> str:
+    """Returns why GPUs of this node cannot read each other's memory; empty if they can."""
+    count = count_gpus()
+    if not count:
+        return "no GPU that torch can use"
+    if count == 1:
+        return "only one GPU"
+    from ranvier.comm.transports.symmetric_memory import local_limitation
+
+    module = _import_torch()
+    for pair in combinations(range(count), 2):
+        if not module.cuda.can_device_access_peer(*pair):
+            return f"GPUs {pair[0]} and {pair[1]} have no peer access"
+    return local_limitation(module.device("cuda", 0))
+
+
+def examine_timings() -> tuple[Cluster | None, Finding]:
+    """Returns the cluster file of this machine, if there is one, and the state of its timings."""
+    from ranvier.planner import cluster
+
+    if count_gpus():
+        device = str(_import_torch().cuda.get_device_name(0))
+    else:
+        device = "cpu"
+    remedy = "Run ranvier measure."
+    path = cluster.measured_cluster_path(device)
+    try:
+        found = cluster.load_measured_cluster(device)
+    except PlanError as error:
+        return None, Finding("collectives", "timings", str(error), "note", remedy)
+    if found is None:
+        others = [file.name for file in sorted(path.parent.glob("cluster-*.toml"))]
+        more = f"; {path.parent} has {', '.join(others)}" if others else ""
+        what = f"{device} of {platform.node()} has not been measured{more}"
+        return None, Finding("collectives", "timings", what, "note", remedy)
+    if found.name != platform.node():
+        what = f"{path} is of {found.name}, not of {platform.node()}"
+        return found, Finding("collectives", "timings", what, "note", remedy)
+    if not found.timings:
+        what = f"{path} has none; it was measured by an older version or by one rank"
+        return found, Finding("collectives", "timings", what, "note", remedy)
+    names = dict.fromkeys(row.algorithm for row in found.timings)
+    what = f"{path} has {len(found.timings)}, of {', '.join(names)}"
+    return found, Finding("collectives", "timings", what)
+
+
+def describe_choice(
+    run: RunConfig | None, cluster: Cluster | None, *, shares_memory: bool
+) -> Finding:
+    """Describes the algorithms of the axes of a run, or of groups of all sizes on this machine."""
+    from ranvier.comm.algorithm_table import AUTO, AlgorithmTable
+    from ranvier.planner.algorithm_choice import add_measured_rules
+
+    on_gpus = bool(count_gpus()) and (run is None or run.train.device != "cpu")
+    try:
+        table = AlgorithmTable.parse(run.comm.algorithm if run else AUTO)
+        shapes = _axes_of_run(run) if run else _typical_groups(cluster)
+        groups = [(shape.size, shape.num_nodes) for shape in shapes.values()]
+        table = add_measured_rules(table, cluster, groups, host=platform.node())
+        rules = {
+            names: table.rules_for(
+                names,
+                shape,
+                backend="nccl" if on_gpus else "gloo",
+                on_host=shares_memory and not on_gpus,
+            )
+            for names, shape in shapes.items()
+        }
+    except PlanError as error:
+        return Finding("collectives", "comm.algorithm", str(error), "note")
+    if not rules:
+        return Finding("collectives", "comm.algorithm", "one rank: no collectives")
+    lines = [table.describe(rules).removeprefix("collectives: ")]
+    notes = [*dict.fromkeys(note for one in rules.values() for note in one.notes)]
+    text = f"{table.setting}: " + "\n".join([*lines, *notes])
+    return Finding("collectives", "comm.algorithm", text, "note" if notes else "ok")
+
+
+def _axes_of_run(run: RunConfig) -> dict[tuple[str, ...], AxisShape]:
+    """Returns the axes of a run with several ranks."""
+    from ranvier.grid import Grid
+
+    per_node = max(run.plan.world_size // max(run.launch.nnodes, 1), 1)
+    grid = Grid.from_plan(run.plan, ranks_per_node=per_node)
+    return {(name,): grid.axis(name).shape for name, n in run.plan.degrees.items() if n > 1}
+
+
+def _typical_groups(cluster: Cluster | None) -> dict[tuple[str, ...], AxisShape]:
+    """Returns groups of all sizes that ranks on this machine may form, with their names."""
+    from ranvier.comm.algorithms.schedule import AxisShape
+    from ranvier.planner.algorithm_choice import list_groups
+
+    world = local = count_gpus() or (cluster.per_node if cluster else TYPICAL_CPU_RANKS)
+    with suppress(PlanError):
+        me = launch.read_process_info()
+        if me is not None:
+            world, local = me.world_size, me.local_world_size
+    found: dict[tuple[str, ...], AxisShape] = {}
+    for size, nodes in list_groups(world, local):
+        name = f"{size} ranks" if nodes == 1 else f"{size} ranks on {nodes} nodes"
+        found[(name,)] = AxisShape.of_nodes([rank * nodes // size for rank in range(size)])
+    return found
 
 
 def examine_communicators(run: RunConfig | None = None) -> list[Finding]:

@@ -95,7 +95,7 @@ def measure_collective(
     # A send is measured as a ping-pong of two messages.
     times = 2.0 if op == "send" else 1.0
     short, long = (
-        _mean_seconds(_build_call(op, axis, size, device), device, calls, crowd) / times
+        _mean_seconds(build_call(op, axis, size, device), device, calls, crowd) / times
         for size in (small, large)
     )
     moved = wire_bytes(op, axis.size, large) - wire_bytes(op, axis.size, small)
@@ -103,8 +103,11 @@ def measure_collective(
     return CollectiveRate(short, moved / max(long - short, 0.02 * long))
 
 
-def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], object]:
-    """Returns a function that runs the operation on a tensor of `size` bytes in total."""
+def build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], object]:
+    """Returns a function that runs the operation on a tensor of `size` bytes in total.
+
+    Communicates: the operation over the axis, at each call.
+    """
     # Four bytes per element (fp32).
     parts = max(size // (4 * axis.size), 1)
     part, whole = (torch.zeros(n, device=device) for n in (parts, parts * axis.size))
@@ -114,6 +117,11 @@ def _build_call(op: str, axis: Axis, size: int, device: torch.device) -> Callabl
         return lambda: collectives.reduce_scatter(whole, axis).wait()
     if op == "all_reduce":
         return lambda: collectives.all_reduce(whole, axis).wait()
+    if op == "all_to_all":
+        return lambda: collectives.all_to_all(whole, axis).wait()
+    if op == "broadcast":
+        return lambda: collectives.broadcast(whole, axis).wait()
+    assert op == "send", op
     return lambda: _ping_pong(whole, axis)
 
 

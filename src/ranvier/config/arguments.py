@@ -268,17 +268,20 @@ class ConvertOptions:
 class DoctorOptions(RunConfig):
     """Check what this machine has, what is missing and how to install it.
 
-    With a run, or settings such as --plan.row 8, it also lists the communicators that the ranks
-    create on GPUs, and their device memory.
+    It lists the algorithms of collectives that are available here, the state of the measurements of
+    this machine, and what comm.algorithm=auto takes. With a run, or settings such as --plan.row 8,
+    it also lists the algorithms of its axes, and the communicators that the ranks create on GPUs,
+    with their device memory.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureOptions:
-    """Benchmark this machine and write its cluster file, in less than a minute.
+    """Benchmark this machine and write its cluster file, in less than two minutes.
 
     Measures matrix products, memory, attention, optimizer updates, and collectives in groups of
-    each size. Do not run anything else on the machine at the same time.
+    each size, and compares the algorithms of collectives, of which runs use the fastest
+    (comm.algorithm). Do not run anything else on the machine at the same time.
     """
 
     output: str = ""

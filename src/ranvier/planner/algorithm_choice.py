@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import mul
 
@@ -353,6 +353,23 @@ def _list_speedups(
         start, end = (math.log(times[NATIVE] / times[name]) for times in ends)
         found.append((name, start, end))
     return tuple(found)
+
+
+def restrict_algorithms(cluster: Cluster, setting: str) -> Cluster:
+    """Returns the cluster with the algorithms that a run with this `comm.algorithm` may take.
+
+    The planner prices each collective with the fastest of them, whatever its axis, so algorithms
+    that the setting forces are priced as native where they are slower than that.
+    """
+    table = AlgorithmTable.parse(setting)
+    if table.uses_auto:
+        return cluster
+    names = {NATIVE, table.default, *(name for _, name in table.axes)}
+    return replace(
+        cluster,
+        collectives=tuple(row for row in cluster.collectives if row.algorithm in names),
+        timings=tuple(row for row in cluster.timings if row.algorithm in names),
+    )
 
 
 def add_measured_rules(

@@ -21,6 +21,7 @@ from ranvier.config.plan import AXES, Plan
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.html.number_format import format_number
+from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Workload
@@ -148,7 +149,7 @@ def build_request(
         states = "host"
     return SearchRequest(
         build_workload(run, cluster, precision=precision),
-        cluster,
+        restrict_algorithms(cluster, run.comm.algorithm),
         plan=_reset_searched_fields(run.plan, fixed),
         fixed_fields=fixed,
         states=states,

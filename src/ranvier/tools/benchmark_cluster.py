@@ -1,7 +1,8 @@
 """Measures this machine and writes its cluster file: devices, memory and links.
 
 On CPUs ranks share cores, so the speed of a rank is measured with 1, 2, 4, ... concurrent ranks.
-Each collective is measured in groups of each size, all groups at once, as the axes of a grid do.
+Each collective is measured in groups of each size, all groups at once, as the axes of a grid do;
+then its algorithms are compared (`tools.benchmark_algorithms`).
 
 The host time of an eager block is measured with a model so small that its device is idle. It runs
 forward and backward with few blocks and with more; the difference is Python, autograd and kernel
@@ -29,6 +30,7 @@ import torch
 
 from ranvier.comm import bandwidth as wires
 from ranvier.comm import collectives
+from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY, AlgorithmTable
 from ranvier.config import run as runs
 from ranvier.config.plan import divisors
 from ranvier.cost.layers import ActivationShape
@@ -41,6 +43,7 @@ from ranvier.planner import cluster, device_rates
 from ranvier.planner.cluster import (
     AttentionRate,
     Cluster,
+    CollectiveTiming,
     Device,
     HostSpec,
     Link,
@@ -55,6 +58,7 @@ from ranvier.planner.microbenchmarks import (
     ranks_per_core,
 )
 from ranvier.system.terminal import print
+from ranvier.tools.benchmark_algorithms import AlgorithmBenchmark, describe_timings
 from ranvier.train.build_model import build_model
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.resolve import ResolveContext, resolve_run
@@ -179,7 +183,14 @@ class ClusterBenchmark:
 
     def __post_init__(self) -> None:
         world = self.me.world_size
-        self.grid = Grid({"data": world}, rank=self.me.rank, connected=world > 1)
+        # Rates are those of the backend; other algorithms are timed in comparison with it.
+        self.grid = Grid(
+            {"data": world},
+            rank=self.me.rank,
+            ranks_per_node=self.me.local_world_size,
+            connected=world > 1,
+            algorithms=AlgorithmTable(NATIVE),
+        )
         sizes = divisors(world)
         self.axes = {n: self.grid.axis(share={"data": n}) for n in sizes}
         """Groups of neighboring ranks by size; all ranks create all groups, in the same order."""
@@ -189,9 +200,26 @@ class ClusterBenchmark:
         rounds = [self.measure_round() for _ in range(ROUNDS[self.device.type])]
         # Transpose: from rounds of rows to rows of rounds, which are then averaged.
         rows, links = ([*zip(*parts, strict=True)] for parts in zip(*rounds, strict=True))
-        return build_cluster(
+        made = build_cluster(
             self.device, self.me, [*map(_average_rounds, rows)], [*map(_average_rounds, links)]
         )
+        return replace(made, timings=tuple(self.time_algorithms()))
+
+    def time_algorithms(self) -> list[CollectiveTiming]:
+        """Times the algorithms of collectives. Communicates: all collectives."""
+        world = self.me.world_size
+        if world == 1:
+            return []
+        one = AlgorithmBenchmark(
+            self.me,
+            self.device,
+            self.grid,
+            report=lambda what: self.print_once(f"  {world} ranks: {what}"),
+        )
+        rows = one.time_algorithms()
+        for text in one.left_out:
+            self.print_once(f"  left out, as it would take too long: {text}")
+        return rows
 
     def measure_round(self) -> tuple[list[MeasuredRow], list[MeasuredCollective]]:
         """Measures all rows once. Communicates: all collectives."""
@@ -311,6 +339,9 @@ QUICK_SHAPES = BenchmarkShapes(
 )
 LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
 """Link between two ranks of one host through Gloo, each with its own core."""
+SHARED_MEMORY_LINK = Link(bandwidth=2e9, latency=6e-5)
+"""The same through shared memory: on two cores all-gathers of 1 to 16 MiB reach 2 to 3 GB/s,
+reduce-scatters 1.2 to 3.4 and all-reduces 1.2 to 1.7, after 60 to 140 µs."""
 
 
 def estimate_cluster(ranks: int) -> Cluster:
@@ -327,23 +358,33 @@ def estimate_cluster(ranks: int) -> Cluster:
         for row in Microbenchmark(torch.device("cpu"), shapes=QUICK_SHAPES).run_all()
     ]
     torch.set_num_threads(before)
+    # Estimated, not measured. Runs without timings take shared memory unless it is set otherwise.
     links = [
-        MeasuredCollective(
-            op,
-            size,
-            # Estimated, not measured: latency grows as in a tree, and shared cores slow down both
-            # terms.
-            LOOPBACK.latency * many * math.log2(size),
-            LOOPBACK.bandwidth / many,
-            ranks // size,
-        )
-        for size in divisors(ranks)[1:]
-        for op in wires.MEASURED_OPS
+        *_estimate_links(ranks, NATIVE, LOOPBACK),
+        *_estimate_links(ranks, SHARED_MEMORY, SHARED_MEMORY_LINK),
     ]
     made = build_cluster(
         torch.device("cpu"), ProcessInfo(world_size=ranks, local_world_size=ranks), rows, links
     )
     return replace(made, source=f"{made.source}, quickly; links are estimated")
+
+
+def _estimate_links(ranks: int, algorithm: str, link: Link) -> list[MeasuredCollective]:
+    """Returns rows for groups of each size of ranks that share the cores of this host."""
+    many = ranks_per_core(ranks)
+    # Latency grows as in a tree, and shared cores slow down both terms.
+    return [
+        MeasuredCollective(
+            op,
+            size,
+            link.latency * many * math.log2(size),
+            link.bandwidth / many,
+            ranks // size,
+            algorithm=algorithm,
+        )
+        for size in divisors(ranks)[1:]
+        for op in wires.MEASURED_OPS
+    ]
 
 
 # ---- from rows to a cluster -------------------------------------------------------------
@@ -441,7 +482,7 @@ def _built_in_clusters() -> list[Cluster]:
 
 def _link_from_rows(rows: Sequence[MeasuredCollective]) -> Link | None:
     """Returns the link as seen by the largest group, with the fewest other groups active."""
-    alone = [row for row in rows if row.op == "all_gather"]
+    alone = [row for row in rows if (row.op, row.algorithm) == ("all_gather", NATIVE)]
     if not alone:
         return None
     row = max(alone, key=lambda row: (row.size, -row.groups))
@@ -460,8 +501,9 @@ def describe_cluster(made: Cluster) -> list[str]:
     for row in device.rates:
         if row.kind in ("memory", "update", "launch") and row.ranks in (1, made.per_node):
             lines.append(f"  {row.kind} with {row.ranks} concurrent: {row.value:.3g}")
-    return lines + [
+    lines += [
         f"  {one.op} of {one.size}: {one.latency * 1e6:.0f} µs and {one.bandwidth / 1e9:.3g} GB/s"
         for one in made.collectives
         if one.groups == 1
     ]
+    return lines + describe_timings(made.timings)

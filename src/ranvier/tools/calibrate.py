@@ -29,6 +29,7 @@ from ranvier.config.plan import AXES
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.planner import cluster
+from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster, Link, MeasuredCollective
 from ranvier.planner.predict import Prediction
 from ranvier.planner.time.links import RankGroup, algorithm_time_ratio
@@ -119,8 +120,10 @@ def _fit_collectives(run: RunConfig, seen: RunTiming, made: Cluster) -> Cluster:
     parts = sum(_comm_seconds(said).values())
     if parts > 0.0 and seen.exposed_seconds > 0.0:
         usual = _check_factor(seen.exposed_seconds / parts)
+    priced = restrict_algorithms(made, run.comm.algorithm)
     factors = {
-        key: _check_factor(_slowdown_factor(key, calls, made)) for key, calls in seen.calls.items()
+        key: _check_factor(_slowdown_factor(key, calls, priced))
+        for key, calls in seen.calls.items()
     }
     if factors:
         mean = median(factors.values())

@@ -12,6 +12,7 @@ import torch
 
 from ranvier.config.run import RunConfig
 from ranvier.planner import cluster
+from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Candidate, Prediction, predict_step
 from ranvier.planner.time.compute import FP8_SCALING
@@ -57,6 +58,7 @@ def predict_run(run: RunConfig, machine: Cluster, nodes: int = 1) -> Prediction:
     layout = Candidate(
         plan=plan, axis_order=plan.axis_order, states=states, fp8=FP8_SCALING[run.train.float8]
     )
+    placed = resize_cluster(machine, plan.world_size, nodes)
     return predict_step(
-        build_workload(run), layout, resize_cluster(machine, plan.world_size, nodes)
+        build_workload(run), layout, restrict_algorithms(placed, run.comm.algorithm)
     )

@@ -18,6 +18,7 @@ from ranvier.config.run import RunConfig
 from ranvier.grid import HOST_CHANNEL, Grid
 from ranvier.launch import ProcessInfo
 from ranvier.planner import explain
+from ranvier.planner.algorithm_choice import restrict_algorithms
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.model_spec import resolve_model_spec
 from ranvier.planner.predict import Prediction, Workload
@@ -43,6 +44,7 @@ def choose_layout(
     workload: the workload of the run, with its dtype resolved.
     """
     plan = run.plan
+    machine = restrict_algorithms(machine, run.comm.algorithm)
     measured = run.memory.auto or plan.recompute == "memory_budget"
     # A setting that differs from its default was given: the search must keep it.
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}

@@ -17,6 +17,7 @@ from ranvier.comm.algorithms.schedule import (
     Blocks,
     Level,
     Operation,
+    RecordedCost,
     Round,
     ScheduleCost,
     Step,
@@ -116,6 +117,19 @@ class FlatAlgorithm(Algorithm):
     def sent(self, operation: Operation, size: int) -> float:
         """Returns how many bytes the busiest of `size` ranks sends."""
         return sum(phase.sent(size) for phase in self.phases[operation])
+
+    def recorded_rounds(self, operation: Operation, size: int) -> int:
+        """Returns the number of rounds that `size` ranks count."""
+        return self.num_rounds(operation, size)
+
+    def recorded_sent(self, operation: Operation, size: int) -> float:
+        """Returns how many bytes the busiest of `size` ranks counts as sent."""
+        return self.sent(operation, size)
+
+    def recorded_cost(self, operation: Operation, shape: AxisShape) -> RecordedCost:
+        return RecordedCost(
+            self.recorded_rounds(operation, shape.size), self.recorded_sent(operation, shape.size)
+        )
 
     def cost(self, operation: Operation, shape: AxisShape) -> ScheduleCost:
         phases = [phase.leaving(shape) for phase in self.phases[operation]]

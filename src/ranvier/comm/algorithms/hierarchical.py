@@ -21,6 +21,7 @@ from ranvier.comm.algorithms.schedule import (
     Blocks,
     Level,
     Operation,
+    RecordedCost,
     ScheduleCost,
     Step,
 )
@@ -99,6 +100,17 @@ class Hierarchical(Algorithm):
             sent=sent["intra"] + sent["inter"] / shape.ranks_per_node,
             leaving_node=sent["inter"],
         )
+
+    def recorded_cost(self, operation: Operation, shape: AxisShape) -> RecordedCost:
+        sizes = level_sizes(shape)
+        # As in `cost`: between nodes a rank moves 1/M of the whole.
+        scale: dict[Level, float] = {"inter": 1.0 / shape.ranks_per_node, "intra": 1.0}
+        rounds = 0
+        sent = 0.0
+        for level, part in level_parts(operation, shape):
+            rounds += self.levels[level].recorded_rounds(part, sizes[level])
+            sent += self.levels[level].recorded_sent(part, sizes[level]) * scale[level]
+        return RecordedCost(rounds, sent)
 
 
 def level_sizes(shape: AxisShape) -> dict[Level, int]:

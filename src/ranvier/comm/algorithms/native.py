@@ -6,11 +6,19 @@ and takes trees for small messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ranvier.comm.algorithms.flat import FlatAlgorithm
 from ranvier.comm.algorithms.ring import RING
-from ranvier.comm.algorithms.schedule import AxisShape, Blocks, GroupStep, Level, Operation, Step
+from ranvier.comm.algorithms.schedule import (
+    AxisShape,
+    Blocks,
+    GroupStep,
+    Level,
+    Operation,
+    RecordedCost,
+    Step,
+)
 
 
 class Engine(FlatAlgorithm):
@@ -21,6 +29,12 @@ class Engine(FlatAlgorithm):
 
     def steps(self, operation: Operation, shape: AxisShape, index: int) -> list[Step]:
         return []
+
+    def recorded_rounds(self, operation: Operation, size: int) -> int:
+        return 1
+
+    def recorded_sent(self, operation: Operation, size: int) -> float:
+        return 0.0
 
     def level_steps(
         self,
@@ -38,3 +52,22 @@ class Engine(FlatAlgorithm):
 NATIVE = Engine("native")
 SHARED_MEMORY = Engine("shared_memory")
 """Only inside a node."""
+
+
+def shared_memory_cost(operation: str, size: int) -> RecordedCost:
+    """Returns what a rank writes into its segment, relative to the bytes of the event.
+
+    A message to several ranks is written once:
+
+        all_gather                   1/p: its part
+        reduce_scatter, all_to_all   (p-1)/p: a part for each other rank
+        all_reduce                   1: everything, or (p-1)/p and the sum of its part
+        broadcast, send              1 on the rank that sends
+    """
+    shares: Mapping[str, float] = {
+        "all_gather": 1 / size,
+        "reduce_scatter": (size - 1) / size,
+        "all_to_all": (size - 1) / size,
+        "receive": 0.0,
+    }
+    return RecordedCost(rounds=1, sent=shares.get(operation, 1.0))

@@ -144,6 +144,18 @@ class ScheduleCost:
     """Bytes that leave the busiest node."""
 
 
+@dataclass(frozen=True)
+class RecordedCost:
+    """Closed form of what a rank counts while it runs a collective, for a whole of one byte.
+
+    A collective of an engine is one round, and the bytes that it sends are not counted.
+    """
+
+    rounds: int
+    sent: float
+    """Bytes that the busiest rank sends."""
+
+
 class Algorithm(abc.ABC):
     """An algorithm for some collectives, described without executing it."""
 
@@ -168,3 +180,8 @@ class Algorithm(abc.ABC):
     @abc.abstractmethod
     def cost(self, operation: Operation, shape: AxisShape) -> ScheduleCost:
         """Returns its cost in closed form."""
+
+    def recorded_cost(self, operation: Operation, shape: AxisShape) -> RecordedCost:
+        """Returns what the events of its collectives record, in closed form."""
+        cost = self.cost(operation, shape)
+        return RecordedCost(cost.rounds, cost.sent)

@@ -34,6 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,8 @@ class Segment:
         self.outputs = OutputPool()
         """Memory for results."""
         self._tensors: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+        self.written_bytes = 0
+        """Bytes written for other ranks so far."""
         self._received = 0
         self._allocations: dict[int, Message] = {}
         self._next_allocation = 0
@@ -205,6 +208,7 @@ class Segment:
         """Resumes a collective for as long as it has what it needs; the lock must be held."""
         progress = work.progress
         assert progress is not None
+        before = self.written_bytes
         try:
             while True:
                 # The first call of a generator must send None.
@@ -220,6 +224,8 @@ class Segment:
             work.progress = work.waits_for = None
             work.done_time = time.perf_counter()
             del self._running[work.group.key, work.number]
+        finally:
+            work.sent_bytes += self.written_bytes - before
 
     def _keep(self, work: SharedMemoryWork, source: int, message: Message) -> None:
         """Keeps a message until it is needed."""
@@ -417,6 +423,7 @@ class Segment:
 
     def write(self, offset: int, address: int, size: int) -> None:
         """Copies `size` bytes from an address into the own segment."""
+        self.written_bytes += size
         ctypes.memmove(self._own.address + offset, address, size)
 
     def read(self, rank: int, offset: int, address: int, size: int) -> None:
@@ -489,6 +496,33 @@ def connect_segments(
         if answer != "yes":
             return answer
     return Segment(rank, mappings, semaphores)
+
+
+def find_host_limitation() -> str:
+    """Returns why CPU ranks of this host cannot share memory; empty if they can.
+
+    Two threads connect segments as two ranks would.
+    """
+    texts: dict[str, str] = {}
+    changed = threading.Condition()
+
+    def publish(name: str, text: str) -> None:
+        with changed:
+            texts[name] = text
+            changed.notify_all()
+
+    def look_up(name: str) -> str:
+        with changed:
+            changed.wait_for(lambda: name in texts)
+            return texts[name]
+
+    with ThreadPoolExecutor(2) as threads:
+        parts = [
+            threads.submit(connect_segments, rank, (0, 1), publish, look_up, ALIGNMENT)
+            for rank in (0, 1)
+        ]
+        found = [part.result() for part in parts]
+    return next((one for one in found if isinstance(one, str)), "")
 
 
 def _map_segment(other: int, answer: str, mappings: dict[int, _Mapping], size: int) -> str:
@@ -814,6 +848,7 @@ class SharedMemoryGroup:
                 offset, allocation = yield from self._allocate(length, len(self.peers))
                 total = self.segment.tensor(self.segment.rank, offset, length, x.dtype)
                 self._reduce_messages(flat[start:end], messages, total, op)
+                self.segment.written_bytes += length
                 self._announce(number, (offset, length, allocation), self.peers)
                 result[start:end].copy_(total)
             # The order in which messages are sent is the order in which the others read them.

@@ -8,7 +8,11 @@ through each of its links. Inside a node this is the device's link. Between node
 network cards, which all groups of the node share: a group has `ranks_per_node`/devices of them. In
 an all-to-all each rank sends its own bytes through its own share of the cards. Measurements for
 groups of the same shape take precedence. If a cluster has timings of several algorithms, a
-collective is priced with the one that a run takes.
+collective is priced with the one that a run takes; without timings, with the one that a run takes
+by default, if it has a row of it.
+
+Limitation: compiled regions use functional collectives, which are always those of the backend, but
+are priced as if they took the same algorithm as eager ones.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ranvier.comm.algorithm_table import NATIVE
+from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY
 from ranvier.planner.algorithm_choice import predict_speedup
 from ranvier.planner.cluster import Cluster, MeasuredCollective
 
@@ -63,16 +67,17 @@ def locate_group(
 def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
     """Returns the seconds of one collective whose full tensor has `size` bytes.
 
-    It uses the algorithm that a run takes by the timings of the cluster.
+    It uses the algorithm that a run takes by the timings of the cluster, or by default.
     """
     if ranks.size <= 1 or size <= 0:
         return 0.0
     native = _seconds_of_backend(cluster, op, size, ranks)
-    if not cluster.timings:
-        return native
-    name, speedup = predict_speedup(
-        cluster, op, size=ranks.size, nodes=ranks.num_nodes, num_bytes=size
-    )
+    if cluster.timings:
+        name, speedup = predict_speedup(
+            cluster, op, size=ranks.size, nodes=ranks.num_nodes, num_bytes=size
+        )
+    else:
+        name, speedup = _default_algorithm(cluster, ranks), 1.0
     if name == NATIVE:
         return native
     row = find_measured_collective(cluster, op, ranks, name)
@@ -81,6 +86,14 @@ def collective_seconds(cluster: Cluster, op: str, size: float, ranks: RankGroup)
     # Timings are only compared with each other: those of `native` may differ from its row, which
     # runs have calibrated.
     return native / speedup
+
+
+def _default_algorithm(cluster: Cluster, ranks: RankGroup) -> str:
+    """Returns the algorithm without timings, as `default_thresholds` has it for one node."""
+    # Between nodes there are no rows of others than native without timings.
+    if cluster.cores and ranks.num_nodes == 1:
+        return SHARED_MEMORY
+    return NATIVE
 
 
 def algorithm_time_ratio(cluster: Cluster, op: str, size: float, ranks: RankGroup) -> float:
