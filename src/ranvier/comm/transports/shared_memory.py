@@ -61,6 +61,8 @@ KEPT_TENSORS = 256
 """Tensors in segments that are kept, because creating one takes longer than finding it."""
 SPIN_SECONDS = 1e-4
 """Time for which a rank with a core of its own polls before it sleeps."""
+FLUSH_SECONDS = 1e-3
+"""Interval at which a rank tries again to send to a full mailbox."""
 CHECK_SECONDS = 0.2
 """Interval at which a waiting rank checks that the others are alive."""
 ALIGNMENT = 64
@@ -280,7 +282,6 @@ class Segment:
             if self._num_waiting:
                 self._changed.notify_all()
         else:
-            self._flush_outboxes()
             self._check_peers(work, deadline)
 
     def _receive_all(self) -> bool:
@@ -299,8 +300,6 @@ class Segment:
         )
         self._received += 1
         self._semaphores.post(self._own.room)
-        if self._outboxes:
-            self._flush_outboxes()
         if acknowledged:
             self._release(acknowledged)
         if not allocation:
@@ -380,7 +379,21 @@ class Segment:
     def _put(self, to: int, envelope: tuple[int, ...]) -> None:
         """Puts an envelope into the mailbox of a rank, or keeps it until there is room."""
         if self._outboxes or not self._try_put(to, envelope):
+            if not self._outboxes:
+                # This rank may not communicate again before the receiver needs it.
+                threading.Thread(target=self._flush_loop, daemon=True).start()
             self._outboxes.setdefault(to, deque()).append(envelope)
+
+    def _flush_loop(self) -> None:
+        """Sends the envelopes for which there was no room, until none is left."""
+        while True:
+            time.sleep(FLUSH_SECONDS)
+            with self._lock:
+                # The threads that wait for a lost rank report it.
+                with contextlib.suppress(LostRankError):
+                    self._flush_outboxes()
+                if not self._outboxes:
+                    return
 
     def _try_put(self, to: int, envelope: tuple[int, ...]) -> bool:
         """Puts an envelope into the mailbox of a rank, if there is room."""
