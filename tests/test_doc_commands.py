@@ -11,11 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from commands import call
 from doc_blocks import Block, check_command, ranvier_commands, read_blocks, write_inputs
+from ranvier.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -178,11 +181,26 @@ def test_mistakes_are_found(tmp_path: Path) -> None:
         list(read_blocks("page.md", "<!-- not run: too slow -->\n```bash\nls\n```"))
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_options_are_added_to_commands_that_run_a_model(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[str]] = []
+
+    def record(words: Sequence[str]) -> int:
+        seen.append(words)
+        return 0
+
+    monkeypatch.setenv("RANVIER_ADDOPTS", "--train.sample-prompt 'a b'")
+    monkeypatch.setitem(COMMANDS, command, record)
+    assert call(command, "--plan.row", "2") == 0
+    added = ["--train.sample-prompt", "a b"] * (command in ("train", "verify", "profile"))
+    assert seen == [["--plan.row", "2", *added]]
+
+
 def test_added_options_win(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from commands import call
-
     monkeypatch.setenv("RANVIER_ADDOPTS", "--train.steps 7 --plan.row 1")
     assert call("train", "--dry-run", "--plan.row", "3") == 0
     monkeypatch.setenv("RANVIER_ADDOPTS", "--train.steps 'x")

@@ -161,16 +161,18 @@ def test_tokens_outside_of_the_vocabulary_are_refused(number: int) -> None:
         model(good, bad)
 
 
-def test_a_head_with_another_vocabulary_is_refused() -> None:
+@pytest.mark.parametrize("size", [5, 101])
+def test_a_head_with_another_vocabulary_is_refused(size: int) -> None:
     class Classifier(nn.Module):
         dims = {"embed": ("vocab", "embed"), "head": ("vocab", "embed")}
 
         def __init__(self) -> None:
             super().__init__()
             self.sizes = {"vocab": 100, "embed": 16}
-            self.embed, self.head = nn.Embedding(100, 16), nn.Linear(16, 5)
+            self.embed, self.head = nn.Embedding(100, 16), nn.Linear(16, size)
 
-    with pytest.raises(ShardingError, match=r"head.weight has 5 elements .*sizes has vocab=100"):
+    message = rf"head.weight has {size} elements .*sizes has vocab=100"
+    with pytest.raises(ShardingError, match=message):
         parallelize(Classifier(), Grid({}))
 
 

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -29,7 +31,7 @@ from ranvier.planner import (
     search,
     search_progress,
 )
-from ranvier.planner.baselines import find_baselines
+from ranvier.planner.baselines import PredictedCandidate, find_baselines
 from ranvier.planner.predict import Workload
 from ranvier.planner.search import SearchRequest, SearchResult
 
@@ -473,5 +475,36 @@ def test_the_chart_marks_the_best_layout_and_the_pareto_front(result: SearchResu
     assert min(seconds for _, seconds in front) == min(seconds for _, seconds in points)
     page = html_report.render_report(result, title="t", top=3, command="c")
     assert page.count('class="front"') == 1 and page.count('class="best"') == 1
+    steps = page.partition('class="front" d="')[2].partition('"')[0]
+    assert steps.count("V") == len(front), "layouts that do not fit are not on the front"
+    x, y = map(float, page.partition('class="best" d="M')[2].partition("l")[0].split(","))
+    near = [(float(a), float(b)) for a, b in re.findall(r"M([\d.]+),([\d.]+)h0", page)]
+    assert any(abs(a - x - 8.0) < 0.11 and abs(b - y) < 0.11 for a, b in near)
     assert len({*html_report.BAR_PARTS}) <= plot.NUM_COLOURS
     assert {*html_report.merge_parts(result.best.prediction)} <= {*html_report.BAR_PARTS}
+
+
+def test_a_pareto_front_has_no_point_that_is_as_slow_with_more_memory() -> None:
+    points = [(4, 1.0), (1, 5.0), (2, 5.0), (2, 3.0), (3, 4.0), (4, 1.0), (5, 1.0)]
+    several = [
+        SimpleNamespace(
+            prediction=SimpleNamespace(
+                memory=SimpleNamespace(total_bytes=gigabytes * 2**30), step_seconds=seconds
+            )
+        )
+        for gigabytes, seconds in points
+    ]
+    front = html_report.pareto_front(cast(list[PredictedCandidate], several))
+    assert front == [(1, 5.0), (2, 3.0), (4, 1.0)]
+
+
+def test_the_page_compares_baselines_with_the_best(result: SearchResult) -> None:
+    page = html_report.render_report(result, title="t", top=3, command="c")
+    table = page.partition("<h2>Baselines</h2>")[2].partition("</table>")[0]
+    rows = re.findall(r"<tr><td>([^<]*)</td>.*?<td>([\d.]+)x</td></tr>", table)
+    ours = result.best.prediction.step_seconds
+    assert [(name, float(ratio)) for name, ratio in rows] == [
+        (name, pytest.approx(one.prediction.step_seconds / ours, abs=0.006))
+        for name, one in find_baselines(result.feasible_candidates, 8).items()
+    ]
+    assert max(float(ratio) for _, ratio in rows) > 1.05

@@ -167,22 +167,49 @@ def test_a_file_stands_alone() -> None:
     assert not list(root.iter(f"{SPACE}script"))
 
 
-def _lab(colour: str) -> tuple[float, float, float]:
-    """A colour in CIE L*a*b*, where a distance of about 2 is just noticeable."""
-    linear = [
+THEMES = [plots.LIGHT_THEME, plots.DARK_THEME]
+
+
+def _linear(colour: str) -> list[float]:
+    """Red, green and blue of an sRGB colour as intensities from 0 to 1."""
+    return [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
         for c in (int(colour[i : i + 2], 16) / 255.0 for i in (1, 3, 5))
     ]
-    r, g, b = linear
+
+
+def _luminance(colour: str) -> float:
+    r, g, b = _linear(colour)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def _lab(colour: str) -> tuple[float, float, float]:
+    """A colour in CIE L*a*b*, where a distance of about 2 is just noticeable."""
+    r, g, b = _linear(colour)
     x = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505
-    y = 0.2126 * r + 0.7152 * g + 0.0722 * b
+    y = _luminance(colour)
     z = (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089
     fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
-@pytest.mark.parametrize("theme", [plots.LIGHT_THEME, plots.DARK_THEME], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", THEMES, ids=["light", "dark"])
 def test_every_two_colours_of_a_chart_are_distinct(theme: dict[str, str]) -> None:
     colours = [_lab(theme[f"c{i}"]) for i in range(plots.NUM_COLOURS)]
     distances = [math.dist(a, b) for a, b in itertools.combinations(colours, 2)]
     assert min(distances) > 25.0
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=["light", "dark"])
+def test_every_colour_of_a_chart_stands_out_from_the_paper(theme: dict[str, str]) -> None:
+    """The contrast of WCAG: the luminances plus 0.05, the larger one by the smaller one."""
+    paper = _luminance(theme["paper"]) + 0.05
+    for i in range(plots.NUM_COLOURS):
+        colour = _luminance(theme[f"c{i}"]) + 0.05
+        assert max(paper / colour, colour / paper) > 3.0, i
+
+
+@pytest.mark.parametrize(("kind", "property_"), [("s", "stroke"), ("f", "fill")])
+def test_every_class_of_a_chart_has_its_own_colour(kind: str, property_: str) -> None:
+    rules = re.findall(rf"\.plot \.{kind}(\d){{{property_}:var\(--c(\d)\)}}", plots.PLOT_STYLE)
+    assert rules == [(str(i), str(i)) for i in range(plots.NUM_COLOURS)]

@@ -20,6 +20,7 @@ from ranvier.planner.baselines import (
     baseline_slowdowns,
     find_baselines,
     layout_family,
+    matching_styles,
 )
 from ranvier.planner.memory.total import peak_memory
 from ranvier.planner.predict import Candidate, Workload, predict_step
@@ -219,6 +220,32 @@ def test_baselines_are_of_their_style() -> None:
     for name in ("Megatron-LM", "FSDP", "AxoNN"):
         own = [one for one in result.feasible_candidates if STYLES[name](one.plan, 8)]
         assert best[name] is own[0]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "styles"),
+    [
+        ({}, "ZeRO-1 Megatron-LM AxoNN"),
+        ({"data": 16}, "ZeRO-1 Megatron-LM AxoNN"),
+        ({"depth": 16}, "FSDP AxoNN"),
+        ({"depth": 8, "data": 2}, "HSDP AxoNN"),
+        ({"row": 8, "data": 2}, "Megatron-LM AxoNN"),
+        ({"row": 16}, "AxoNN"),
+        ({"row": 8, "depth": 2}, "AxoNN"),
+        ({"row": 4, "col": 4}, "AxoNN"),
+        ({"col": 16}, "AxoNN"),
+        ({"pipe": 2, "row": 8}, "Megatron-LM"),
+        ({"pipe": 16}, "Megatron-LM"),
+        ({"pipe": 2, "depth": 8}, ""),
+        ({"pipe": 2, "data": 4, "col": 2}, ""),
+    ],
+    ids=str,
+)
+def test_a_layout_belongs_to_the_styles_that_have_its_axes(
+    degrees: dict[str, int], styles: str
+) -> None:
+    plan = Plan(**{"data": 1, **degrees})
+    assert matching_styles(plan, 8) == [*styles.split(), RANVIER_STYLE]
 
 
 def megatron(asked: SearchRequest) -> PredictedCandidate:

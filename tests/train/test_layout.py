@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,15 +128,19 @@ def test_simple_layouts_come_before_equal_ones() -> None:
 def test_steps_are_held_against_the_prediction() -> None:
     seen = PredictionCheck(SAID)
     rows = [
-        {"step_seconds": t, "peak_memory_bytes": 2**30}
+        {"step_seconds": t, "peak_memory_bytes": 3 * 2**28}
         for t in (9.0, 9.0, *[0.12] * (prediction.CHECK_AFTER_STEPS - 2))
     ]
     lines = [seen.add_step(row, counted=True) for row in rows]
     assert not any(lines[:-1])
     assert "100 ms" in lines[-1] and "120 ms (+20%)" in lines[-1] and "calibrate" in lines[-1]
-    assert "predicted 1.00 GiB, measured 1.00 GiB" in lines[-1]
+    assert "predicted 1.00 GiB, measured 0.75 GiB" in lines[-1]
     page = prediction.prediction_section(seen.to_dict())
-    assert "Prediction" in page and "because" in page and "+20.0%" in page
+    assert "Prediction" in page and "because" in page
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", page)
+    assert cells[:4] == ["", "predicted", "measured", "measured vs. predicted"]
+    assert cells[4:8] == ["seconds per step", "0.1", "0.12", "+20.0%"]
+    assert cells[8:12] == ["GiB of tensors per device", "1", "0.75", "-25.0%"]
     assert (
         prediction.prediction_section(None)
         == prediction.prediction_section({"predicted": {}})

@@ -241,6 +241,21 @@ def test_times_are_split(tmp_path: Path) -> None:
     assert facts["seconds"] == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_wall_time_of_a_resumed_run_has_the_time_between_launches(
+    tmp_path: Path, resumed: bool
+) -> None:
+    about = {**ABOUT, "finished": "2025-01-03T10:01:40Z", "restarts": [20] * resumed}
+    folder = save(tmp_path, [metrics(step) for step in range(40)], about)
+    facts = report.summarize_run(folder)
+    two_days = 2 * 24 * 3600.0
+    assert facts["seconds"] == two_days + 100.0
+    lost = {} if resumed else {"not accounted for": two_days}
+    assert facts["phases"] == {**ABOUT["phases"], **lost}
+    words = "with the time between launches" if resumed else "start-up of the trainer, steps"
+    assert words in page_of(folder)[1].text
+
+
 def test_a_summary_has_the_key_facts(tmp_path: Path) -> None:
     rows = [metrics(step) for step in range(40)]
     rows += [metrics(step, loss=1.0, val_loss=None) for step in range(30, 40)]  # resumed
