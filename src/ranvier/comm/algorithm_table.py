@@ -34,8 +34,11 @@ TABLE_OPERATIONS = (*OPERATIONS, *MESSAGE_OPERATIONS)
 
 GRID_BYTES = tuple(2**i for i in range(10, 31))
 """Bytes of the full tensor at which algorithms are compared: 1 KiB to 1 GiB."""
-DEFAULT_INTER = ("doubling", "bruck", "ring")
-"""Algorithms between nodes that are compared without timings; of equally fast ones the first."""
+DEFAULT_INTER = ("ring", "doubling", "bruck")
+"""Algorithms between nodes that are compared without timings."""
+DEFAULT_MARGIN = 0.05
+"""Share of the time by which another one must be faster than the ring, whose messages are the
+smallest and need no packing."""
 DEFAULT_LATENCY = 1e-4
 """Seconds per round between nodes, without timings."""
 DEFAULT_BANDWIDTH = 1.25e8
@@ -295,7 +298,13 @@ def _hierarchical_thresholds(op: Operation, shape: AxisShape) -> Thresholds:
         cost = costs[name]
         return cost.rounds * DEFAULT_LATENCY + cost.leaving_node * num_bytes / DEFAULT_BANDWIDTH
 
-    return choose_by_bytes(lambda num_bytes: min(costs, key=lambda name: seconds(name, num_bytes)))
+    def choose(num_bytes: int) -> str:
+        fastest = min(costs, key=lambda name: seconds(name, num_bytes))
+        if seconds(names[0], num_bytes) <= (1.0 + DEFAULT_MARGIN) * seconds(fastest, num_bytes):
+            return names[0]
+        return fastest
+
+    return choose_by_bytes(choose)
 
 
 def _merge_thresholds(thresholds: Iterable[tuple[int, str]]) -> Thresholds:
