@@ -332,6 +332,7 @@ class Grid:
         members = RankGroup(
             ranks=tuple(ranks),
             index=ranks.index(self.rank),
+            places=tuple(sorted(ranks).index(rank) for rank in ranks),
             group=group,
             levels=self._level_groups(names, ranks, shape, channel, rules),
             shared_memory=near,

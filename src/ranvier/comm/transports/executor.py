@@ -135,6 +135,8 @@ class RankGroup:
     ranks: tuple[int, ...]
     """Global ranks, in the order of the axis."""
     index: int
+    places: tuple[int, ...]
+    """Rank of each of them in the group."""
     group: ProcessGroup
     levels: Mapping[Level, ProcessGroup] = field(default_factory=dict)
     """Groups of the ranks of a node, and of ranks with the same position in their nodes."""
@@ -240,19 +242,16 @@ class ScheduleExecutor:
         self, arrived: Sequence[tuple[Transfer, Tensor]], sent: Sequence[tuple[Transfer, Tensor]]
     ) -> None:
         """Exchanges messages over Gloo; receives are posted first."""
-        ranks, group = self.group.ranks, self.group.group
+        # The methods of the group, as torch.distributed.isend takes longer than a small message.
+        ranks, group, places = self.group.ranks, self.group.group, self.group.places
         works = []
-        for call, what, messages in (
-            (distributed.irecv, "send", arrived),
-            (distributed.isend, "receive", sent),
-        ):
+        for call, what, messages in ((group.recv, "send", arrived), (group.send, "receive", sent)):
             for transfer, values in messages:
                 peer = ranks[transfer.peer]
                 try:
-                    work = call(values, peer, group=group, tag=MESSAGE_TAG)
+                    work = call([values], places[transfer.peer], MESSAGE_TAG)
                 except RuntimeError as error:
                     raise _lost_peer(what, peer, error) from error
-                assert work is not None
                 works.append((what, peer, work))
         for what, peer, work in works:
             try:
