@@ -87,6 +87,7 @@ SMALL = {
     "train.steps": "20",
     "train.dtype": "fp32",
     "train.device": "cpu",
+    "comm.algorithm": "native",
     "train.sample_prompt": "",
     "train.trace_comm": "True",
     "train.eval_interval": "10",
@@ -167,10 +168,17 @@ class Revision:
         path = self.tree / "src" / "ranvier" / "config" / "run.py"
         return path.exists() and "SETTINGS_FORMAT" in path.read_text()
 
+    @property
+    def has_algorithms(self) -> bool:
+        """Whether it has other algorithms for collectives than those of the backend."""
+        return (self.tree / "src" / "ranvier" / "comm" / "algorithms").exists()
+
     def options(self, settings: Mapping[str, str]) -> list[str]:
         """Returns the settings as options of its command line."""
         options: list[str] = []
         for setting, value in settings.items():
+            if setting == "comm.algorithm" and not self.has_algorithms:
+                continue
             old = RENAMED.get(setting)
             if old is not None and not self.has_settings_format:
                 value = RENAMED_VALUES.get((setting, value), value)
