@@ -195,3 +195,31 @@ def test_schedules_of_thousands_of_ranks_on_the_fake_group(name: str, world: int
             cost = algorithm.cost(event.op, axis.shape)  # type: ignore[arg-type]
             assert event.num_rounds == cost.rounds
             assert event.sent_bytes is not None and event.sent_bytes <= cost.sent * 4 * world + 1
+
+
+def grids_in_a_row(rank: int, count: int) -> tuple[int, int]:
+    """File handles and threads that grids leave behind."""
+    groups: dict[Any, Any] = {}
+    used = []
+    for number in range(count):
+        grid = Grid(
+            {"row": 2},
+            rank=rank,
+            connected=True,
+            groups=groups,
+            algorithms=AlgorithmTable.parse("auto" if number % 2 else "ring"),
+        )
+        collectives.all_reduce(torch.ones(8), grid.axis("row")).wait()
+        del grid
+        gc.collect()
+        used.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    # The first grids create the group and its threads.
+    return used[-1][0] - used[2][0], used[-1][1] - used[2][1]
+
+
+def test_grids_leave_neither_handles_nor_threads_behind() -> None:
+    own = Pool(2)
+    try:
+        assert own.run(grids_in_a_row, 2, 12) == [(0, 0)] * 2
+    finally:
+        own.stop()

@@ -470,7 +470,10 @@ def _elements(x: Tensor, counts: Sequence[int] | None) -> list[int] | None:
 
 @_reuse_saved_result
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
-    """Reduces over all ranks (sum, max or min). Communicates: all-reduce over axis."""
+    """Reduces over all ranks (sum, max or min); `x` must not change until the result is waited for.
+
+    Communicates: all-reduce over axis.
+    """
     if axis.size == 1:
         return PendingTensor(x)
     if torch.compiler.is_compiling():

@@ -15,6 +15,7 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -150,8 +151,10 @@ class ScheduleExecutor:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        # The thread must end with the executor, so it knows only the queue.
+        weakref.finalize(self, self._queue.put, None)
         self._stream: torch.cuda.Stream | None = None
 
     def start(
@@ -172,13 +175,11 @@ class ScheduleExecutor:
             self._queue.put(lambda: self._run(work, steps, op))
             if self._thread is None:
                 name = f"collectives of ranks {self.group.ranks}"
-                self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+                self._thread = threading.Thread(
+                    target=_run_queue, args=(self._queue,), name=name, daemon=True
+                )
                 self._thread.start()
         return work
-
-    def _loop(self) -> None:
-        while True:
-            self._queue.get()()
 
     def _run(self, work: ScheduleWork, steps: Sequence[Step], op: Reduction) -> None:
         """Runs a collective to its end in the thread."""
@@ -360,6 +361,14 @@ class ScheduleExecutor:
         assert work is not None
         work.wait()
         return out
+
+
+def _run_queue(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Runs collectives one after the other, until None ends the queue."""
+    while (collective := waiting.get()) is not None:
+        collective()
+        # It refers to the executor.
+        del collective
 
 
 def direct_round(step: GroupStep, index: int) -> Round:

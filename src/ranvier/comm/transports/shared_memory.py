@@ -32,6 +32,7 @@ import select
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,8 @@ class _Mapping:
 
     def __init__(self, memory: mmap.mmap, pid: int, pidfd: int) -> None:
         self.memory, self.pid, self.pidfd = memory, pid, pidfd
+        if pidfd >= 0:
+            weakref.finalize(self, os.close, pidfd).atexit = False
         # Kept, because it keeps the address valid.
         self._anchor = (ctypes.c_char * len(memory)).from_buffer(memory)
         self.address = ctypes.addressof(self._anchor)
