@@ -178,6 +178,8 @@ class Grid:
         place = np.argwhere(self.ranks == self.rank)[0]
         self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
         self._axes: dict[tuple[Any, ...], Axis] = {}
+        self._runners: dict[tuple[tuple[int, ...], str], tuple[AxisRules, CollectiveRunner]] = {}
+        """Algorithms and runners by ranks in their order, and channel."""
         self._is_sealed = False
         if self.rendezvous is None:
             self.rendezvous = self.backend == "nccl"
@@ -285,7 +287,12 @@ class Grid:
             group = self.groups[key]
         rules = runner = None
         if group is not None and channel is not None and channel not in MESSAGE_CHANNELS:
-            rules, runner = self._connect_algorithms(names, ranks, shape, channel, group)
+            # Axes of the same ranks number their collectives together, because messages are told
+            # apart by ranks, channel and number.
+            line = (tuple(ranks), channel)
+            if line not in self._runners:
+                self._runners[line] = self._connect_algorithms(names, ranks, shape, channel, group)
+            rules, runner = self._runners[line]
         return Axis(
             names=names,
             size=len(ranks),

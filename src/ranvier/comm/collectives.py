@@ -217,6 +217,9 @@ def _start_collective(
         shape = tuple(whole.shape[1:] if op == "all_to_all" else whole.shape)
         _check_same_collective(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
+    # Sums are written into memory without a graph, possibly while gradients are enabled.
+    if x.requires_grad and output is not x:
+        x = x.detach()
     # A selective-checkpoint mode may have saved `x`, which an in-place operation overwrites.
     if output is x and _has_saving_mode():
         with hide_from_dispatch_modes():

@@ -15,6 +15,7 @@ import itertools
 import queue
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MESSAGE_TAG = 2**20
-"""Tag of messages over Gloo, which no other message of a communicator has."""
+"""First tag of messages over Gloo, which no other message of a communicator has. Ranks in another
+order share the communicator, but have another tag."""
 Delay = Callable[[int, int], float]
 """Returns the seconds by which a message from one global rank to another is delayed; for tests."""
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
@@ -148,6 +150,7 @@ class ScheduleExecutor:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
+        self._tag = MESSAGE_TAG + zlib.crc32(str(group.ranks).encode()) % MESSAGE_TAG
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -249,7 +252,7 @@ class ScheduleExecutor:
             for transfer, values in messages:
                 peer = ranks[transfer.peer]
                 try:
-                    work = call(values, peer, group=group, tag=MESSAGE_TAG)
+                    work = call(values, peer, group=group, tag=self._tag)
                 except RuntimeError as error:
                     raise _lost_peer(what, peer, error) from error
                 assert work is not None

@@ -451,12 +451,14 @@ class Segment:
             # Small messages often have the same place.
             if len(self._tensors) >= KEPT_TENSORS:
                 self._tensors.clear()
-            found = self._tensors[place] = torch.frombuffer(
-                self._mappings[rank].memory,
-                dtype=dtype,
-                count=size // dtype.itemsize,
-                offset=offset,
-            )
+            # A tensor of inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                found = self._tensors[place] = torch.frombuffer(
+                    self._mappings[rank].memory,
+                    dtype=dtype,
+                    count=size // dtype.itemsize,
+                    offset=offset,
+                )
         return found
 
 
