@@ -266,9 +266,10 @@ def level_groups(
     """Groups inside and between the nodes of a line of ranks, for hierarchical algorithms."""
     shape = AxisShape.of_nodes([rank // ranks_per_node for rank in ranks])
     if not shape.is_even:
-        return [((rank,), f"{channel}/{level}") for rank in ranks for level in ("intra", "inter")]
+        levels = ("intra", "inter")
+        return [((rank,), f"{[*ranks]} {channel}/{one}") for rank in ranks for one in levels]
     return [
-        (tuple(ranks[index] for index in some), f"{channel}/{level}")
+        (tuple(ranks[index] for index in some), f"{[*ranks]} {channel}/{level}")
         for level, groups in (("intra", shape.members.values()), ("inter", shape.positions))
         for some in groups
     ]

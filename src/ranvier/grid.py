@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY, AlgorithmTable, AxisRules
+from ranvier.comm.algorithm_table import NATIVE, AlgorithmTable, AxisRules
 from ranvier.comm.algorithms.registry import find_algorithm
 from ranvier.comm.algorithms.schedule import AxisShape, Level
 from ranvier.config.plan import AXES, Plan
@@ -178,6 +178,9 @@ class Grid:
         place = np.argwhere(self.ranks == self.rank)[0]
         self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
         self._axes: dict[tuple[Any, ...], Axis] = {}
+        self._runners: dict[tuple[tuple[int, ...], str], tuple[AxisRules, CollectiveRunner]] = {}
+        """Algorithms and runners by ranks in their order, and channel."""
+        self._memory_verdict: bool | None = None
         self._is_sealed = False
         if self.rendezvous is None:
             self.rendezvous = self.backend == "nccl"
@@ -262,6 +265,9 @@ class Grid:
             mine = self.rank in some
             if not mine and self.connected and ((self.rank,), str(key)) not in self.groups:
                 self.groups[(self.rank,), str(key)] = self._make_group([self.rank], (name,), "")
+            if not mine and self.connected and len(some) > 1:
+                alone = AxisShape.of_nodes([self.node_of(self.rank)])
+                self._level_groups((name,), [self.rank], alone, "")
             self._axes[key] = self._axis_of_ranks((name,), some if mine else [self.rank], "")
         return self._axes[key]
 
@@ -285,7 +291,12 @@ class Grid:
             group = self.groups[key]
         rules = runner = None
         if group is not None and channel is not None and channel not in MESSAGE_CHANNELS:
-            rules, runner = self._connect_algorithms(names, ranks, shape, channel, group)
+            # Axes of the same ranks number their collectives together, because messages are told
+            # apart by ranks, channel and number.
+            line = (tuple(ranks), channel)
+            if line not in self._runners:
+                self._runners[line] = self._connect_algorithms(names, ranks, shape, channel, group)
+            rules, runner = self._runners[line]
         return Axis(
             names=names,
             size=len(ranks),
@@ -313,10 +324,9 @@ class Grid:
         Communicates: with its members, if an algorithm needs groups of some of them.
         """
         segment = self._local_segment()
+        shares_memory = self._shares_memory(segment)
         own_node = shape.members[self.node_of(self.rank)]
-        rules = self.algorithms.rules_for(
-            names, shape, backend=self.backend, on_host=segment is not None
-        )
+        rules = self.algorithms.rules_for(names, shape, backend=self.backend, on_host=shares_memory)
         from torch import cuda, device
 
         from ranvier.comm.transports.executor import RankGroup, ScheduleExecutor
@@ -334,7 +344,7 @@ class Grid:
             index=ranks.index(self.rank),
             places=tuple(sorted(ranks).index(rank) for rank in ranks),
             group=group,
-            levels=self._level_groups(names, ranks, shape, channel, rules),
+            levels=self._level_groups(names, ranks, shape, channel),
             shared_memory=near,
             delay=self.message_delay,
         )
@@ -402,27 +412,49 @@ class Grid:
         found = self.segments[local]
         return found if isinstance(found, Segment) else None
 
+    def _shares_memory(self, segment: Segment | None) -> bool:
+        """Returns whether the ranks of every node share memory, the same on all ranks.
+
+        Communicates: a text per rank through the store, at the first request on several nodes.
+        """
+        if self.backend != "gloo":
+            return False
+        nodes = {self.node_of(rank) for rank in range(self.world_size)}
+        if len(nodes) == 1:
+            return segment is not None
+        if self._memory_verdict is None:
+            publish, look_up = _store_functions(tuple(range(self.world_size)))
+            alone = sum(self.node_of(r) == self.node_of(self.rank) for r in range(self.world_size))
+            publish(f"memory {self.rank}", "yes" if segment is not None or alone == 1 else "no")
+            if self.rank == 0:
+                answers = {look_up(f"memory {rank}") for rank in range(self.world_size)}
+                publish("verdict", "yes" if answers == {"yes"} else "no")
+            self._memory_verdict = look_up("verdict") == "yes"
+        return self._memory_verdict
+
     def _level_groups(
         self,
         names: tuple[str, ...],
         ranks: list[int],
         shape: AxisShape,
         channel: str,
-        rules: AxisRules,
     ) -> dict[Level, ProcessGroup]:
-        """Returns the groups of this rank inside and between nodes that algorithms need."""
+        """Returns the groups of this rank inside and between nodes that algorithms need.
+
+        All lines of an axis create them, also those that use other algorithms, so that all ranks
+        have created equally many.
+        """
         found: dict[Level, ProcessGroup] = {}
-        schedules = [find_algorithm(name) for name in rules.algorithms - {NATIVE, SHARED_MEMORY}]
+        schedules = [find_algorithm(name) for name in self.algorithms.schedules_of(names)]
         levels: tuple[Level, ...] = ("intra", "inter")
         for level in levels:
             if not any(one.needs_group(level) for one in schedules):
                 continue
             members = [self.rank]
-            # Lines of the axis that are divided unevenly do not need it, but create one as well, so
-            # that all ranks have created equally many.
             if shape.is_even:
                 members = [ranks[i] for i in shape.group(level, ranks.index(self.rank))]
-            key = (tuple(sorted(members)), f"{channel}/{level}")
+            # Axes that share a level must not share its group, as their threads would mix calls.
+            key = (tuple(sorted(members)), f"{ranks} {channel}/{level}")
             if key not in self.groups:
                 self.groups[key] = self._make_group(members, names, key[1])
             found[level] = self.groups[key]

@@ -116,10 +116,12 @@ def small_chunks(grid: Grid) -> list[str]:
     own, total = every[axis.index], sum(every, torch.zeros(9000))
     memory = axis.runner.shared_memory if axis.runner is not None else None
     assert memory is not None
-    size = memory.segment._size
+    whole_size = memory.segment._size
     lines = []
-    with mock.patch.object(shared_memory, "CHUNK_BYTES", 1024):
-        memory.segment._size = shared_memory._DATA_START + 4096 * axis.size
+    with mock.patch.multiple(shared_memory, CHUNK_BYTES=1024, ONE_SHOT_BYTES=1024):
+        # Messages of earlier tests may not have been acknowledged yet.
+        taken = [place + size for place, size, _ in memory.segment._allocations.values()]
+        memory.segment._size = max([shared_memory._DATA_START, *taken]) + 4096 * axis.size
         counts = [[100 * ((a + b) % 3) for b in range(axis.size)] for a in range(axis.size)]
         mine = counts[axis.index]
         started = {
@@ -145,11 +147,43 @@ def small_chunks(grid: Grid) -> list[str]:
         for name, (pending, want) in started.items():
             if not torch.equal(pending.wait(), want):
                 lines.append(name)
-    memory.segment._size = size
+    memory.segment._size = whole_size
     return lines
 
 
 # ---- memory of results -------------------------------------------------------------------
+
+
+def axes_of_the_same_ranks(grid: Grid) -> tuple[float, float]:
+    """Two axes of the same ranks, each with a collective in flight."""
+    one = collectives.all_reduce(torch.full((4,), 1.0), grid.axis("data"))
+    other = collectives.all_reduce(torch.full((4,), 100.0), grid.world_axis())
+    return float(other.wait().sum()), float(one.wait().sum())
+
+
+@pytest.mark.parametrize("algorithm", ["shared_memory", "ring"])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_axes_of_the_same_ranks_do_not_mix_messages(
+    pool: Pool, algorithm: str, order: list[int]
+) -> None:
+    found = pool.on_grid({"data": 2}, axes_of_the_same_ranks, algorithm=algorithm, order=order)
+    assert found == [(800.0, 8.0)] * 2
+
+
+def reduce_in_modes(grid: Grid) -> list[float]:
+    """All-reduces in inference mode and outside of it, also of a tensor with a gradient."""
+    x = torch.ones(2**16)
+    axis = grid.axis("data")
+    with torch.inference_mode():
+        first = float(collectives.all_reduce(x, axis).wait()[0])
+    second = float(collectives.all_reduce(x, axis).wait()[0])
+    third = float(collectives.all_reduce(x.requires_grad_(), axis).wait()[0])
+    return [first, second, third]
+
+
+def test_sums_do_not_depend_on_modes_of_autograd(pool: Pool) -> None:
+    found = pool.on_grid({"data": 2}, reduce_in_modes, algorithm="shared_memory")
+    assert found == [[2.0] * 3] * 2
 
 
 def test_memory_of_results_is_reused() -> None:

@@ -161,6 +161,14 @@ class AlgorithmTable:
         ]
         return AxisRules(found, tuple(dict.fromkeys(notes)))
 
+    def schedules_of(self, names: tuple[str, ...]) -> set[str]:
+        """Returns the algorithms with schedules that any line of an axis may use."""
+        name = dict(self.axes).get(names, self.default)
+        if name != AUTO:
+            return {name} - {NATIVE, SHARED_MEMORY}
+        chosen = {each for rule in self.measured for _, each in rule.thresholds}
+        return chosen - {NATIVE, SHARED_MEMORY}
+
     def _auto_thresholds(self, op: str, shape: AxisShape, host_ranks: bool) -> Thresholds:
         for rule in self.measured:
             if (rule.op, rule.size, rule.nodes) == (op, shape.size, shape.num_nodes):

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 from ranvier.comm import functional
 from ranvier.comm.algorithm_table import NATIVE, SHARED_MEMORY
 from ranvier.comm.transports.executor import REDUCE_OPS, gather_into, scatter_into
-from ranvier.comm.transports.lost_rank import LostRankError, find_lost_ranks, publish_suspects
+from ranvier.comm.transports.lost_rank import ANSWER_SECONDS, LostRankError, find_lost_ranks
 from ranvier.comm.transports.output_pool import LARGE_BYTES
 from ranvier.comm.transports.reduction import Reduction
 from ranvier.comm.transports.runner import CollectiveRunner
@@ -183,16 +183,18 @@ def _find_culprits(axis: Axis, error: RuntimeError) -> str:
     """Returns a sentence about the ranks that a failure goes back to; empty if the error has it."""
     store = distributed.distributed_c10d._get_default_store()
     rank = axis.ranks[axis.index]
-    peer = error.rank if isinstance(error, LostRankError) else None
+    suspects: Sequence[int] = axis.ranks
+    seconds = ANSWER_SECONDS
+    if isinstance(error, LostRankError):
+        suspects = [error.rank]
+        # A rank that has ended does not answer any more, but may have before.
+        seconds = 0.0 if error.has_ended else ANSWER_SECONDS
     # The store may have ended with the rank that is lost.
     try:
-        if isinstance(error, LostRankError) and error.has_ended:
-            publish_suspects(store, rank, [error.rank])
-            return ""
-        lost = find_lost_ranks(store, rank, axis.ranks if peer is None else [peer])
+        lost = find_lost_ranks(store, rank, suspects, seconds)
     except RuntimeError:
         return ""
-    if not lost or lost == [peer]:
+    if not lost or (isinstance(error, LostRankError) and lost == [error.rank]):
         return ""
     names = ", ".join(map(str, lost))
     return f" It goes back to rank {names}, which does not respond."
@@ -217,6 +219,9 @@ def _start_collective(
         shape = tuple(whole.shape[1:] if op == "all_to_all" else whole.shape)
         _check_same_collective(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
+    # Sums are written into memory without a graph, possibly while gradients are enabled.
+    if x.requires_grad and output is not x:
+        x = x.detach()
     # A selective-checkpoint mode may have saved `x`, which an in-place operation overwrites.
     if output is x and _has_saving_mode():
         with hide_from_dispatch_modes():

@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MESSAGE_TAG = 2**20
-"""Tag of messages over Gloo, which no other message of a communicator has."""
+"""First tag of messages over Gloo, which no other message of a communicator has. Ranks in another
+order share the communicator, but have another tag."""
 Delay = Callable[[int, int], float]
 """Returns the seconds by which a message from one global rank to another is delayed; for tests."""
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old names.
@@ -151,6 +153,7 @@ class ScheduleExecutor:
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
+        self._tag = MESSAGE_TAG + zlib.crc32(str(group.ranks).encode()) % MESSAGE_TAG
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         # The thread must end with the executor, so it knows only the queue.
@@ -250,7 +253,7 @@ class ScheduleExecutor:
             for transfer, values in messages:
                 peer = ranks[transfer.peer]
                 try:
-                    work = call([values], places[transfer.peer], MESSAGE_TAG)
+                    work = call([values], places[transfer.peer], self._tag)
                 except RuntimeError as error:
                     raise _lost_peer(what, peer, error) from error
                 works.append((what, peer, work))

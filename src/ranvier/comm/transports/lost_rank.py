@@ -30,21 +30,19 @@ class LostRankError(RuntimeError):
         self.has_ended = has_ended
 
 
-def publish_suspects(store: Store, rank: int, suspects: Iterable[int]) -> None:
-    """Tells the other ranks whom `rank` was waiting for. Communicates: a text through the store."""
-    store.set(_key(rank), json.dumps(sorted(suspects)))
-
-
-def find_lost_ranks(store: Store, rank: int, suspects: Iterable[int]) -> list[int]:
+def find_lost_ranks(
+    store: Store, rank: int, suspects: Iterable[int], answer_seconds: float = ANSWER_SECONDS
+) -> list[int]:
     """Returns the ranks that the failure of `rank` goes back to, as far as is known.
 
-    Communicates: a text through the store.
+    answer_seconds: time in which suspects that are not lost answer. Communicates: a text through
+    the store.
     """
     asked = {rank}
     current = {*suspects} - asked
-    publish_suspects(store, rank, current)
+    store.set(_key(rank), json.dumps(sorted(current)))
     while current:
-        answers = _published_suspects(store, current)
+        answers = _published_suspects(store, current, answer_seconds)
         lost = sorted(current - {*answers})
         if lost:
             return lost
@@ -53,9 +51,9 @@ def find_lost_ranks(store: Store, rank: int, suspects: Iterable[int]) -> list[in
     return []
 
 
-def _published_suspects(store: Store, ranks: Iterable[int]) -> dict[int, list[int]]:
+def _published_suspects(store: Store, ranks: Iterable[int], seconds: float) -> dict[int, list[int]]:
     """Returns the suspects of the ranks that publish theirs in time."""
-    deadline = time.monotonic() + ANSWER_SECONDS
+    deadline = time.monotonic() + seconds
     pending = {*ranks}
     found: dict[int, list[int]] = {}
     while pending:
@@ -63,7 +61,7 @@ def _published_suspects(store: Store, ranks: Iterable[int]) -> dict[int, list[in
             if store.check([_key(rank)]):
                 found[rank] = json.loads(store.get(_key(rank)))
                 pending.remove(rank)
-        if time.monotonic() > deadline:
+        if not pending or time.monotonic() >= deadline:
             break
         time.sleep(POLL_SECONDS)
     return found

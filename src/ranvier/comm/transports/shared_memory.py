@@ -50,6 +50,8 @@ SEGMENT_BYTES = 2**28
 """Room for data in a segment; the system provides memory only for the part that is used."""
 CHUNK_BYTES = 2**23
 """Bytes that a rank writes at a time; larger tensors are sent in several messages."""
+RESERVED_CHUNKS = 6
+"""Chunks of memory that only the oldest collective may use: it has at most so many in flight."""
 CHUNKS_AHEAD = 2
 """Chunks that a collective sends before it reads the first one."""
 ONE_SHOT_BYTES = 2**16
@@ -117,7 +119,7 @@ class SharedMemoryWork:
 
     __slots__ = (
         *("group", "what", "number", "progress", "waits_for", "messages"),
-        *("done_time", "sent_bytes", "num_rounds"),
+        *("done_time", "error", "sent_bytes", "num_rounds"),
     )
 
     def __init__(
@@ -133,6 +135,7 @@ class SharedMemoryWork:
         self.messages: dict[int, deque[Message]] | None = None
         """Messages that arrived before they were needed, by index of their senders."""
         self.done_time: float | None = None
+        self.error: Exception | None = None
         self.sent_bytes = 0
         """Bytes that this rank wrote for others."""
         self.num_rounds = 1
@@ -141,6 +144,8 @@ class SharedMemoryWork:
         """Waits for its end."""
         if self.progress is not None:
             self.group.segment.wait(self)
+        if self.error is not None:
+            raise self.error
 
     def is_completed(self) -> bool:
         """Whether it has ended."""
@@ -183,7 +188,11 @@ class Segment:
         """Allocations of each rank that this rank has read without telling it yet."""
         self._outboxes: dict[int, deque[tuple[int, ...]]] = {}
         """Envelopes for which the mailboxes of their receivers had no room."""
+        self.numbers: dict[tuple[int, ...], int] = {}
+        """Number of the next collective of each key, and of the next message of each pair; groups
+        with the same key share them."""
         self._running: dict[tuple[int, int], SharedMemoryWork] = {}
+        """Collectives that have not ended, the oldest first."""
         self._blocked: list[SharedMemoryWork] = []
         """Collectives that wait for free memory."""
         self._early: dict[tuple[int, int], list[tuple[int, Message]]] = {}
@@ -214,6 +223,7 @@ class Segment:
         progress = work.progress
         assert progress is not None
         before = self.written_bytes
+        ended = False
         try:
             while True:
                 # The first call of a generator must send None.
@@ -221,16 +231,24 @@ class Segment:
                 work.waits_for = peer
                 if peer is None:
                     self._blocked.append(work)
-                    return
+                    break
                 if work.messages is None or not work.messages.get(peer):
-                    return
+                    break
                 message = work.messages[peer].popleft()
         except StopIteration:
+            ended = True
+        # The thread that waits for this collective raises it, which need not be the current one.
+        except Exception as error:
+            work.error = error
+            ended = True
+        work.sent_bytes += self.written_bytes - before
+        if ended:
             work.progress = work.waits_for = None
             work.done_time = time.perf_counter()
             del self._running[work.group.key, work.number]
-        finally:
-            work.sent_bytes += self.written_bytes - before
+            if self._blocked:
+                # Another one is the oldest now.
+                self._resume_blocked()
 
     def _keep(self, work: SharedMemoryWork, source: int, message: Message) -> None:
         """Keeps a message until it is needed."""
@@ -317,7 +335,7 @@ class Segment:
 
     def _check_peers(self, work: SharedMemoryWork, deadline: float) -> None:
         """Raises if the rank that a collective waits for has ended, or the time is over."""
-        for rank in self.ranks:
+        for rank in work.group.ranks:
             gone = rank != self.rank and _has_ended(self._mappings[rank].pidfd)
             # What it sent before it ended still counts.
             if gone and not self._receive_all() and work.progress is not None:
@@ -335,8 +353,12 @@ class Segment:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def allocate(self, size: int, readers: int) -> tuple[int, int] | None:
-        """Returns offset and number of free memory that `readers` will read; None if full."""
+    def allocate(self, size: int, readers: int, work: tuple[int, int]) -> tuple[int, int] | None:
+        """Returns offset and number of free memory that `readers` will read; None if full.
+
+        work: key and number of the collective. The end of the segment is reserved for the oldest
+        one, so that it always ends, whatever younger ones have sent.
+        """
         size = _align(size) or ALIGNMENT
         offset = _DATA_START
         # First fit: memory that was used last is still in the caches.
@@ -345,8 +367,10 @@ class Segment:
                 if start - offset >= size:
                     break
                 offset = start + taken
-            if offset + size > self._size:
-                return None
+            if offset + size > self._size - RESERVED_CHUNKS * CHUNK_BYTES:
+                oldest = next(iter(self._running))
+                if work != oldest or offset + size > self._size:
+                    return None
         self._next_allocation += 1
         self._allocations[self._next_allocation] = (offset, size, readers)
         return offset, self._next_allocation
@@ -359,10 +383,15 @@ class Segment:
             return
         del self._allocations[allocation]
         if self._blocked:
-            blocked, self._blocked = self._blocked, []
-            for work in blocked:
-                if work.progress is not None:
-                    self._advance(work, None)
+            self._resume_blocked()
+
+    def _resume_blocked(self) -> None:
+        """Resumes the collectives that wait for memory, which may have to wait again."""
+        for work in [*self._blocked]:
+            # Resuming one of them may have resumed others.
+            if work in self._blocked:
+                self._blocked.remove(work)
+                self._advance(work, None)
 
     def send(self, to: int, key: int, number: int, message: Message) -> None:
         """Sends the envelope of a message to a global rank."""
@@ -454,12 +483,14 @@ class Segment:
             # Small messages often have the same place.
             if len(self._tensors) >= KEPT_TENSORS:
                 self._tensors.clear()
-            found = self._tensors[place] = torch.frombuffer(
-                self._mappings[rank].memory,
-                dtype=dtype,
-                count=size // dtype.itemsize,
-                offset=offset,
-            )
+            # A tensor of inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                found = self._tensors[place] = torch.frombuffer(
+                    self._mappings[rank].memory,
+                    dtype=dtype,
+                    count=size // dtype.itemsize,
+                    offset=offset,
+                )
         return found
 
 
@@ -592,8 +623,6 @@ class SharedMemoryGroup:
         # Each rank starts with its neighbor, so that they do not all read the same segment.
         size = len(ranks)
         self.peers = tuple((self.index + i) % size for i in range(1, size))
-        self._num_collectives = 0
-        self._num_messages: dict[tuple[int, int], int] = {}
 
     def all_gather(
         self, part: Tensor, out: Tensor, counts: Sequence[int] | None = None
@@ -665,16 +694,20 @@ class SharedMemoryGroup:
     def _start_collective(
         self, what: str, collective: Callable[..., Progress], *arguments: Any
     ) -> SharedMemoryWork:
-        number = self._num_collectives
-        self._num_collectives += 1
+        number = self._next_number()
         return self._start(what, number, collective(number, *arguments))
 
     def _message_number(self, source: int, to: int) -> int:
         """Returns the number of the next message of a pair, which no collective has."""
-        count = self._num_messages.get((source, to), 0)
-        self._num_messages[source, to] = count + 1
+        count = self._next_number(source, to)
         size = len(self.ranks)
         return -1 - (source + size * (to + size * count))
+
+    def _next_number(self, *pair: int) -> int:
+        numbers = self.segment.numbers
+        number = numbers.get((self.key, *pair), 0)
+        numbers[self.key, *pair] = number + 1
+        return number
 
     def _start(self, what: str, number: int, progress: Progress) -> SharedMemoryWork:
         return self.segment.start(SharedMemoryWork(self, what, number, progress))
@@ -687,9 +720,11 @@ class SharedMemoryGroup:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _allocate(self, size: int, readers: int) -> Generator[None, Message, tuple[int, int]]:
+    def _allocate(
+        self, number: int, size: int, readers: int
+    ) -> Generator[None, Message, tuple[int, int]]:
         """Returns offset and number of an allocation, once there is memory for it."""
-        while (found := self.segment.allocate(size, readers)) is None:
+        while (found := self.segment.allocate(size, readers, (self.key, number))) is None:
             yield None
         return found
 
@@ -697,7 +732,7 @@ class SharedMemoryGroup:
         """Sends a message (peer, address, bytes) to each of several peers."""
         segment = self.segment
         offset, allocation = yield from self._allocate(
-            sum(_align(size) for _, _, size in parts), len(parts)
+            number, sum(_align(size) for _, _, size in parts), len(parts)
         )
         for peer, address, size in parts:
             segment.write(offset, address, size)
@@ -708,9 +743,7 @@ class SharedMemoryGroup:
         self, number: int, address: int, size: int, peers: Sequence[int]
     ) -> Generator[None, Message, None]:
         """Sends the same message to several peers; it is written once."""
-        while (found := self.segment.allocate(size, len(peers))) is None:
-            yield None
-        offset, allocation = found
+        offset, allocation = yield from self._allocate(number, size, len(peers))
         self.segment.write(offset, address, size)
         self._announce(number, (offset, size, allocation), peers)
 
@@ -718,11 +751,19 @@ class SharedMemoryGroup:
         for peer in peers:
             self.segment.send(self.ranks[peer], self.key, number, message)
 
-    def _read(self, peer: int, message: Message, address: int) -> None:
+    def _read(self, peer: int, message: Message, address: int, expected: int) -> None:
         """Reads a message out of the segment of its sender, and acknowledges it."""
         offset, size, _ = message
+        if size != expected:
+            raise self._size_error(peer, size, expected)
         self.segment.read(self.ranks[peer], offset, address, size)
         self.segment.acknowledge(self.ranks[peer], message)
+
+    def _size_error(self, peer: int, size: int, expected: int) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.ranks[peer]} sent {size} bytes where {expected} were expected, so ranks issue "
+            "different collectives, or tensors of different sizes"
+        )
 
     def _reduce_messages(
         self, own: Tensor, messages: dict[int, Message], out: Tensor, op: Reduction
@@ -734,6 +775,8 @@ class SharedMemoryGroup:
                 parts.append(own)
             else:
                 offset, size, _ = messages[index]
+                if size != own.nbytes:
+                    raise self._size_error(index, size, own.nbytes)
                 parts.append(self.segment.tensor(rank, offset, size, own.dtype))
         reduce_in_order(parts, out, op)
         for index, message in messages.items():
@@ -761,7 +804,8 @@ class SharedMemoryGroup:
             for peer in self.peers:
                 if start < sizes[peer]:
                     message = yield peer
-                    self._read(peer, message, target + starts[peer] + start)
+                    left = min(CHUNK_BYTES, sizes[peer] - start)
+                    self._read(peer, message, target + starts[peer] + start, left)
 
     def _scatter_parts(
         self, number: int, x: Tensor, out: Tensor, sizes: Sequence[int], op: Reduction
@@ -799,7 +843,7 @@ class SharedMemoryGroup:
             return
         # Written out, because small all-reduces have to be fast.
         segment, peers, ranks = self.segment, self.peers, self.ranks
-        while (found := segment.allocate(size, len(peers))) is None:
+        while (found := segment.allocate(size, len(peers), (self.key, number))) is None:
             yield None
         offset, allocation = found
         segment.write(offset, x.data_ptr(), size)
@@ -808,6 +852,8 @@ class SharedMemoryGroup:
         if len(peers) == 1:
             message = yield peers[0]
             rank = ranks[peers[0]]
+            if message[1] != size:
+                raise self._size_error(peers[0], message[1], size)
             theirs = segment.tensor(rank, message[0], size, x.dtype)
             # The sum of two values does not depend on their order.
             REDUCTIONS[op](_flat(x), theirs, out=_flat(out))
@@ -849,7 +895,8 @@ class SharedMemoryGroup:
                 start, end = block_of(first, peer)
                 if end > start:
                     message = yield peer
-                    self._read(peer, message, result.data_ptr() + start * itemsize)
+                    length = (end - start) * itemsize
+                    self._read(peer, message, result.data_ptr() + start * itemsize, length)
 
         for first in firsts[:CHUNKS_AHEAD]:
             yield from scatter(first)
@@ -859,14 +906,10 @@ class SharedMemoryGroup:
                 messages: dict[int, Message] = {}
                 for peer in self.peers:
                     messages[peer] = yield peer
-                # The sum is computed where the others read it.
-                length = (end - start) * itemsize
-                offset, allocation = yield from self._allocate(length, len(self.peers))
-                total = self.segment.tensor(self.segment.rank, offset, length, x.dtype)
-                self._reduce_messages(flat[start:end], messages, total, op)
-                self.segment.written_bytes += length
-                self._announce(number, (offset, length, allocation), self.peers)
-                result[start:end].copy_(total)
+                # Read first: what this rank sends next may have to wait for memory.
+                self._reduce_messages(flat[start:end], messages, result[start:end], op)
+                address, length = result.data_ptr() + start * itemsize, (end - start) * itemsize
+                yield from self._post_to_all(number, address, length, self.peers)
             # The order in which messages are sent is the order in which the others read them.
             if position + CHUNKS_AHEAD < len(firsts):
                 yield from scatter(firsts[position + CHUNKS_AHEAD])
@@ -891,11 +934,13 @@ class SharedMemoryGroup:
                         yield from self._post(number, [(peer, source + from_[peer] + done, size)])
                 done += CHUNK_BYTES
             if start == 0:
+                assert sent[mine] == received[mine], (sent, received)
                 ctypes.memmove(target + to[mine], source + from_[mine], sent[mine])
             for peer in self.peers:
                 if start < received[peer]:
                     message = yield peer
-                    self._read(peer, message, target + to[peer] + start)
+                    left = min(CHUNK_BYTES, received[peer] - start)
+                    self._read(peer, message, target + to[peer] + start, left)
 
     def _send_tensor(self, number: int, x: Tensor, peers: Sequence[int]) -> Progress:
         for start in range(0, x.nbytes, CHUNK_BYTES):
@@ -905,7 +950,8 @@ class SharedMemoryGroup:
     def _receive_tensor(self, number: int, out: Tensor, source: int) -> Progress:
         for start in range(0, out.nbytes, CHUNK_BYTES):
             message = yield source
-            self._read(source, message, out.data_ptr() + start)
+            left = min(CHUNK_BYTES, out.nbytes - start)
+            self._read(source, message, out.data_ptr() + start, left)
 
 
 def _flat(x: Tensor) -> Tensor:
