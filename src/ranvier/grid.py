@@ -291,8 +291,8 @@ class Grid:
             group = self.groups[key]
         rules = runner = None
         if group is not None and channel is not None and channel not in MESSAGE_CHANNELS:
-            # Axes of the same ranks number their collectives together, because messages are told
-            # apart by ranks, channel and number.
+            # Axes of the same ranks number their collectives together, because ranks, channel and
+            # number identify a message.
             line = (tuple(ranks), channel)
             if line not in self._runners:
                 self._runners[line] = self._connect_algorithms(names, ranks, shape, channel, group)

@@ -761,8 +761,8 @@ class SharedMemoryGroup:
 
     def _size_error(self, peer: int, size: int, expected: int) -> RuntimeError:
         return RuntimeError(
-            f"rank {self.ranks[peer]} sent {size} bytes where {expected} were expected, so ranks issue "
-            "different collectives, or tensors of different sizes"
+            f"rank {self.ranks[peer]} sent {size} bytes where {expected} were expected, so the "
+            "collectives or the sizes of their tensors differ between ranks"
         )
 
     def _reduce_messages(
