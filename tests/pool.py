@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ranvier.comm.algorithm_table import AlgorithmTable
-from ranvier.comm.algorithms.schedule import AxisShape
+from ranvier.comm.algorithms.registry import find_algorithm
+from ranvier.comm.algorithms.schedule import AxisShape, Level
 from ranvier.config.plan import AXES
 
 if TYPE_CHECKING:
@@ -179,8 +180,11 @@ class Pool:
         wanted += [(tuple(range(world)), "orders")]
         if order is not None:
             wanted = [(tuple(order[place] for place in places), one) for places, one in wanted]
-        if algorithm.startswith(LEVELED):
-            wanted += [one for line in wanted for one in level_groups(*line, per_node)]
+        # Groups inside and between nodes, on a grid with one axis only for that axis, as making a
+        # group takes longer than most tests.
+        has_one_axis = sum(size > 1 for size in degrees.values()) == 1
+        lined = [line for line in wanted if not has_one_axis or len(line[0]) == world]
+        wanted += [one for line in lined for one in level_groups(*line, per_node, algorithm)]
         wanted = [(tuple(sorted(ranks)), channel) for ranks, channel in wanted]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
         if missing:
@@ -210,6 +214,7 @@ GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 """Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
 SEGMENTS: dict[tuple[int, ...], Any] = {}
 """Shared memory of a worker with others, shared by its grids as well."""
+VERDICTS: dict[tuple[int, ...], bool] = {}
 GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
 GRIDS_AT_MOST = 8
@@ -261,18 +266,21 @@ def piped(degrees: Mapping[str, int], channels: Sequence[str]) -> list[tuple[tup
 
 
 def level_groups(
-    ranks: tuple[int, ...], channel: str, ranks_per_node: int
+    ranks: tuple[int, ...], channel: str, ranks_per_node: int, algorithm: str
 ) -> list[tuple[tuple[int, ...], str]]:
-    """Groups inside and between the nodes of a line of ranks, for hierarchical algorithms."""
+    """Groups inside and between the nodes of a line of ranks that an algorithm needs."""
+    found: list[tuple[tuple[int, ...], str]] = []
     shape = AxisShape.of_nodes([rank // ranks_per_node for rank in ranks])
-    if not shape.is_even:
-        levels = ("intra", "inter")
-        return [((rank,), f"{[*ranks]} {channel}/{one}") for rank in ranks for one in levels]
-    return [
-        (tuple(ranks[index] for index in some), f"{[*ranks]} {channel}/{level}")
-        for level, groups in (("intra", shape.members.values()), ("inter", shape.positions))
-        for some in groups
-    ]
+    levels: tuple[Level, ...] = ("intra", "inter")
+    for level in levels:
+        if not algorithm.startswith(LEVELED) or not find_algorithm(algorithm).needs_group(level):
+            continue
+        groups: list[tuple[int, ...]] = [(rank,) for rank in ranks]
+        if shape.is_even:
+            lines = shape.members.values() if level == "intra" else shape.positions
+            groups = [tuple(ranks[index] for index in line) for line in lines]
+        found += [(some, f"{[*ranks]} {channel}/{level}") for some in groups]
+    return found
 
 
 def _make_groups(rank: int, wanted: list[tuple[tuple[int, ...], str]]) -> None:
@@ -294,8 +302,8 @@ def _with_grid(
 ) -> Any:
     from ranvier.grid import Grid
 
-    grid = Grid(degrees, rank=rank, connected=True, groups=GROUPS, segments=SEGMENTS, **how)
-    return function(grid, *arguments)
+    shared = {"groups": GROUPS, "segments": SEGMENTS, "memory_verdicts": VERDICTS}
+    return function(Grid(degrees, rank=rank, connected=True, **shared, **how), *arguments)
 
 
 def _with_own_groups(

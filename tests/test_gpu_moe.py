@@ -19,13 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),
 ]
-SHAPES = [
-    (0, 2, 4, 8, 16),
-    (7, 2, 4, 8, 16),
-    (1000, 4, 32, 72, 136),
-    (777, 8, 64, 2048, 704),
-    (3, 1, 5, 1032, 8),
-]
+SHAPES = [(7, 2, 4, 8, 16), (1000, 4, 32, 72, 136), (777, 8, 64, 2048, 704), (3, 1, 5, 1032, 8)]
 """Tokens, choices of each, experts, features, hidden features."""
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 """Of the norm of a tensor."""

@@ -130,6 +130,9 @@ class Grid:
     segments: dict[tuple[int, ...], Segment | str] = field(default_factory=dict)
     """Shared memory by the ranks of a host that share it, or why there is none; grids of one
     process may share it."""
+    memory_verdicts: dict[tuple[int, ...], bool] = field(default_factory=dict)
+    """Whether the ranks of every node share memory, by the node of each rank; grids of one process
+    may share it as well."""
     share_gpu: bool = False
     """Whether several ranks may share a GPU (`launch.share_gpu`)."""
     message_delay: Delay | None = None
@@ -180,7 +183,6 @@ class Grid:
         self._axes: dict[tuple[Any, ...], Axis] = {}
         self._runners: dict[tuple[tuple[int, ...], str], tuple[AxisRules, CollectiveRunner]] = {}
         """Algorithms and runners by ranks in their order, and channel."""
-        self._memory_verdict: bool | None = None
         self._is_sealed = False
         if self.rendezvous is None:
             self.rendezvous = self.backend == "nccl"
@@ -290,7 +292,7 @@ class Grid:
                 self.groups[key] = self._make_group(ranks, names, channel)
             group = self.groups[key]
         rules = runner = None
-        if group is not None and channel is not None and channel not in MESSAGE_CHANNELS:
+        if group is not None and channel is not None:
             # Axes of the same ranks number their collectives together, because ranks, channel and
             # number identify a message.
             line = (tuple(ranks), channel)
@@ -323,10 +325,13 @@ class Grid:
 
         Communicates: with its members, if an algorithm needs groups of some of them.
         """
-        segment = self._local_segment()
-        shares_memory = self._shares_memory(segment)
+        # Channels on the host, and those of messages, use only the backend.
+        is_plain = channel in MESSAGE_CHANNELS
+        table = AlgorithmTable(NATIVE) if is_plain else self.algorithms
+        segment = None if is_plain else self._local_segment()
+        shares_memory = not is_plain and self._shares_memory(segment)
         own_node = shape.members[self.node_of(self.rank)]
-        rules = self.algorithms.rules_for(names, shape, backend=self.backend, on_host=shares_memory)
+        rules = table.rules_for(names, shape, backend=self.backend, on_host=shares_memory)
         from torch import cuda, device
 
         from ranvier.comm.transports.executor import RankGroup, ScheduleExecutor
@@ -344,7 +349,7 @@ class Grid:
             index=ranks.index(self.rank),
             places=tuple(sorted(ranks).index(rank) for rank in ranks),
             group=group,
-            levels=self._level_groups(names, ranks, shape, channel),
+            levels={} if is_plain else self._level_groups(names, ranks, shape, channel),
             shared_memory=near,
             delay=self.message_delay,
         )
@@ -419,18 +424,18 @@ class Grid:
         """
         if self.backend != "gloo":
             return False
-        nodes = {self.node_of(rank) for rank in range(self.world_size)}
-        if len(nodes) == 1:
+        nodes = tuple(self.node_of(rank) for rank in range(self.world_size))
+        if len({*nodes}) == 1:
             return segment is not None
-        if self._memory_verdict is None:
+        if nodes not in self.memory_verdicts:
             publish, look_up = _store_functions(tuple(range(self.world_size)))
-            alone = sum(self.node_of(r) == self.node_of(self.rank) for r in range(self.world_size))
-            publish(f"memory {self.rank}", "yes" if segment is not None or alone == 1 else "no")
+            is_alone = nodes.count(self.node_of(self.rank)) == 1
+            publish(f"memory {self.rank}", "yes" if segment is not None or is_alone else "no")
             if self.rank == 0:
                 answers = {look_up(f"memory {rank}") for rank in range(self.world_size)}
                 publish("verdict", "yes" if answers == {"yes"} else "no")
-            self._memory_verdict = look_up("verdict") == "yes"
-        return self._memory_verdict
+            self.memory_verdicts[nodes] = look_up("verdict") == "yes"
+        return self.memory_verdicts[nodes]
 
     def _level_groups(
         self,
