@@ -186,7 +186,7 @@ def shapes() -> list[tuple[int, int]]:
     return [(ranks, per) for ranks in range(1, 9) for per in range(1, ranks + 1)]
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("shape", shapes(), ids=lambda shape: f"{shape[0]}ranks-{shape[1]}per_node")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_equals_the_plain_result(
@@ -196,7 +196,7 @@ def test_every_algorithm_equals_the_plain_result(
     run(pool, name, *shape, seed=len(name) + 8 * shape[0] + shape[1], work=work)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_large_tensors(pool: Pool, name: str) -> None:
     dtypes = (torch.float32, torch.bfloat16)
@@ -204,7 +204,7 @@ def test_large_tensors(pool: Pool, name: str) -> None:
     run(pool, name, 4, 2, seed=3, work=work)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_unequal_parts(pool: Pool, name: str) -> None:
     results = pool.on_grid(
@@ -213,7 +213,7 @@ def test_unequal_parts(pool: Pool, name: str) -> None:
     assert results == [[]] * 4
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_three_in_flight(pool: Pool, name: str) -> None:
     results = pool.on_grid({"row": 4}, check_in_flight, 8, algorithm=name, ranks_per_node=2)
