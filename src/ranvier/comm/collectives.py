@@ -107,7 +107,12 @@ class _WorkHandle:
             if trace.time_waits:
                 trace.waited_events.append(event)
         try:
-            work.wait()
+            # Sums may be computed by the thread that waits.
+            if _has_saving_mode():
+                with hide_from_dispatch_modes():
+                    work.wait()
+            else:
+                work.wait()
         except RuntimeError as error:
             raise CommunicationError(_failure_message(self.axis, event, error)) from error
         output = self.output
