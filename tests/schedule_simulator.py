@@ -44,9 +44,9 @@ class Traffic:
     """What was sent, in blocks."""
 
     rounds: int = 0
-    sent: Counter[int] = field(default_factory=Counter)
+    sent_blocks: Counter[int] = field(default_factory=Counter)
     """By each rank."""
-    leaving: Counter[int] = field(default_factory=Counter)
+    leaving_blocks: Counter[int] = field(default_factory=Counter)
     """By each node, to others."""
 
 
@@ -65,9 +65,9 @@ def simulate(
         traffic.rounds += 1
         for index, one in enumerate(rounds):
             for transfer in one.sends:
-                traffic.sent[index] += len(transfer.blocks)
+                traffic.sent_blocks[index] += len(transfer.blocks)
                 if shape.nodes[index] != shape.nodes[transfer.peer]:
-                    traffic.leaving[shape.nodes[index]] += len(transfer.blocks)
+                    traffic.leaving_blocks[shape.nodes[index]] += len(transfer.blocks)
     return traffic
 
 

@@ -268,13 +268,16 @@ def diff_sent_bytes(
         sent = max(event.sent_bytes or 0 for event in events)
         rounds = {event.num_rounds for event in events}
         # The blocks of an all-reduce differ by up to one element of 8 bytes.
-        slack = 8.0 * cost.sent * shape.size if op == "all_reduce" else 0.0
-        if rounds != {cost.rounds} or abs(sent - cost.sent * num_bytes) > slack + 1e-6 * num_bytes:
+        slack = 8.0 * cost.sent_bytes * shape.size if op == "all_reduce" else 0.0
+        if (
+            rounds != {cost.rounds}
+            or abs(sent - cost.sent_bytes * num_bytes) > slack + 1e-6 * num_bytes
+        ):
             counts = ", ".join(map(str, sorted(rounds, key=str)))
             lines.append(
                 f"{op} over {'·'.join(axis)} of {num_bytes} bytes by {algorithm}: closed form "
-                f"{cost.sent * num_bytes:g} bytes in {cost.rounds} rounds, recorded {sent} in "
-                f"{counts}"
+                f"{cost.sent_bytes * num_bytes:g} bytes in {cost.rounds} rounds, recorded {sent} "
+                f"in {counts}"
             )
     return lines
 

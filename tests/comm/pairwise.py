@@ -27,16 +27,16 @@ def num_rounds(size: int) -> int:
     return size - 1
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p."""
     return (size - 1) / size
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns 1 / p for each message from a rank of the node to another node."""
     p = shape.size
     return shape.bytes_leaving((i, (i + d) % p, 1 / p) for d in range(1, p) for i in range(p))
 
 
-ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent, leaving)
+ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent_bytes, leaving_bytes)
 PAIRWISE = FlatAlgorithm("pairwise", {"all_gather": [ALL_GATHER]}, companion="folded")

@@ -138,10 +138,10 @@ def check_cost(
     cost = algorithm.cost(operation, shape)
     counted = (
         traffic.rounds,
-        max(traffic.sent.values(), default=0) / shape.size,
-        max(traffic.leaving.values(), default=0) / shape.size,
+        max(traffic.sent_blocks.values(), default=0) / shape.size,
+        max(traffic.leaving_blocks.values(), default=0) / shape.size,
     )
-    expected = (cost.rounds, cost.sent, cost.leaving_node)
+    expected = (cost.rounds, cost.sent_bytes, cost.leaving_node)
     close = np.allclose(counted, expected, rtol=1e-12, atol=1e-12)
     require(close, f"rounds, sent, leaving node: counted {counted}, closed form {expected}")
 
@@ -207,7 +207,7 @@ def count_sent(steps: Sequence[Step], shape: AxisShape, index: int) -> tuple[flo
     sent = leaving = 0.0
     for step in steps:
         if isinstance(step, GroupStep):
-            moved = RING.sent(step.operation, len(step.ranks)) * sum(map(len, step.blocks))
+            moved = RING.sent_bytes(step.operation, len(step.ranks)) * sum(map(len, step.blocks))
             sent += moved
             leaving += moved * (step.level == "inter")
             continue
@@ -252,7 +252,7 @@ def test_thousands_of_ranks(algorithm: Algorithm, shape: AxisShape) -> None:
         counted = {index: count_sent(steps[index], shape, index) for index in steps}
         cost = algorithm.cost(operation, shape)
         sent = max(sent for sent, _ in counted.values())
-        assert sent == pytest.approx(cost.sent * shape.size)
+        assert sent == pytest.approx(cost.sent_bytes * shape.size)
         leaving = max(sum(counted[index][1] for index in node) for node in nodes)
         assert leaving == pytest.approx(cost.leaving_node * shape.size)
 
@@ -303,7 +303,7 @@ def test_costs_are_the_published_ones(case: tuple[str, Operation]) -> None:
         for M in (1, 2, 8):
             shape = AxisShape.of_nodes([i // M for i in range(N * M)])
             cost = ALGORITHMS[name].cost(operation, shape)
-            found = (cost.rounds, cost.sent, cost.leaving_node)
+            found = (cost.rounds, cost.sent_bytes, cost.leaving_node)
             assert found == pytest.approx(PUBLISHED[case](N, M)), (N, M)
 
 
@@ -311,11 +311,11 @@ def test_costs_are_the_published_ones(case: tuple[str, Operation]) -> None:
 def test_logarithmic_rounds_for_any_number_of_ranks(size: int) -> None:
     shape = AxisShape.of_nodes(range(size))
     gather = ALGORITHMS["bruck"].cost("all_gather", shape)
-    assert (gather.rounds, gather.sent) == (ceil_log2(size), share(size))
+    assert (gather.rounds, gather.sent_bytes) == (ceil_log2(size), share(size))
     scatter = ALGORITHMS["folded"].cost("reduce_scatter", shape)
-    assert (scatter.rounds, scatter.sent) == (ceil_log2(size) + 1, 1)
+    assert (scatter.rounds, scatter.sent_bytes) == (ceil_log2(size) + 1, 1)
     reduce = ALGORITHMS["folded"].cost("all_reduce", shape)
-    assert (reduce.rounds, reduce.sent) == (2 * ceil_log2(size) + 1, 1 + share(size))
+    assert (reduce.rounds, reduce.sent_bytes) == (2 * ceil_log2(size) + 1, 1 + share(size))
 
 
 def test_a_ring_over_ranks_that_jump_between_nodes_leaves_a_node_with_every_message() -> None:
@@ -490,8 +490,8 @@ def change_ring(
     phase = Phase(
         rounds or ring.rounds,
         lambda size: size - 1 + num_rounds,
-        lambda size: ring.sent(size) * sent,
-        lambda shape: {node: count * leaving for node, count in ring.leaving(shape).items()},
+        lambda size: ring.sent_bytes(size) * sent,
+        lambda shape: {node: count * leaving for node, count in ring.leaving_bytes(shape).items()},
     )
     return FlatAlgorithm("broken", {operation: [phase]})
 

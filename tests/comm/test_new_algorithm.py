@@ -46,8 +46,8 @@ def test_its_schedule_gathers_at_the_cost_of_its_closed_form(nodes: tuple[int, .
         assert [None if block is None else block.item() for block in buffer] == [*range(p)]
     cost = PAIRWISE.cost("all_gather", shape)
     assert traffic.rounds == cost.rounds
-    assert max(traffic.sent.values(), default=0) / p == pytest.approx(cost.sent)
-    assert max(traffic.leaving.values(), default=0) / p == pytest.approx(cost.leaving_node)
+    assert max(traffic.sent_blocks.values(), default=0) / p == pytest.approx(cost.sent_bytes)
+    assert max(traffic.leaving_blocks.values(), default=0) / p == pytest.approx(cost.leaving_node)
 
 
 @pytest.mark.usefixtures("table")

@@ -228,7 +228,9 @@ def test_schedules_of_thousands_of_ranks_on_the_fake_group(name: str, world: int
                 continue
             cost = algorithm.cost(event.op, axis.shape)  # type: ignore[arg-type]
             assert event.num_rounds == cost.rounds
-            assert event.sent_bytes is not None and event.sent_bytes <= cost.sent * 4 * world + 1
+            assert (
+                event.sent_bytes is not None and event.sent_bytes <= cost.sent_bytes * 4 * world + 1
+            )
 
 
 def grids_in_a_row(rank: int, count: int) -> tuple[int, int]:

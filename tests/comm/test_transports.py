@@ -247,7 +247,7 @@ def test_bytes_and_rounds_are_those_of_the_formula(pool: Pool, name: str) -> Non
                 continue
             cost = algorithm.cost(op, shape_of(4))
             assert (chosen, rounds) == (name, cost.rounds), (axis_rank, op)
-            assert sent == pytest.approx(cost.sent * total), (axis_rank, op)
+            assert sent == pytest.approx(cost.sent_bytes * total), (axis_rank, op)
 
 
 def record_all(grid: Grid) -> tuple[list[Event], dict[tuple[str, ...], AxisShape]]:

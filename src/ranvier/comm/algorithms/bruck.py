@@ -36,12 +36,12 @@ def num_rounds(size: int) -> int:
     return len(distances(size))
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p."""
     return (size - 1) / size
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns min(d, p - d) / p for each rank of the node with rank i - d on another node."""
     p = shape.size
 
@@ -52,5 +52,5 @@ def leaving(shape: AxisShape) -> dict[int, float]:
     return shape.bytes_leaving(messages())
 
 
-ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent, leaving)
+ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent_bytes, leaving_bytes)
 BRUCK = FlatAlgorithm("bruck", {"all_gather": [ALL_GATHER]}, companion="folded")

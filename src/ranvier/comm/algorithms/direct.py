@@ -46,7 +46,7 @@ def num_rounds(size: int) -> int:
     return 1
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p."""
     return (size - 1) / size
 
@@ -56,13 +56,13 @@ def messages_leaving(shape: AxisShape) -> dict[int, int]:
     return {node: len(ranks) * (shape.size - len(ranks)) for node, ranks in shape.members.items()}
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns m (p - m) / p for a node of m ranks."""
     return {node: count / shape.size for node, count in messages_leaving(shape).items()}
 
 
-ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent, leaving)
-REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent, leaving)
+ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent_bytes, leaving_bytes)
+REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent_bytes, leaving_bytes)
 DIRECT = FlatAlgorithm(
     "direct",
     {

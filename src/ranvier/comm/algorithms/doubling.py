@@ -56,19 +56,23 @@ def num_rounds(size: int) -> int:
     return len(distances(size))
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p."""
     return (size - 1) / size
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns d / p for each rank of the node whose partner at distance d is on another node."""
     p = shape.size
     return shape.bytes_leaving((i, i ^ d, d / p) for d in distances(p) for i in range(p))
 
 
-ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent, leaving, needs_power_of_two=True)
-REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent, leaving, needs_power_of_two=True)
+ALL_GATHER = Phase(
+    all_gather_rounds, num_rounds, sent_bytes, leaving_bytes, needs_power_of_two=True
+)
+REDUCE_SCATTER = Phase(
+    reduce_scatter_rounds, num_rounds, sent_bytes, leaving_bytes, needs_power_of_two=True
+)
 DOUBLING = FlatAlgorithm(
     "doubling",
     {

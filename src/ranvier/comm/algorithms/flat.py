@@ -33,9 +33,9 @@ class Phase:
     """Rounds of a rank, from the number of ranks and its index."""
     num_rounds: Callable[[int], int]
     """Number of rounds, from the number of ranks."""
-    sent: Callable[[int], float]
+    sent_bytes: Callable[[int], float]
     """Bytes that the busiest rank sends, from the number of ranks."""
-    leaving: Callable[[AxisShape], dict[int, float]]
+    leaving_bytes: Callable[[AxisShape], dict[int, float]]
     """Bytes that leave each node."""
     needs_power_of_two: bool = False
     """Whether the number of ranks must be a power of two."""
@@ -114,28 +114,29 @@ class FlatAlgorithm(Algorithm):
             return 0
         return sum(phase.num_rounds(size) for phase in self.phases[operation])
 
-    def sent(self, operation: Operation, size: int) -> float:
+    def sent_bytes(self, operation: Operation, size: int) -> float:
         """Returns how many bytes the busiest of `size` ranks sends."""
-        return sum(phase.sent(size) for phase in self.phases[operation])
+        return sum(phase.sent_bytes(size) for phase in self.phases[operation])
 
     def recorded_rounds(self, operation: Operation, size: int) -> int:
         """Returns the number of rounds that `size` ranks count."""
         return self.num_rounds(operation, size)
 
-    def recorded_sent(self, operation: Operation, size: int) -> float:
+    def recorded_sent_bytes(self, operation: Operation, size: int) -> float:
         """Returns how many bytes the busiest of `size` ranks counts as sent."""
-        return self.sent(operation, size)
+        return self.sent_bytes(operation, size)
 
     def recorded_cost(self, operation: Operation, shape: AxisShape) -> RecordedCost:
         return RecordedCost(
-            self.recorded_rounds(operation, shape.size), self.recorded_sent(operation, shape.size)
+            self.recorded_rounds(operation, shape.size),
+            self.recorded_sent_bytes(operation, shape.size),
         )
 
     def cost(self, operation: Operation, shape: AxisShape) -> ScheduleCost:
-        phases = [phase.leaving(shape) for phase in self.phases[operation]]
+        phases = [phase.leaving_bytes(shape) for phase in self.phases[operation]]
         return ScheduleCost(
             rounds=self.num_rounds(operation, shape.size),
-            sent=self.sent(operation, shape.size),
+            sent_bytes=self.sent_bytes(operation, shape.size),
             leaving_node=max(sum(leaving[node] for leaving in phases) for node in shape.members),
         )
 

@@ -67,14 +67,14 @@ def num_rounds(size: int) -> int:
     return power.bit_length() - 1 + 2 * (power < size)
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p for a power of two, else 1: a folded rank sends the whole."""
     if largest_power_of_two(size) == size:
         return (size - 1) / size
     return 1.0
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns the bytes of all messages that leave the node."""
     p = shape.size
     power = largest_power_of_two(p)
@@ -94,7 +94,7 @@ def leaving(shape: AxisShape) -> dict[int, float]:
     return shape.bytes_leaving(messages())
 
 
-REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent, leaving)
+REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent_bytes, leaving_bytes)
 FOLDED = FlatAlgorithm(
     "folded",
     {

@@ -93,11 +93,11 @@ class Hierarchical(Algorithm):
         sent: dict[Level, float] = {"inter": 0.0, "intra": 0.0}
         for level, part in level_parts(operation, shape):
             rounds += self.levels[level].num_rounds(part, sizes[level])
-            sent[level] += self.levels[level].sent(part, sizes[level])
+            sent[level] += self.levels[level].sent_bytes(part, sizes[level])
         # Between nodes a rank moves 1/M of the whole, and the M ranks of a node all of it.
         return ScheduleCost(
             rounds=rounds,
-            sent=sent["intra"] + sent["inter"] / shape.ranks_per_node,
+            sent_bytes=sent["intra"] + sent["inter"] / shape.ranks_per_node,
             leaving_node=sent["inter"],
         )
 
@@ -109,7 +109,7 @@ class Hierarchical(Algorithm):
         sent = 0.0
         for level, part in level_parts(operation, shape):
             rounds += self.levels[level].recorded_rounds(part, sizes[level])
-            sent += self.levels[level].recorded_sent(part, sizes[level]) * scale[level]
+            sent += self.levels[level].recorded_sent_bytes(part, sizes[level]) * scale[level]
         return RecordedCost(rounds, sent)
 
 

@@ -33,7 +33,7 @@ class Engine(FlatAlgorithm):
     def recorded_rounds(self, operation: Operation, size: int) -> int:
         return 1
 
-    def recorded_sent(self, operation: Operation, size: int) -> float:
+    def recorded_sent_bytes(self, operation: Operation, size: int) -> float:
         return 0.0
 
     def level_steps(
@@ -70,4 +70,4 @@ def shared_memory_cost(operation: str, size: int) -> RecordedCost:
         "all_to_all": (size - 1) / size,
         "receive": 0.0,
     }
-    return RecordedCost(rounds=1, sent=shares.get(operation, 1.0))
+    return RecordedCost(rounds=1, sent_bytes=shares.get(operation, 1.0))

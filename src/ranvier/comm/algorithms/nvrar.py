@@ -38,13 +38,13 @@ def all_reduce_rounds(size: int, index: int) -> list[Round]:
     return fold(size, index, rounds=doubling_rounds, returned=lambda rank: all_blocks)
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns log2 P for the largest power of two P, plus 1 for ranks with a folded partner."""
     power = largest_power_of_two(size)
     return power.bit_length() - 1 + (power < size)
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns the bytes of all messages that leave the node."""
     power = largest_power_of_two(shape.size)
 
@@ -58,7 +58,7 @@ def leaving(shape: AxisShape) -> dict[int, float]:
     return shape.bytes_leaving(messages())
 
 
-ALL_REDUCE = Phase(all_reduce_rounds, num_rounds, sent, leaving)
+ALL_REDUCE = Phase(all_reduce_rounds, num_rounds, sent_bytes, leaving_bytes)
 RECURSIVE_DOUBLING = FlatAlgorithm("recursive_doubling", {"all_reduce": [ALL_REDUCE]})
 
 

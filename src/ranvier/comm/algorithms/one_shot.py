@@ -22,15 +22,15 @@ def num_rounds(size: int) -> int:
     return 1
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns p - 1."""
     return size - 1
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns m (p - m) for a node of m ranks."""
     return {node: float(count) for node, count in messages_leaving(shape).items()}
 
 
-ALL_REDUCE = Phase(all_reduce_rounds, num_rounds, sent, leaving)
+ALL_REDUCE = Phase(all_reduce_rounds, num_rounds, sent_bytes, leaving_bytes)
 ONE_SHOT = FlatAlgorithm("one_shot", {"all_reduce": [ALL_REDUCE]}, companion="direct")

@@ -45,19 +45,19 @@ def num_rounds(size: int) -> int:
     return size - 1
 
 
-def sent(size: int) -> float:
+def sent_bytes(size: int) -> float:
     """Returns (p - 1) / p."""
     return (size - 1) / size
 
 
-def leaving(shape: AxisShape) -> dict[int, float]:
+def leaving_bytes(shape: AxisShape) -> dict[int, float]:
     """Returns (p - 1) / p for each edge of the ring between a rank of the node and another node."""
     p = shape.size
-    return shape.bytes_leaving((i, (i + 1) % p, sent(p)) for i in range(p))
+    return shape.bytes_leaving((i, (i + 1) % p, sent_bytes(p)) for i in range(p))
 
 
-ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent, leaving)
-REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent, leaving)
+ALL_GATHER = Phase(all_gather_rounds, num_rounds, sent_bytes, leaving_bytes)
+REDUCE_SCATTER = Phase(reduce_scatter_rounds, num_rounds, sent_bytes, leaving_bytes)
 RING = FlatAlgorithm(
     "ring",
     {

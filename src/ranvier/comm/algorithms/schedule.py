@@ -138,7 +138,7 @@ class ScheduleCost:
 
     rounds: int
     """Rounds, one after the other. Those of an engine are counted as its ring."""
-    sent: float
+    sent_bytes: float
     """Bytes that the busiest rank sends."""
     leaving_node: float
     """Bytes that leave the busiest node."""
@@ -152,7 +152,7 @@ class RecordedCost:
     """
 
     rounds: int
-    sent: float
+    sent_bytes: float
     """Bytes that the busiest rank sends."""
 
 
@@ -184,4 +184,4 @@ class Algorithm(abc.ABC):
     def recorded_cost(self, operation: Operation, shape: AxisShape) -> RecordedCost:
         """Returns what the events of its collectives record, in closed form."""
         cost = self.cost(operation, shape)
-        return RecordedCost(cost.rounds, cost.sent)
+        return RecordedCost(cost.rounds, cost.sent_bytes)
