@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,8 @@ from ranvier.comm import collectives
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.transports import shared_memory
 from ranvier.comm.transports.output_pool import BLOCK_BYTES, OutputPool
-from ranvier.grid import Grid
+from ranvier.errors import CommunicationError
+from ranvier.grid import HOST_CHANNEL, Grid
 from ranvier.train.collective_algorithms import describe_algorithms
 
 
@@ -29,26 +31,114 @@ def sum_and_algorithm(grid: Grid) -> tuple[float, str]:
     return float(total[0]), events[0].algorithm
 
 
+def refuse_memory(*_: Any) -> int:
+    """Fails as a host whose shared memory is full does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def without_memory(rank: int, ranks: int) -> tuple[float, str, list[str]]:
     """A grid one of whose ranks cannot create its segment."""
-
-    def refuse(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch.object(os, "memfd_create", refuse) if rank == 1 else mock.MagicMock():
+    with mock.patch.object(os, "memfd_create", refuse_memory) if rank == 1 else nullcontext():
         grid = Grid({"row": ranks}, rank=rank, connected=True)
         total, algorithm = sum_and_algorithm(grid)
     return total, algorithm, describe_algorithms(grid)
 
 
+def one_node_without_memory(rank: int, ranks: int) -> tuple[float, str]:
+    """The same on two nodes, with an algorithm that needs shared memory on both."""
+    with mock.patch.object(os, "memfd_create", refuse_memory) if rank == 1 else nullcontext():
+        return sum_and_algorithm(
+            Grid(
+                {"row": ranks},
+                rank=rank,
+                connected=True,
+                ranks_per_node=2,
+                algorithms=AlgorithmTable.parse("hierarchical/ring/shared_memory"),
+            )
+        )
+
+
+def groups_of_uneven_lines(rank: int, ranks: int) -> tuple[int, float]:
+    """The number of groups on a grid where one line of an axis is on one node, the other on two."""
+    grid = Grid(
+        {"data": 2, "row": 2},
+        rank=rank,
+        connected=True,
+        node_of_rank=(0, 0, 0, 1),
+        algorithms=AlgorithmTable.parse("hierarchical/ring/ring"),
+    )
+    total = sum(
+        float(collectives.all_reduce(torch.ones(3), grid.axis(name)).wait()[0])
+        for name in ("data", "row")
+    )
+    return len(grid.groups), total
+
+
+def sizes_that_differ(rank: int, ranks: int) -> str:
+    """What a collective says whose tensors differ in size between its ranks."""
+    grid = Grid({"row": ranks}, rank=rank, connected=True, timeout_seconds=10.0)
+    with pytest.raises(CommunicationError) as found:
+        collectives.all_reduce(torch.ones(3 + rank % 2), grid.axis("row")).wait()
+    return str(found.value)
+
+
 def test_without_memory_all_ranks_continue_natively_and_say_so() -> None:
-    pool = Pool(3)
+    pool = Pool(4)
     try:
-        for total, algorithm, lines in pool.run(without_memory, 3, 3):
-            assert (total, algorithm) == (6.0, "native")
+        for total, algorithm, lines in pool.run(without_memory, 4, 4):
+            assert (total, algorithm) == (10.0, "native")
             assert any("rank 1 cannot create shared memory: [Errno 28]" in line for line in lines)
+        assert pool.run(one_node_without_memory, 4, 4) == [(10.0, "native")] * 4
+        groups, totals = zip(*pool.run(groups_of_uneven_lines, 4, 4), strict=True)
+        # All ranks must have created equally many, or the next one never becomes complete.
+        assert len({*groups}) == 1
+        assert totals == (4.0,) * 4
+        # Last, because workers cannot communicate after it.
+        for message in pool.run(sizes_that_differ, 4, 4):
+            assert "bytes where" in message and "differ between ranks" in message
     finally:
         pool.stop()
+
+
+def algorithms_by_channel(grid: Grid) -> dict[str, set[str]]:
+    """The algorithms of an axis on channels of messages and of collectives."""
+    found = {}
+    for channel in ("", HOST_CHANNEL):
+        rules = grid.axis("row", channel=channel).rules
+        assert rules is not None
+        found[channel] = rules.algorithms
+    return found
+
+
+def test_channels_of_hosts_use_the_backend(pool: Pool) -> None:
+    want = {"": {"shared_memory"}, HOST_CHANNEL: {"native"}}
+    assert pool.on_grid({"row": 2}, algorithms_by_channel, algorithm="shared_memory") == [want] * 2
+
+
+def large_sums_in_flight(grid: Grid, count: int) -> list[float]:
+    """All-reduces of two axes in flight that together need more memory than there is."""
+    axes = [grid.axis("row"), grid.axis("col")]
+    runner = axes[0].runner
+    assert runner is not None and runner.shared_memory is not None
+    segment = runner.shared_memory.segment
+    whole_size = segment._size
+    x = torch.ones(20_000)
+    with mock.patch.multiple(shared_memory, CHUNK_BYTES=1024, ONE_SHOT_BYTES=1024):
+        # Messages of earlier tests may not have been acknowledged yet.
+        taken = [place + size for place, size, _ in segment._allocations.values()]
+        reserved = 1024 * shared_memory.RESERVED_CHUNKS
+        segment._size = max([shared_memory._DATA_START, *taken]) + reserved + 4096
+        started = [collectives.all_reduce(x * i, axis) for i in range(count) for axis in axes]
+        # The ranks wait in different orders.
+        order = reversed(started) if grid.rank % 2 else started
+        totals = sorted(float(one.wait()[0]) for one in order)
+    segment._size = whole_size
+    return totals
+
+
+def test_collectives_in_flight_that_need_more_memory_than_there_is(pool: Pool) -> None:
+    want = sorted(2.0 * i for i in range(5) for _ in range(2))
+    assert pool.on_grid({"row": 2, "col": 2}, large_sums_in_flight, 5) == [want] * 4
 
 
 def test_two_runs_on_one_host_do_not_disturb_each_other(pool: Pool) -> None:

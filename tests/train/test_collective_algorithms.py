@@ -9,7 +9,6 @@ import pytest
 
 from pool import Pool
 from ranvier.comm.algorithm_table import AlgorithmTable
-from ranvier.config import run as runs
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
@@ -66,20 +65,14 @@ def described(grid: Grid) -> list[str]:
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(text: str, words: str) -> None:
-    tables = {
-        "plan": {"row": 3, "data": 1},
-        "comm": {"algorithm": text},
-        "train": {"backend": "gloo"},
-    }
     with pytest.raises(PlanError) as error:
-        check_algorithms(runs.run_from_tables(tables), 3)
+        check_algorithms(text, Grid({"row": 3}), "gloo")
     assert words in str(error.value)
     assert str(error.value).count(". ") >= 2, "value, rule and remedy"
 
 
 def test_an_axis_may_have_its_own_algorithm() -> None:
-    tables = {"plan": {"row": 3, "data": 1}, "comm": {"algorithm": "row=folded,native"}}
-    check_algorithms(runs.run_from_tables({**tables, "train": {"backend": "gloo"}}), 3)
+    check_algorithms("row=folded,native", Grid({"row": 3}), "gloo")
 
 
 def test_a_resumed_run_says_if_its_algorithms_have_changed() -> None:

@@ -12,24 +12,18 @@ import torch
 from ranvier.comm.algorithm_table import AlgorithmTable
 from ranvier.comm.consensus import broadcast_through_store, gather_through_store
 from ranvier.comm.transports.shared_memory import read_boot_id
-from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
 from ranvier.planner.algorithm_choice import add_measured_rules, list_groups
 from ranvier.planner.cluster import load_measured_cluster
 
 
-def check_algorithms(run: RunConfig, ranks_per_node: int) -> None:
-    """Raise if `comm.algorithm` is invalid, or names an axis that cannot use its algorithm.
-
-    run: with resolved degrees and backend.
-    """
-    table = AlgorithmTable.parse(run.comm.algorithm)
-    grid = Grid.from_plan(run.plan, ranks_per_node=max(ranks_per_node, 1))
-    is_host = run.train.backend == "gloo"
+def check_algorithms(algorithm: str, grid: Grid, backend: str) -> None:
+    """Raise if `comm.algorithm` is invalid, or names an axis that cannot use its algorithm."""
+    table = AlgorithmTable.parse(algorithm)
     for names, _ in table.axes:
         shape = grid.axis(*names).shape
-        table.rules_for(names, shape, backend=run.train.backend, on_host=is_host)
+        table.rules_for(names, shape, backend=backend, on_host=backend == "gloo")
 
 
 def find_nodes(me: ProcessInfo) -> list[int] | None:
@@ -44,12 +38,12 @@ def find_nodes(me: ProcessInfo) -> list[int] | None:
     return [numbers[host] for host in hosts]
 
 
-def make_algorithm_table(run: RunConfig, me: ProcessInfo, device: torch.device) -> AlgorithmTable:
+def make_algorithm_table(algorithm: str, me: ProcessInfo, device: torch.device) -> AlgorithmTable:
     """The algorithms of a run, chosen by rank 0 from the measurements of its machine.
 
     Communicates: a text through the store.
     """
-    table = AlgorithmTable.parse(run.comm.algorithm)
+    table = AlgorithmTable.parse(algorithm)
     if me.world_size == 1 or not table.uses_auto:
         return table
     text = ""

@@ -25,6 +25,7 @@ from ranvier.config.plan import Compile
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
+from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo, has_triton, read_environment
 from ranvier.nn import float8
 from ranvier.planner.cluster import Cluster
@@ -247,7 +248,8 @@ def resolve_memory_settings(run: ResolvedRun, context: ResolveContext) -> Resolv
 def resolve_algorithms(run: ResolvedRun, context: ResolveContext) -> ResolvedRun:
     """Check the algorithms of collectives; ranks choose between them when they are connected."""
     if context.device is not None and context.device.type != "meta":
-        check_algorithms(run, context.process.local_world_size)
+        grid = Grid.from_plan(run.plan, ranks_per_node=max(context.process.local_world_size, 1))
+        check_algorithms(run.comm.algorithm, grid, run.train.backend)
     return run
 
 

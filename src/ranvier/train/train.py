@@ -99,7 +99,7 @@ def train(run: ResolvedRun, me: ProcessInfo, stored: list[str] | None = None) ->
         connected=me.world_size > 1,
         ranks_per_node=max(me.local_world_size, 1),
         node_of_rank=find_nodes(me),
-        algorithms=make_algorithm_table(run, me, device),
+        algorithms=make_algorithm_table(run.comm.algorithm, me, device),
         share_gpu=run.launch.share_gpu,
         timeout_seconds=run.train.comm_timeout_seconds,
     )
