@@ -35,6 +35,7 @@ from ranvier.models.feed_forward import (
     apply_with_adapter,
 )
 from ranvier.models.moe import MoELayer
+from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
 
 
@@ -46,8 +47,15 @@ class LMHead(nn.Linear):
         self.cap = cap
         """Soft cap: logits become cap · tanh(logits / cap); 0 disables it."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Returns logits `[b, s, v]`, or the loss if targets are given. x: `[b, s, d]`."""
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, logits_to_keep: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits `[b, s, v]`, or the loss if targets are given. x: `[b, s, d]`.
+
+        logits_to_keep: the tokens of each sample whose logits are computed, `[b, n]`.
+        """
+        if logits_to_keep is not None:
+            x = x.take_along_dim(logits_to_keep.unsqueeze(-1), 1)
         logits = super().forward(x)
         if self.cap > 0.0:
             logits = torch.tanh(logits / self.cap) * self.cap
@@ -109,6 +117,8 @@ class AttentionCore(nn.Module):
         divisor to sqrt(query_pre_attn_scalar)."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """Attention over whole samples; replaced by the fastest backend on the device."""
+        self.kv_cache: KVCache | None = None
+        """Keys and values of the tokens of `PagedSequences`; set by an inference engine."""
 
     def forward(
         self,
@@ -116,12 +126,12 @@ class AttentionCore(nn.Module):
         k: Tensor,
         v: Tensor,
         angles: Tensor | None,
-        documents: Documents | Tensor | None,
+        documents: Documents | PagedSequences | Tensor | None,
     ) -> Tensor:
         """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
-        angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, or ids
-        `[b, s]`.
+        angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, ids
+        `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_cache`.
         """
         if self.rotary is not None:
             if angles is None:
@@ -134,6 +144,11 @@ class AttentionCore(nn.Module):
             k = apply_rotary(k, angles)
         if self.scale != 1.0:
             q = q * self.scale
+        if isinstance(documents, PagedSequences):
+            assert self.kv_cache is not None, "an engine sets the cache"
+            flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
+            y = paged_attention(flat, keys, values, self.kv_cache, documents, self.window, self.cap)
+            return y.view(q.shape).flatten(2)
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)
         # With a window that covers the whole sequence, use causal attention, which has faster
@@ -200,7 +215,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.heads * k, d, bias=config.has_bias("o"))
 
     def forward(
-        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | PagedSequences | Tensor | None,
     ) -> Tensor:
         """Computes attention; x, y: `[b, s, d]`."""
         # Norms over all heads run before heads are split, norms per head run after.
@@ -275,21 +293,30 @@ class Block(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | PagedSequences | Tensor | None,
     ) -> Tensor:
         """Runs the block; x, y: `[b, s, d]`."""
         x, more = self.forward_without_add(x, angles, documents)
         return x + more
 
     def forward_without_add(
-        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | PagedSequences | Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream after attention, and the output of the MLP to be added."""
         x, y = self.forward_attention(x, angles, documents)
         return x, self.mlp_to_residual(self.mlp(y))
 
     def forward_attention(
-        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        documents: Documents | PagedSequences | Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream after attention, and the input of the MLP."""
         y = self.after1(self.attention(self.norm1(x), angles, documents))
@@ -375,7 +402,8 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | Tensor | None = None,
+        documents: Documents | PagedSequences | Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
     ) -> Tensor:
         """Returns logits `[b, s, v]`, or the sum of the token losses if targets are given.
 
@@ -384,10 +412,12 @@ class Decoder(nn.Module):
             targets: Next tokens, `[b, s]`; tokens with a target of -100 are ignored.
             positions: Position of each token, `[b, s]`; 0, 1, 2, ... by default.
             documents: Document of each token, as ids `[b, s]` or `Documents`. Tokens attend only to
-                tokens of the same document.
+                tokens of the same document. `PagedSequences` also attend to a cache.
+            logits_to_keep: The tokens of each sample whose logits are computed, `[b, n]`; all by
+                default.
         """
         everything = slice(0, len(self.blocks) + 2)
-        return self.segment(None, everything, tokens, targets, positions, documents)
+        return self.segment(None, everything, tokens, targets, positions, documents, logits_to_keep)
 
     def segment(
         self,
@@ -396,7 +426,8 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | Tensor | None = None,
+        documents: Documents | PagedSequences | Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
         *,
         scored: bool = True,
     ) -> Tensor:
@@ -410,6 +441,7 @@ class Decoder(nn.Module):
             targets: As in `forward`.
             positions: As in `forward`.
             documents: As in `forward`.
+            logits_to_keep: As in `forward`.
             scored: Whether the last part runs the head. If False, it returns the input of the head.
         """
         if positions is None:
@@ -438,7 +470,8 @@ class Decoder(nn.Module):
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
-            x = self.head(x, targets) if scored else x
+            if scored:
+                x = self.head(x, targets, logits_to_keep)
             if targets is not None and scored:
                 x = self._add_aux_loss(x)
         assert x is not None

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ranvier.models.paged_attention import PagedSequences
+
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -80,11 +82,13 @@ class Documents:
         return int(self.max_seqlen_tensor)
 
 
-def normalize_documents(documents: Documents | Tensor | None) -> Documents | None:
-    """Returns the documents as `Documents`, or None if each sample is one document."""
+def normalize_documents(
+    documents: Documents | PagedSequences | Tensor | None,
+) -> Documents | PagedSequences | None:
+    """Returns ids as `Documents`, and None if each sample is one document."""
     if isinstance(documents, Tensor):
         documents = Documents.from_ids(documents)
-    if documents is None or not documents.lengths:
+    if documents is None or isinstance(documents, PagedSequences) or not documents.lengths:
         return documents
     # Causal attention has faster kernels than varlen attention.
     if all(len(cuts) == 1 for cuts in documents.lengths):
@@ -92,8 +96,12 @@ def normalize_documents(documents: Documents | Tensor | None) -> Documents | Non
     return documents
 
 
-def document_lengths(documents: Documents | None, device: torch.device) -> Tensor | None:
+def document_lengths(
+    documents: Documents | PagedSequences | None, device: torch.device
+) -> Tensor | None:
     """Returns the length of each token's document `[b, s]`; None if samples are documents."""
+    if isinstance(documents, PagedSequences):
+        return documents.rope_lengths
     if documents is None or not documents.lengths:
         return None
     rows = [[n for n in sample for _ in range(n)] for sample in documents.lengths]

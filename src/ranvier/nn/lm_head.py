@@ -76,8 +76,15 @@ class LMHead(Linear):
             ),
         ]
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Returns the logits, or the sum of the losses if targets are given."""
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, logits_to_keep: Tensor | None = None
+    ) -> Tensor:
+        """Returns the logits, or the sum of the losses if targets are given.
+
+        logits_to_keep: the tokens of each sample whose logits are computed, `[b, n]`.
+        """
+        if logits_to_keep is not None:
+            return self._selected_logits(x, logits_to_keep)
         if targets is None:
             # If the caller computes the loss, its factor is unknown here; MoE layers with auxiliary
             # losses then raise an error instead of using an old factor.
@@ -88,6 +95,18 @@ class LMHead(Linear):
         if loss.requires_grad and not torch.compiler.is_compiling():
             loss.register_hook(self._record_loss_grad_scale)
         return loss
+
+    @torch.no_grad()
+    def _selected_logits(self, x: Tensor, logits_to_keep: Tensor) -> Tensor:
+        """Returns the logits of some tokens `[b/col, n, V/row]`, including padding columns."""
+        with self.trace_scope():
+            (from_axis, from_dim), _ = self.comm_axes
+            whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
+            kept = whole.take_along_dim(logits_to_keep.unsqueeze(-1), 1)  # (b, n, d/col)
+            matrix = self.local_matrix(self.handles["weight"].unsharded_data())
+            y = self.matmul_backend.forward(kept.flatten(0, 1), matrix).unflatten(0, kept.shape[:2])
+            y = _scatter_logits(y, self)
+        return self._softcap_logits(y if self.bias is None else y + self.bias.flatten())
 
     def _record_loss_grad_scale(self, grad: Tensor) -> None:
         """Publishes the factor of the loss to earlier layers that add auxiliary losses."""
@@ -173,7 +192,7 @@ class LMHead(Linear):
         return LMHeadCost(
             self.site.name,
             self.site.layout_context,
-            (self.linear_weight,),
+            (self.weight_in_layout,),
             False,
             self.site.whole_sequence,
         )

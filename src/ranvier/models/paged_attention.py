@@ -1,0 +1,147 @@
+"""Attention over keys and values that are stored in blocks of a cache (PagedAttention).
+
+A step of an inference engine computes some tokens of several sequences, concatenated. Keys and
+values of all their earlier tokens are in the cache, in blocks of `block_size` tokens that need not
+be adjacent. The step first writes its own keys and values into their slots, and then attends, so
+that a token sees the whole sequence up to itself. Plain PyTorch; imports only torch.
+
+Shapes: T tokens of a step, n sequences, h heads, g kv heads, k head dim. A layer has a cache
+`[num_blocks, g, block_size, k]` of keys and one of values: the tokens of a head are adjacent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PagedSequences:
+    """The sequences of a step, and where their keys and values are stored.
+
+    A step may have padding: tokens after the last sequence, whose slots are in block 0, which no
+    sequence uses.
+    """
+
+    query_start_loc: Tensor
+    """Start of the tokens of each sequence in the step, then the end, int32 `[n + 1]`."""
+    seq_lens: Tensor
+    """Number of tokens of each sequence up to its last one in this step, int32 `[n]`."""
+    block_table: Tensor
+    """Blocks of each sequence in order, int32 `[n, most blocks]`; 0 after the last one."""
+    slot_mapping: Tensor
+    """Slot of each token, block · block_size + offset, int64 `[T]`."""
+    rope_lengths: Tensor
+    """Number of known tokens of each token's sequence, which LongRoPE depends on, `[1, T]`."""
+    query_lens: tuple[int, ...]
+    """Number of tokens of each sequence in the step, on the host to avoid synchronization."""
+    max_seq_len: int
+    """Upper bound of `seq_lens`, on the host."""
+
+    def narrow(self, start: int, tokens: int) -> PagedSequences:
+        """Returns these sequences: a rank only has those whose blocks it stores."""
+        assert tokens == len(self.slot_mapping), (tokens, self.slot_mapping.shape)
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of one layer, `[num_blocks, g, block_size, k]` each."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def block_size(self) -> int:
+        """Number of tokens of a block."""
+        return self.keys.shape[2]
+
+    def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """Writes keys and values of tokens, `[T, g, k]` each, into their slots."""
+        blocks = slot_mapping // self.block_size
+        offsets = slot_mapping % self.block_size
+        self.keys[blocks, :, offsets] = k.to(self.keys.dtype)
+        self.values[blocks, :, offsets] = v.to(self.values.dtype)
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the blocks of sequences, `[n, g, blocks · block_size, k]`.
+
+        blocks: `[n, blocks]`.
+        """
+        keys, values = (x[blocks].transpose(1, 2).flatten(2, 3) for x in (self.keys, self.values))
+        return keys, values
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    sequences: PagedSequences,
+    window: int = 0,
+    cap: float = 0.0,
+) -> Tensor:
+    """Writes keys and values of a step into the cache, and attends to all that the cache has.
+
+    q, y: `[T, h, k]`; k, v: `[T, g, k]`. window: number of tokens that a token attends to,
+    including itself; 0 means all. cap: scores become cap · tanh(score / cap); 0 disables it.
+    """
+    cache.write(k, v, sequences.slot_mapping)
+    y = torch.zeros_like(q)
+    decoding: list[int] = []
+    start = 0
+    for i, length in enumerate(sequences.query_lens):
+        if length == 1:
+            decoding.append(i)
+        else:
+            y[start : start + length] = _attend_to_blocks(
+                q[start : start + length].unsqueeze(0), cache, sequences, [i], window, cap
+            )[0]
+        start += length
+    if decoding:
+        rows = torch.tensor(decoding, device=q.device)
+        at = sequences.query_start_loc[rows].long()
+        # All sequences with one token at once.
+        y[at] = _attend_to_blocks(
+            q[at].unsqueeze(1), cache, sequences, decoding, window, cap
+        ).squeeze(1)
+    return y
+
+
+def _attend_to_blocks(
+    q: Tensor,
+    cache: KVCache,
+    sequences: PagedSequences,
+    rows: list[int],
+    window: int,
+    cap: float,
+) -> Tensor:
+    """Attention of the last queries of some sequences, `[n, s, h, k]`, to all their tokens."""
+    chosen = torch.tensor(rows, device=q.device)
+    lengths = sequences.seq_lens[chosen].long()
+    # On a CPU, reading the lengths costs nothing.
+    most = int(lengths.max()) if q.device.type == "cpu" else sequences.max_seq_len
+    num_blocks = -(-most // cache.block_size)
+    keys, values = cache.read(sequences.block_table[chosen, :num_blocks].long())  # (n, g, L, k)
+    places = torch.arange(keys.shape[2], device=q.device)
+    # Queries are the last tokens of their sequence: query i of s is at position length - s + i.
+    at = lengths.unsqueeze(1) - q.shape[1] + torch.arange(q.shape[1], device=q.device)  # (n, s)
+    visible = places <= at.unsqueeze(-1)  # (n, s, L)
+    if window:
+        visible &= places > at.unsqueeze(-1) - window
+    visible = visible.unsqueeze(1)
+    q = q.transpose(1, 2)  # (n, h, s, k)
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
+    if cap == 0.0:
+        shared = q.shape[1] != keys.shape[1]
+        y = F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=shared)
+        return y.transpose(1, 2)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.unflatten(1, (keys.shape[1], -1))  # (n, g, h/g, s, k)
+    scores = (groups @ keys.unsqueeze(2).transpose(-1, -2) * q.shape[-1] ** -0.5).to(wide)
+    scores = (torch.tanh(scores / cap) * cap).masked_fill(~visible.unsqueeze(2), float("-inf"))
+    y = scores.softmax(-1).to(q.dtype) @ values.unsqueeze(2)
+    return y.flatten(1, 2).transpose(1, 2)
