@@ -52,7 +52,48 @@ def check_all(grid: Grid, inner: str, ways: Sequence[bool] = (True, False)) -> l
                 way = "fast" if fast else "reference"
                 name = f"{leaf.__name__} {number} {way} on rank {grid.rank}: "
                 lines += [name + line for line in check(grid, inner, example, twin, fast)]
+            name = f"{leaf.__name__} {number} with whole tokens on rank {grid.rank}: "
+            lines += [name + line for line in check_whole_tokens(grid, inner, example, twin)]
     return lines
+
+
+@torch.no_grad()
+def check_whole_tokens(
+    grid: Grid, inner: str, example: LayerExample, twin: type[nn.Module]
+) -> list[str]:
+    """Outputs and communication of a forward pass, for which row does not split tokens."""
+    device = device_of(grid)
+    inputs = [whole_input(dims, example, i, device) for i, dims in enumerate(example.inputs)]
+    outputs = as_list(Lone(example, twin).to(device)(*inputs))
+    table = ShardingTable(inner, row_splits="none")  # type: ignore[arg-type]
+    plan = Plan(col_splits=table.col_splits).with_degrees(grid.degrees)
+    model = parallelize(Lone(example, twin), grid, plan, device=device).eval()
+    parallel = model.parallel
+    parallel.step_context.row_splits = "none"
+    parts = [
+        place_of(x.shape, dims, example, table, grid).slice_from(x)
+        for x, dims in zip(inputs, example.inputs, strict=True)
+    ]
+    parallel.bucket_scheduler.begin_step("test")
+    with grid.trace.record_events() as events:
+        mine = as_list(model(*parts))
+    lines = []
+    for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
+        if dims:
+            place = place_of(want.shape, dims, example, table, grid)
+            # Padding columns are only returned for training.
+            want = place.slice_from(want)[..., : y.shape[-1]]
+        else:
+            y = collectives.all_reduce(y, parallel.token_axis).wait()
+        lines += worst("output", y, want, ONE_PASS)
+    samples = example.sizes["batch"] // grid.axis("data", "expert", "depth").size
+    flow = ActivationShape(samples, example.sizes["seq"], itemsize=8, statistics_itemsize=8)
+    predicted = [
+        event
+        for layer in parallel.communicating_layers.values()
+        for event in layer.forward_events(flow)
+    ]
+    return lines + diff_events(predicted, [event for event in events if "depth" not in event.axis])
 
 
 def check(

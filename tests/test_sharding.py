@@ -368,10 +368,10 @@ def test_regions() -> None:
         ("samples", ("heads", "rank"), LinearComm(gather=CommStep("row", 1))),
         ("samples", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1))),
         ("samples", ("embed", "rank"), LinearComm(gather=CommStep("col", 0))),
-        ("features", ("rank", "embed"), LinearComm(reduce_axis="col")),
-        ("features", ("heads", "rank"), LinearComm(gather=CommStep("row", 1), copy_axis="col")),
-        ("features", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1), reduce_axis="col")),
-        ("features", ("embed", "rank"), LinearComm(copy_axis="col")),
+        ("features", ("rank", "embed"), LinearComm(reduce_axes=("col",))),
+        ("features", ("heads", "rank"), LinearComm(gather=CommStep("row", 1), copy_axes=("col",))),
+        ("features", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1), reduce_axes=("col",))),
+        ("features", ("embed", "rank"), LinearComm(copy_axes=("col",))),
     ],
 )
 def test_a_rank_is_whole(inner: InnerSplit, dims: tuple[str, str], move: LinearComm) -> None:

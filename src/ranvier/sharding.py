@@ -4,11 +4,12 @@ A model names the dims of its weights; four tables map those names to axes of th
 
 * `WEIGHT_RULE`: how a weight is split. Matrices are also split over `depth` along dim 0 (expert
   weights along the dim after the expert dim).
-* `OUTER_RULE`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
+* `OUTER_RULES`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`, or
+  `[b, s, d/col]` for few tokens.
 * `INNER_RULES`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or
   `[b, s, n/(row·col)]`.
 * `UNSPLIT_RULES`: features that no axis splits (a LoRA rank). `[b/col, s/row, r]` or
-  `[b, s/row, r]`.
+  `[b, s/row, r]`; `s` instead of `s/row` for few tokens.
 
 Everything else is derived from them here: the shard of a weight on a rank (`Sharding`, `Shard`),
 the ranks that hold the same shard and so sum its gradient (`Sharding.replica_counts`), and what a
@@ -30,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ranvier.config.plan import AXES, InnerSplit, Plan
+from ranvier.config.plan import AXES, InnerSplit, Plan, RowSplit
 from ranvier.errors import ShardingError
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ OUTER_RULE: AxisRule = {
     "seq": ("context", "row"),
     "embed": ("col",),
 }
+OUTER_RULES: Mapping[RowSplit, AxisRule] = {
+    "tokens": OUTER_RULE,
+    "none": {**OUTER_RULE, "seq": ("context",)},
+}
+"""With `none`, the ranks of row hold the same tokens: what enters the inner region is not gathered,
+and what leaves it is summed by one all-reduce. It suits the few tokens of a decode step."""
 INNER_RULES: Mapping[InnerSplit, AxisRule] = {
     "samples": {"batch": ("data", "expert", "depth", "col"), "seq": ("context",)}
     | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row",)),
@@ -65,9 +72,10 @@ EXPERT_HIDDEN_AXES = ("row", "col")
 REPLICA_AXES = OUTER_RULE["batch"]
 """Axes along which ranks read different samples in every region; one coordinate of them is a
 replica."""
-UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
-    "samples": {"batch": INNER_RULES["samples"]["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
-    "features": {"batch": OUTER_RULE["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
+UNSPLIT_RULES: Mapping[tuple[InnerSplit, RowSplit], AxisRule] = {
+    (col_splits, row_splits): {"batch": inner["batch"], "seq": outer["seq"], "rank": ()}
+    for col_splits, inner in INNER_RULES.items()
+    for row_splits, outer in OUTER_RULES.items()
 }
 """Tokens are split as in both the outer and the inner region. If col splits only features, the
 ranks of col hold the same values, and the same gradients of them."""
@@ -94,15 +102,15 @@ class CommStep:
 class LinearComm:
     """Communication of a linear layer: gather the input, matmul, reduce-scatter the output.
 
-    If one of its dims is not split, col may have a step that does not split an activation: an input
-    that is replicated over `copy_axis` (backward sums over it), or an output that is summed over
-    `reduce_axis` and then replicated.
+    An axis that splits a dim of the weight may split no dim of the activation: the input is then
+    replicated over `copy_axes` (backward sums over them), or the output is summed over
+    `reduce_axes` and then replicated.
     """
 
     gather: CommStep = CommStep()
     scatter: CommStep = CommStep()
-    copy_axis: str = ""
-    reduce_axis: str = ""
+    copy_axes: tuple[str, ...] = ()
+    reduce_axes: tuple[str, ...] = ()
 
 
 def count_parts(axes: Iterable[str], degrees: Mapping[str, int]) -> int:
@@ -134,6 +142,8 @@ class ShardingTable:
     col_splits: InnerSplit = "samples"
     vocab_over_pipe: bool = False
     """Whether the stages of a pipeline also split the vocabulary."""
+    row_splits: RowSplit = "tokens"
+    """What row splits in the outer region."""
 
     @property
     def weight_rule(self) -> AxisRule:
@@ -143,9 +153,9 @@ class ShardingTable:
     def activation_rule(self, dim: str) -> AxisRule:
         """Return the rule of activations whose feature dim is `dim`."""
         if dim == "rank":
-            return UNSPLIT_RULES[self.col_splits]
+            return UNSPLIT_RULES[self.col_splits, self.row_splits]
         if dim == "embed":
-            return OUTER_RULE
+            return OUTER_RULES[self.row_splits]
         return self._with_vocab_over_pipe(INNER_RULES[self.col_splits])
 
     def _with_vocab_over_pipe(self, rule: AxisRule) -> AxisRule:
@@ -227,10 +237,9 @@ class ShardingTable:
         # The static rule, not `weight_rule`: a vocabulary split over pipe adds no communication
         # here, because the head sums over stages itself.
         (out_axis,), (in_axis,) = WEIGHT_RULE[out], WEIGHT_RULE[into]
-        return LinearComm(
-            gather=CommStep(out_axis, _activation_dim(self.activation_rule(into), out_axis)),
-            scatter=CommStep(in_axis, _activation_dim(self.activation_rule(out), in_axis)),
-        )
+        gather, copied = _comm_step(self.activation_rule(into), out_axis)
+        scatter, reduced = _comm_step(self.activation_rule(out), in_axis)
+        return LinearComm(gather, scatter, copied, reduced)
 
     def _unsplit_dim_comm(self, out: str, into: str) -> LinearComm:
         """Returns the communication of a layer from or to a dim that no axis splits.
@@ -241,11 +250,11 @@ class ShardingTable:
         other = into if out == "rank" else out
         steps = {axis: _token_dim(rank, axis) for axis in self.feature_axes(other)}
         moved = [CommStep(axis, dim) for axis, dim in steps.items() if dim is not None]
-        alike = "".join(axis for axis, dim in steps.items() if dim is None)
+        alike = tuple(axis for axis, dim in steps.items() if dim is None)
         step = moved[0] if moved else CommStep()
         if out == "rank":
-            return LinearComm(scatter=step, reduce_axis=alike)
-        return LinearComm(gather=step, copy_axis=alike)
+            return LinearComm(scatter=step, reduce_axes=alike)
+        return LinearComm(gather=step, copy_axes=alike)
 
 
 def _token_dim(region: AxisRule, axis: str) -> int | None:
@@ -253,9 +262,15 @@ def _token_dim(region: AxisRule, axis: str) -> int | None:
     return next((TOKEN_DIMS[dim] for dim in TOKEN_DIMS if axis in region[dim]), None)
 
 
-def _activation_dim(region: AxisRule, axis: str) -> int:
-    """Returns the dim of an activation that `axis` splits in `region`; -1 for the features."""
-    return next((TOKEN_DIMS.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
+def _comm_step(region: AxisRule, axis: str) -> tuple[CommStep, tuple[str, ...]]:
+    """Returns the step along the dim that `axis` splits in `region`, or the axis if it splits none.
+
+    The dim of the features is -1.
+    """
+    for dim, axes in region.items():
+        if axis in axes:
+            return CommStep(axis, TOKEN_DIMS.get(dim, -1)), ()
+    return CommStep(), (axis,)
 
 
 @dataclass(frozen=True)

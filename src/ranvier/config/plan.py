@@ -25,6 +25,7 @@ SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 """Names of settings that differ from the name of their dim."""
 
 InnerSplit = Literal["samples", "features"]
+RowSplit = Literal["tokens", "none"]
 Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]

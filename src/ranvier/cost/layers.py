@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
@@ -149,9 +149,13 @@ class EmbeddingCost(LayerCost):
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:
-        """Returns the reduce-scatter of the rows along the tokens."""
+        """Returns the reduce-scatter of the rows along the tokens, or their sum for all tokens."""
+        keeps_tokens = self.layout_context.table.row_splits == "none"
         return self.predict_event(
-            "reduce_scatter", self.row_group, self._num_elements(flow), flow.itemsize
+            "all_reduce" if keeps_tokens else "reduce_scatter",
+            self.row_group,
+            self._num_elements(flow),
+            flow.itemsize,
         )
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
@@ -306,9 +310,15 @@ class MoECost(LayerCost):
     matrices: int = 3
     """Number of matrices per expert: 3 with a gate, 2 without."""
 
+    def local_tokens(self, flow: ActivationShape) -> int:
+        """Returns the tokens that a rank dispatches, also if row splits none of them before."""
+        layout = self.layout_context
+        table = replace(layout.table, row_splits="tokens")
+        return replace(layout, table=table).local_tokens(flow, "embed")
+
     def sent_rows(self, flow: ActivationShape) -> int:
         """Returns the rows that a rank sends: one per choice of its tokens."""
-        return self.layout_context.local_tokens(flow, "embed") * self.experts_per_token
+        return self.local_tokens(flow) * self.experts_per_token
 
     def received_rows(self, flow: ActivationShape) -> int:
         """Returns the rows that a rank receives, or its own rows if expert has one rank."""
@@ -328,7 +338,17 @@ class MoECost(LayerCost):
             # Outputs of gate and up are reduce-scattered over col, and the input of down is
             # gathered; in backward it is the reverse.
             *self._dispatch_events(flow, self.matrices - 1, 1, self.layout_context.dispatch),
+            *self._output_events(flow),
         ]
+
+    def _output_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the all-gather of the outputs, if row splits no tokens of the residual stream."""
+        if self.layout_context.table.row_splits == "tokens":
+            return []
+        layout = self.layout_context
+        (features,) = layout.feature_sharding(layout.units["embed"], "embed").local_shape
+        elements = layout.local_tokens(flow, "embed") * features
+        return self.predict_event("all_gather", layout.axis_group("row"), elements, flow.itemsize)
 
     def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the events of the router gradient, then of the gradients of the rows."""
@@ -340,7 +360,7 @@ class MoECost(LayerCost):
 
     def _router_events(self, flow: ActivationShape, numbers: int) -> list[Event]:
         """Returns the all-reduce of `numbers` partial sums per token over col."""
-        elements = self.layout_context.local_tokens(flow, "embed") * numbers
+        elements = self.local_tokens(flow) * numbers
         return self.predict_event(
             "all_reduce", self.layout_context.axis_group("col"), elements, flow.statistics_itemsize
         )
@@ -379,7 +399,7 @@ class MoECost(LayerCost):
 
     def flops(self, flow: ActivationShape) -> int:
         """Returns 2 · rows · (expert matrix elements) + 2 · tokens · (router elements)."""
-        tokens = self.layout_context.local_tokens(flow, "embed")
+        tokens = self.local_tokens(flow)
         (features,) = self.layout_context.feature_sharding(
             self.layout_context.units["embed"], "embed"
         ).local_shape

@@ -164,12 +164,12 @@ class LinearCost(LayerCost):
     @cached_property
     def copy_group(self) -> AxisGroup:
         """The ranks that have the same input and use it differently."""
-        return self.layout_context.axis_group(self.weights[0].linear_comm.copy_axis)
+        return self.layout_context.axis_group(*self.weights[0].linear_comm.copy_axes)
 
     @cached_property
     def reduce_group(self) -> AxisGroup:
         """The ranks that get the same sum as their output."""
-        return self.layout_context.axis_group(self.weights[0].linear_comm.reduce_axis)
+        return self.layout_context.axis_group(*self.weights[0].linear_comm.reduce_axes)
 
     @property
     def has_trainable_weight(self) -> bool:

@@ -29,7 +29,7 @@ class Embedding(ParallelLayer):
 
     ids: `[b, s]`; y: `[b, s/row, d/col]`.
     Communicates: reduce-scatter seq over row; backward: all-gather seq over row (nothing if dim 0
-    is not split).
+    is not split). If row splits no tokens: all-reduce over row.
 
     Args:
         site: Name and context of the layer.
@@ -84,10 +84,15 @@ class Embedding(ParallelLayer):
         """Looks up the rows of ids, `[b, s]`."""
         weight = self.handles["weight"]
         check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
-        if self.axis.size == 1:
+        keeps_tokens = self.site.step_context.row_splits == "none"
+        if self.axis.size == 1 and not keeps_tokens:
             # No reduce-scatter will split the sequence, so take this rank's tokens now.
             ids = autograd.local_slice(ids, self.seq_axis, 1)
         with self.trace_scope():
+            if keeps_tokens:
+                return autograd.reduce_from_axis(
+                    self._look_up_rows(weight.unsharded_param(), ids), self.axis
+                )
             if torch.compiler.is_compiling() or not self.site.step_context.overlapped_autograd:
                 y = autograd.reduce_scatter(
                     self._look_up_rows(weight.unsharded_param(), ids), self.axis, 1

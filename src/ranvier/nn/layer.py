@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
-from ranvier.config.plan import Dispatch
+from ranvier.config.plan import Dispatch, RowSplit
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.errors import DataError, ShardingError
 from ranvier.grid import Axis, Grid
@@ -53,6 +53,8 @@ class StepContext:
     """Queue of deferred weight-gradient computations; if None, they run in the backward pass."""
     save_policy: SavePolicy = field(default_factory=SavePolicy)
     """What blocks save for backward, and where it is stored."""
+    row_splits: RowSplit = "tokens"
+    """What row splits in the outer region. An inference step of few tokens splits nothing."""
 
     def run_or_defer(self, work: Callable[[], None]) -> None:
         """Runs a weight-gradient computation now, or queues it for later."""
@@ -97,7 +99,8 @@ class LayerContext:
     @property
     def layout_context(self) -> LayoutContext:
         """The part of the context that cost models need."""
-        return LayoutContext(self.grid.degrees, self.table, self.units, self.dispatch)
+        table = replace(self.table, row_splits=self.step_context.row_splits)
+        return LayoutContext(self.grid.degrees, table, self.units, self.dispatch)
 
     def for_layer(self, name: str, **changes: object) -> LayerContext:
         """Returns the context of another layer of the same model."""

@@ -23,6 +23,9 @@ only activations of width r are communicated:
     inner to rank   x · W[r, n/row]ᵀ  -scatter seq over row (sum over col)->    y
     rank to embed   x  -gather batch over col->  x · W[d/col, r]ᵀ               y
 
+For few tokens row may split no tokens in the residual stream, `[b, s, d/col]`; then an entering
+layer gathers nothing over row, and a leaving layer sums over row by an all-reduce (forward only).
+
 Several layers that read the same input share their communication (`FusedLinear`). There are two
 implementations, which tests compare: `parallel_linear_reference`, built from differentiable
 collectives, and `_ParallelLinear`, whose backward overlaps communication with computation: X is
@@ -39,9 +42,9 @@ ranks share are repeated there, once per rank that needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -49,13 +52,29 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
 from ranvier.comm.autograd import all_gather, copy_to_axis, reduce_from_axis, reduce_scatter
+from ranvier.config.plan import RowSplit
 from ranvier.cost.linear import LinearCost, LinearWeight
 from ranvier.grid import Axis
 from ranvier.memory.saved_results import STOP_RECOMPUTATION
 from ranvier.nn.example import EXAMPLE_SIZES, LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer, apply_autograd
 from ranvier.nn.matmul import MatmulBackend, PlainMatmul, differentiable_linear, forward, grad_x
-from ranvier.sharding import Dim
+from ranvier.sharding import Dim, LinearComm
+
+
+@dataclass(frozen=True)
+class LinearCommAxes:
+    """The communication of a linear layer, with the axes of its grid."""
+
+    comm: LinearComm
+    gather: tuple[Axis, int]
+    """Axis and dim of the all-gather of the input."""
+    scatter: tuple[Axis, int]
+    """Axis and dim of the reduce-scatter of the output."""
+    copy_axis: Axis
+    """Ranks that hold the same input and use it differently (dx is summed over them)."""
+    reduce_axis: Axis
+    """Ranks that all get the same sum as their output."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +120,8 @@ class Linear(ParallelLayer):
         self.in_dim = self.linear_weight.in_dim
         self.out_dim = self.linear_weight.out_dim
         self.num_packed = self.linear_weight.num_packed
-        self.linear_comm = self.linear_weight.linear_comm
-        self.comm_axes = self._resolve_comm_axes()
-        """(axis, dim) of the all-gather of the input, and of the reduce-scatter of the output."""
-        self.copy_axis = site.axis(*filter(None, [self.linear_comm.copy_axis]))
-        """Ranks that hold the same input and use it differently (dx is summed over them)."""
-        self.reduce_axis = site.axis(*filter(None, [self.linear_comm.reduce_axis]))
-        """Ranks that all get the same sum as their output."""
+        self.comm_by_row_split = {one: self._resolve_comm(one) for one in get_args(RowSplit)}
+        """Communication for each layout of the residual stream."""
         self.matmul_backend: MatmulBackend = PlainMatmul()
         """Computes the matmuls, in the dtype of the weights or in float8."""
         # 0.02 is the default; the `init` table of a model overrides it (`initial_mean_std`).
@@ -151,19 +165,33 @@ class Linear(ParallelLayer):
             *_low_rank_examples(),
         ]
 
-    def _resolve_comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
-        move = self.linear_comm
+    def _resolve_comm(self, row_splits: RowSplit) -> LinearCommAxes:
         site = self.site
+        table = replace(site.table, row_splits=row_splits)
+        comm = table.linear_comm(self.out_dim, self.in_dim)
         # Dim 1 is the sequence: if it is already gathered, an axis of one rank makes the gather a
         # no-op.
-        gathered = site.whole_sequence and move.gather.dim == 1
+        gathered = site.whole_sequence and comm.gather.dim == 1
         from_axis, to_axis = (
-            site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
+            site.axis(*filter(None, [step.axis])) for step in (comm.gather, comm.scatter)
         )
-        return (site.axis() if gathered else from_axis, move.gather.dim), (
-            to_axis,
-            move.scatter.dim,
+        return LinearCommAxes(
+            comm,
+            (site.axis() if gathered else from_axis, comm.gather.dim),
+            (to_axis, comm.scatter.dim),
+            site.axis(*comm.copy_axes),
+            site.axis(*comm.reduce_axes),
         )
+
+    @property
+    def linear_comm(self) -> LinearCommAxes:
+        """Communication in the current layout of the residual stream."""
+        return self.comm_by_row_split[self.site.step_context.row_splits]
+
+    @property
+    def comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
+        """(axis, dim) of the all-gather of the input, and of the reduce-scatter of the output."""
+        return self.linear_comm.gather, self.linear_comm.scatter
 
     def _resolve_used_slice(self) -> tuple[int, int, int] | None:
         if self.linear_weight.used_part is None:
@@ -181,7 +209,7 @@ class Linear(ParallelLayer):
         cuts = [
             cut
             for cut in self.output_sharding.splits[0]
-            if cut.axis == self.linear_comm.scatter.axis
+            if cut.axis == self.linear_comm.comm.scatter.axis
         ]
         if cuts:
             return cuts[0].ranks // cuts[0].replicas
@@ -237,13 +265,18 @@ class Linear(ParallelLayer):
         return y
 
     @property
+    def weight_in_layout(self) -> LinearWeight:
+        """The weight in the current layout of the residual stream."""
+        return replace(self.linear_weight, layout_context=self.site.layout_context)
+
+    @property
     def cost_model(self) -> LinearCost:
         """Cost of the all-gather of x, the matmul and the reduce-scatter of y."""
         return self.fused_cost_model([self])
 
     def fused_cost_model(self, layers: Sequence[Linear], *, apart: bool = False) -> LinearCost:
         """Returns the cost model of several layers that run together; this is the first."""
-        factors = tuple(layer.linear_weight for layer in layers)
+        factors = tuple(layer.weight_in_layout for layer in layers)
         whole = self.site.whole_sequence
         return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
@@ -317,7 +350,9 @@ def parallel_linear_reference(
     """The same computation with differentiable collectives, which tests use as the reference."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(
-        all_gather(copy_to_axis(x, layers[0].copy_axis), from_axis, from_dim), layers, apart
+        all_gather(copy_to_axis(x, layers[0].linear_comm.copy_axis), from_axis, from_dim),
+        layers,
+        apart,
     )
     ys: list[Tensor] = []
     # The empty run at the end makes the loop include the layers after the last packed run.
@@ -333,10 +368,10 @@ def parallel_linear_reference(
             ys += differentiable_linear(xs[0], run.matrix, layers[run.start].matmul_backend).split(
                 sizes, -1
             )
-    if to_axis.size == layers[0].reduce_axis.size == 1:
+    if to_axis.size == layers[0].linear_comm.reduce_axis.size == 1:
         return ys
     y = reduce_scatter(pack_outputs(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim))
-    return unpack_outputs(reduce_from_axis(y, layers[0].reduce_axis), layers, to_dim)
+    return unpack_outputs(reduce_from_axis(y, layers[0].linear_comm.reduce_axis), layers, to_dim)
 
 
 def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
@@ -425,7 +460,9 @@ class _ParallelLinear(torch.autograd.Function):
             none = [None] * (3 + len(layers))
             if pending is None:
                 return None, *none
-            return collectives.all_reduce(pending.wait(), layers[0].copy_axis).wait(), *none
+            return collectives.all_reduce(
+                pending.wait(), layers[0].linear_comm.copy_axis
+            ).wait(), *none
 
 
 def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
@@ -438,14 +475,16 @@ def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[T
         )
         for part, layer in zip(xs, layers, strict=True)
     ]
-    if to_axis.size == layers[0].reduce_axis.size == 1:
+    if to_axis.size == layers[0].linear_comm.reduce_axis.size == 1:
         return tuple(ys)
     packed = pack_outputs(ys, layers, to_axis, to_dim)
     # `packed` is a copy if there are several outputs; free the originals before the scatter.
     del ys
     y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
     return tuple(
-        unpack_outputs(collectives.all_reduce(y, layers[0].reduce_axis).wait(), layers, to_dim)
+        unpack_outputs(
+            collectives.all_reduce(y, layers[0].linear_comm.reduce_axis).wait(), layers, to_dim
+        )
     )
 
 

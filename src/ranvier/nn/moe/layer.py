@@ -42,6 +42,7 @@ from ranvier.comm.autograd import (
     all_gather,
     all_to_all,
     copy_to_axis,
+    local_slice,
     reduce_from_axis,
     reduce_scatter,
 )
@@ -86,7 +87,8 @@ class MoELayer(ParallelLayer):
     x, y: `[b, s/row, d/col]`.
     Communicates: all-reduce of logits over col, all-gather of counts over (expert, row), then
     all-to-all over expert, all-gather over row, reduce-scatter and all-gather over col,
-    reduce-scatter over row, all-to-all over expert; backward: the duals in reverse.
+    reduce-scatter over row, all-to-all over expert; backward: the duals in reverse. If row
+    splits no tokens, each rank of row takes a share of them, and their outputs are gathered.
 
     Args:
         site: Name and context of the layer.
@@ -163,6 +165,11 @@ class MoELayer(ParallelLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Routes tokens to experts, computes the experts and combines their outputs."""
+        whole = x
+        keeps_tokens = self.site.step_context.row_splits == "none"
+        if keeps_tokens:
+            # Otherwise the ranks of row would dispatch the same tokens.
+            x = local_slice(x, self.row, 1)
         with self.trace_scope():
             logits, routes = self._route_tokens(x)
             counts = self.rule.count_choices(routes, len(x))
@@ -182,22 +189,26 @@ class MoELayer(ParallelLayer):
             with self.trace_scope():
                 y = self._run_local_moe(x.flatten(0, 1), routes.weights, order).view(x.shape)
         else:
-            y, beside = self._dispatch_and_combine(x, routes, order, table, host)
+            y, beside = self._dispatch_and_combine(x, whole, routes, order, table, host)
         with self.trace_scope():
             y = self._record_stats(y, logits, routes, table, kept)
+            if keeps_tokens:
+                y = all_gather(y, self.row, 1)
         return y if beside is None else y + beside
 
     def _dispatch_and_combine(
         self,
         x: Tensor,
+        whole: Tensor,
         routes: Any,
         order: TokenPermutation,
         table: Tensor,
         host: Callable[[], Any] | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the outputs of the routed experts and of the shared expert, shaped like x.
+        """Returns the outputs of the routed experts, like x, and of the shared expert, like whole.
 
-        The shared expert overlaps with the all-to-all.
+        whole: the input of the layer; x is its part that this rank dispatches. The shared expert
+        overlaps with the all-to-all.
         """
         with self.trace_scope():
             # Enqueued before the host waits for the counts, so that the device stays busy.
@@ -212,7 +223,7 @@ class MoELayer(ParallelLayer):
             hidden = None
         else:
             # Overlaps with the dispatch.
-            hidden = self.shared.compute_hidden(x)
+            hidden = self.shared.compute_hidden(whole)
         with self.trace_scope():
             rows = self._receive_rows(there, lanes)
             del there
