@@ -156,6 +156,7 @@ class Pool:
     ) -> list[Any]:
         """Call `function(grid, *arguments)` on every rank of a grid, its ranks in an order."""
         world = math.prod(degrees.values())
+        is_algorithm_test = bool(algorithm)
         algorithm = algorithm or self.algorithm
         # Two levels need nodes.
         per_node = ranks_per_node or (2 if algorithm.startswith(LEVELED) else SIZE)
@@ -180,10 +181,10 @@ class Pool:
         wanted += [(tuple(range(world)), "orders")]
         if order is not None:
             wanted = [(tuple(order[place] for place in places), one) for places, one in wanted]
-        # Groups inside and between nodes, on a grid with one axis only for that axis, as making a
-        # group takes longer than most tests.
-        has_one_axis = sum(size > 1 for size in degrees.values()) == 1
-        lined = [line for line in wanted if not has_one_axis or len(line[0]) == world]
+        # Groups inside and between nodes. Tests of algorithms use a whole axis; making groups of its
+        # parts as well would take longer than most of them.
+        is_whole = is_algorithm_test and sum(size > 1 for size in degrees.values()) == 1
+        lined = [line for line in wanted if not is_whole or len(line[0]) == world]
         wanted += [one for line in lined for one in level_groups(*line, per_node, algorithm)]
         wanted = [(tuple(sorted(ranks)), channel) for ranks, channel in wanted]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
