@@ -181,8 +181,8 @@ class Pool:
         wanted += [(tuple(range(world)), "orders")]
         if order is not None:
             wanted = [(tuple(order[place] for place in places), one) for places, one in wanted]
-        # Groups inside and between nodes. Tests of algorithms use a whole axis; making groups of its
-        # parts as well would take longer than most of them.
+        # Groups inside and between nodes. Tests of algorithms use a whole axis; groups of its parts
+        # would take longer to make than most of them.
         is_whole = is_algorithm_test and sum(size > 1 for size in degrees.values()) == 1
         lined = [line for line in wanted if not is_whole or len(line[0]) == world]
         wanted += [one for line in lined for one in level_groups(*line, per_node, algorithm)]
