@@ -77,6 +77,15 @@ def uniform_bits(x: Tensor) -> Tensor:
     return _shift_right(x, 32)
 
 
+def gumbel_values(x: Tensor) -> Tensor:
+    """Return Gumbel-distributed numbers (float64) of scrambled integers: -log(-log u).
+
+    u = (k + 1/2) / 2⁵² with the upper 52 bits k; this is exact in float64, and never 0 or 1.
+    """
+    uniform = (_shift_right(x, 12).double() + 0.5) * 2.0**-52
+    return uniform.log_().neg_().log_().neg_()
+
+
 def normal_values(index: Tensor, stream: int) -> Tensor:
     """Return standard normal numbers (float64) at the given indices of a stream."""
     total = torch.zeros_like(index)
