@@ -18,8 +18,8 @@ from ranvier.comm import collectives
 from ranvier.config.plan import Plan
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.infer.generate_distributed import pad_vocab_shard
 from ranvier.infer.load import build_empty_model
+from ranvier.infer.logprobs import pad_vocab_shard
 from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import ParallelModel
 from ranvier.pipeline.step import MicroBatch
@@ -210,11 +210,13 @@ def on_grid(
     return found
 
 
-def loaded(grid: Grid, folder: Path, inner: Any = "samples") -> Decoder:
+def loaded(
+    grid: Grid, folder: Path, inner: Any = "samples", dtype: torch.dtype = torch.float32
+) -> Decoder:
     """A published model on a grid."""
     plan = Plan(col_splits=inner, stage_time_jitter=0.0).with_degrees(grid.degrees)
     with PublishedModel.open(folder) as source:
-        model = build_empty_model(source.config, grid, "cpu", plan=plan)
+        model = build_empty_model(source.config, grid, "cpu", plan=plan, dtype=dtype)
         parallel: ParallelModel = model.parallel  # type: ignore[assignment]
         source.fill_state(parallel.sharded_state())
     parallel.bucket_scheduler.load_count += 1

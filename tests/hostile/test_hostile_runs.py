@@ -12,7 +12,7 @@ import pytest
 from hostile.cases import SECRET, change, rows, tells_secret, within
 from hostile.test_hostile_models import published
 from ranvier.errors import RanvierError
-from ranvier.infer.generate import load_config_from_dir
+from ranvier.infer.load import load_config_from_dir
 from ranvier.train import import_export
 from ranvier.train.report import pipeline, report
 from ranvier.train.resume import run_directory as folders

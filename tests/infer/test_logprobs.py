@@ -14,11 +14,10 @@ from pool import Pool
 from ranvier.config.plan import Plan
 from ranvier.errors import CheckpointError, OtherRankError
 from ranvier.grid import Grid
-from ranvier.infer.generate import find_checkpoint
-from ranvier.infer.generate_distributed import TokenSampler, generate_tokens, make_sampler
-from ranvier.infer.load import load_model
+from ranvier.infer.generate import generate_tokens
+from ranvier.infer.load import find_checkpoint, load_model
 from ranvier.infer.logprobs import score_sequences
-from ranvier.models import Decoder
+from ranvier.infer.sampling_params import SamplingParams
 from ranvier.nn.cross_entropy import VocabShard, score_each_token
 
 GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
@@ -50,8 +49,8 @@ PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
 COUNT = 6
 
 
-def choose(temperature: float) -> TokenSampler:
-    return make_sampler(temperature=temperature, top_k=40, top_p=0.9, seed=3)
+def sampled(temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=COUNT, temperature=temperature, top_k=40, top_p=0.9, seed=3)
 
 
 def asked(
@@ -68,23 +67,19 @@ def asked(
     ]
     assert not model.parallel.step_context.per_token_loss  # type: ignore[union-attr]
     said = [
-        generate_tokens(model, PROMPTS, COUNT, choose(t), ended=lambda said: stop in said, batch=2)  # noqa: B023
+        generate_tokens(model, PROMPTS, sampled(t), is_finished=lambda said: stop in said)  # noqa: B023
         for t, stop in stops.items()
     ]
     return scored, said
 
 
-def texts(model: Decoder, temperature: float) -> list[list[int]]:
-    """What plain PyTorch says after each prompt."""
-    found = []
-    for number, prompt in enumerate(PROMPTS):
-        known = list(prompt)
-        for place in range(COUNT):
-            with torch.no_grad():
-                logits = model(torch.tensor([known]))[:, -1]
-            known.append(int(choose(temperature)(logits, [number], place)))
-        found.append(known[len(prompt) :])
-    return found
+def texts(folder: Path, temperature: float) -> list[list[int]]:
+    """What one process says after each prompt alone."""
+    model = load_model(folder, Grid({}), "cpu")
+    return [
+        generate_tokens(model, [prompt], sampled(temperature), streams=[number])[0]
+        for number, prompt in enumerate(PROMPTS)
+    ]
 
 
 @pytest.mark.sample(1)
@@ -99,7 +94,7 @@ def test_scores_and_texts_are_those_of_one_process(
     pool: Pool, folder: Path, degrees: dict[str, int], options: dict[str, Any]
 ) -> None:
     model = serial(folder)
-    free = {temperature: texts(model, temperature) for temperature in (0.0, 1.0)}
+    free = {temperature: texts(folder, temperature) for temperature in (0.0, 1.0)}
     stops = {temperature: said[1][2] for temperature, said in free.items()}
     told = pool.on_grid(degrees, asked, str(folder), options, stops)
     assert all(one == told[0] for one in told), "all ranks know all"
@@ -137,16 +132,6 @@ def tied_logits(grid: Grid) -> list[list[bool]]:
     wanted = whole[:, :5].log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
     return [(found[1] > 0).tolist()]
-
-
-def test_draws_keep_to_what_is_likely_and_have_the_right_shares() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
-    shares = (logits[0].double() / 0.7).softmax(-1)
-    for top_k, top_p, allowed in ((0, 1.0, 4), (2, 1.0, 2), (0, 0.5, 1), (0, 0.8, 2)):
-        found = make_sampler(temperature=0.7, top_k=top_k, top_p=top_p)(logits, range(4000), 0)
-        counts = torch.bincount(found, minlength=4) / 4000
-        wanted = shares * (torch.arange(4) < allowed)
-        torch.testing.assert_close(counts.double(), wanted / wanted.sum(), rtol=0, atol=0.03)
 
 
 def damaged(grid: Grid, folder: str) -> str:

@@ -15,9 +15,11 @@ from torch import Tensor
 from pool import Pool
 from published_models import CASES, VOCAB, quiet, save, theirs
 from ranvier import from_pretrained
+from ranvier.config.engine import EngineConfig
 from ranvier.grid import Grid
-from ranvier.infer.generate_distributed import generate_tokens, make_sampler
+from ranvier.infer.generate import generate_tokens
 from ranvier.infer.logprobs import score_sequences
+from ranvier.infer.sampling_params import SamplingParams
 from ranvier.models import Decoder, DecoderConfig
 
 ORIGINAL = 9
@@ -86,8 +88,14 @@ def asked(grid: Grid, folder: str) -> dict[str, Any]:
         found["scores"].append(
             [one.logprobs for one in score_sequences(model.model, TEXTS, batch=batch)]
         )
-        choose = make_sampler(temperature=0.0)
-        found["said"].append(generate_tokens(model.model, TEXTS, COUNT, choose, batch=batch))
+        found["said"].append(
+            generate_tokens(
+                model.model,
+                TEXTS,
+                SamplingParams(max_tokens=COUNT, temperature=0.0),
+                config=EngineConfig(max_num_batched_tokens=batch, block_size=4),
+            )
+        )
     ids, mask, _ = batch_of("left")
     text = model.generate(ids, max_new_tokens=COUNT, attention_mask=mask, eos_token_id=[])
     found["said"].append(text[:, max(LENGTHS) :].tolist())

@@ -13,7 +13,7 @@ from commands import call
 from published_models import BASE, save, theirs, tokens
 from ranvier.checkpoint.convert import open_checkpoint
 from ranvier.errors import PlanError
-from ranvier.infer.generate import find_checkpoint, load_config_from_dir
+from ranvier.infer.load import find_checkpoint, load_config_from_dir
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.tools.upcycle import mixture_config, upcycle_model
 from ranvier.train.import_export import export_model, import_model

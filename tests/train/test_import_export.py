@@ -12,9 +12,9 @@ from commands import call
 from published_models import BASE, CASES, GPT2, save, theirs
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
-from ranvier.infer import generate
-from ranvier.infer.generate import find_checkpoint, load_config_from_dir
-from ranvier.infer.load import load_model, saved_dtype
+from ranvier.infer.generate import generate_tokens
+from ranvier.infer.load import find_checkpoint, load_config_from_dir, load_model, saved_dtype
+from ranvier.infer.sampling_params import SamplingParams
 
 FEW = ["--data.seq-len", "16", "--plan.global-batch", "4", "--train.steps", "2", "--nproc", "1"]
 FEW += ["--train.eval-interval", "0", "--train.sample-prompt", "", "--data.max-bytes", "20000"]
@@ -62,7 +62,6 @@ LONG = {"llama": {**BASE, "max_position_embeddings": 600}, "gpt2": {**GPT2, "n_p
 def test_a_whole_prompt_is_read(
     tmp_path: Path,
     kind: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Up to the positions of the model, whatever data.seq_len is; not the end of a longer one."""
@@ -71,30 +70,26 @@ def test_a_whole_prompt_is_read(
     ByteTokenizer().save(folder / "tokenizer.json")
     assert call("import", str(folder), "--output", str(run)) == 0
     assert load_config_from_dir(run).data.seq_len == 512
-    seen: list[torch.Tensor] = []
-
-    def likeliest(logits: torch.Tensor, *_: object) -> int:
-        seen.append(logits)
-        return 97
-
-    monkeypatch.setattr(generate, "sample_token", likeliest)
     text = "".join(chr(97 + n * n % 26) for n in range(601))
-    ask = ["generate", str(run), "--temperature", "0", "--max-new-tokens"]
-    capsys.readouterr()
-    for size, count in ((598, 3), (514, 1)):
-        seen.clear()
-        assert call(*ask, str(count), "--prompt", text[:size]) == 0
-        assert not capsys.readouterr().err and len(seen) == count
-        ids = torch.tensor(
-            [[*ByteTokenizer().encode([text[:size]])[0].tolist(), *[97] * (count - 1)]]
-        )
+    model = load_model(run, Grid({}), "cpu")
+    for size in (598, 514):
+        ids = ByteTokenizer().encode([text[:size]])[0].tolist()
+        (said,) = generate_tokens(model, [ids], SamplingParams(max_tokens=3, temperature=0.0))
+        # The last position is that of the last token of the text.
+        assert len(said) == min(3, 600 - size)
         with torch.no_grad():
-            want = there(ids).logits[0, size - 1 :]
-        torch.testing.assert_close(torch.stack(seen), want, rtol=1e-4, atol=1e-4)
-    assert call(*ask, "3", "--prompt", text[:600]) == 0
-    assert capsys.readouterr().err.count("From here on it reads only the last 600 tokens") == 1
-    assert call(*ask, "1", "--prompt", text) == 65
-    words = "The prompt has 601 tokens, but the model has 600 positions (model.max_seq)"
+            want = there(torch.tensor([[*ids, *said[:-1]]])).logits[0, size - 1 :].argmax(-1)
+        assert said == want.tolist()
+    ask = ["generate", str(run), "--temperature", "0", "--max-new-tokens", "3", "--prompt"]
+    capsys.readouterr()
+    assert call(*ask, text[:597]) == 0
+    assert not capsys.readouterr().err
+    assert call(*ask, text[:598]) == 0
+    assert "the text has 600 tokens, which are all positions of the model" in (
+        capsys.readouterr().err
+    )
+    assert call(*ask, text[:600]) == 65
+    words = "The prompt has 600 tokens, but the model has 600 positions (model.max_seq)"
     assert words in capsys.readouterr().err
 
 

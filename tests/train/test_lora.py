@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import training
+from evaluation import fill_weights
 from pool import Pool
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
@@ -21,7 +22,6 @@ from ranvier.config.sections import LoraConfig
 from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.generate import fill_weights
 from ranvier.infer.load import load_model
 from ranvier.models import build_decoder
 from ranvier.models.hf.registry import FAMILIES

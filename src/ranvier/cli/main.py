@@ -543,7 +543,7 @@ def _export_command(words: Sequence[str]) -> int:
 def _eval_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import EvalOptions
     from ranvier.eval import run as verb
-    from ranvier.infer.generate import load_config_from_dir
+    from ranvier.infer.load import load_config_from_dir
     from ranvier.tools import verify
 
     # Fails early with a clear message if the path is not a run.
@@ -565,7 +565,7 @@ def _eval_command(words: Sequence[str]) -> int:
 
 
 def _report_command(words: Sequence[str]) -> int:
-    from ranvier.infer.generate import load_config_from_dir
+    from ranvier.infer.load import load_config_from_dir
     from ranvier.train.report import report
 
     folder = Path(one_path("report", "a run", words, about="Write report.html of a run again."))

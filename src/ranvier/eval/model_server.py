@@ -18,8 +18,9 @@ from ranvier.comm.consensus import broadcast_text
 from ranvier.errors import INTERNAL_EXIT_CODE, CommunicationError, OtherRankError, RanvierError
 from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import ORDERS_CHANNEL
-from ranvier.infer.generate_distributed import generate_tokens, make_sampler
+from ranvier.infer.generate import generate_tokens
 from ranvier.infer.logprobs import TokenLogprobs, score_sequences, sequences_per_round
+from ranvier.infer.sampling_params import SamplingParams
 from ranvier.parallel.parallel_model import get_parallel_model
 
 T = TypeVar("T")
@@ -71,30 +72,35 @@ class ModelServer:
 
         Communicates: requests, then as `generate_tokens`.
         """
-        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-        found: dict[int, list[int]] = {}
-        for some in self._split_rounds(order, what):
-            chosen = [list(map(int, prompts[i])) for i in some]
-            self._broadcast_order(do="generate", prompts=chosen, numbers=some, wish=asdict(wish))
-            # The index of a prompt seeds its samples, so the order of rounds does not matter.
-            found |= zip(some, self._generate_tokens(chosen, some, wish), strict=True)
-        return [self.tokenizer.decode_until_stop(found[i], wish.stops) for i in range(len(prompts))]
+        if not prompts:
+            return []
+        chosen = [list(map(int, prompt)) for prompt in prompts]
+        self._broadcast_order(do="generate", prompts=chosen, wish=asdict(wish))
+        found = self._generate_tokens(chosen, wish, what)
+        return [self.tokenizer.decode_until_stop(tokens, wish.stops) for tokens in found]
 
     def _generate_tokens(
-        self, prompts: Sequence[Sequence[int]], numbers: Sequence[int], wish: GenerationConfig
+        self, prompts: Sequence[Sequence[int]], wish: GenerationConfig, what: str = ""
     ) -> list[list[int]]:
-        """Generate for prompts that fit at once; called on all ranks."""
-        choose = make_sampler(
-            temperature=wish.temperature, top_k=wish.top_k, top_p=wish.top_p, seed=wish.seed
+        """Generates the tokens that follow each prompt; called on all ranks."""
+        params = SamplingParams(
+            max_tokens=wish.max_new_tokens,
+            temperature=wish.temperature,
+            top_k=wish.top_k,
+            top_p=wish.top_p,
+            seed=wish.seed,
         )
+
+        def report(done: int, total: int) -> None:
+            if self.progress is not None:
+                self.progress(what, done, total)
+
         return generate_tokens(
             self.model,
             prompts,
-            wish.max_new_tokens,
-            choose,
-            ended=self.tokenizer.make_stop_check(wish.stops),
-            numbers=numbers,
-            batch=self.batch,
+            params,
+            is_finished=self.tokenizer.make_stop_check(wish.stops),
+            on_progress=report,
         )
 
     def _split_rounds(self, order: Sequence[int], what: str) -> Iterator[list[int]]:
@@ -148,6 +154,6 @@ class ModelServer:
                 score_sequences(self.model, order["sequences"], batch=self.batch)
             else:
                 wish = GenerationConfig(**{**order["wish"], "stops": tuple(order["wish"]["stops"])})
-                self._generate_tokens(order["prompts"], order["numbers"], wish)
+                self._generate_tokens(order["prompts"], wish)
         if order["code"]:
             raise OtherRankError(order["code"])

@@ -28,8 +28,7 @@ from ranvier.eval.code import generate, metrics, sandbox
 from ranvier.eval.model_server import GenerationConfig, ModelServer
 from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
-from ranvier.infer.generate import find_checkpoint
-from ranvier.infer.load import inference_dtype, load_model, saved_dtype
+from ranvier.infer.load import find_checkpoint, inference_dtype, load_model, saved_dtype
 from ranvier.launch import ProcessInfo, join_process_group
 from ranvier.sharding import ShardingTable, round_up
 from ranvier.system.terminal import escape_controls, print

@@ -1,43 +1,110 @@
-"""Generates text from a checkpoint of a run, on one device.
+"""Generates tokens and text with the inference engine.
 
-A simple implementation without a KV cache: each token takes one forward pass over all previous
-tokens, up to the number of positions of the model. For several devices see `generate_distributed`.
+`generate_tokens` continues prompts with a model on any grid. `TextGenerator` streams the text of a
+run's checkpoint on one device.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ranvier.checkpoint.directory import find_checkpoints, step_of
-from ranvier.checkpoint.load import load_full_tensors
-from ranvier.config import run as runs
-from ranvier.config.run import RunConfig
+from ranvier.comm.consensus import broadcast_text
+from ranvier.config.engine import EngineConfig
 from ranvier.data.chat.template import BUILT_IN, load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.tokenizer import Tokenizer, load_tokenizer
 from ranvier.errors import DataError, PlanError
-from ranvier.models import Decoder, build_decoder
+from ranvier.grid import ORDERS_CHANNEL, Grid
+from ranvier.infer.detokenizer import IncrementalDetokenizer
+from ranvier.infer.engine import Engine, count_cache_blocks, open_engine, run_with_engine
+from ranvier.infer.load import (
+    find_checkpoint,
+    inference_dtype,
+    load_config_from_dir,
+    load_model,
+    saved_dtype,
+)
+from ranvier.infer.request import Request
+from ranvier.infer.sampling_params import SamplingParams
+from ranvier.models import Decoder
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.system.terminal import print
 
+ONE_REQUEST = "0"
+"""Id of the request of a `TextGenerator`, which has one at a time."""
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """Number of tokens to generate, and how each is sampled."""
 
-    max_tokens: int
-    temperature: float
-    top_k: int
-    seed: int
+def generate_tokens(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    streams: Sequence[int] | None = None,
+    end_token_ids: Collection[int] = (),
+    is_finished: Callable[[Sequence[int]], bool] = lambda tokens: False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    config: EngineConfig | None = None,
+) -> list[list[int]]:
+    """Returns the tokens that follow each prompt, equal on all ranks.
+
+    All ranks pass the same prompts. A token of `end_token_ids` ends its text and is included.
+
+    streams: select the random numbers of each prompt, with the seed (default 0, 1, 2, ...).
+    is_finished: whether generation stops after these tokens, of which the last is new; only called
+    on rank 0, as is `on_progress`. Communicates: as the steps of an engine; the tokens over all
+    axes.
+    """
+    config = config or EngineConfig()
+    grid = get_parallel_model(model).grid
+    was_training = model.training
+
+    def generate(engine: Engine) -> list[list[int]]:
+        for i, prompt in enumerate(prompts):
+            stream = i if streams is None else streams[i]
+            engine.add(
+                Request(
+                    request_id=str(i), prompt_token_ids=tuple(prompt), params=params, stream=stream
+                )
+            )
+        found: list[list[int]] = [[] for _ in prompts]
+        num_finished = 0
+        while engine.has_unfinished:
+            for output in engine.step():
+                tokens = found[int(output.request_id)]
+                tokens += output.token_ids
+                is_ended = output.finish_reason is not None
+                if output.finish_reason == "error":
+                    raise DataError(f"Prompt {output.request_id}: {output.error}")
+                if not is_ended and is_finished(tokens):
+                    engine.abort(output.request_id)
+                    is_ended = True
+                num_finished += is_ended
+            on_progress(num_finished, len(prompts))
+        return found
+
+    model.eval()
+    try:
+        lengths = [len(prompt) + (params.max_tokens or 0) for prompt in prompts]
+        found = run_with_engine(
+            model,
+            config,
+            generate,
+            end_token_ids=end_token_ids,
+            num_blocks=count_cache_blocks(model, config, lengths),
+        )
+    finally:
+        model.train(was_training)
+        get_parallel_model(model).bucket_scheduler.begin_step("")
+    text = broadcast_text(json.dumps(found), grid, "cpu", channel=ORDERS_CHANNEL)
+    tokens: list[list[int]] = json.loads(text)
+    return tokens
 
 
 @dataclass
@@ -57,7 +124,6 @@ class TextGenerator:
     ) -> TextGenerator:
         """Loads a checkpoint of a run; the latest one if `step` is None."""
         run = load_config_from_dir(folder)
-        config = run.decoder
         checkpoint = find_checkpoint(folder, step)
         words = folder / "tokenizer.json"
         if not words.exists():
@@ -66,11 +132,8 @@ class TextGenerator:
                 "Generating text needs the tokenizer that was used. Copy its tokenizer.json to "
                 f"{words}."
             )
-        # The model is built without memory, so that the weights of the checkpoint are the only
-        # copy.
-        with torch.device("meta"):
-            model = build_decoder(config, run.lora)
-        fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
+        dtype = inference_dtype(saved_dtype(checkpoint), device)
+        model = load_model(folder, Grid({}), device, step=step, dtype=dtype)
         known = load_tokenizer(str(words), folder)
         template = load_chat_template(known, folder)
         # The model was not trained on the built-in template, which is a fallback, so chat is off.
@@ -78,7 +141,7 @@ class TextGenerator:
             chat = None
         else:
             chat = ChatEncoder(template, known)
-        return cls(model.eval(), known, config.max_seq, chat)
+        return cls(model, known, run.decoder.max_seq, chat)
 
     def complete_prompt(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
@@ -87,8 +150,8 @@ class TextGenerator:
         # An empty prompt starts with the end-of-document token, so the model begins a new
         # document.
         known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.eos_token_id]
-        draw = SamplingParams(tokens, temperature, top_k, seed)
-        yield from self._generate_pieces(known, frozenset([self.tokenizer.eos_token_id]), draw)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        yield from self._generate_pieces(known, frozenset([self.tokenizer.eos_token_id]), params)
 
     def answer_question(
         self, question: str, *, tokens: int, temperature: float, top_k: int, seed: int
@@ -100,109 +163,47 @@ class TextGenerator:
                 "trained with. Train on conversations, or use --prompt."
             )
         known = self.chat.encode_prompt([{"role": "user", "content": question}])
-        draw = SamplingParams(tokens, temperature, top_k, seed)
-        yield from self._generate_pieces(known, self.chat.end_token_ids, draw)
+        params = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+        yield from self._generate_pieces(known, self.chat.end_token_ids, params)
 
-    @torch.inference_mode()
     def _generate_pieces(
-        self, known: list[int], ends: frozenset[int], draw: SamplingParams
+        self, known: list[int], ends: frozenset[int], params: SamplingParams
     ) -> Iterator[str]:
         """Yields pieces of text that follow the tokens `known`, until one of the tokens in `ends`.
 
-        A text that exceeds the positions of the model continues with its last tokens as context,
-        after a warning.
+        A text that reaches the last position of the model ends there, with a warning.
         """
-        if len(known) > self.max_positions:
+        if len(known) >= self.max_positions:
             raise DataError(
                 f"The prompt has {len(known):,} tokens, but the model has {self.max_positions:,} "
-                "positions (model.max_seq). A prompt must fit. Shorten the prompt."
+                "positions (model.max_seq). Prompt and answer must fit. Shorten the prompt."
             )
-        generator = torch.Generator(self.device).manual_seed(draw.seed)
-        said: list[int] = []
-        told = self.tokenizer.decode(known)
-        for _ in range(draw.max_tokens):
-            # Warn once, at the first token whose context no longer fits.
-            if len(known) + len(said) == self.max_positions + 1:
-                print(
-                    f"Warning: the text has {self.max_positions + 1:,} tokens, but the model has "
-                    f"{self.max_positions:,} positions (model.max_seq). From here on it reads only "
-                    f"the last {self.max_positions:,} tokens.",
-                    file=sys.stderr,
-                )
-            ids = torch.tensor([[*known, *said][-self.max_positions :]], device=self.device)
-            token = sample_token(
-                self.model(ids)[0, -1].float(), draw.temperature, draw.top_k, generator
+        config = EngineConfig()
+        text = IncrementalDetokenizer(self.tokenizer, known, params)
+        wanted = len(known) + (params.max_tokens or 0)
+        num_blocks = count_cache_blocks(self.model, config, [wanted])
+        with open_engine(self.model, config, end_token_ids=ends, num_blocks=num_blocks) as engine:
+            engine.add(
+                Request(request_id=ONE_REQUEST, prompt_token_ids=tuple(known), params=params)
             )
-            if token in ends:
-                return
-            said.append(token)
-            # The whole text is decoded each time, because the text of a token can depend on the
-            # tokens before it.
-            text = self.tokenizer.decode([*known, *said])
-            # A character of several bytes may be split over several tokens. Until it is complete,
-            # the text ends with the replacement character and is held back.
-            if not text.endswith("\ufffd"):
-                yield text[len(told) :]
-                told = text
+            while engine.has_unfinished:
+                for output in engine.step():
+                    piece = text.append(output.token_ids, stop_token=output.stop_token)
+                    if output.finish_reason is not None:
+                        piece += text.finish()
+                    if piece:
+                        yield piece
+        if output.finish_reason == "length" and wanted > self.max_positions:
+            print(
+                f"Warning: the text has {self.max_positions:,} tokens, which are all positions of "
+                "the model (model.max_seq). It ends here.",
+                file=sys.stderr,
+            )
 
     @property
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model.parameters()).device
-
-
-def fill_weights(
-    model: nn.Module, whole: Mapping[str, Tensor], origin: Path, device: torch.device | str
-) -> None:
-    """Assigns weights and buffers to a model on the meta device; every tensor must be present.
-
-    A tied weight is looked up by its first name and stays tied. Buffers, such as the expert bias of
-    a router, keep the dtype in which they were saved.
-    """
-    # Group the names of each tensor: the names of a tied weight share one object.
-    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for path, module in model.named_modules():
-        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
-        for key, tensor in chain(*own):
-            owners.setdefault(id(tensor), []).append((module, key, f"{path}.{key}".lstrip(".")))
-    dtype = _common_dtype(whole, device)
-    for tied in owners.values():
-        module, key, name = tied[0]
-        empty = getattr(module, key)
-        if name not in whole or whole[name].shape != empty.shape:
-            raise DataError(
-                f"{origin} has no {name} of shape {tuple(empty.shape)}. It must match the "
-                "config it was trained with. Restore the config.toml of its run."
-            )
-        weight = isinstance(empty, nn.Parameter)
-        value = whole[name].to(device, dtype if weight else None)
-        if weight:
-            value = nn.Parameter(value, requires_grad=False)
-        for module, key, _ in tied:
-            setattr(module, key, value)
-
-
-def _common_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:
-    """Returns the dtype of most weights (adapters may have a wider one); at least fp32 on a CPU."""
-    counts: dict[torch.dtype, int] = {}
-    for value in whole.values():
-        counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
-    most = max(counts, key=lambda one: counts[one], default=torch.float32)
-    narrow = most in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
-    if narrow:
-        return torch.float32
-    return most
-
-
-def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Samples one token from the `top_k` most likely (0 means all); temperature 0 takes the most
-    likely."""
-    if temperature <= 0.0:
-        return int(logits.argmax())
-    if 0 < top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    weights = (logits / temperature).softmax(0)
-    return int(torch.multinomial(weights, 1, generator=generator))
 
 
 def print_generated(
@@ -233,9 +234,9 @@ def print_generated(
             f"max_new_tokens={max_new_tokens} or top_k={top_k} is too small. They must be at least "
             "1 and 0. Use 100 and 50."
         )
-    if not (temperature == 0.0 or 1e-3 <= temperature <= 1e3):
+    if not 0.0 <= temperature <= 2.0:
         problems.append(
-            f"temperature={temperature} is out of range. It must be 0 or in [0.001, 1000]. Use 0.8."
+            f"temperature={temperature} is out of range. It must be in [0, 2]. Use 0.8."
         )
     if not 0 <= seed < 2**63 or max_new_tokens > 10**6:
         problems.append(
@@ -258,38 +259,3 @@ def print_generated(
         print(piece, end="", flush=True)
     print()
     return 0
-
-
-def load_config_from_dir(folder: Path) -> RunConfig:
-    """Loads the settings of a run from its directory."""
-    runs.check_is_run(folder)
-    run = runs.load_run_config(folder / "config.toml", in_run=True)
-    extensible = "max_seq" in run.model.changeable_settings
-    if extensible and run.data.seq_len > run.model.sequence_limit:
-        # Runs that were trained before this combination was rejected have seen sequences of this
-        # length, so their maximum is raised.
-        longer: Any = {"max_seq": run.data.seq_len}
-        run = dataclasses.replace(run, model=dataclasses.replace(run.model, **longer))
-    known = math.prod(size for size in run.plan.degrees.values() if size > 0)
-    # The file may have been edited by hand since the run wrote it.
-    run.check_and_resolve(known)
-    return run
-
-
-def find_checkpoint(folder: Path, step: int | None = None) -> Path:
-    """Returns the path of the checkpoint of a step, or of the latest one."""
-    paths = find_checkpoints(folder / "checkpoints")
-    if not paths:
-        raise DataError(
-            f"{folder} has no checkpoint. The weights are read from a checkpoint. Wait for the end "
-            "of the run, or train with checkpoint.interval=100."
-        )
-    named = {step_of(path): path for path in paths}
-    if step is not None and step not in named:
-        raise PlanError(
-            f"{folder} has no checkpoint of step {step}. Saved steps are "
-            f"{', '.join(map(str, named))}. Use one of them."
-        )
-    if step is None:
-        return paths[-1]
-    return named[step]

@@ -6,18 +6,23 @@ own slices into them. No rank ever holds the whole model, or a second copy of it
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ranvier import counter_rng
 from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.directory import find_checkpoints, step_of
 from ranvier.checkpoint.load import load_checkpoint as read
 from ranvier.comm.consensus import run_and_raise_together
+from ranvier.config import run as runs
 from ranvier.config.plan import Plan
+from ranvier.config.run import RunConfig
+from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build_decoder
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -120,3 +125,38 @@ def load_weights(model: torch.nn.Module, checkpoint: Path, device: torch.device 
     # Tells optimizers that the weights have changed, and drops gathered copies.
     parallel.bucket_scheduler.load_count += 1
     parallel.bucket_scheduler.begin_step("")
+
+
+def load_config_from_dir(folder: Path) -> RunConfig:
+    """Loads the settings of a run from its directory."""
+    runs.check_is_run(folder)
+    run = runs.load_run_config(folder / "config.toml", in_run=True)
+    extensible = "max_seq" in run.model.changeable_settings
+    if extensible and run.data.seq_len > run.model.sequence_limit:
+        # Runs that were trained before this combination was rejected have seen sequences of this
+        # length, so their maximum is raised.
+        longer: Any = {"max_seq": run.data.seq_len}
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, **longer))
+    known = math.prod(size for size in run.plan.degrees.values() if size > 0)
+    # The file may have been edited by hand since the run wrote it.
+    run.check_and_resolve(known)
+    return run
+
+
+def find_checkpoint(folder: Path, step: int | None = None) -> Path:
+    """Returns the path of the checkpoint of a step, or of the latest one."""
+    paths = find_checkpoints(folder / "checkpoints")
+    if not paths:
+        raise DataError(
+            f"{folder} has no checkpoint. The weights are read from a checkpoint. Wait for the end "
+            "of the run, or train with checkpoint.interval=100."
+        )
+    named = {step_of(path): path for path in paths}
+    if step is not None and step not in named:
+        raise PlanError(
+            f"{folder} has no checkpoint of step {step}. Saved steps are "
+            f"{', '.join(map(str, named))}. Use one of them."
+        )
+    if step is None:
+        return paths[-1]
+    return named[step]

@@ -165,3 +165,13 @@ def _pad_sequences(
     if bool((lengths < length).any()):
         inputs["positions"] = padded_positions(lengths, length)
     return inputs
+
+
+def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
+    """Pads my logits with the columns that the LM head leaves out, so that all ranks have as
+    many."""
+    table = parallel.table
+    degrees = parallel.grid.degrees
+    each = table.padded_vocab(parallel.sizes["vocab"], degrees)
+    each //= table.num_parts("vocab", "vocab", degrees)
+    return torch.nn.functional.pad(y, (0, each - y.shape[-1]))

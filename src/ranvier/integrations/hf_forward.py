@@ -25,8 +25,12 @@ from ranvier.comm import collectives
 from ranvier.comm.autograd import gather_from_axis, local_slice, reduce_from_axis
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Axis
-from ranvier.infer.generate_distributed import pad_vocab_shard
-from ranvier.infer.logprobs import check_length, padded_positions, round_up_batch
+from ranvier.infer.logprobs import (
+    check_length,
+    pad_vocab_shard,
+    padded_positions,
+    round_up_batch,
+)
 from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.pipeline.step import MicroBatch

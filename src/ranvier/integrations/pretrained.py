@@ -32,8 +32,9 @@ from ranvier.data.tokenizer import Tokenizer, load_tokenizer
 from ranvier.errors import DamageError, DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer import load
-from ranvier.infer.generate import load_config_from_dir
-from ranvier.infer.generate_distributed import generate_tokens, make_sampler
+from ranvier.infer.generate import generate_tokens
+from ranvier.infer.load import load_config_from_dir
+from ranvier.infer.sampling_params import SamplingParams
 from ranvier.integrations.hf_forward import CausalLMOutput, hf_forward
 from ranvier.launch.external_launch import AxisSizes, build_grid, resolve_axes
 from ranvier.models import Decoder, DecoderConfig
@@ -189,7 +190,7 @@ class PretrainedModel(nn.Module):
 
         All ranks pass the same arguments. A continuation ends with an EOS token (default: as stored
         with the model); shorter ones are padded. Sampling depends on (seed, row, position), not on
-        the grid. Communicates: as `generate_distributed.generate_tokens`.
+        the grid. Communicates: as `generate_tokens`.
         """
         if max_new_tokens < 1 or input_ids.dim() != 2 or input_ids.shape[1] < 1:
             raise PlanError(
@@ -201,14 +202,16 @@ class PretrainedModel(nn.Module):
             ends = self.eos_token_ids
         else:
             ends = _as_list(eos_token_id)
-        # Temperature 0 is greedy decoding.
-        choose = make_sampler(
-            temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p, seed=seed
+        params = SamplingParams(
+            max_tokens=max_new_tokens,
+            # Temperature 0 is greedy decoding.
+            temperature=temperature if do_sample else 0.0,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
         )
         prompts = prompts_from_mask(input_ids, attention_mask)
-        said = generate_tokens(
-            self.model, prompts, max_new_tokens, choose, ended=lambda words: words[-1] in ends
-        )
+        said = generate_tokens(self.model, prompts, params, end_token_ids=ends)
         if pad_token_id is not None:
             known = [pad_token_id]
         else:

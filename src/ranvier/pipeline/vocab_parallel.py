@@ -150,7 +150,7 @@ class VocabParallel:
         else:
             moment.loss_scale = None
         try:
-            loss = self.head(y, micro.inputs.get("targets"))
+            loss = self.head(y, micro.inputs.get("targets"), micro.inputs.get("logits_to_keep"))
         finally:
             moment.loss_scale = None
         # Without targets the result is logits, of which each stage has its words.

@@ -28,7 +28,7 @@ from ranvier.checkpoint.convert import open_checkpoint
 from ranvier.checkpoint.hf.model import PublishedModel, RowPart, shapes_of
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
-from ranvier.infer.generate import find_checkpoint, load_config_from_dir
+from ranvier.infer.load import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
 from ranvier.sharding import Shard
 from ranvier.system import safe_files

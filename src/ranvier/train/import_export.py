@@ -36,7 +36,7 @@ from ranvier.config.sections import (
     ModelConfig,
 )
 from ranvier.errors import CheckpointError, PlanError, WriteError
-from ranvier.infer.generate import find_checkpoint, load_config_from_dir
+from ranvier.infer.load import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
 from ranvier.models.hf.family import (
     SPECIAL_TOKEN_KEYS,

@@ -1,0 +1,41 @@
+"""Settings of the inference engine, with the names of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ranvier.setting import setting
+
+SchedulingPolicyName = Literal["decode_first", "prefill_first", "static"]
+CudaGraphs = Literal["startup", "first_use", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The inference engine: its KV cache, and how requests share its steps."""
+
+    kv_cache_gib: float = setting(0.0, minimum=0.0, unit="GiB")
+    """Memory of the KV cache on each rank. 0 means gpu_memory_utilization on a GPU, and 1 GiB on a
+    CPU."""
+    gpu_memory_utilization: float = setting(0.9, minimum=0.05, maximum=0.98)
+    """Fraction of the memory of a GPU that weights, activations and KV cache may use together."""
+    block_size: int = setting(64, minimum=1, maximum=1024, unit="tokens")
+    """Tokens of a block of the KV cache. Only full blocks are shared between requests."""
+    max_num_batched_tokens: int = setting(1024, minimum=1, unit="tokens")
+    """Maximum number of tokens of a step. A longer prompt is computed in several steps, between
+    which the other requests advance: fewer tokens mean shorter gaps between the tokens of others,
+    and more a shorter time to the first token."""
+    max_num_seqs: int = setting(256, minimum=1, unit="requests")
+    """Maximum number of requests that run at the same time."""
+    max_model_len: int = setting(0, minimum=0, unit="tokens")
+    """Maximum number of tokens of a request, prompt and answer together. 0 means all positions of
+    the model, or as many as fit into the KV cache."""
+    scheduling_policy: SchedulingPolicyName = "decode_first"
+    """Which tokens a step computes: decode_first (one token of each running request, then prompts,
+    in the order of arrival), prefill_first (prompts alone, before running requests) or static
+    (batches that run until all of their requests have ended)."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin with the same tokens share their keys and values."""
+    seed: int = setting(0, minimum=0, maximum=2**63 - 1)
+    """Seed of requests that have none."""

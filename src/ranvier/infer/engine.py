@@ -1,0 +1,439 @@
+"""Inference engine: continuous batching of requests on a grid.
+
+A sequence is its tokens and the number of them whose keys and values are in the cache. Each step
+computes some tokens of some sequences, as the scheduler decides, and samples the next token of
+those that have no tokens left to compute. Prefill, chunks of it, decode, hits of the prefix cache
+and recomputing after preemption are all the same.
+
+The engine runs on the leader of the grid; the other ranks follow with `ModelRunner.follow`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ranvier.comm.consensus import max_over_ranks
+from ranvier.config.engine import EngineConfig
+from ranvier.errors import PlanError
+from ranvier.infer.block_pool import BlockPool
+from ranvier.infer.model_runner import HomeOutput, ModelRunner
+from ranvier.infer.policy import ScheduledStep, WorkItem
+from ranvier.infer.request import EngineStats, FinishReason, Request, TokenLogprobs, TokenOutput
+from ranvier.infer.sampler import TokenScores
+from ranvier.infer.sampling_inputs import SamplingInputs, SamplingRow, SamplingState
+from ranvier.infer.scheduler import Scheduler
+from ranvier.infer.sequence import Sequence as EngineSequence
+from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.sharding import round_up
+
+T = TypeVar("T")
+
+DEFAULT_CPU_CACHE_GIB = 1.0
+
+
+@dataclass(eq=False)
+class RequestState:
+    """What the engine knows about a request that has not ended."""
+
+    sequence: EngineSequence
+    sampling: SamplingState
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Log-probabilities of the tokens of the prompt so far, if the request asks for them."""
+    has_output: bool = False
+    """Whether a token was returned before."""
+
+
+class Engine:
+    """Runs requests on a model; see `EngineInterface`.
+
+    Args:
+        runner: The model on this rank, which must be the leader.
+        config: Settings of the engine.
+        max_model_len: Maximum number of tokens of a sequence.
+        num_blocks: Number of blocks of each home, including block 0.
+        end_token_ids: Tokens that end a request.
+        model_name: What keys and values depend on besides tokens: the checkpoint.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        num_blocks: int,
+        end_token_ids: Collection[int],
+        model_name: str = "",
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.max_model_len = max_model_len
+        self.vocab_size = runner.vocab_size
+        self.end_token_ids = frozenset(end_token_ids)
+        self.model_name = model_name
+        self.scheduler = Scheduler(
+            [BlockPool(num_blocks, config.block_size) for _ in range(runner.num_homes)],
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+            policy=config.scheduling_policy,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._states: dict[str, RequestState] = {}
+        self._num_steps = 0
+        self._num_generated_tokens = 0
+        self._collective_bytes: Counter[str] = Counter()
+        self._bytes_of_step: dict[tuple[int, str], Counter[str]] = {}
+        model_config: Any = runner.model.config
+        self._longrope_limit = math.inf
+        """Sequences with more tokens have other frequencies, in models with LongRoPE."""
+        if model_config.position_embedding == "rope" and model_config.rope == "longrope":
+            self._longrope_limit = model_config.original_max_position
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
+        return self.scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        """Adds a request to the queue. Raises a `PlanError` for one that can never run."""
+        problems = [text for _, text in request.params.problems(self.vocab_size)]
+        wrong = [token for token in request.prompt_token_ids if not 0 <= token < self.vocab_size]
+        if wrong:
+            problems.append(
+                f"The prompt has the token {wrong[0]}. Tokens must be in [0, {self.vocab_size}). "
+                "Use the tokenizer of the model."
+            )
+        if problems:
+            raise PlanError(problems)
+        sequence = EngineSequence(
+            request=request,
+            block_size=self.config.block_size,
+            max_model_len=self.max_model_len,
+            model=self._block_name(len(request.prompt_token_ids)),
+        )
+        self.scheduler.add(sequence)
+        self._states[request.request_id] = RequestState(
+            sequence,
+            SamplingState(
+                request.params,
+                stream=request.stream,
+                prompt_token_ids=request.prompt_token_ids,
+                end_token_ids=self.end_token_ids,
+                vocab=self.vocab_size,
+            ),
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; unknown and finished ones are ignored. It has no further output."""
+        self.scheduler.abort(request_id)
+        self._states.pop(request_id, None)
+
+    def step(self) -> list[TokenOutput]:
+        """Computes the next tokens of some requests.
+
+        Communicates: as `ModelRunner.execute`.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled.items:
+            return []
+        step = self._build_step(scheduled)
+        outputs = self._finish_step(scheduled, self.runner.execute(step))
+        self._num_steps += 1
+        self._collective_bytes.update(self._predict_bytes(step))
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Returns the counters and gauges of now."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_blocks=sum(pool.num_usable for pool in scheduler.pools),
+            num_free_blocks=scheduler.num_free_blocks,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_computed_tokens=scheduler.num_computed_tokens,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            collective_bytes=dict(self._collective_bytes),
+        )
+
+    # ---- a step -----------------------------------------------------------------------------
+
+    def _build_step(self, scheduled: ScheduledStep) -> StepInput:
+        """Returns the input of a step."""
+        homes = [
+            self._build_home([item for item in scheduled.items if item.home == home])
+            for home in range(self.runner.num_homes)
+        ]
+        num_tokens = max(1, *(home.num_tokens for home in homes))
+        row_splits = self.runner.choose_row_splits(num_tokens)
+        # A home without tokens, and the rest of other homes, is padding.
+        num_tokens = round_up(num_tokens, self.runner.token_multiple(row_splits))
+        params = [self._states[item.request_id].sampling.params for item in scheduled.items]
+        asked = [n for one in params for n in (one.logprobs, one.prompt_logprobs) if n is not None]
+        return StepInput(homes, num_tokens, row_splits, max(asked, default=-1))
+
+    def _build_home(self, items: Sequence[WorkItem]) -> HomeInput:
+        chunks: list[SequenceChunk] = []
+        rows: list[SamplingRow] = []
+        sampled: list[int] = []
+        scored: list[int] = []
+        targets: list[int] = []
+        first = 0
+        for item in items:
+            state = self._states[item.request_id]
+            sequence = state.sequence
+            stop = item.start + item.num_tokens
+            num_blocks = -(-stop // self.config.block_size)
+            chunks.append(
+                SequenceChunk(
+                    sequence.token_ids[item.start : stop],
+                    item.start,
+                    len(sequence.token_ids),
+                    sequence.block_ids[:num_blocks],
+                )
+            )
+            for place in self._scored_places(state, item):
+                scored.append(first + place - item.start)
+                targets.append(sequence.token_ids[place + 1])
+            if item.samples:
+                sampled.append(first + item.num_tokens - 1)
+                rows.append(state.sampling.next_row())
+            first += item.num_tokens
+        inputs = SamplingInputs.from_rows(rows, self.vocab_size)
+        return HomeInput(chunks, inputs, sampled, scored, targets)
+
+    @staticmethod
+    def _scored_places(state: RequestState, item: WorkItem) -> range:
+        """Returns the positions of an item whose next token is a token of a scored prompt."""
+        if state.sequence.request.params.prompt_logprobs is None:
+            return range(0)
+        # After a preemption the first ones are computed again, but not scored again.
+        start = max(item.start, len(state.prompt_logprobs))
+        return range(start, min(item.start + item.num_tokens, state.sequence.num_prompt_tokens - 1))
+
+    def _finish_step(
+        self, scheduled: ScheduledStep, results: Sequence[HomeOutput]
+    ) -> list[TokenOutput]:
+        """Records the results of a step, and returns what is new."""
+        outputs: list[TokenOutput] = []
+        for home, result in enumerate(results):
+            items = [item for item in scheduled.items if item.home == home]
+            num_sampled = scored = sum(item.samples for item in items)
+            row = 0
+            for item in items:
+                state = self._states[item.request_id]
+                for _ in self._scored_places(state, item):
+                    assert result.scores is not None
+                    count = state.sequence.request.params.prompt_logprobs
+                    state.prompt_logprobs.append(_logprobs_of(result.scores, scored, count))
+                    scored += 1
+                if item.samples:
+                    outputs.append(self._make_output(state, result, row))
+                    row += 1
+            assert row == num_sampled, (row, num_sampled)
+        ended = [one.request_id for one in outputs if one.finish_reason is not None]
+        tokens = {one.request_id: one.token_ids for one in outputs}
+        self.scheduler.finish_step(scheduled, tokens, ended)
+        for request_id in ended:
+            del self._states[request_id]
+        for one in outputs:
+            self._num_generated_tokens += len(one.token_ids)
+            if one.finish_reason is None:
+                self._restart_if_longer(self._states[one.request_id].sequence)
+        return outputs
+
+    def _make_output(self, state: RequestState, result: HomeOutput, row: int) -> TokenOutput:
+        """Returns the output of a request whose next token was sampled."""
+        sequence = state.sequence
+        common: dict[str, Any] = {"request_id": sequence.request_id}
+        if not state.has_output:
+            common["num_cached_tokens"] = sequence.num_cached_tokens
+            if sequence.request.params.prompt_logprobs is not None:
+                common["prompt_logprobs"] = tuple(state.prompt_logprobs)
+        state.has_output = True
+        if result.failed[row]:
+            return TokenOutput(
+                **common,
+                finish_reason="error",
+                error="No token can be sampled: the parameters of the request forbid all tokens, "
+                "or the logits are not finite.",
+            )
+        token = result.tokens[row]
+        state.sampling.append(token)
+        count = sequence.request.params.logprobs
+        if count is not None:
+            assert result.scores is not None
+            common["logprobs"] = (_logprobs_of(result.scores, row, count),)
+        reason, stop_token = self._finish_reason(sequence, token)
+        return TokenOutput(
+            **common, token_ids=(token,), finish_reason=reason, stop_token=stop_token
+        )
+
+    def _finish_reason(
+        self, sequence: EngineSequence, token: int
+    ) -> tuple[FinishReason | None, int | None]:
+        """Returns why a sequence ends with a new token, and the token if that is why."""
+        params = sequence.request.params
+        is_end = token in params.stop_token_ids
+        is_end |= not params.ignore_eos and token in self.end_token_ids
+        if is_end:
+            return "stop", token
+        if sequence.num_confirmed + 1 >= sequence.max_num_tokens:
+            return "length", None
+        return None, None
+
+    # ---- LongRoPE ---------------------------------------------------------------------------
+
+    def _block_name(self, num_tokens: int) -> str:
+        """Returns what keys and values of a sequence depend on besides its tokens."""
+        frequencies = "long" if num_tokens > self._longrope_limit else ""
+        return f"{self.model_name} {frequencies}"
+
+    def _restart_if_longer(self, sequence: EngineSequence) -> None:
+        """Computes all keys again when a sequence gets so long that its frequencies change."""
+        name = self._block_name(len(sequence.token_ids))
+        if name != sequence.model:
+            self.scheduler.restart(sequence, model=name)
+
+    # ---- statistics -------------------------------------------------------------------------
+
+    def _predict_bytes(self, step: StepInput) -> Counter[str]:
+        """Returns the bytes that the collectives of a step move, by axis."""
+        key = (step.num_tokens, step.row_splits)
+        if key not in self._bytes_of_step:
+            self._bytes_of_step[key] = self.runner.predict_bytes(step)
+        return self._bytes_of_step[key]
+
+
+def _logprobs_of(scores: TokenScores, row: int, count: int | None) -> TokenLogprobs:
+    """Returns the log-probabilities of a row, with the `count` most likely tokens."""
+    top = zip(
+        scores.top_tokens[row, : count or 0].tolist(),
+        scores.top_logprobs[row, : count or 0].tolist(),
+        strict=True,
+    )
+    return TokenLogprobs(float(scores.logprobs[row]), int(scores.ranks[row]), tuple(top))
+
+
+# ---- size of the cache ----------------------------------------------------------------------
+
+
+def count_cache_blocks(
+    model: nn.Module, config: EngineConfig, lengths: Sequence[int] | None = None
+) -> int:
+    """Returns the number of blocks that fit into the memory of every rank, including block 0.
+
+    lengths: numbers of tokens of all requests, if they are known; at most as many blocks as they
+    need. Communicates: all-reduce of one number over all axes.
+    """
+    parallel = get_parallel_model(model)
+    device = parallel.pipeline.executor.device
+    gib = config.kv_cache_gib
+    if gib > 0.0 or device.type != "cuda":
+        num_bytes = int((gib or DEFAULT_CPU_CACHE_GIB) * 2**30)
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        num_bytes = max(int(total * config.gpu_memory_utilization) - (total - free), 0)
+    own = num_bytes // block_bytes(model, config.block_size)
+    # Each rank has its share of the layers and heads; the smallest number is used on all.
+    fits = -max_over_ranks(-own, parallel.grid, device)
+    if lengths is None:
+        return fits
+    return min(fits, 1 + sum(-(-length // config.block_size) for length in lengths))
+
+
+def block_bytes(model: nn.Module, block_size: int) -> int:
+    """Returns the bytes of a block on this rank: keys and values of all its layers."""
+    from ranvier.models.decoder import AttentionCore
+
+    parallel = get_parallel_model(model)
+    layers = sum(isinstance(module, AttentionCore) for module in model.modules())
+    itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
+    return (
+        2 * max(layers, 1) * math.prod(ModelRunner.kv_cache_shape(model, 1, block_size)) * itemsize
+    )
+
+
+def resolve_max_model_len(model: nn.Module, config: EngineConfig, num_blocks: int) -> int:
+    """Returns the maximum length of a sequence; raises if the cache cannot hold one that long."""
+    model_config: Any = model.config
+    positions = model_config.max_seq
+    if config.max_model_len > positions:
+        raise PlanError(
+            f"engine.max_model_len={config.max_model_len:,} is too large. The model has "
+            f"{positions:,} positions (model.max_seq). Use {positions} or less."
+        )
+    # The last token is sampled, but its keys and values are never stored.
+    fits = (num_blocks - 1) * config.block_size + 1
+    if config.max_model_len > fits or fits < 2:
+        raise PlanError(
+            f"The KV cache has {max(num_blocks - 1, 0):,} blocks of {config.block_size} tokens. A "
+            f"request of {config.max_model_len or positions:,} tokens (engine.max_model_len) must "
+            f"fit. Use a larger engine.kv_cache_gib, or engine.max_model_len={max(fits, 2)}."
+        )
+    return config.max_model_len or min(positions, fits)
+
+
+def run_with_engine(
+    model: nn.Module,
+    config: EngineConfig,
+    work: Callable[[Engine], T],
+    *,
+    end_token_ids: Iterable[int] = (),
+    num_blocks: int = 0,
+) -> T | None:
+    """Runs `work` with an engine on the leader; the other ranks follow and return None.
+
+    num_blocks: number of blocks of each home; 0 means as many as `config` allows. Communicates: as
+    the steps of the engine.
+    """
+    with open_engine(model, config, end_token_ids=end_token_ids, num_blocks=num_blocks) as engine:
+        if get_parallel_model(model).grid.rank == 0:
+            return work(engine)
+        engine.runner.follow()
+    return None
+
+
+@contextmanager
+def open_engine(
+    model: nn.Module,
+    config: EngineConfig,
+    *,
+    end_token_ids: Iterable[int] = (),
+    num_blocks: int = 0,
+) -> Iterator[Engine]:
+    """Context with an engine, whose steps only the leader may run; the other ranks follow.
+
+    num_blocks: as for `run_with_engine`. Communicates: at the end, one number over all axes.
+    """
+    num_blocks = num_blocks or count_cache_blocks(model, config)
+    max_model_len = resolve_max_model_len(model, config, num_blocks)
+    runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size)
+    engine = Engine(
+        runner,
+        config,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        end_token_ids=frozenset(end_token_ids),
+    )
+    try:
+        yield engine
+    finally:
+        if runner.grid.rank == 0:
+            runner.stop()
+        runner.free_cache()
