@@ -373,6 +373,17 @@ def test_the_youngest_is_preempted_and_nothing_is_admitted() -> None:
     assert counts(step) == {"a": 1, "b": 1}
 
 
+def test_the_budget_of_a_preempted_sequence_is_used_by_others() -> None:
+    full = [
+        FakeSequence("a", 6, (0, 0), num_computed=5, num_blocks=2),
+        FakeSequence("p", 12, (0, 1), num_computed=4, num_blocks=1),
+        FakeSequence("q", 12, (0, 2), num_computed=4, num_blocks=3),
+        FakeSequence("c", 3, (0, 3), num_computed=2, num_blocks=1),
+    ]
+    step = policy.decode_first(view_of(full, [], free=0, budget=3))
+    assert step.preempted == ("c",) and counts(step) == {"a": 1, "p": 1, "q": 1}
+
+
 def test_a_sequence_in_flight_is_preempted_a_step_later() -> None:
     full = [
         FakeSequence("a", 9, (0, 0), num_computed=8, num_blocks=2),

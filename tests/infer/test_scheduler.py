@@ -479,6 +479,14 @@ def test_a_sampled_token_after_the_end_is_not_kept() -> None:
     check_all_free(scheduler)
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_the_last_token_of_a_sequence_is_not_computed(lookahead: bool) -> None:
+    engine = FakeEngine(make_scheduler(lookahead=lookahead), 2 if lookahead else 1)
+    engine.add("one", [1, 2, 3], 5)
+    engine.run()
+    assert len(engine.outputs["one"]) == 5 and engine.num_computed == 3 + 4
+
+
 def test_an_abort_frees_blocks_when_no_step_reads_them() -> None:
     scheduler = make_scheduler()
     engine = FakeEngine(scheduler, max_in_flight=3)
