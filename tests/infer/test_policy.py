@@ -14,8 +14,8 @@ from ranvier.infer.policy import (
     PrefixHit,
     ScheduledStep,
     SchedulerView,
+    SequenceView,
     count_blocks,
-    count_remaining,
 )
 
 
@@ -36,6 +36,10 @@ class FakeSequence:
     @property
     def start(self) -> int:
         return self.num_computed + self.num_in_flight
+
+
+def count_remaining(sequence: SequenceView) -> int:
+    return sequence.num_tokens - sequence.num_computed - sequence.num_in_flight
 
 
 def random_view(chance: random.Random) -> SchedulerView:

@@ -160,11 +160,6 @@ def count_blocks(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def count_remaining(sequence: SequenceView) -> int:
-    """Returns the number of tokens that no step computes yet."""
-    return sequence.num_tokens - sequence.num_computed - sequence.num_in_flight
-
-
 class _StepBuilder:
     """A step under construction, with the budget and the free blocks that are left."""
 
@@ -173,9 +168,13 @@ class _StepBuilder:
         self.num_homes = len(view.free_blocks)
         self.budget = [view.max_num_batched_tokens] * self.num_homes
         self.free_blocks = list(view.free_blocks)
-        self.running: list[list[SequenceView]] = [[] for _ in view.free_blocks]
-        for sequence in view.running:
-            self.running[sequence.home].append(sequence)
+        self.running: list[list[SequenceView]]
+        if self.num_homes == 1:
+            self.running = [list(view.running)]
+        else:
+            self.running = [[] for _ in view.free_blocks]
+            for sequence in view.running:
+                self.running[sequence.home].append(sequence)
         self.num_rows = [len(sequences) for sequences in self.running]
         self.items: dict[str, WorkItem] = {}
         self.blocks_taken: dict[str, int] = {}
@@ -193,10 +192,11 @@ class _StepBuilder:
         """
         decodes = []
         prompts = []
+        excluded = self.excluded
         for sequence in self.running[home]:
-            if sequence.request_id in self.excluded:
+            if sequence.request_id in excluded:
                 continue
-            remaining = count_remaining(sequence)
+            remaining = sequence.num_tokens - sequence.num_computed - sequence.num_in_flight
             if 0 < remaining <= 1 + sequence.num_draft_tokens:
                 decodes.append(sequence)
             elif remaining > 0:
@@ -210,7 +210,8 @@ class _StepBuilder:
             return
         home = sequence.home
         start = sequence.num_computed + sequence.num_in_flight
-        count = min(sequence.num_tokens - start, self.budget[home])
+        num_tokens = sequence.num_tokens
+        count = min(num_tokens - start, self.budget[home])
         if limit is not None:
             count = min(count, limit)
         if count <= 0:
@@ -228,7 +229,27 @@ class _StepBuilder:
             taken = max(0, count_blocks(start + count, size) - num_blocks)
             self.free_blocks[home] -= taken
             self.blocks_taken[request_id] = taken
-        self._add_item(sequence, count, start, home)
+        samples = start + count >= num_tokens - sequence.num_draft_tokens
+        self._add_item(WorkItem(request_id, count, start, home, samples))
+
+    def run_decodes(self, sequences: Sequence[SequenceView], home: int) -> None:
+        """Adds one token of each sequence, and its draft tokens.
+
+        Most decodes need no new block. They take a short path, because a step may have hundreds.
+        """
+        items = self.items
+        size = self.view.block_size
+        for sequence in sequences:
+            start = sequence.num_computed + sequence.num_in_flight
+            if (
+                start >= sequence.num_blocks * size
+                or sequence.num_draft_tokens
+                or self.budget[home] <= 0
+            ):
+                self.run(sequence)
+            elif sequence.request_id not in self.excluded:
+                items[sequence.request_id] = WorkItem(sequence.request_id, 1, start, home, True)
+                self.budget[home] -= 1
 
     def admit(self, *, ignore_budget: bool = False) -> None:
         """Admits waiting sequences in order, until one does not fit.
@@ -258,12 +279,10 @@ class _StepBuilder:
             items = singles + [item for item in items if item.num_tokens > 1]
         return ScheduledStep(tuple(items), tuple(self.admitted), tuple(self.preempted))
 
-    def _add_item(self, sequence: SequenceView, count: int, start: int, home: int) -> None:
+    def _add_item(self, item: WorkItem) -> None:
         """Adds tokens of a sequence to the step."""
-        samples = start + count >= sequence.num_tokens - sequence.num_draft_tokens
-        request_id = sequence.request_id
-        self.items[request_id] = WorkItem(request_id, count, start, home, samples)
-        self.budget[home] -= count
+        self.items[item.request_id] = item
+        self.budget[item.home] -= item.num_tokens
 
     def _reclaim_block(self, sequence: SequenceView) -> None:
         """Preempts the youngest sequences of the home until a block is free.
@@ -335,7 +354,8 @@ class _StepBuilder:
         start = hits[home].num_blocks * self.view.block_size
         count = min(sequence.num_tokens - start, self.budget[home])
         if count > 0:
-            self._add_item(sequence, count, start, home)
+            samples = start + count == sequence.num_tokens
+            self._add_item(WorkItem(sequence.request_id, count, start, home, samples))
         self.running[home].append(sequence)
 
     def _load(self, home: int) -> int:
@@ -349,8 +369,7 @@ def _run_decode_first(builder: _StepBuilder, home: int) -> None:
     if prompts and decodes and prompts[0].age < decodes[0].age:
         # The oldest sequence progresses even if the decodes of others would use all the budget.
         builder.run(prompts[0], limit=max(1, builder.budget[home] - len(decodes)))
-    for sequence in decodes:
-        builder.run(sequence)
+    builder.run_decodes(decodes, home)
     for sequence in prompts:
         builder.run(sequence)
 
@@ -375,8 +394,7 @@ def prefill_first(view: SchedulerView) -> ScheduledStep:
     busy = {item.home for item in builder.items.values()}
     for home, (decodes, _) in enumerate(phases):
         if home not in busy:
-            for sequence in decodes:
-                builder.run(sequence)
+            builder.run_decodes(decodes, home)
     return builder.build()
 
 

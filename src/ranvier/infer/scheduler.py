@@ -171,7 +171,9 @@ class Scheduler:
             self._admit(self._sequences[request_id], home)
         for item in step.items:
             sequence = self._sequences[item.request_id]
-            self._allocate(sequence, item.start + item.num_tokens)
+            end = item.start + item.num_tokens
+            if end > len(sequence.block_ids) * self.block_size:
+                self._allocate(sequence, end)
             sequence.num_in_flight += item.num_tokens
             sequence.num_steps_in_flight += 1
             sequence.num_pending_tokens += item.samples
@@ -207,7 +209,8 @@ class Scheduler:
                     sequence.accept_tokens(sampled.get(item.request_id, ()))
                 # The last token is always computed next, also if drafts were rejected.
                 sequence.num_computed = min(sequence.num_computed, sequence.num_confirmed - 1)
-                self._name_full_blocks(sequence)
+                if sequence.num_computed >= (sequence.num_named_blocks + 1) * self.block_size:
+                    self._name_full_blocks(sequence)
             elif sequence.num_steps_in_flight == 0:
                 self._finish_discarding(sequence)
         for request_id in ended:
@@ -340,9 +343,9 @@ class Scheduler:
 
     def _name_full_blocks(self, sequence: Sequence) -> None:
         """Offers the full blocks of computed tokens to the prefix cache."""
-        full = sequence.num_computed // self.block_size
-        if not self.enable_prefix_caching or full <= sequence.num_named_blocks:
+        if not self.enable_prefix_caching:
             return
+        full = sequence.num_computed // self.block_size
         hashes = sequence.extend_hashes(full)
         pool = self.pools[sequence.home]
         for i in range(sequence.num_named_blocks, full):

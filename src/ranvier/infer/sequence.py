@@ -142,8 +142,9 @@ class Sequence:
 
     def accept_tokens(self, token_ids: Iterable[int]) -> None:
         """Replaces the draft tokens by the tokens of a step: the accepted ones and a new one."""
-        del self.token_ids[self.num_confirmed :]
-        self.num_draft_tokens = 0
+        if self.num_draft_tokens:
+            del self.token_ids[self.num_confirmed :]
+            self.num_draft_tokens = 0
         self.token_ids.extend(token_ids)
 
     def extend_hashes(self, num_blocks: int) -> list[bytes]:
