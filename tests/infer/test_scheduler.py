@@ -229,6 +229,7 @@ def make_scheduler(
     policy: str = "decode_first",
     prefix: bool = True,
     lookahead: bool = False,
+    groups: int = 1,
 ) -> Scheduler:
     return Scheduler(
         [BlockPool(blocks + 1, size) for _ in range(homes)],
@@ -238,6 +239,7 @@ def make_scheduler(
         policy=policy,
         enable_prefix_caching=prefix,
         lookahead=lookahead,
+        num_groups=groups,
     )
 
 
@@ -288,6 +290,7 @@ def play(setting: Setting, seed: int, num_requests: int) -> Scheduler:
         policy=setting.policy,
         prefix=chance.random() < 0.8,
         lookahead=setting.lookahead,
+        groups=1 if setting.lookahead else setting.in_flight,
     )
     engine = FakeEngine(
         scheduler,
@@ -485,6 +488,20 @@ def test_the_last_token_of_a_sequence_is_not_computed(lookahead: bool) -> None:
     engine.add("one", [1, 2, 3], 5)
     engine.run()
     assert len(engine.outputs["one"]) == 5 and engine.num_computed == 3 + 4
+
+
+def test_groups_share_the_running_sequences() -> None:
+    scheduler = make_scheduler(budget=64, groups=3)
+    engine = FakeEngine(scheduler, max_in_flight=3)
+    for i in range(6):
+        engine.add(f"r{i}", [i] * 3, 9)
+    engine.step()
+    engine.step()  # all are in flight, so the step finishes
+    engine.step()
+    engine.step()
+    assert [len(one.step.items) for one in engine.in_flight] == [2, 2]
+    engine.run()
+    assert len(engine.finished) == 6
 
 
 def test_an_abort_frees_blocks_when_no_step_reads_them() -> None:

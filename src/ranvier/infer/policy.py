@@ -95,6 +95,9 @@ class SchedulerView:
     """Budget: maximum number of tokens of a step in each home."""
     max_num_seqs: int
     """Maximum number of running sequences in each home."""
+    num_groups: int = 1
+    """Number of steps in flight that share the running sequences of a home: each step takes at most
+    this fraction of them. For a pipeline."""
     in_flight: Collection[str] = ()
     """Ids that cannot be scheduled now, because a step in flight computes them."""
     find_prefix: Callable[[SequenceView], Sequence[PrefixHit]] | None = None
@@ -188,14 +191,18 @@ class _StepBuilder:
     def split_by_phase(self, home: int) -> tuple[list[SequenceView], list[SequenceView]]:
         """Returns the sequences of a home with one token to compute, and those with more.
 
-        Draft tokens are not counted, and sequences that cannot be scheduled are left out.
+        Draft tokens are not counted. Sequences that cannot be scheduled are left out, and those
+        that another group takes.
         """
         decodes = []
         prompts = []
         excluded = self.excluded
+        limit = -(-len(self.running[home]) // self.view.num_groups)
         for sequence in self.running[home]:
             if sequence.request_id in excluded:
                 continue
+            if len(decodes) + len(prompts) == limit:
+                break
             remaining = sequence.num_tokens - sequence.num_computed - sequence.num_in_flight
             if 0 < remaining <= 1 + sequence.num_draft_tokens:
                 decodes.append(sequence)

@@ -73,11 +73,13 @@ class Scheduler:
         policy: str = "decode_first",
         enable_prefix_caching: bool = True,
         lookahead: bool = False,
+        num_groups: int = 1,
     ) -> None:
         """Starts without sequences.
 
         pools: one for each home, of equal size.
         lookahead: whether a sequence in a step in flight may be part of the next one.
+        num_groups: number of steps in flight that share the running sequences, for a pipeline.
         """
         sizes = {(pool.num_blocks, pool.block_size) for pool in pools}
         assert len(sizes) == 1, f"Pools must be of equal size: {sizes}"
@@ -89,6 +91,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.enable_prefix_caching = enable_prefix_caching
         self.lookahead = lookahead
+        self.num_groups = num_groups
         self.waiting: list[Sequence] = []
         """Waiting sequences, the oldest first."""
         self.running: list[Sequence] = []
@@ -265,6 +268,7 @@ class Scheduler:
             block_size=self.block_size,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            num_groups=self.num_groups,
             in_flight=self._unavailable_ids(),
             find_prefix=self._find_prefix if self.enable_prefix_caching else None,
             count_freed=self._count_freed,
