@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ranvier.data.tokenizer import repair_surrogates
@@ -38,6 +38,8 @@ class Conversation:
     tools: list[Any] | None = None
     location: str = ""
     """File and line, for error messages."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as enable_thinking."""
 
     @property
     def assistant_turns(self) -> list[int]:

@@ -15,7 +15,7 @@ that no message can end its own turn.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -95,21 +95,67 @@ class ChatEncoder:
         return np.array(ids, np.uint32), mask
 
     def encode_prompt(
-        self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[int]:
-        """The tokens of the prompt that asks for an answer to these messages."""
-        talk = Conversation(list(messages), [True] * len(messages), tools)
-        text, kept = self._render_plain(talk, prompt=True)
-        stop = len(text)
-        if text == self._render_messages(talk, talk.messages):
-            # The template has no generation prompt: use everything that it writes before an answer.
-            mark = chr(FIRST_MARK)
-            asked = [*talk.messages, {"role": "assistant", "content": f"{mark}x"}]
-            text = MARK_PATTERN.sub("", self._render_messages(talk, asked).partition(mark)[0])
-            stop = len(_strip_trailing_spaces(text))
+        """The tokens of the prompt that asks for an answer to these messages.
+
+        variables: further variables of the template. Without a generation prompt the tokens are
+        those of the messages; or the last message is left open, so that it can be continued.
+        """
+        talk = Conversation(
+            list(messages), [True] * len(messages), tools, variables=variables or {}
+        )
+        text, kept, stop = self._render_prompt(talk, add_generation_prompt, continue_final_message)
         ids, places = self._encode_with_offsets(text, kept)
         # Tokens that start in the stripped spaces are dropped: such a space belongs to the answer.
         return [token for token, (start, _) in zip(ids, places, strict=True) if start < stop]
+
+    def render_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[Any] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The text of `encode_prompt`."""
+        talk = Conversation(
+            list(messages), [True] * len(messages), tools, variables=variables or {}
+        )
+        text, _, stop = self._render_prompt(talk, add_generation_prompt, continue_final_message)
+        return text[:stop]
+
+    def _render_prompt(
+        self, talk: Conversation, add_generation_prompt: bool, continue_final_message: bool
+    ) -> tuple[str, list[CharSpan], int]:
+        """The text of a prompt, where special tokens are plain text, and where it ends."""
+        mark = chr(FIRST_MARK)
+        if continue_final_message:
+            _, kept = self._render_plain(talk)
+            last = talk.messages[-1]
+            opened = [*talk.messages[:-1], {**last, "content": f"{last.get('content')}{mark}"}]
+            text, found, _ = self._render_messages(talk, opened).partition(mark)
+            if not found:
+                raise DataError(
+                    f"The chat template {self.template.origin} does not write the last message. "
+                    "Only a message that it writes can be continued. Send a new message."
+                )
+            return text, [one for one in kept if one[1] <= len(text)], len(text)
+        text, kept = self._render_plain(talk, prompt=add_generation_prompt)
+        stop = len(text)
+        if add_generation_prompt and text == self._render_messages(talk, talk.messages):
+            # The template has no generation prompt: use everything that it writes before an answer.
+            asked = [*talk.messages, {"role": "assistant", "content": f"{mark}x"}]
+            text = MARK_PATTERN.sub("", self._render_messages(talk, asked).partition(mark)[0])
+            stop = len(_strip_trailing_spaces(text))
+        return text, kept, stop
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
@@ -143,7 +189,9 @@ class ChatEncoder:
         values = {"messages": [_with_reasoning(one) for one in messages], "tools": talk.tools}
         more = {"documents": None, "add_generation_prompt": prompt}
         rendering = self.template.select_template(talk.tools)
-        return rendering({**self.template.tokens, **values, **more}, at=talk.location, marks=marks)
+        # The variables of a request must not replace the messages or the tokens.
+        known = {**talk.variables, **self.template.tokens, **values, **more}
+        return rendering(known, at=talk.location, marks=marks)
 
     def _render_plain(
         self, talk: Conversation, *, prompt: bool = False
