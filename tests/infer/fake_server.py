@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import httpx
+
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.infer.server.config import ConnectionLimits, ServeConfig
 from ranvier.infer.server.serve import ServerOptions, run_server
@@ -22,7 +24,7 @@ ENGINE_PROGRAM = Path(__file__).with_name("fake_engine.py")
 TEMPLATE = (
     "{%- if tools -%}{%- for tool in tools -%}[tool {{ tool.function.name }}]{%- endfor -%}"
     "{%- endif -%}"
-    "{%- for message in messages -%}<{{ message.role }}>{{ message.content }}\n{%- endfor -%}"
+    "{%- for message in messages -%}<{{ message.role }}>{{ message.content + '\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
 )
 START_SECONDS = 60.0
@@ -74,6 +76,12 @@ class FakeServer:
         try:
             found = self.wait_for_line("listens at http://127.0.0.1:")
             self.port = int(re.findall(r":(\d+)", found)[-1])
+            self.http = httpx.Client(
+                base_url=self.url,
+                timeout=60,
+                verify=False,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            )
             if wait:
                 self.wait_for_line("Ready:")
         except BaseException:
@@ -117,6 +125,8 @@ class FakeServer:
 
     def stop(self) -> int:
         """Stops the server with SIGTERM. Returns its exit code."""
+        if hasattr(self, "http"):
+            self.http.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:

@@ -26,7 +26,12 @@ from ranvier.infer.server.messages import (
     unpack_stats,
 )
 from ranvier.infer.server.metrics import ServerMetrics
-from ranvier.infer.server.routing import PrefixMemory, choose_replica, name_blocks
+from ranvier.infer.server.routing import (
+    PrefixMemory,
+    ReplicaLoad,
+    choose_replica,
+    name_blocks,
+)
 
 ReplicaState = Literal["starting", "ready", "down"]
 QUEUE_CHECK_SECONDS = 0.25
@@ -102,13 +107,14 @@ class Replica:
     info: EngineInfo = field(default_factory=EngineInfo)
     stats: EngineStats = field(default_factory=EngineStats)
     transport: asyncio.WriteTransport | None = None
-    num_sent: int = 0
     num_received: int = 0
     """Requests that the statistics include."""
     unseen_tokens: deque[int] = field(default_factory=deque)
     """Prompt tokens of requests that the statistics do not include yet."""
     memory: PrefixMemory = field(default_factory=PrefixMemory)
     num_restarts: int = 0
+    num_open: int = 0
+    """Requests that were sent and have not ended."""
 
     @property
     def num_waiting(self) -> int:
@@ -197,7 +203,6 @@ class EngineClient:
         if replica.transport is None:
             replica.transport = transport
             replica.state = "starting"
-            replica.num_sent = 0
             replica.num_received = 0
             replica.unseen_tokens.clear()
             replica.stats = EngineStats()
@@ -250,7 +255,7 @@ class EngineClient:
         index = choose_replica(
             names,
             {one.index: one.memory for one in candidates},
-            {one.index: one.num_waiting_tokens for one in candidates},
+            {one.index: ReplicaLoad(one.num_waiting_tokens, one.num_open) for one in candidates},
         )
         replica = self.replicas[index]
         replica.memory.add(names)
@@ -260,7 +265,7 @@ class EngineClient:
             record = RequestRecord(request, generation, replica, now)
             self.records[request.request_id] = record
             generation.records[request.request_id] = record
-            replica.num_sent += 1
+            replica.num_open += 1
             replica.unseen_tokens.append(0 if request.parent_id else len(request.prompt_token_ids))
             replica.send({"add": pack_request(request)})
         return generation
@@ -321,7 +326,8 @@ class EngineClient:
         return "The model is being loaded. Send the request again later.", "loading"
 
     def _forget(self, record: RequestRecord, reason: str) -> None:
-        self.records.pop(record.request.request_id, None)
+        if self.records.pop(record.request.request_id, None) is not None:
+            record.replica.num_open -= 1
         record.generation.records.pop(record.request.request_id, None)
         self.metrics.observe_end(record, reason, time.monotonic())
 

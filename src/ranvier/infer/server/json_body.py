@@ -77,27 +77,27 @@ def _finite_float(text: str) -> float:
 def _check_values(value: Any, *, look_at_texts: bool) -> None:
     """Checks depth and texts without recursion."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         children: list[Any] = []
         for one in level:
             if isinstance(one, dict):
                 children.extend(one.values())
-                if look_at_texts:
-                    children.extend(one)
+                children.extend(one)
             elif isinstance(one, list):
                 children.extend(one)
-            elif look_at_texts and isinstance(one, str):
+        if look_at_texts:
+            for one in (*level, *children):
                 _check_text(one)
-        # Only lists and objects have children, and texts need a look of their own.
-        level = [x for x in children if isinstance(x, (dict, list) + (str,) * look_at_texts)]
+        level = [one for one in children if isinstance(one, (dict, list))]
         if not level:
             return
     raise _depth_error()
 
 
-def _check_text(text: str) -> None:
+def _check_text(value: Any) -> None:
     try:
-        text.encode()
+        if isinstance(value, str):
+            value.encode()
     except UnicodeEncodeError:
         raise _json_error("a string contains an unpaired surrogate") from None
 

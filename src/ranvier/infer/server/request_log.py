@@ -55,6 +55,8 @@ class RequestLog:
     def write(self, record: HttpRecord) -> None:
         """Logs an answer."""
         seconds = time.monotonic() - record.start_time
+        if self._file is not None and record.usage:
+            self._write_usage(self._file, record, seconds)
         if not self.quiet:
             usage = ""
             if record.usage:
@@ -66,8 +68,6 @@ class RequestLog:
                 f"{record.path:.100} {record.status} {seconds:.3f} s{usage}{why}",
                 file=sys.stderr,
             )
-        if self._file is not None and record.usage:
-            self._write_usage(self._file, record, seconds)
 
     def _write_usage(self, file: TextIO, record: HttpRecord, seconds: float) -> None:
         line: dict[str, Any] = {

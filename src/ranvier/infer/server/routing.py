@@ -1,4 +1,4 @@
-"""Chooses the replica of a request: the longest known prefix, then the fewest waiting tokens."""
+"""Chooses the replica of a request: the longest known prefix, then the least load."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 MAX_NAMES = 1 << 16
 """Number of blocks that the front remembers of a replica."""
+
+MAX_IMBALANCE = 16
+"""Open requests that a replica may have more than twice as many as another has."""
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What a replica has to do."""
+
+    num_waiting_tokens: int
+    """Prompt tokens of waiting requests."""
+    num_open: int
+    """Requests that wait or run."""
 
 
 def name_blocks(tokens: Sequence[int], block_size: int, salt: str) -> list[bytes]:
@@ -46,10 +60,22 @@ class PrefixMemory:
 
 
 def choose_replica(
-    names: Sequence[bytes], memories: Mapping[int, PrefixMemory], waiting: Mapping[int, int]
+    names: Sequence[bytes], memories: Mapping[int, PrefixMemory], loads: Mapping[int, ReplicaLoad]
 ) -> int:
-    """Returns the index of a replica.
+    """Returns the index of a replica among those whose load is given.
 
-    waiting: prompt tokens that wait at each replica; only these replicas are candidates.
+    A prefix that all requests share must not send all of them to one replica: those with many more
+    open requests than another are left out.
     """
-    return min(waiting, key=lambda i: (-memories[i].count_known(names), waiting[i], i))
+    fewest = min(load.num_open for load in loads.values())
+    most = 2 * fewest + MAX_IMBALANCE
+    candidates = [i for i, load in loads.items() if load.num_open <= most]
+    return min(
+        candidates,
+        key=lambda i: (
+            -memories[i].count_known(names),
+            loads[i].num_waiting_tokens,
+            loads[i].num_open,
+            i,
+        ),
+    )
