@@ -7,6 +7,7 @@ larger chunks instead of falling behind.
 
 from __future__ import annotations
 
+import codecs
 import json
 import secrets
 import time
@@ -78,7 +79,7 @@ class Choice:
         tokens = output.token_ids
         if not self.drops_tokens:
             self._add_tokens(output)
-        if output.finish_reason is not None or self.stream.is_stopped:
+        if output.finish_reason is not None or self.stream.stop_string is not None:
             self._finish(output.finish_reason)
         elif tokens and self.drops_tokens:
             self._finish("length")
@@ -100,19 +101,16 @@ class Choice:
         self.delta.token_ids.extend(tokens)
         if output.logprobs:
             self._add_logprobs(list(zip(tokens, output.logprobs, strict=False)))
-        shown: Sequence[int] = tokens
-        if output.stop_token is not None and not self.params.include_stop_str_in_output:
-            # The token that ended the request is not part of the text.
-            shown = tokens[:-1]
-        self._add_parsed(self.stream.add(shown))
+        self._add_parsed(self.stream.append(tokens, stop_token=output.stop_token))
 
     def _finish(self, reason: str | None) -> None:
-        rest = "" if self.stream.is_stopped or self.drops_tokens else self.stream.finish()
-        self._add_parsed(rest)
+        if not self.drops_tokens:
+            self._add_parsed(self.stream.finish())
         if self.parser is not None:
             self._add_deltas(self.parser.finish())
-        is_stop = reason in (None, "stop") or self.stream.is_stopped
-        found = "stop" if is_stop else str(reason)
+        # The rest of the text may contain a stop string, too.
+        has_stop = self.stream.stop_string is not None
+        found = "stop" if has_stop or reason is None else reason
         if found == "stop" and self.calls:
             found = "tool_calls"
         self.finish_reason = self.delta.finish_reason = found
@@ -355,6 +353,20 @@ class ChatAnswer(Answer):
         }
 
 
+class TextOffsets:
+    """Positions of tokens in a text; a character may consist of several tokens."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._position = 0
+
+    def take(self, data: bytes) -> int:
+        """Returns the position of the next token, and moves past its bytes."""
+        position = self._position
+        self._position += len(self._decoder.decode(data))
+        return position
+
+
 class CompletionAnswer(Answer):
     """Answer of /v1/completions."""
 
@@ -363,49 +375,40 @@ class CompletionAnswer(Answer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._offsets = dict.fromkeys(self.choices, 0)
+        self._offsets = {name: TextOffsets() for name in self.choices}
         """Position in the text of the next token of each choice, for streams."""
 
     def _choice_object(self, choice: Choice) -> dict[str, Any]:
-        logprobs, _ = self._logprobs(choice, choice.logprobs, 0)
         return {
             "index": choice.index,
             "text": choice.text,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice, choice.logprobs, TextOffsets()),
             "finish_reason": choice.finish_reason,
         }
 
     def _delta_object(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
-        start = self._offsets[choice.request_id]
-        logprobs, end = self._logprobs(choice, delta.logprobs, start)
-        self._offsets[choice.request_id] = end
+        offsets = self._offsets[choice.request_id]
         return {
             "index": choice.index,
             "text": delta.text,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(choice, delta.logprobs, offsets),
             "finish_reason": delta.finish_reason,
         }
 
     def _logprobs(
-        self, choice: Choice, scored: Sequence[ScoredToken], offset: int
-    ) -> tuple[dict[str, Any] | None, int]:
-        """Returns log-probabilities in the legacy shape, and the position after the last token."""
+        self, choice: Choice, scored: Sequence[ScoredToken], offsets: TextOffsets
+    ) -> dict[str, Any] | None:
+        """Returns log-probabilities in the legacy shape."""
         if choice.params.logprobs is None:
-            return None, offset
-        texts = [self.model.token_text(token) for token, _ in scored]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        values = [None if one is None else finite(one.logprob) for _, one in scored]
-        tops = [None if one is None else self._top_values(token, one) for token, one in scored]
-        found = {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
+            return None
+        return {
+            "tokens": [self.model.token_text(token) for token, _ in scored],
+            "token_logprobs": [None if one is None else finite(one.logprob) for _, one in scored],
+            "top_logprobs": [
+                None if one is None else self._top_values(token, one) for token, one in scored
+            ],
+            "text_offset": [offsets.take(self.model.token_bytes(token)) for token, _ in scored],
         }
-        return found, offset
 
     def _top_values(self, token: int, one: TokenLogprobs) -> dict[str, float]:
         """Returns the most likely tokens and the token itself, by their text."""

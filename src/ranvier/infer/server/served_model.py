@@ -19,13 +19,16 @@ from ranvier.infer.server.protocol import ConversationBody, TokenizeBody
 
 
 class TextStream(Protocol):
-    """Text of a growing list of tokens, up to a stop string."""
+    """Text of a growing list of tokens, up to a stop string (`IncrementalDetokenizer`)."""
 
-    is_stopped: bool
-    """Whether a stop string was found; the text ends there."""
+    stop_string: str | None
+    """The stop string that has ended the text."""
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens. Returns new text, which is never taken back."""
+    def append(self, token_ids: Sequence[int], *, stop_token: int | None = None) -> str:
+        """Adds tokens. Returns new text, which is never taken back.
+
+        stop_token: the last of the tokens, if it has ended the request; it has no text.
+        """
 
     def finish(self) -> str:
         """Returns the rest of the text, once no token follows."""

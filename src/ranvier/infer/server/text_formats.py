@@ -59,7 +59,7 @@ class SimpleTextStream:
     """Decodes all tokens again for each new one; correct, and quadratic in the length."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.is_stopped = False
+        self.stop_string: str | None = None
         self._decode = (
             tokenizer.decode if params.skip_special_tokens else tokenizer.decode_with_specials
         )
@@ -70,10 +70,13 @@ class SimpleTextStream:
         self._sent = 0
         self._text = ""
 
-    def add(self, token_ids: Sequence[int]) -> str:
+    def append(self, token_ids: Sequence[int], *, stop_token: int | None = None) -> str:
         """Adds tokens. Returns new text, without what may become a stop string."""
-        for token in token_ids:
-            if self.is_stopped:
+        shown = list(token_ids)
+        if stop_token is not None and not self._params.include_stop_str_in_output:
+            shown.pop()
+        for token in shown:
+            if self.stop_string is not None:
                 break
             self._tokens.append(token)
             text = self._decode([*self._prompt, *self._tokens])[self._start :]
@@ -81,10 +84,12 @@ class SimpleTextStream:
             if not text.endswith("\ufffd"):
                 self._text = text
                 self._find_stop()
-        return self._take(hold=not self.is_stopped)
+        return self._take(hold=self.stop_string is None)
 
     def finish(self) -> str:
         """Returns the rest of the text."""
+        if self.stop_string is not None:
+            return ""
         self._text = self._decode([*self._prompt, *self._tokens])[self._start :]
         return self._take(hold=False)
 
@@ -95,7 +100,7 @@ class SimpleTextStream:
         places = [(place, one) for place, one in found if place >= 0]
         if places:
             place, stop = min(places)
-            self.is_stopped = True
+            self.stop_string = stop
             end = place + len(stop) * self._params.include_stop_str_in_output
             self._text = self._text[:end]
 
@@ -151,7 +156,12 @@ def make_text_stream(
     tokenizer: Tokenizer, prompt: Sequence[int], params: SamplingParams
 ) -> TextStream:
     """Returns the text of an answer."""
-    return SimpleTextStream(tokenizer, prompt, params)
+    try:
+        module: Any = importlib.import_module("ranvier.infer.detokenizer")
+    except ImportError:
+        return SimpleTextStream(tokenizer, prompt, params)
+    stream: TextStream = module.IncrementalDetokenizer(tokenizer, prompt, params)
+    return stream
 
 
 def load_served_model(options: ServerOptions) -> ServedModel:

@@ -1,0 +1,283 @@
+"""Parts of the server without a process: messages, routing, keys, settings, and the worker."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.fake_engine import FakeEngine
+from infer.fake_server import write_model
+from ranvier.data.tokenizer import ByteTokenizer, train_tokenizer
+from ranvier.errors import PlanError
+from ranvier.infer.request import EngineStats, Request, TokenLogprobs, TokenOutput
+from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
+from ranvier.infer.server import messages
+from ranvier.infer.server.authentication import ApiKeys, read_api_keys
+from ranvier.infer.server.config import ServeConfig
+from ranvier.infer.server.engine_worker import EngineWorker, FrontConnection
+from ranvier.infer.server.openapi import build_openapi
+from ranvier.infer.server.routing import PrefixMemory, ReplicaLoad, choose_replica, name_blocks
+from ranvier.infer.server.serve import check_serve_extra
+from ranvier.infer.server.served_model import ServedModel
+from ranvier.infer.server.text_formats import SimpleTextStream
+
+LETTERS = "ab\né€😀"
+
+
+def test_requests_and_outputs_survive_the_socket() -> None:
+    params = SamplingParams(
+        max_tokens=None,
+        temperature=0.25,
+        logit_bias={3: -1.5},
+        allowed_token_ids=(1, 2),
+        bad_words=((1,), (2, 3)),
+        stop=("é",),
+        stop_token_ids=frozenset([7, 8]),
+        logprobs=0,
+        structured_output=StructuredOutput("regex", "a+"),
+        seed=-(2**63),
+    )
+    request = Request(
+        request_id="a", prompt_token_ids=(1, 2), params=params, stream=3, parent_id="b", priority=-1
+    )
+    plain = Request(request_id="c", prompt_token_ids=(5,), params=SamplingParams())
+    for one in (request, plain):
+        (found,) = messages.MessageReader().feed(
+            messages.encode_message({"add": messages.pack_request(one)})
+        )
+        assert messages.unpack_request(found["add"]) == one
+    scores = (TokenLogprobs(-1.0, 2, ((4, -0.5), (5, -float("inf")))),)
+    outputs = [
+        TokenOutput(request_id="a", token_ids=(1,)),
+        TokenOutput(
+            request_id="a",
+            token_ids=(0,),
+            logprobs=scores,
+            prompt_logprobs=scores,
+            num_cached_tokens=16,
+            finish_reason="stop",
+            stop_token=0,
+            queue_seconds=0.5,
+        ),
+        TokenOutput(request_id="a", finish_reason="error", error="why"),
+        TokenOutput(request_id="a", token_ids=(1,), prompt_logprobs=()),
+    ]
+    for output in outputs:
+        (found,) = messages.MessageReader().feed(
+            messages.encode_message({"x": messages.pack_output(output)})
+        )
+        assert messages.unpack_output(found["x"]) == output
+    stats = EngineStats(num_running=3, collective_bytes={"row": 5})
+    assert messages.unpack_stats(messages.pack_stats(stats)) == stats
+
+
+@given(st.lists(st.text(LETTERS), max_size=5), st.integers(1, 7))
+def test_messages_may_arrive_in_any_pieces(texts: list[str], size: int) -> None:
+    data = b"".join(messages.encode_message({"x": text}) for text in texts)
+    reader = messages.MessageReader()
+    found = [m for i in range(0, len(data), size) for m in reader.feed(data[i : i + size])]
+    assert [one["x"] for one in found] == texts
+
+
+def test_names_of_blocks_depend_on_all_before_them() -> None:
+    names = name_blocks(range(70), 16, "")
+    assert len(names) == 4 and len(set(names)) == 4
+    assert name_blocks(range(33), 16, "") == names[:2]
+    assert name_blocks([9, *range(1, 70)], 16, "")[1:] != names[1:]
+    assert name_blocks(range(70), 16, "salt")[0] != names[0]
+
+
+def test_a_replica_is_chosen_by_prefix_then_load() -> None:
+    memories = {0: PrefixMemory(), 1: PrefixMemory()}
+    names = name_blocks(range(64), 16, "")
+
+    def choose(*loads: tuple[int, int]) -> int:
+        return choose_replica(names, memories, {i: ReplicaLoad(*x) for i, x in enumerate(loads)})
+
+    assert choose((0, 0), (0, 0)) == 0 and choose((0, 1), (0, 0)) == 1
+    assert choose((5, 0), (0, 9)) == 1
+    memories[0].add(names[:2])
+    assert choose((5, 9), (0, 0)) == 0
+    # A common prefix does not overload a replica.
+    assert choose((5, 17), (0, 0)) == 1
+    memories[1].add(names[:3])
+    assert choose((0, 0), (5, 9)) == 1
+
+
+def test_keys_come_from_file_and_variable(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst\n\n  second \n")
+    keys = read_api_keys(str(path), "third, ,fourth")
+    assert sorted(keys) == ["first", "fourth", "second", "third"]
+    known = ApiKeys.from_texts(keys)
+    assert known.find_owner(b"Bearer second") and known.find_owner(b"bearer third ")
+    owners = {known.find_owner(f"Bearer {key}".encode()) for key in keys}
+    assert len(owners) == 4 and not any(key in str(owners) for key in keys)
+    for header in (b"", b"Bearer", b"Bearer x", b"Basic first", b"first", b"Bearer \xff"):
+        assert known.find_owner(header) is None
+    assert ApiKeys().find_owner(b"") == ""
+    path.write_text("#\n")
+    for wrong in (str(path), str(tmp_path / "none")):
+        with pytest.raises(PlanError, match="api_key_file"):
+            read_api_keys(wrong, "")
+
+
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"port": 70000}, "serve.port=70000"),
+    ({"drain_seconds": -1.0}, "serve.drain_seconds=-1.0"),
+    ({"max_queued_requests": 0}, "serve.max_queued_requests=0"),
+    ({"host": "a\nb"}, "serve.host"),
+    ({"allowed_origins": ("example.org",)}, "https://example.org"),
+    ({"chat_template": "/nowhere"}, "serve.chat_template"),
+    ({"api_key_file": "/nowhere"}, "serve.api_key_file"),
+]
+
+
+@pytest.mark.parametrize(("values", "part"), BAD_SETTINGS)
+def test_settings_are_checked(values: dict[str, Any], part: str) -> None:
+    (problem,) = ServeConfig(**values).find_problems()
+    assert part in problem and not list(ServeConfig().find_problems())
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_serve_extra()
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(PlanError, match=r"starlette is not installed.*ranvier\[serve\]"):
+        check_serve_extra()
+
+
+def test_the_front_imports_no_torch_and_the_library_no_http() -> None:
+    code = (
+        "import sys, ranvier.infer.server.serve\n"
+        "assert not {'uvicorn', 'starlette', 'prometheus_client'} & {*sys.modules}\n"
+        "import ranvier.infer.server.engine_worker, ranvier.infer.server.front_process\n"
+        "assert 'torch' not in sys.modules and 'pyarrow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class ScriptedConnection(FrontConnection):
+    """A front that sends given messages and keeps what it gets."""
+
+    def __init__(self, script: list[list[dict[str, Any]]]) -> None:
+        self.script = script
+        self.sent: list[dict[str, Any]] = []
+        self.waits: list[bool] = []
+        self.is_closed = False
+        self.replica = 0
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+    def receive(self, *, wait: bool) -> Any:
+        self.waits.append(wait)
+        return iter(self.script.pop(0) if self.script else [{"stop": True}])
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def build_request(name: str, prompt: str, count: int = 3) -> dict[str, Any]:
+    params = SamplingParams(max_tokens=count)
+    request = Request(request_id=name, prompt_token_ids=tuple(prompt.encode()), params=params)
+    return {"add": messages.pack_request(request)}
+
+
+def test_the_worker_waits_only_without_requests() -> None:
+    script: list[list[dict[str, Any]]] = [[build_request("a", "x")], [], [], []]
+    connection = ScriptedConnection(script)
+    assert EngineWorker(FakeEngine(), connection).run(messages.EngineInfo()) == 0
+    assert connection.waits == [True, False, False, True, True]
+    steps = [one["step"] for one in connection.sent if "step" in one]
+    assert [len(outputs) for outputs, *_ in steps] == [0, 1, 1, 1]
+    assert [seen for _, _, seen, _ in steps] == [0, 1, 1, 1]
+
+
+def test_the_worker_isolates_requests_and_reports_faults() -> None:
+    adds = [build_request(word, word) for word in ("REFUSE", "BREAK_ADD", "fine")]
+    connection = ScriptedConnection([adds, [{"abort": "fine"}, {"abort": "unknown"}]])
+    assert EngineWorker(FakeEngine(), connection).run(messages.EngineInfo()) == 0
+    refused = [one["refused"][:2] for one in connection.sent if "refused" in one]
+    assert refused == [["REFUSE", "invalid"], ["BREAK_ADD", "error"]]
+    # The abort is seen before the next step.
+    assert sum(len(one["step"][0]) for one in connection.sent if "step" in one) == 1
+    connection = ScriptedConnection([[build_request("a", "BREAK_STEP")]])
+    assert EngineWorker(FakeEngine(), connection).run(messages.EngineInfo()) == 70
+    assert connection.sent[-1] == {"fault": "RuntimeError: the step is broken"}
+    assert connection.is_closed
+
+
+@given(st.text(LETTERS, max_size=30), st.sampled_from([(), ("ab",), ("é", "b\n")]), st.randoms())
+def test_streamed_text_is_the_whole_text(
+    text: str, stop: tuple[str, ...], chance: random.Random
+) -> None:
+    tokens = list(text.encode(errors="replace"))
+    stream = SimpleTextStream(ByteTokenizer(), [120], SamplingParams(stop=stop))
+    found = ""
+    while tokens and stream.stop_string is None:
+        count = chance.randint(1, 4)
+        found += stream.append(tokens[:count])
+        tokens = tokens[count:]
+    found += stream.finish()
+    whole = text.encode(errors="replace").decode()
+    places = [whole.find(one) for one in stop if one in whole]
+    # The stop string that is complete first ends the text.
+    ends = {one: whole.find(one) + len(one) for one in stop if one in whole}
+    if places:
+        first = min(ends, key=lambda one: (ends[one], whole.find(one)))
+        assert found == whole[: whole.find(first)]
+    else:
+        assert found == whole
+
+
+def test_tokens_have_bytes_and_texts() -> None:
+    def make(tokenizer: Any) -> ServedModel:
+        return ServedModel(name="m", tokenizer=tokenizer, make_text_stream=SimpleTextStream)
+
+    plain = make(ByteTokenizer())
+    assert plain.token_bytes(0xE9) == b"\xe9" and plain.token_text(0xE9) == "bytes:\\xe9"
+    assert plain.token_text(97) == "a" and plain.token_text(256) == "<|end|>"
+    trained = make(train_tokenizer(["né né né new words in a text"] * 50, 280))
+    for text in ("né words", "日本"):
+        tokens = trained.encode_text(text, 0)
+        assert b"".join(map(trained.token_bytes, tokens)).decode() == text
+
+
+def test_the_description_names_every_parameter() -> None:
+    document = build_openapi()
+    chat = document["components"]["schemas"]["ChatBody"]
+    names = {
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+        *("repetition_penalty", "logit_bias", "seed", "n", "max_tokens", "max_completion_tokens"),
+        *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "top_logprobs"),
+        *("prompt_logprobs", "allowed_token_ids", "bad_words", "skip_special_tokens"),
+        *("include_stop_str_in_output", "truncate_prompt_tokens", "priority", "cache_salt"),
+        *("return_token_ids", "response_format", "structured_outputs", "tools", "tool_choice"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "stream"),
+        *("stream_options", "user", "model", "messages"),
+    }
+    assert names == set(chat["properties"]) and chat["required"] == ["messages"]
+    assert {"prompt", "echo", "logprobs"} <= set(
+        document["components"]["schemas"]["CompletionBody"]["properties"]
+    )
+    temperature = chat["properties"]["temperature"]["anyOf"][0]
+    assert temperature == {"type": "number", "minimum": 0.0, "maximum": 2.0}
+
+
+def test_a_directory_without_a_template_has_no_chat(tmp_path: Path) -> None:
+    from ranvier.infer.server.served_model import read_model_directory
+
+    folder = write_model(tmp_path / "model")
+    assert read_model_directory(folder, SimpleTextStream).chat is not None
+    (folder / "tokenizer_config.json").unlink()
+    model = read_model_directory(folder, SimpleTextStream)
+    assert model.chat is None and model.name == "model"
+    assert dataclasses.is_dataclass(model)
