@@ -494,6 +494,15 @@ def _generate_command(words: Sequence[str]) -> int:
     return generate.print_generated(folder, **dataclasses.asdict(settings))
 
 
+def _serve_command(words: Sequence[str]) -> int:
+    from ranvier.cli.serve import ServeOptions, serve_model
+
+    names, options = split_words(words)
+    settings = parse_options(ServeOptions, ServeOptions(), "serve PATH", options)
+    path = one_path("serve", "a run or a model", names) if names else ""
+    return serve_model(path, settings, words)
+
+
 def _import_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import ImportOptions
     from ranvier.system.model_hub import find_model
@@ -697,6 +706,7 @@ COMMANDS: dict[str, Command] = {
     "export": _export_command,
     "upcycle": _upcycle_command,
     "generate": _generate_command,
+    "serve": _serve_command,
     "eval": _eval_command,
     "report": _report_command,
     "profile": _profile_command,

@@ -194,8 +194,8 @@ class _StepBuilder:
         Draft tokens are not counted. Sequences that cannot be scheduled are left out, and those
         that another group takes.
         """
-        decodes = []
-        prompts = []
+        decodes: list[SequenceView] = []
+        prompts: list[SequenceView] = []
         excluded = self.excluded
         limit = -(-len(self.running[home]) // self.view.num_groups)
         for sequence in self.running[home]:

@@ -100,8 +100,10 @@ class EngineInterface(Protocol):
     max_model_len: int
     """Maximum number of tokens of a sequence, prompt and output together."""
     vocab_size: int
-    has_unfinished: bool
-    """Whether a request waits or runs."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or runs."""
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue. Raises a `RanvierError` for one that can never run."""

@@ -90,9 +90,9 @@ class EngineWorker:
         """Serves requests until the front stops it or ends. Returns the exit code."""
         self.connection.send({"hello": _info_values(info)})
         self._send_step([], 0.0)
-        while not self._is_over:
+        while True:
             has_changed = self._receive()
-            if self._is_over:
+            if self._is_over():
                 break
             if self.engine.has_unfinished:
                 code = self._step()
@@ -104,7 +104,6 @@ class EngineWorker:
         self.connection.close()
         return 0
 
-    @property
     def _is_over(self) -> bool:
         return self._is_stopped or self.connection.is_closed
 

@@ -1,0 +1,272 @@
+"""`ranvier serve`: starts the HTTP front and the engine processes of a model.
+
+The front runs in this process, and each replica (a coordinate of data) is started as the same
+command with `--replica-socket`, which starts the ranks of that replica. Under a launcher such as
+torchrun or srun the ranks exist already: the first one starts the front.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ranvier import launch
+from ranvier.config.engine import EngineConfig
+from ranvier.config.plan import Plan
+from ranvier.errors import PlanError
+from ranvier.infer.server.config import ServeConfig
+from ranvier.launch import ProcessInfo
+from ranvier.setting import setting, setting_info
+from ranvier.sharding import ShardingTable
+
+if TYPE_CHECKING:
+    from ranvier.infer.model_source import ModelSource
+    from ranvier.infer.server.serve import ServerOptions
+    from ranvier.models import DecoderConfig
+
+REFUSED_DEGREES = {"context": "It does not exist yet."}
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
+"""Variables that make a process a rank; the front is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModel:
+    """The model whose weights are drawn with --random."""
+
+    size: str = ""
+    """Name of a built-in model, such as llama3-8b."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serve a model over HTTP with the OpenAI API, and a chat page at /.
+
+    PATH is the directory of a run, or of a model in Hugging Face format. Needs the extra `serve`.
+    Of the plan, only the degrees, col_splits, stage_starts, virtual_stages and rank_order are
+    used.
+    """
+
+    nproc: int = setting(0, minimum=0, maximum=256)
+    """Number of local ranks to start. 0 means as many as the plan needs."""
+    step: int = -1
+    """Step of the checkpoint of a run. -1 means the latest."""
+    random: bool = False
+    """Serve seeded random weights of --model.size with a made-up tokenizer, for benchmarks."""
+    dry_run: bool = False
+    """Print the memory of weights and KV cache on a rank, the longest request and how many of them
+    fit, without loading the model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine; auto means a GPU if there is one."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Data type of the weights; auto means as stored, and fp32 on a CPU."""
+    algorithm: str = "auto"
+    """Algorithm of collectives, as comm.algorithm of a run."""
+    timeout_seconds: float = setting(60.0, minimum=1.0, unit="seconds")
+    """Time after which a step whose ranks do not answer has failed."""
+    share_gpu: bool = False
+    """Whether several ranks may share a GPU over NCCL; only for tests."""
+    model: RandomModel = field(default_factory=RandomModel)
+    plan: Plan = field(default_factory=Plan)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    replica_socket: str = ""
+    """Set by the server itself: runs one replica, whose front has this socket."""
+    replica: int = 0
+    """Set by the server itself: index of the replica."""
+
+
+def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
+    """Starts the front and the engines. Returns the exit code.
+
+    path: of the model; empty for random weights. words: the words of the command, with which the
+    engine processes are started.
+    """
+    _check_options(path, options)
+    me = launch.read_process_info()
+    with ExitStack() as stack:
+        source = _find_source(path, options, stack)
+        plan = _resolve_plan(options, source.load_config(), me)
+        if options.dry_run:
+            from ranvier.infer.serving_memory import print_memory
+
+            return print_memory(source, plan, options.engine, options.dtype)
+        if options.replica_socket:
+            return _run_replica(source, plan, options, me)
+        from ranvier.infer.server.serve import check_serve_extra
+
+        check_serve_extra()
+        if me is not None:
+            return _serve_under_launcher(source, plan, options, words, me)
+        return _serve_here(source, plan, options, words)
+
+
+def _check_options(path: str, options: ServeOptions) -> None:
+    """Raises for options that are invalid or contradict each other."""
+    problems = [*options.serve.find_problems()]
+    for section in ("", "engine"):
+        values = getattr(options, section) if section else options
+        for one in dataclasses.fields(values):
+            value = getattr(values, one.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                name = f"{section}.{one.name}" if section else one.name
+                problem = setting_info(one).find_problem(name, value)
+                problems += [problem] if problem is not None else []
+    if options.random == bool(path):
+        given = f"{path!r} and --random are" if path else "Neither a path nor --random is"
+        problems.append(
+            f"{given} given. `ranvier serve` needs the directory of a run or a model, or --random "
+            "with --model.size. Give one of them."
+        )
+    for axis, reason in REFUSED_DEGREES.items():
+        size = getattr(options.plan, axis)
+        if size != 1:
+            problems.append(
+                f"plan.{axis}={size} is not supported for inference. {reason} Use plan.{axis}=1."
+            )
+    if problems:
+        raise PlanError(problems)
+
+
+def _resolve_plan(options: ServeOptions, model: DecoderConfig, me: ProcessInfo | None) -> Plan:
+    """Returns the plan with all degrees; raises if the model cannot be split like that."""
+    wanted = options.plan
+    if me is not None:
+        world = me.world_size
+    else:
+        world = options.nproc or math.prod(max(size, 1) for size in wanted.degrees.values())
+    # Settings that only training needs keep their defaults.
+    plan = Plan(
+        col_splits=wanted.col_splits,
+        virtual_stages=wanted.virtual_stages,
+        stage_starts=wanted.stage_starts,
+        rank_order=wanted.rank_order,
+        stage_time_jitter=0.0,
+    ).with_degrees(wanted.resolve(world).degrees)
+    # The smallest batch that the grid divides; the engine has its own.
+    micro = ShardingTable.from_plan(plan).batch_multiple(plan.degrees)
+    plan = dataclasses.replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
+    problems = [*plan.find_problems({**model.dim_units, "layers": model.layers}, world)]
+    if problems:
+        raise PlanError(problems)
+    return plan
+
+
+def _find_source(path: str, options: ServeOptions, stack: ExitStack) -> ModelSource:
+    from ranvier.infer.model_source import ModelSource, write_random_model
+
+    if options.random:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranvier-model-"))
+        return write_random_model(Path(folder), options.model.size)
+    return ModelSource.find(Path(path), step=None if options.step < 0 else options.step)
+
+
+def _serve_here(
+    source: ModelSource, plan: Plan, options: ServeOptions, words: Sequence[str]
+) -> int:
+    """Runs the front, and one engine process for each replica."""
+    from ranvier.infer.server.serve import run_server
+
+    ranks = plan.world_size // plan.data
+
+    def start_replica(socket_path: str, index: int) -> subprocess.Popen[bytes]:
+        more = ["--plan.data", "1", "--nproc", str(ranks)]
+        more += ["--replica-socket", socket_path, "--replica", str(index)]
+        return subprocess.Popen([sys.executable, "-m", "ranvier", "serve", *words, *more])
+
+    return run_server(_server_options(source, plan, options), start_replica)
+
+
+def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> ServerOptions:
+    from ranvier.infer.server.serve import ServerOptions
+
+    config = options.serve
+    if source.kind == "random" and not config.served_model_name:
+        config = dataclasses.replace(config, served_model_name=source.size)
+    return ServerOptions(config=config, folder=source.folder, num_replicas=plan.data)
+
+
+def _run_replica(
+    source: ModelSource, plan: Plan, options: ServeOptions, me: ProcessInfo | None
+) -> int:
+    """Runs the ranks of one replica."""
+    from ranvier.infer.server import engine_process
+
+    replica = engine_process.ReplicaOptions(
+        source=source,
+        plan=plan,
+        engine=options.engine,
+        socket_path=options.replica_socket,
+        replica=options.replica,
+        device=options.device,
+        dtype=options.dtype,
+        algorithm=options.algorithm,
+        share_gpu=options.share_gpu,
+        timeout_seconds=options.timeout_seconds,
+    )
+    task = functools.partial(engine_process.run_replica_rank, replica)
+    if me is None and plan.world_size > 1:
+        return launch.launch_ranks(plan.world_size, task, preload=[engine_process.__name__])
+    with launch.report_errors(me or ProcessInfo()):
+        return task(me or ProcessInfo())
+
+
+def _serve_under_launcher(
+    source: ModelSource, plan: Plan, options: ServeOptions, words: Sequence[str], me: ProcessInfo
+) -> int:
+    """Runs one rank of the only replica; the first rank starts the front as another process."""
+    if plan.data > 1:
+        raise PlanError(
+            f"plan.data={plan.data} under {me.launcher}, which starts one process group. Replicas "
+            "must be independent of each other. Use --nproc instead of a launcher, or start one "
+            "server for each replica."
+        )
+    if me.rank != 0:
+        return _run_replica(source, plan, options, me)
+    with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
+        path = str(Path(folder) / "engine.sock")
+        own = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
+        program = (
+            "import sys; from ranvier.cli.serve import run_front; sys.exit(run_front(sys.argv[1:]))"
+        )
+        front = subprocess.Popen([sys.executable, "-c", program, path, *words], env=own)
+        try:
+            _wait_for_socket(path, front)
+            return _run_replica(source, plan, dataclasses.replace(options, replica_socket=path), me)
+        finally:
+            front.terminate()
+            front.wait()
+
+
+def run_front(words: Sequence[str]) -> int:
+    """Runs the front of a server whose engine another process runs; words: socket, command."""
+    from ranvier.cli.parsing import parse_options, split_words
+    from ranvier.infer.server.serve import run_server
+
+    names, options = split_words(words[1:])
+    settings = parse_options(ServeOptions, ServeOptions(), "serve PATH", options)
+    with ExitStack() as stack, launch.report_errors(ProcessInfo()):
+        source = _find_source(names[0] if names else "", settings, stack)
+        found = _server_options(source, dataclasses.replace(settings.plan, data=1), settings)
+        return run_server(dataclasses.replace(found, socket_path=words[0]), None)
+
+
+def _wait_for_socket(path: str, front: subprocess.Popen[bytes]) -> None:
+    """Waits until the front listens for its engine."""
+    while not os.path.exists(path):
+        if front.poll() is not None:
+            raise PlanError(
+                f"The front has ended with code {front.returncode}. It must run before its "
+                "engine. See its message above."
+            )
+        time.sleep(0.05)

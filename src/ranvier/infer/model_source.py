@@ -1,0 +1,183 @@
+"""Where the weights of a served model come from: a run, a Hugging Face directory, or a seed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ranvier.checkpoint.hf import model as published
+from ranvier.checkpoint.hf.model import PublishedModel
+from ranvier.comm.consensus import run_and_raise_together
+from ranvier.config.plan import Plan
+from ranvier.data.chat.template import BUILT_IN, load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder
+from ranvier.data.tokenizer import load_tokenizer
+from ranvier.errors import DamageError, PlanError
+from ranvier.grid import Grid
+from ranvier.infer.load import (
+    build_empty_model,
+    find_checkpoint,
+    inference_dtype,
+    load_config_from_dir,
+    load_model,
+    saved_dtype,
+)
+from ranvier.models import MODEL_SIZES, Decoder, DecoderConfig
+from ranvier.nn.materialize import materialize_parameters
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.system import safe_files
+
+SourceKind = Literal["run", "published", "random"]
+PUBLISHED_DIR = "published"
+"""Directory of an imported run with the files of its origin."""
+MAX_TOKEN_ID = 2**31
+"""Upper bound (exclusive) of token ids."""
+RANDOM_TEMPLATE = (
+    "{%- for message in messages -%}{{ message.content + ' ' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 't1 ' }}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded onto any grid."""
+
+    folder: Path
+    """Directory of the run or of the published model; of random weights, that of their
+    tokenizer."""
+    kind: SourceKind
+    size: str = ""
+    """Name of a built-in model, if the weights are random."""
+    step: int | None = None
+    """Step of the checkpoint of a run; None means the latest."""
+    seed: int = 0
+    """Seed of random weights."""
+
+    @classmethod
+    def find(cls, path: Path, *, step: int | None = None) -> ModelSource:
+        """Returns the model in a directory. Raises a `PlanError` if there is none."""
+        if (path / "config.toml").exists():
+            find_checkpoint(path, step)
+            return cls(path, "run", step=step)
+        if (path / "config.json").exists():
+            return cls(path, "published")
+        raise PlanError(
+            f"{path} is neither a run nor a model. It must have config.toml (a run) or config.json "
+            "and safetensors (a model in Hugging Face format). Check the path."
+        )
+
+    def load_config(self) -> DecoderConfig:
+        """Returns the architecture of the model."""
+        if self.kind == "run":
+            return load_config_from_dir(self.folder).decoder
+        if self.kind == "random":
+            return MODEL_SIZES[self.size]
+        with PublishedModel.open(self.folder) as source:
+            return source.config
+
+    def load(
+        self,
+        grid: Grid,
+        device: torch.device,
+        plan: Plan,
+        dtype: torch.dtype | None = None,
+    ) -> Decoder:
+        """Returns the model on a grid, in eval mode; each rank reads its shards.
+
+        dtype: type of the weights (default: as stored, at least fp32 on a CPU). Communicates:
+        creation of process groups; one number over all axes.
+        """
+        if self.kind == "run":
+            stored = saved_dtype(find_checkpoint(self.folder, self.step))
+            dtype = dtype or inference_dtype(stored, device)
+            return load_model(self.folder, grid, device, step=self.step, plan=plan, dtype=dtype)
+        if self.kind == "random":
+            default = torch.bfloat16 if device.type == "cuda" else torch.float32
+            return self._load_random(grid, device, plan, dtype or default)
+        with PublishedModel.open(self.folder) as source:
+            dtype = dtype or inference_dtype(source.dtype, device)
+            model = build_empty_model(source.config, grid, device, plan=plan, dtype=dtype)
+            parallel = get_parallel_model(model)
+            run_and_raise_together(
+                lambda: source.fill_state(parallel.sharded_state()), grid, device
+            )
+        parallel.bucket_scheduler.load_count += 1
+        parallel.bucket_scheduler.begin_step("")
+        return model.eval()
+
+    def _load_random(
+        self, grid: Grid, device: torch.device, plan: Plan, dtype: torch.dtype
+    ) -> Decoder:
+        """Returns a model with seeded random weights, the same on every grid."""
+        model = build_empty_model(self.load_config(), grid, device, plan=plan, dtype=dtype)
+        parallel = get_parallel_model(model)
+        materialize_parameters(
+            parallel.bucket_scheduler, parallel.layers, seed=self.seed, dtype=dtype, device=device
+        )
+        parallel.bucket_scheduler.begin_step("")
+        return model.eval()
+
+    def end_token_ids(self) -> frozenset[int]:
+        """Returns the tokens that end an answer.
+
+        They are those of the files of the model, of its tokenizer and of its chat template.
+        """
+        found = {*_stored_end_tokens(self.folder)}
+        if (self.folder / "tokenizer.json").exists():
+            tokenizer = load_tokenizer(str(self.folder / "tokenizer.json"), self.folder)
+            if not found:
+                found.add(tokenizer.eos_token_id)
+            template = load_chat_template(tokenizer, self.folder)
+            if template.origin != BUILT_IN:
+                found |= ChatEncoder(template, tokenizer).end_token_ids
+        return frozenset(found)
+
+
+def _stored_end_tokens(folder: Path) -> list[int]:
+    """Returns the end tokens in the JSON files next to the weights, if any."""
+    for home in (folder / PUBLISHED_DIR, folder):
+        for name in ("generation_config.json", "config.json"):
+            path = home / name
+            if not safe_files.path_exists(path):
+                continue
+            value = published.read_json_table(path, root=folder).get("eos_token_id")
+            if value is None:
+                continue
+            tokens = value if isinstance(value, list) else [value]
+            if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in tokens):
+                raise DamageError(
+                    f"{path} has eos_token_id={value!r:.80}. It must be a token or a list of "
+                    "tokens, as integers from 0. Restore the file."
+                )
+            return tokens
+    return []
+
+
+def write_random_model(folder: Path, size: str) -> ModelSource:
+    """Writes a tokenizer for random weights into a directory, and returns the source.
+
+    Token i is the word `ti`; token 0 ends an answer.
+    """
+    if size not in MODEL_SIZES:
+        raise PlanError(
+            f"model.size={size!r} is not known. Random weights need a built-in model. Use one of "
+            f"{', '.join(MODEL_SIZES)}."
+        )
+    words = {f"t{i}": i for i in range(MODEL_SIZES[size].vocab)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 0, "content": "t0", "special": True}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    config = {"eos_token": "t0", "chat_template": RANDOM_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return ModelSource(folder, "random", size=size)
