@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from equivalence import gradients
+from pool import device_of
 from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.comm import collectives
 from ranvier.config.plan import Plan
@@ -216,7 +217,7 @@ def loaded(
     """A published model on a grid."""
     plan = Plan(col_splits=inner, stage_time_jitter=0.0).with_degrees(grid.degrees)
     with PublishedModel.open(folder) as source:
-        model = build_empty_model(source.config, grid, "cpu", plan=plan, dtype=dtype)
+        model = build_empty_model(source.config, grid, device_of(grid), plan=plan, dtype=dtype)
         parallel: ParallelModel = model.parallel  # type: ignore[assignment]
         source.fill_state(parallel.sharded_state())
     parallel.bucket_scheduler.load_count += 1

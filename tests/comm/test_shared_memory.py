@@ -76,7 +76,7 @@ def groups_of_uneven_lines(rank: int, ranks: int) -> tuple[int, float]:
 
 def sizes_that_differ(rank: int, ranks: int) -> str:
     """What a collective says whose tensors differ in size between its ranks."""
-    grid = Grid({"row": ranks}, rank=rank, connected=True, timeout_seconds=10.0)
+    grid = Grid({"row": ranks}, rank=rank, connected=True, timeout_seconds=3.0)
     with pytest.raises(CommunicationError) as found:
         collectives.all_reduce(torch.ones(3 + rank % 2), grid.axis("row")).wait()
     return str(found.value)

@@ -80,7 +80,8 @@ MODELS_ON_GRIDS = [
 ]
 
 
-@pytest.mark.sample(14)
+@pytest.mark.nccl
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("load", LOADS, ids=str)
 @pytest.mark.parametrize(("name", "grid"), MODELS_ON_GRIDS)
 def test_greedy_tokens_are_those_of_transformers(

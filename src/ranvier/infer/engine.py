@@ -15,25 +15,29 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.config.engine import EngineConfig
-from ranvier.errors import PlanError
+from ranvier.errors import PlanError, RanvierError
 from ranvier.infer.block_pool import BlockPool
 from ranvier.infer.model_runner import HomeOutput, ModelRunner
 from ranvier.infer.policy import ScheduledStep, WorkItem
 from ranvier.infer.request import EngineStats, FinishReason, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampler import TokenScores
 from ranvier.infer.sampling_inputs import SamplingInputs, SamplingRow, SamplingState
+from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
 from ranvier.infer.scheduler import Scheduler
 from ranvier.infer.sequence import Sequence as EngineSequence
 from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.sharding import round_up
+
+if TYPE_CHECKING:
+    from ranvier.infer.structured_output import GrammarMatcher
 
 T = TypeVar("T")
 
@@ -50,6 +54,20 @@ class RequestState:
     """Log-probabilities of the tokens of the prompt so far, if the request asks for them."""
     has_output: bool = False
     """Whether a token was returned before."""
+    matcher: GrammarMatcher | None = None
+    """Position in the grammar of the request, if its output is structured."""
+    error: str = ""
+    """Why its grammar cannot continue; it ends with this."""
+
+    def next_row(self) -> SamplingRow:
+        """Returns how the next token is sampled."""
+        mask = None
+        if self.matcher is not None and not self.error:
+            try:
+                mask = self.matcher.next_mask()
+            except RanvierError as error:
+                self.error = str(error)
+        return self.sampling.next_row(mask=mask)
 
 
 class Engine:
@@ -62,6 +80,7 @@ class Engine:
         num_blocks: Number of blocks of each home, including block 0.
         end_token_ids: Tokens that end a request.
         model_name: What keys and values depend on besides tokens: the checkpoint.
+        compile_grammar: Returns the matcher of a structured output; None if there is no support.
     """
 
     def __init__(
@@ -73,8 +92,10 @@ class Engine:
         num_blocks: int,
         end_token_ids: Collection[int],
         model_name: str = "",
+        compile_grammar: Callable[[StructuredOutput], GrammarMatcher] | None = None,
     ) -> None:
         self.runner = runner
+        self._compile_grammar = compile_grammar
         self.config = config
         self.max_model_len = max_model_len
         self.vocab_size = runner.vocab_size
@@ -121,6 +142,7 @@ class Engine:
             max_model_len=self.max_model_len,
             model=self._block_name(len(request.prompt_token_ids)),
         )
+        matcher = self._make_matcher(request.params)
         self.scheduler.add(sequence)
         self._states[request.request_id] = RequestState(
             sequence,
@@ -131,7 +153,20 @@ class Engine:
                 end_token_ids=self.end_token_ids,
                 vocab=self.vocab_size,
             ),
+            matcher=matcher,
         )
+
+    def _make_matcher(self, params: SamplingParams) -> GrammarMatcher | None:
+        """Returns the matcher of a structured output; None for any text."""
+        if params.structured_output is None:
+            return None
+        if self._compile_grammar is None:
+            raise PlanError(
+                f"The request asks for structured output ({params.structured_output.kind}), which "
+                "this engine does not support. It needs the extra `grammar` and a tokenizer. "
+                "Install it: pip install 'ranvier[grammar]'"
+            )
+        return self._compile_grammar(params.structured_output)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; unknown and finished ones are ignored. It has no further output."""
@@ -212,7 +247,7 @@ class Engine:
                 targets.append(sequence.token_ids[place + 1])
             if item.samples:
                 sampled.append(first + item.num_tokens - 1)
-                rows.append(state.sampling.next_row())
+                rows.append(state.next_row())
             first += item.num_tokens
         inputs = SamplingInputs.from_rows(rows, self.vocab_size)
         return HomeInput(chunks, inputs, sampled, scored, targets)
@@ -247,14 +282,17 @@ class Engine:
                     row += 1
             assert row == num_sampled, (row, num_sampled)
         ended = [one.request_id for one in outputs if one.finish_reason is not None]
-        tokens = {one.request_id: one.token_ids for one in outputs}
+        # Only the first token was sampled; others were forced by a grammar.
+        tokens = {one.request_id: one.token_ids[:1] for one in outputs}
         self.scheduler.finish_step(scheduled, tokens, ended)
         for request_id in ended:
             del self._states[request_id]
         for one in outputs:
             self._num_generated_tokens += len(one.token_ids)
             if one.finish_reason is None:
-                self._restart_if_longer(self._states[one.request_id].sequence)
+                sequence = self._states[one.request_id].sequence
+                sequence.append_tokens(one.token_ids[1:])
+                self._restart_if_longer(sequence)
         return outputs
 
     def _make_output(self, state: RequestState, result: HomeOutput, row: int) -> TokenOutput:
@@ -266,23 +304,51 @@ class Engine:
             if sequence.request.params.prompt_logprobs is not None:
                 common["prompt_logprobs"] = tuple(state.prompt_logprobs)
         state.has_output = True
-        if result.failed[row]:
-            return TokenOutput(
-                **common,
-                finish_reason="error",
-                error="No token can be sampled: the parameters of the request forbid all tokens, "
-                "or the logits are not finite.",
+        if result.failed[row] and not state.error:
+            state.error = (
+                "No token can be sampled: the parameters of the request forbid all tokens, or the "
+                "logits are not finite."
             )
         token = result.tokens[row]
-        state.sampling.append(token)
+        forced = self._advance_grammar(state, token)
+        if state.error:
+            return TokenOutput(**common, finish_reason="error", error=state.error)
+        for one in (token, *forced):
+            state.sampling.append(one)
         count = sequence.request.params.logprobs
         if count is not None:
             assert result.scores is not None
             common["logprobs"] = (_logprobs_of(result.scores, row, count),)
         reason, stop_token = self._finish_reason(sequence, token)
+        if reason is None and state.matcher is not None and state.matcher.is_finished:
+            reason = "stop"
         return TokenOutput(
-            **common, token_ids=(token,), finish_reason=reason, stop_token=stop_token
+            **common, token_ids=(token, *forced), finish_reason=reason, stop_token=stop_token
         )
+
+    def _advance_grammar(self, state: RequestState, token: int) -> list[int]:
+        """Appends a token to the text of a grammar, and returns tokens that must follow it.
+
+        What the grammar raises ends only this request.
+        """
+        sequence, params = state.sequence, state.sequence.request.params
+        if state.matcher is None or state.error:
+            return []
+        # An end token that does not end the request is not part of the text.
+        if params.ignore_eos and token in self.end_token_ids:
+            return []
+        forced: list[int] = []
+        try:
+            state.matcher.advance(token)
+            # Forced tokens have no log-probabilities, and one more token must be sampled.
+            room = sequence.max_num_tokens - sequence.num_confirmed - 2
+            if params.logprobs is None and token not in params.stop_token_ids:
+                forced = state.matcher.forced_tokens()[: max(room, 0)]
+            for one in forced:
+                state.matcher.advance(one)
+        except RanvierError as error:
+            state.error = str(error)
+        return forced
 
     def _finish_reason(
         self, sequence: EngineSequence, token: int
@@ -416,10 +482,12 @@ def open_engine(
     *,
     end_token_ids: Iterable[int] = (),
     num_blocks: int = 0,
+    compile_grammar: Callable[[StructuredOutput], GrammarMatcher] | None = None,
 ) -> Iterator[Engine]:
     """Context with an engine, whose steps only the leader may run; the other ranks follow.
 
-    num_blocks: as for `run_with_engine`. Communicates: at the end, one number over all axes.
+    num_blocks: as for `run_with_engine`. compile_grammar: as for `Engine`. Communicates: at the
+    end, one number over all axes.
     """
     num_blocks = num_blocks or count_cache_blocks(model, config)
     max_model_len = resolve_max_model_len(model, config, num_blocks)
@@ -430,6 +498,7 @@ def open_engine(
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         end_token_ids=frozenset(end_token_ids),
+        compile_grammar=compile_grammar,
     )
     try:
         yield engine

@@ -16,7 +16,7 @@ from ranvier.config.plan import Plan
 from ranvier.data.chat.template import BUILT_IN, load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.tokenizer import load_tokenizer
-from ranvier.errors import DamageError, PlanError
+from ranvier.errors import DamageError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.load import (
     build_empty_model,
@@ -26,6 +26,7 @@ from ranvier.infer.load import (
     load_model,
     saved_dtype,
 )
+from ranvier.infer.structured_output import GrammarCompiler
 from ranvier.models import MODEL_SIZES, Decoder, DecoderConfig
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -135,6 +136,21 @@ class ModelSource:
             if template.origin != BUILT_IN:
                 found |= ChatEncoder(template, tokenizer).end_token_ids
         return frozenset(found)
+
+    def grammar_compiler(self, vocab_size: int) -> GrammarCompiler | None:
+        """Returns the compiler of structured outputs; None without the extra `grammar`.
+
+        The front has checked what it compiles.
+        """
+        try:
+            return GrammarCompiler(
+                load_tokenizer(str(self.folder / "tokenizer.json"), self.folder),
+                vocab_size,
+                self.end_token_ids(),
+                trusts_input=True,
+            )
+        except RanvierError:
+            return None
 
 
 def _stored_end_tokens(folder: Path) -> list[int]:

@@ -74,8 +74,15 @@ def run_replica_rank(options: ReplicaOptions, me: ProcessInfo) -> int:
         start = time.monotonic()
         dtype = DTYPES.get(options.dtype)
         model = options.source.load(grid, device, options.plan, dtype)
-        ends = options.source.end_token_ids()
-        with open_engine(model, options.engine, end_token_ids=ends) as engine:
+        compiler = None
+        if connection is not None:
+            compiler = options.source.grammar_compiler(options.source.load_config().vocab)
+        with open_engine(
+            model,
+            options.engine,
+            end_token_ids=options.source.end_token_ids(),
+            compile_grammar=None if compiler is None else compiler.compile,
+        ) as engine:
             if connection is None:
                 engine.runner.follow()
                 return 0
