@@ -320,7 +320,8 @@ class Engine:
             assert result.scores is not None
             common["logprobs"] = (_logprobs_of(result.scores, row, count),)
         reason, stop_token = self._finish_reason(sequence, token)
-        if reason is None and state.matcher is not None and state.matcher.is_finished:
+        # A text that is complete was not cut off.
+        if state.matcher is not None and state.matcher.is_finished:
             reason = "stop"
         return TokenOutput(
             **common, token_ids=(token, *forced), finish_reason=reason, stop_token=stop_token

@@ -1,0 +1,205 @@
+"""Requests of one engine: errors, ends, log-probabilities, shared prompts, grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import serve
+
+from ranvier.config.engine import EngineConfig
+from ranvier.data.tokenizer import ByteTokenizer
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.infer.engine import Engine, open_engine
+from ranvier.infer.request import Request
+from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
+from ranvier.infer.structured_output import GrammarCompiler
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.parallel.parallelize import parallelize
+
+CONFIG = DecoderConfig(
+    layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=257, max_seq=128
+)
+END = 256
+
+
+@pytest.fixture(scope="module")
+def serial() -> Decoder:
+    torch.manual_seed(1)
+    model = Decoder(CONFIG).double().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    found = GrammarCompiler(ByteTokenizer(), CONFIG.vocab, [END])
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def engine(serial: Decoder, compiler: GrammarCompiler) -> Iterator[Engine]:
+    model = Decoder(CONFIG).double()
+    model.load_state_dict(serial.state_dict())
+    parallelize(model, Grid({}), dtype=torch.float64).eval()
+    with open_engine(
+        model,
+        EngineConfig(block_size=8),
+        num_blocks=60,
+        end_token_ids=[END],
+        compile_grammar=compiler.compile,
+    ) as found:
+        yield found
+
+
+def request(name: str = "a", prompt: tuple[int, ...] = (5, 6, 7), **params: Any) -> Request:
+    own = {name: params.pop(name) for name in ("stream", "parent_id") if name in params}
+    return Request(request_id=name, prompt_token_ids=prompt, params=SamplingParams(**params), **own)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ((), {}, "The prompt has 0 tokens"),
+        ((257,), {}, "The prompt has the token 257"),
+        (tuple(range(128)), {}, "The prompt has 128 tokens, but a sequence may have 128"),
+        ((1,), {"temperature": 2.5}, "temperature=2.5 is out of range"),
+        ((1,), {"logit_bias": {400: 1.0}}, "logit_bias has the token 400"),
+        ((1,), {"logprobs": 21}, "logprobs=21 is out of range"),
+    ],
+)
+def test_what_can_never_run_is_refused(
+    engine: Engine, prompt: tuple[int, ...], params: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError) as error:
+        engine.add(request(prompt=prompt, **params))
+    assert words in str(error.value)
+    assert not engine.has_unfinished and engine.stats().num_free_blocks == 59
+
+
+def test_why_requests_end(engine: Engine, serial: Decoder) -> None:
+    free = serve(engine, [request(temperature=0.0, max_tokens=6, ignore_eos=True)]).tokens("a")
+    requests = [
+        request("stop", temperature=0.0, max_tokens=6, stop_token_ids=frozenset([free[2]])),
+        request("length", temperature=0.0, max_tokens=3, ignore_eos=True),
+        request("positions", tuple(range(120)), temperature=0.0, max_tokens=None, ignore_eos=True),
+        request("end", temperature=0.0, max_tokens=6, logit_bias={END: 100.0}),
+        request("late", temperature=0.0, max_tokens=6, min_tokens=4, logit_bias={END: 100.0}),
+        request("forbidden", allowed_token_ids=(3,), bad_words=((3,),)),
+    ]
+    served = serve(engine, requests)
+    ends = {name: outputs[-1] for name, outputs in served.outputs.items()}
+    place = free.index(free[2])
+    assert served.tokens("stop") == free[: place + 1] and ends["stop"].stop_token == free[2]
+    assert ends["stop"].finish_reason == "stop"
+    assert len(served.tokens("length")) == 3 and ends["length"].finish_reason == "length"
+    assert len(served.tokens("positions")) == 8 and ends["positions"].finish_reason == "length"
+    assert served.tokens("end") == [END] and ends["end"].finish_reason == "stop"
+    assert len(served.tokens("late")) == 5 and served.tokens("late")[-1] == END
+    assert ends["forbidden"].finish_reason == "error"
+    assert "forbid all tokens" in ends["forbidden"].error
+    assert engine.stats().num_free_blocks == 59
+
+
+def test_log_probabilities_are_those_of_the_model(engine: Engine, serial: Decoder) -> None:
+    prompt = tuple(range(40, 70))
+    one = request(prompt=prompt, max_tokens=5, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    outputs = serve(engine, [one]).outputs["a"]
+    tokens = [token for output in outputs for token in output.token_ids]
+    with torch.no_grad():
+        logits = serial(torch.tensor([[*prompt, *tokens]]))[0].log_softmax(-1)
+    scores = [score for output in outputs for score in output.logprobs]
+    assert outputs[0].prompt_logprobs is not None
+    for place, score in enumerate([*outputs[0].prompt_logprobs, *scores]):
+        row = logits[place]
+        token = [*prompt, *tokens][place + 1]
+        assert score.logprob == pytest.approx(float(row[token]), abs=1e-9)
+        assert score.rank == int((row > row[token]).sum()) + 1
+        count = 2 if place < len(prompt) - 1 else 3
+        best = row.topk(count)
+        assert [token for token, _ in score.top] == best.indices.tolist()
+        # The most likely tokens are found in fp32.
+        assert [x for _, x in score.top] == pytest.approx(best.values.tolist(), abs=1e-6)
+
+
+def test_choices_share_the_blocks_of_their_prompt(engine: Engine) -> None:
+    prompt = tuple(range(40))
+    requests = [request("0", prompt, seed=3, max_tokens=4, ignore_eos=True)]
+    requests += [
+        request(str(i), prompt, seed=3, stream=i, parent_id="0", max_tokens=4, ignore_eos=True)
+        for i in (1, 2, 3)
+    ]
+    served = serve(engine, requests)
+    alone = [serve(engine, [one]).tokens(one.request_id) for one in requests]
+    assert [served.tokens(one.request_id) for one in requests] == alone
+    assert len({tuple(one) for one in alone}) > 1, "streams differ"
+    # Four full blocks of 8 tokens each; the last token of a prompt is always computed.
+    assert [served.outputs[str(i)][0].num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
+
+
+def test_aborted_requests_give_their_blocks_back(engine: Engine) -> None:
+    alone = serve(engine, [request("x", temperature=0.0, max_tokens=8)]).tokens("x")
+    for name in ("a", "b", "c"):
+        engine.add(request(name, temperature=0.0, max_tokens=8))
+    tokens: list[int] = []
+    engine.abort("a")
+    engine.abort("unknown")
+    while engine.has_unfinished:
+        for output in engine.step():
+            assert output.request_id != "a"
+            if output.request_id == "b":
+                tokens += output.token_ids
+        engine.abort("c")
+    assert tokens == alone
+    assert engine.stats().num_free_blocks == 59
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_structured_output_is_what_was_asked_for(engine: Engine, logprobs: int | None) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["node", "axon"]}, "size": {"type": "boolean"}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    }
+    structures = {
+        "schema": StructuredOutput("json_schema", json.dumps(schema)),
+        "regex": StructuredOutput("regex", "[ab]{3}c"),
+        "choice": StructuredOutput("choice", '["yes", "no"]'),
+    }
+    requests = [
+        request(
+            name, structured_output=one, max_tokens=100, logprobs=logprobs, logit_bias={END: 100.0}
+        )
+        for name, one in structures.items()
+    ]
+    served = serve(engine, [*requests, request("free", max_tokens=30, ignore_eos=True)])
+    texts = {name: ByteTokenizer().decode(served.tokens(name)) for name in structures}
+    assert json.loads(texts["schema"])["name"] in ("node", "axon")
+    assert len(texts["regex"]) == 4 and texts["regex"][3] == "c"
+    assert texts["choice"] in ("yes", "no")
+    ends = {name: served.outputs[name][-1].finish_reason for name in structures}
+    assert ends == dict.fromkeys(structures, "stop")
+    # Tokens without an alternative are appended without a step.
+    steps = len(served.outputs["schema"])
+    assert (steps < len(served.tokens("schema"))) == (logprobs is None)
+
+
+def test_a_grammar_that_fails_ends_its_request_only(engine: Engine) -> None:
+    alone = serve(engine, [request("x", temperature=0.0, max_tokens=8)]).tokens("x")
+    hopeless = request(
+        "bad",
+        structured_output=StructuredOutput("regex", "a+"),
+        allowed_token_ids=(ord("b"),),
+        max_tokens=8,
+    )
+    served = serve(engine, [hopeless, request("x", temperature=0.0, max_tokens=8)])
+    assert served.outputs["bad"][-1].finish_reason == "error"
+    assert served.tokens("x") == alone
