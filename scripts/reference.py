@@ -300,6 +300,7 @@ EXAMPLES = {
     "upcycle": "ranvier upcycle runs/base --experts 4 --output runs/base-moe",
     "generate": 'ranvier generate runs/mine --prompt "def main(" --max-new-tokens 20',
     "eval": "ranvier eval runs/mine --corpus texts",
+    "bench": "ranvier bench http://127.0.0.1:8000 --rate 4 --goodput ttft=200 tpot=50",
     "report": "ranvier report runs/mine",
     "profile": "ranvier profile runs/mine --steps 1",
     "simulate pipeline": "ranvier simulate pipeline --plan.pipe 4 --plan.global-batch 32",
@@ -317,7 +318,7 @@ EXAMPLES = {
     "completion": "ranvier completion bash > ranvier-completion.bash",
 }
 """An example per command. They run from top to bottom in one directory."""
-NOT_RUN = {"measure": "gpu: needs an idle machine"}
+NOT_RUN = {"measure": "gpu: needs an idle machine", "bench": "network: needs a server"}
 
 
 # ---- tables -----------------------------------------------------------------------------

@@ -177,7 +177,13 @@ def test_json_objects_are_objects(name: str) -> None:
         assert ended and isinstance(json.loads(text), dict)
 
 
-REGEXES = [r"[a-f0-9]{2}(:[a-f0-9]{2}){3}", r"(yes|no), \d{1,3}%?", r"[ä-ü]{1,4}", r"a*b?"]
+REGEXES = [
+    r"[a-f0-9]{2}(:[a-f0-9]{2}){3}",
+    r"(yes|no), \d{1,3}%?",
+    r"[ä-ü]{1,4}",
+    r"a*b?",
+    r"(\d\d/){2}\d",
+]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

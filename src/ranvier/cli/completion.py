@@ -18,6 +18,7 @@ OPTION_CLASSES = {
     "eval": arguments.EvalOptions,
     "profile": arguments.ProfileOptions,
     "simulate": arguments.SimulateOptions,
+    "bench": arguments.BenchOptions,
     "dry-run": arguments.DryRunOptions,
     "measure": arguments.MeasureOptions,
     "doctor": arguments.DoctorOptions,

@@ -50,6 +50,7 @@ usage: ranvier COMMAND ...
   generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat answers a
                              question
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
+  bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput
   report RUN                 write report.html of a run again
   profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
   simulate pipeline [run.toml | RUN]
@@ -573,6 +574,17 @@ def _eval_command(words: Sequence[str]) -> int:
         return task(me or ProcessInfo())
 
 
+def _bench_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import BenchOptions
+
+    names, options = split_words(words)
+    settings = parse_options(BenchOptions, BenchOptions(), "bench URL", options)
+    url = one_path("bench", "the URL of a server, such as http://127.0.0.1:8000", names, name="URL")
+    from ranvier.infer import bench
+
+    return bench.run_benchmark(url, settings)
+
+
 def _report_command(words: Sequence[str]) -> int:
     from ranvier.infer.load import load_config_from_dir
     from ranvier.train.report import report
@@ -708,6 +720,7 @@ COMMANDS: dict[str, Command] = {
     "generate": _generate_command,
     "serve": _serve_command,
     "eval": _eval_command,
+    "bench": _bench_command,
     "report": _report_command,
     "profile": _profile_command,
     "simulate": functools.partial(_run_subcommand, "simulate"),

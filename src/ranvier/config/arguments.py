@@ -289,3 +289,63 @@ class MeasureOptions:
     and train find it."""
     nproc: int = 0
     """Number of local ranks to measure with. 0 means one per GPU, or 8 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Benchmark a server with the API of OpenAI: latencies, throughput and goodput of requests.
+
+    Lengths are N, fixed:N, uniform:LOW:HIGH, gamma:MEAN:SHAPE or exponential:MEAN tokens. Ctrl-C
+    ends the benchmark and reports what was measured.
+    """
+
+    requests: int = 100
+    """Number of requests."""
+    rate: float = 0.0
+    """Requests per second, at random times. 0 sends all of them at once."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of the times between requests. 1 is a Poisson process; with
+    smaller values requests come in bursts."""
+    concurrency: int = 0
+    """Maximum number of requests at a time. 0 means no limit."""
+    input_length: str = "512"
+    """Length of the prompts in tokens."""
+    output_length: str = "128"
+    """Length of the answers in tokens."""
+    dataset: str = ""
+    """JSONL file of requests, used instead of random prompts: each line has prompt (a text or token
+    ids) or messages, or input_length; and max_tokens, or output_length."""
+    prefix_length: int = 0
+    """Number of tokens at the beginning of each prompt that other prompts share, in addition to
+    input_length."""
+    num_prefixes: int = 1
+    """Number of different prefixes."""
+    prompts: Literal["words", "token_ids"] = "words"
+    """Form of random prompts: common English words of one token each with most tokenizers, or token
+    ids, which are exact but only accepted by the endpoint completions of some servers."""
+    vocab: int = 1000
+    """Token ids of prompts are below this number."""
+    endpoint: Literal["completions", "chat"] = "completions"
+    """Endpoint that is called: /v1/completions or /v1/chat/completions."""
+    model: str = ""
+    """Name of the model. If empty, the first one of /v1/models."""
+    temperature: float = 0.0
+    """Sampling temperature of the requests."""
+    ignore_eos: bool = True
+    """Whether to ask for answers of exactly the given length. Servers that do not know the
+    parameter ignore_eos may refuse it."""
+    warmup: int = 0
+    """Number of requests before the measurement, one at a time."""
+    seed: int = 0
+    """Random seed of lengths, prompts and times."""
+    goodput: tuple[str, ...] = ()
+    """Limits in milliseconds, such as ttft=200 tpot=50 e2e=5000. Goodput is the number of requests
+    per second that keep all of them."""
+    timeout: float = 600.0
+    """Seconds after which a request has failed."""
+    api_key_file: str = ""
+    """File with the API key."""
+    output: str = ""
+    """JSON file for the results. If empty, none is written."""
+    html: str = ""
+    """HTML file with a timeline of the requests. If empty, none is written."""
