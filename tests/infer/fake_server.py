@@ -22,6 +22,7 @@ from ranvier.infer.server.serve import ServerOptions, run_server
 
 ENGINE_PROGRAM = Path(__file__).with_name("fake_engine.py")
 TEMPLATE = (
+    "{#- Tool calls are written as <tool_call>. -#}"
     "{%- if tools -%}{%- for tool in tools -%}[tool {{ tool.function.name }}]{%- endfor -%}"
     "{%- endif -%}"
     "{%- for message in messages -%}<{{ message.role }}>{{ message.content + '\\n' }}{%- endfor -%}"

@@ -111,6 +111,17 @@ def test_slow_bodies_are_ended(server: FakeServer) -> None:
     check_alive(server)
 
 
+def test_the_second_of_two_requests_at_once_has_a_deadline(server: FakeServer) -> None:
+    with connect(server) as sock:
+        sock.sendall(
+            b"GET /version HTTP/1.1\r\nhost: x\r\n\r\nPOST /v1/completions HTTP/1.1\r\n"
+            + JSON_HEADERS
+            + b"content-length: 100\r\n\r\n{"
+        )
+        answer = read_all(sock)
+        assert answer.startswith(b"HTTP/1.1 200") and b"HTTP/1.1 408" in answer
+
+
 def test_many_slow_clients_do_not_delay_others(server: FakeServer) -> None:
     slow = [connect(server) for _ in range(30)]
     for sock in slow:

@@ -148,6 +148,55 @@ def test_tokens_are_returned_on_request(client: openai.OpenAI) -> None:
     assert answer.token_ids == [97, 98, 256] and answer.prompt_token_ids == list(b"SAY:ab|")
 
 
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": {}}},
+    }
+    for name in ("look", "add")
+]
+CALLS = (
+    '<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>'
+    '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "function", "function": {"name": "add"}}], ids=str
+)
+def test_tool_calls_are_parsed_whole_and_streamed(client: openai.OpenAI, choice: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"SAY:Well {CALLS}|"}]
+
+    def ask(**options: Any) -> Any:
+        return client.chat.completions.create(
+            model="fake", messages=messages, tools=TOOLS, tool_choice=choice, **options
+        )
+
+    (whole,) = ask().choices
+    assert whole.finish_reason == "tool_calls" and whole.message.content.strip() == "Well"
+    found = [(one.function.name, one.function.arguments) for one in whole.message.tool_calls]
+    assert found == [("look", '{"at": "sky"}'), ("add", "{}")]
+    names: dict[int, str] = {}
+    arguments = {0: "", 1: ""}
+    reasons = []
+    for chunk in ask(stream=True):
+        reasons.append(chunk.choices[0].finish_reason)
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.function.name:
+                assert call.id.startswith("call_")
+                names[call.index] = call.function.name
+            arguments[call.index] += call.function.arguments
+    assert [(names[i], arguments[i]) for i in (0, 1)] == found and reasons[-1] == "tool_calls"
+
+
+def test_calls_stay_text_without_tools(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"SAY:{CALLS}|"}]
+    for options in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = client.chat.completions.create(model="fake", messages=messages, **options)
+        assert answer.choices[0].message.content == CALLS
+        assert answer.choices[0].finish_reason == "stop"
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3.0}, "temperature"),
     ({"logprobs": 21}, "logprobs"),
@@ -160,7 +209,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
-    ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+    ({"extra_body": {"structured_outputs": {"regex": "("}}}, "response_format"),
     ({"n": 129}, "n"),
     ({"stop": [""]}, "stop"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from infer.fake_engine import FakeEngine
 from infer.fake_server import write_model
 from ranvier.data.tokenizer import ByteTokenizer, train_tokenizer
 from ranvier.errors import PlanError
+from ranvier.infer.detokenizer import IncrementalDetokenizer
 from ranvier.infer.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
 from ranvier.infer.server import messages
@@ -27,7 +27,6 @@ from ranvier.infer.server.openapi import build_openapi
 from ranvier.infer.server.routing import PrefixMemory, ReplicaLoad, choose_replica, name_blocks
 from ranvier.infer.server.serve import check_serve_extra
 from ranvier.infer.server.served_model import ServedModel
-from ranvier.infer.server.text_formats import SimpleTextStream
 
 LETTERS = "ab\né€😀"
 
@@ -215,32 +214,9 @@ def test_the_worker_isolates_requests_and_reports_faults() -> None:
     assert connection.is_closed
 
 
-@given(st.text(LETTERS, max_size=30), st.sampled_from([(), ("ab",), ("é", "b\n")]), st.randoms())
-def test_streamed_text_is_the_whole_text(
-    text: str, stop: tuple[str, ...], chance: random.Random
-) -> None:
-    tokens = list(text.encode(errors="replace"))
-    stream = SimpleTextStream(ByteTokenizer(), [120], SamplingParams(stop=stop))
-    found = ""
-    while tokens and stream.stop_string is None:
-        count = chance.randint(1, 4)
-        found += stream.append(tokens[:count])
-        tokens = tokens[count:]
-    found += stream.finish()
-    whole = text.encode(errors="replace").decode()
-    places = [whole.find(one) for one in stop if one in whole]
-    # The stop string that is complete first ends the text.
-    ends = {one: whole.find(one) + len(one) for one in stop if one in whole}
-    if places:
-        first = min(ends, key=lambda one: (ends[one], whole.find(one)))
-        assert found == whole[: whole.find(first)]
-    else:
-        assert found == whole
-
-
 def test_tokens_have_bytes_and_texts() -> None:
     def make(tokenizer: Any) -> ServedModel:
-        return ServedModel(name="m", tokenizer=tokenizer, make_text_stream=SimpleTextStream)
+        return ServedModel(name="m", tokenizer=tokenizer, make_text_stream=IncrementalDetokenizer)
 
     plain = make(ByteTokenizer())
     assert plain.token_bytes(0xE9) == b"\xe9" and plain.token_text(0xE9) == "bytes:\\xe9"
@@ -276,8 +252,8 @@ def test_a_directory_without_a_template_has_no_chat(tmp_path: Path) -> None:
     from ranvier.infer.server.served_model import read_model_directory
 
     folder = write_model(tmp_path / "model")
-    assert read_model_directory(folder, SimpleTextStream).chat is not None
+    assert read_model_directory(folder, IncrementalDetokenizer).chat is not None
     (folder / "tokenizer_config.json").unlink()
-    model = read_model_directory(folder, SimpleTextStream)
+    model = read_model_directory(folder, IncrementalDetokenizer)
     assert model.chat is None and model.name == "model"
     assert dataclasses.is_dataclass(model)

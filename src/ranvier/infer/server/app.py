@@ -126,11 +126,16 @@ class Front:
         # The tokenizer of chat templates is not safe for several threads.
         self._chat_thread = ThreadPoolExecutor(1, "chat")
         self._text_threads = ThreadPoolExecutor(2, "tokenize")
+        # A grammar may take seconds to compile, and must not delay other requests.
+        self._grammar_thread = ThreadPoolExecutor(1, "grammar")
 
     def close(self) -> None:
         """Ends threads and logs."""
         self._chat_thread.shutdown(wait=False, cancel_futures=True)
         self._text_threads.shutdown(wait=False, cancel_futures=True)
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        if self.model.structures is not None:
+            self.model.structures.close()
         self.log.close()
 
     @property
@@ -467,8 +472,7 @@ class Front:
     async def _check_structure(self, structure: StructuredOutput | None) -> None:
         if structure is None:
             return
-        check = self.model.check_structure
-        if check is None:
+        if self.model.structures is None:
             raise invalid_request(
                 "Structured output is not available on this server. It needs the extra `grammar`. "
                 "Install it there: pip install 'ranvier[grammar]'.",
@@ -476,7 +480,9 @@ class Front:
                 code="unsupported_parameter",
             )
         try:
-            await asyncio.get_running_loop().run_in_executor(self._text_threads, check, structure)
+            await asyncio.get_running_loop().run_in_executor(
+                self._grammar_thread, self.model.structures.check, structure
+            )
         except RanvierError as error:
             raise invalid_request(
                 str(error), param="response_format", code="invalid_value"
@@ -495,10 +501,11 @@ class Front:
                 param="tool_choice",
                 code="unsupported_value",
             )
-        tools = tool_objects(body) or []
-        return self.model.tool_calls.build_structure(
-            tools, choice.removeprefix("=") * (choice != "required")
-        )
+        name = "" if choice == "required" else choice.removeprefix("=")
+        try:
+            return self.model.tool_calls.build_structure(tool_objects(body) or [], name)
+        except RanvierError as error:
+            raise invalid_request(str(error), param="tools", code="invalid_value") from None
 
     def _build_requests(
         self,

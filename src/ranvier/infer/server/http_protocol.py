@@ -104,7 +104,6 @@ class LimitedProtocol(H11Protocol):
             return
         if self.transport.is_closing():
             return
-        before = self.cycle
         self._body_bytes += len(data)
         try:
             super().data_received(data)
@@ -112,24 +111,29 @@ class LimitedProtocol(H11Protocol):
             # Garbage after a request whose answer has begun.
             self.transport.abort()
             return
-        if self.cycle is not before:
-            self._begin_body(len(data))
-        elif self._header_timer is None and self._is_between_requests():
+        if self._header_timer is None and self._is_between_requests():
             # The first bytes of the next request on this connection.
             self._header_timer = self.loop.call_later(self.limits.header_seconds, self._end_headers)
         if self.cycle is not None and not self.cycle.more_body:
             self._cancel_body_timer()
 
+    def handle_events(self) -> None:
+        """Handles what was read; also called for a request that came with the one before it."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._begin_body()
+
     def _is_between_requests(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _begin_body(self, num_bytes: int) -> None:
+    def _begin_body(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
         self._cancel_body_timer()
         self._body_start = time.monotonic()
-        self._body_bytes = num_bytes
+        self._body_bytes = len(self.cycle.body)
         if self.cycle.more_body:
             self._body_timer = self.loop.call_later(self.limits.body_seconds, self._check_body)
 
@@ -171,9 +175,20 @@ class LimitedProtocol(H11Protocol):
         if self.scope is not None and STREAM_KEY in self.scope:
             self.transport.abort()
         elif self._write_timer is None:
-            self._write_timer = self.loop.call_later(
-                self.limits.write_seconds, self.transport.abort
-            )
+            self._start_write_timer()
+
+    def _start_write_timer(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(
+            self.limits.write_seconds, self._check_write, waiting
+        )
+
+    def _check_write(self, before: int) -> None:
+        """Drops a client that has read nothing since the timer was started."""
+        if self.transport.get_write_buffer_size() < before:
+            self._start_write_timer()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         """Continues after the client has read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ class TextStream(Protocol):
     stop_string: str | None
     """The stop string that has ended the text."""
 
-    def append(self, token_ids: Sequence[int], *, stop_token: int | None = None) -> str:
+    def append(self, token_ids: Iterable[int], *, stop_token: int | None = None) -> str:
         """Adds tokens. Returns new text, which is never taken back.
 
         stop_token: the last of the tokens, if it has ended the request; it has no text.
@@ -61,6 +61,16 @@ class ToolFormat(Protocol):
         """Returns the language of answers that call a tool; name: of the tool, empty for any."""
 
 
+class StructureCheckerInterface(Protocol):
+    """Tries whether structured outputs compile; called from threads."""
+
+    def check(self, structure: StructuredOutput) -> None:
+        """Raises a `RanvierError` for one that does not compile."""
+
+    def close(self) -> None:
+        """Ends its process."""
+
+
 @dataclass(kw_only=True)
 class ServedModel:
     """A model as the API shows it."""
@@ -72,9 +82,8 @@ class ServedModel:
     make_text_stream: Callable[[Tokenizer, Sequence[int], SamplingParams], TextStream]
     """Makes the text of an answer from tokenizer, tokens of the prompt, and parameters."""
     tool_calls: ToolFormat | None = None
-    check_structure: Callable[[StructuredOutput], None] | None = None
-    """Raises a `RanvierError` for a language that cannot be compiled; None if the server has no
-    structured output."""
+    structures: StructureCheckerInterface | None = None
+    """Check of structured outputs; None if the server has none."""
     adapters: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -112,7 +121,10 @@ class ServedModel:
         least = -(-len(text) // self.longest_token)
         if max_tokens and least > max_tokens:
             raise too_long_error(least, max_tokens, at_least=True)
-        found: list[int] = self.tokenizer.encode([text])[0].tolist()
+        try:
+            found: list[int] = self.tokenizer.encode([text])[0].tolist()
+        except RanvierError as error:
+            raise invalid_request(str(error), param="prompt", code="invalid_value") from None
         return found or [self.tokenizer.eos_token_id]
 
     def encode_chat(self, body: ConversationBody | TokenizeBody, max_tokens: int) -> list[int]:
