@@ -13,10 +13,14 @@ from torch import Tensor
 
 from published_models import VOCAB, loaded
 from ranvier.config.engine import EngineConfig
+from ranvier.config.plan import RowSplit
 from ranvier.grid import Grid
-from ranvier.infer.engine import Engine, run_with_engine
+from ranvier.infer.engine import Engine, open_engine, run_with_engine
+from ranvier.infer.model_runner import ModelRunner
 from ranvier.infer.request import EngineStats, Request, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams
+from ranvier.infer.step_input import StepInput
+from ranvier.trace import diff_events
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 40, 63, 64, 65, 130, 200)
 COUNT = 40
@@ -122,3 +126,68 @@ def find_differences(
             if gap > TIE
         ]
     return lines
+
+
+def serve_alone(grid: Grid, folder: Path, params: dict[str, Any]) -> list[list[int]]:
+    """The tokens of each request, if it is the only one."""
+    model = loaded(grid, folder)
+    found = []
+    for request in make_requests(SamplingParams(**params)):
+        with open_engine(model, EngineConfig(), num_blocks=9) as engine:
+            found.append(serve(engine, [request]).tokens(request.request_id))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """Log-probabilities of all tokens in one layout, and unexpected communication of a rank."""
+
+    logprobs: list[float]
+    differences: list[str]
+
+
+def record_logprobs(
+    grid: Grid, folder: Path, inner: str, layouts: Sequence[RowSplit]
+) -> list[Recorded]:
+    """Serves prompts in float64 with each layout of the residual stream."""
+    model = loaded(grid, folder, inner, torch.float64)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
+    found = []
+    for layout in layouts:
+        differences: list[str] = []
+        with open_engine(
+            model, EngineConfig(max_num_batched_tokens=24), num_blocks=40, row_splits=layout
+        ) as engine:
+            watch_steps(engine.runner, differences)
+            if grid.rank != 0:
+                engine.runner.follow()
+                found.append(Recorded([], differences))
+                continue
+            served = serve(engine, make_requests(params)[:8])
+        scores = [
+            score.logprob
+            for outputs in served.outputs.values()
+            for output in outputs
+            for score in (*(output.prompt_logprobs or ()), *output.logprobs)
+        ]
+        found.append(Recorded(scores, differences))
+    return found
+
+
+def watch_steps(runner: ModelRunner, differences: list[str]) -> None:
+    """Compares the communication of each step with what its layers predict."""
+    run_step = runner._run
+    dynamic = runner.parallel.data_dependent_layers
+
+    def run_and_compare(step: StepInput) -> Any:
+        with runner.grid.trace.record_events() as events:
+            outputs = run_step(step)
+        names = {*runner.parallel.communicating_layers} - dynamic
+        recorded = [event for event in events if event.where in names and "depth" not in event.axis]
+        predicted = [event for event in runner.predict_events(step) if event.where in names]
+        differences.extend(diff_events(predicted, recorded))
+        return outputs
+
+    runner._run = run_and_compare  # type: ignore[method-assign]

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import POSITIONS, Served, find_differences, serve_twice
+from engine_cases import (
+    POSITIONS,
+    Served,
+    find_differences,
+    record_logprobs,
+    serve_alone,
+    serve_twice,
+)
 
 from pool import Pool
 from published_models import CASES, save, theirs
+from ranvier.grid import Grid
 
 GRIDS: list[tuple[dict[str, int], str]] = [
     ({}, "samples"),
@@ -115,3 +123,54 @@ def check_counts(cold: Served, warm: Served, *, is_small: bool, has_one_home: bo
         hits = warm.stats.prefix_cache_hits - cold.stats.prefix_cache_hits
         prompts = warm.stats.num_prompt_tokens - cold.stats.num_prompt_tokens
         assert hits > 0.5 * prompts
+
+
+LAYOUTS = [
+    ({"row": 2}, "samples"),
+    ({"row": 4}, "features"),
+    ({"row": 2, "col": 2}, "samples"),
+    ({"row": 2, "col": 2}, "features"),
+    ({"depth": 2, "row": 2}, "samples"),
+    ({"pipe": 2, "row": 2}, "samples"),
+    ({"expert": 2, "row": 2}, "samples"),
+]
+
+
+@pytest.mark.nccl
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["llama tied, biases", "gemma2", "qwen3_moe mixed", "gpt2"])
+@pytest.mark.parametrize("grid", LAYOUTS, ids=label)
+def test_layouts_have_the_same_logits_and_the_predicted_communication(
+    pool: Pool, published: Any, name: str, grid: tuple[dict[str, int], str]
+) -> None:
+    degrees, inner = grid
+    if not fits(name, degrees, inner):
+        pytest.skip("the model has no experts to split")
+    _, folder = published(name)
+    (want,) = record_logprobs(Grid({}), folder, inner, ["tokens"])
+    for found in pool.on_grid(degrees, record_logprobs, folder, inner, ["tokens", "none"]):
+        for have in found:
+            assert have.differences == []
+            if have.logprobs:
+                assert have.logprobs == pytest.approx(want.logprobs, abs=1e-9)
+
+
+@pytest.mark.nccl
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("load", LOADS[:3], ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=label)
+def test_draws_do_not_depend_on_grid_batch_or_preemption(
+    pool: Pool, published: Any, grid: tuple[dict[str, int], str], load: tuple[int, int, int]
+) -> None:
+    degrees, inner = grid
+    name = "mixtral" if "expert" in degrees else "llama"
+    _, folder = published(name)
+    params = {"temperature": 0.8, "seed": 5, "top_p": 0.95, "max_tokens": 20, "ignore_eos": True}
+    alone = serve_alone(Grid({}), folder, params)
+    budget, block_size, num_blocks = load
+    options = {"max_num_batched_tokens": budget, "block_size": block_size}
+    num_blocks = num_blocks or 12 * POSITIONS // block_size + 1
+    cold, warm = pool.on_grid(degrees, serve_twice, folder, inner, options, num_blocks, params)[0]
+    for i, tokens in enumerate(alone):
+        assert cold.tokens(f"cold{i}") == tokens
+        assert warm.tokens(f"warm{i}") == tokens

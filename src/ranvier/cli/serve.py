@@ -148,6 +148,7 @@ def _resolve_plan(options: ServeOptions, model: DecoderConfig, me: ProcessInfo |
     # Settings that only training needs keep their defaults.
     plan = Plan(
         col_splits=wanted.col_splits,
+        row_splits=wanted.row_splits,
         virtual_stages=wanted.virtual_stages,
         stage_starts=wanted.stage_starts,
         rank_order=wanted.rank_order,

@@ -26,6 +26,7 @@ SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 
 InnerSplit = Literal["samples", "features"]
 RowSplit = Literal["tokens", "none"]
+RowSplitChoice = Literal["auto", "tokens", "none"]
 Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
@@ -63,6 +64,10 @@ class Plan:
     col_splits: InnerSplit = "samples"
     """What col splits inside attention and MLP: samples (cheapest), or features (works with any
     micro-batch)."""
+    row_splits: RowSplitChoice = "auto"
+    """What row splits outside attention and MLP in a step of the inference engine: tokens, none
+    (each rank of row has all tokens, and one all-reduce replaces an all-gather and a
+    reduce-scatter), or auto (none for steps of few tokens). Training always splits tokens."""
     rank_order: tuple[str, ...] = ()
     """Axes whose ranks are placed closest together, innermost last, such as `row pipe`. The other
     axes are placed outside of them in the default order. If empty, the default order is used:
@@ -319,6 +324,7 @@ class Plan:
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
         words = [("col_splits", self.col_splits, get_args(InnerSplit))]
+        words += [("row_splits", self.row_splits, get_args(RowSplitChoice))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
         words += [("schedule", self.schedule, get_args(PolicyName))]

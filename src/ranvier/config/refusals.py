@@ -103,6 +103,12 @@ PRUNING_SCHEDULE = (
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
+        lambda run: run.plan.row_splits == "none",
+        "plan.row_splits='none' in a run",
+        "Training splits tokens over row; only steps of `ranvier serve` may not",
+        "Use plan.row_splits='auto'",
+    ),
+    Refusal(
         lambda run: run.optim.lr == 0.0,
         "optim.lr=0.0 trains nothing",
         "The learning rate must be greater than 0",

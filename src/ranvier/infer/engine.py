@@ -22,6 +22,7 @@ from torch import nn
 
 from ranvier.comm.consensus import max_over_ranks
 from ranvier.config.engine import EngineConfig
+from ranvier.config.plan import RowSplitChoice
 from ranvier.errors import PlanError, RanvierError
 from ranvier.infer.block_pool import BlockPool
 from ranvier.infer.model_runner import HomeOutput, ModelRunner
@@ -463,13 +464,20 @@ def run_with_engine(
     *,
     end_token_ids: Iterable[int] = (),
     num_blocks: int = 0,
+    row_splits: RowSplitChoice = "auto",
 ) -> T | None:
     """Runs `work` with an engine on the leader; the other ranks follow and return None.
 
-    num_blocks: number of blocks of each home; 0 means as many as `config` allows. Communicates: as
-    the steps of the engine.
+    num_blocks: number of blocks of each home; 0 means as many as `config` allows. row_splits: as in
+    the plan. Communicates: as the steps of the engine.
     """
-    with open_engine(model, config, end_token_ids=end_token_ids, num_blocks=num_blocks) as engine:
+    with open_engine(
+        model,
+        config,
+        end_token_ids=end_token_ids,
+        num_blocks=num_blocks,
+        row_splits=row_splits,
+    ) as engine:
         if get_parallel_model(model).grid.rank == 0:
             return work(engine)
         engine.runner.follow()
@@ -484,15 +492,18 @@ def open_engine(
     end_token_ids: Iterable[int] = (),
     num_blocks: int = 0,
     compile_grammar: Callable[[StructuredOutput], GrammarMatcher] | None = None,
+    row_splits: RowSplitChoice = "auto",
 ) -> Iterator[Engine]:
     """Context with an engine, whose steps only the leader may run; the other ranks follow.
 
-    num_blocks: as for `run_with_engine`. compile_grammar: as for `Engine`. Communicates: at the
-    end, one number over all axes.
+    num_blocks: as for `run_with_engine`. compile_grammar: as for `Engine`. row_splits: as in the
+    plan. Communicates: at the end, one number over all axes.
     """
     num_blocks = num_blocks or count_cache_blocks(model, config)
     max_model_len = resolve_max_model_len(model, config, num_blocks)
-    runner = ModelRunner(model, num_blocks=num_blocks, block_size=config.block_size)
+    runner = ModelRunner(
+        model, num_blocks=num_blocks, block_size=config.block_size, row_splits=row_splits
+    )
     engine = Engine(
         runner,
         config,

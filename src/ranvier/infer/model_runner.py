@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks, world_axis
-from ranvier.config.plan import RowSplit
+from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
 from ranvier.grid import ORDERS_CHANNEL
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
@@ -31,6 +31,7 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import Sharding, local_range
+from ranvier.trace import Event
 
 KV_CACHE_DIMS = ("page", "kv_heads", "slot", "head_dim")
 """Dims of the keys, and of the values, of a layer."""
@@ -57,10 +58,19 @@ class ModelRunner:
         model: A decoder on a grid, in eval mode.
         num_blocks: Number of blocks of each home, including block 0, which holds padding.
         block_size: Number of tokens of a block.
+        row_splits: What row splits of the residual stream, or auto.
     """
 
-    def __init__(self, model: nn.Module, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_blocks: int,
+        block_size: int,
+        row_splits: RowSplitChoice = "auto",
+    ) -> None:
         self.model = model
+        self._row_splits = row_splits
         self.parallel = get_parallel_model(model)
         self.grid = self.parallel.grid
         self.device = self.parallel.pipeline.executor.device
@@ -110,6 +120,8 @@ class ModelRunner:
 
         Per layer both move as much, but if row splits tokens, they are padded to a multiple of it.
         """
+        if self._row_splits != "auto":
+            return self._row_splits
         row = self.grid.degrees["row"]
         # With as many bytes, an all-reduce has half the latency.
         if row == 1 or (num_tokens % row == 0 and num_tokens >= MIN_TOKENS_TO_SPLIT * row):
@@ -125,6 +137,13 @@ class ModelRunner:
 
     def predict_bytes(self, step: StepInput) -> Counter[str]:
         """Returns the bytes that the collectives of layers move in a step, by axis."""
+        total: Counter[str] = Counter()
+        for event in self.predict_events(step):
+            total["·".join(event.axis)] += event.bytes
+        return total
+
+    def predict_events(self, step: StepInput) -> list[Event]:
+        """Predicts the communication of the layers in a step."""
         itemsize = self.parallel.bucket_scheduler.buckets[0].data.element_size()
         shape = ActivationShape(len(self.read_homes), step.num_tokens, itemsize, max(itemsize, 4))
         context = self.parallel.step_context
@@ -136,12 +155,11 @@ class ModelRunner:
                 if layer is not self.head
                 for event in layer.forward_events(shape)
             ]
+            if self.head is not None:
+                events += self.head.selected_events(shape, step.num_logits)
         finally:
             context.row_splits = "tokens"
-        total: Counter[str] = Counter()
-        for event in events:
-            total["·".join(event.axis)] += event.bytes
-        return total
+        return events
 
     # ---- all ranks --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
 from ranvier.comm.autograd import local_slice
+from ranvier.cost.layers import ActivationShape
 from ranvier.cost.linear import LMHeadCost, align_columns, chunk_slices
 from ranvier.nn.cross_entropy import (
     IGNORE_INDEX,
@@ -39,6 +41,7 @@ from ranvier.nn.linear import (
 )
 from ranvier.nn.matmul import PlainMatmul
 from ranvier.sharding import Dim
+from ranvier.trace import Event
 
 ALIGNED_DEVICES = ("cuda", "meta")
 """Devices on which rows are aligned (`cost.linear.ALIGNMENT_BYTES`); meta represents a GPU."""
@@ -107,6 +110,14 @@ class LMHead(Linear):
             y = self.matmul_backend.forward(kept.flatten(0, 1), matrix).unflatten(0, kept.shape[:2])
             y = _scatter_logits(y, self)
         return self._softcap_logits(y if self.bias is None else y + self.bias.flatten())
+
+    def selected_events(self, flow: ActivationShape, num_logits: int) -> list[Event]:
+        """Predicts the communication of a forward pass with `num_logits` logits per sample."""
+        cost = self.fused_cost_model([self])
+        # All tokens are gathered, and the logits of some are scattered.
+        gathers = [e for e in cost.forward_events(flow) if e.op == "all_gather"]
+        kept = replace(flow, seq=num_logits)
+        return gathers + [e for e in cost.forward_events(kept) if e.op == "reduce_scatter"]
 
     def _record_loss_grad_scale(self, grad: Tensor) -> None:
         """Publishes the factor of the loss to earlier layers that add auxiliary losses."""

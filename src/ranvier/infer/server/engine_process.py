@@ -82,6 +82,7 @@ def run_replica_rank(options: ReplicaOptions, me: ProcessInfo) -> int:
             options.engine,
             end_token_ids=options.source.end_token_ids(),
             compile_grammar=None if compiler is None else compiler.compile,
+            row_splits=options.plan.row_splits,
         ) as engine:
             if connection is None:
                 engine.runner.follow()
