@@ -420,11 +420,15 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
     assert "\n" not in str(error.value)
 
 
-def test_the_tokenizer_must_have_all_bytes() -> None:
+@pytest.mark.parametrize("trusts_input", [True, False])
+def test_the_tokenizer_must_have_all_bytes(trusts_input: bool) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     one = Tokenizer(words.to_str(), 2, 1)
-    with pytest.raises(StructuredOutputError, match="byte-level BPE"):
-        GrammarCompiler(one, 2, [1], trusts_input=True).check(StructuredOutput("json_object"))
+    made = GrammarCompiler(one, 2, [1], trusts_input=trusts_input)
+    for value in ("a", "b"):
+        with pytest.raises(StructuredOutputError, match="byte-level BPE"):
+            made.check(StructuredOutput("regex", value))
+    made.close()
 
 
 def test_the_extra_names_the_package() -> None:

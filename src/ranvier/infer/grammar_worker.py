@@ -95,6 +95,8 @@ class GrammarWorker:
                 "memory. Send the request without structured output."
             )
         if answer["error"]:
+            # The process ends; without this, the next grammar would be blamed for that.
+            self._kill()
             raise StructuredOutputError(answer["error"])
 
     def _exchange(self, line: str, seconds: float) -> Any:
