@@ -19,7 +19,7 @@ from ranvier.errors import DataError, PlanError
 
 COMMON_WORDS = (
     "the of and to in a is that for it was on are as with his they at be this from have or by one "
-    "had not but what all were when we there can an your which their said if do will each about "
+    "had not but what all were when we there can an your which their if do will each about "
     "how up out them then she many some so these would other into has more her two like him see "
     "time could no make than first been its who now people my made over did down only way find use "
     "may water long little very after words called just where most know"
