@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import random
 import sys
@@ -501,12 +502,11 @@ def main() -> int:
         pid = options.pid
         if not url:
             sys.path.insert(0, str(ROOT / "tests"))
-            from infer.fake_server import FakeServer, write_model
-
+            fake: Any = importlib.import_module("infer.fake_server")
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             server = stack.enter_context(
-                FakeServer(
-                    write_model(Path(folder)),
+                fake.FakeServer(
+                    fake.write_model(Path(folder)),
                     engine={"max_model_len": 256},
                     limits={"header_seconds": 2.0, "body_seconds": 2.0},
                 )

@@ -193,7 +193,7 @@ class FakeEngine:
             num_waiting_tokens=sum(len(one.request.prompt_token_ids) for one in waiting),
             num_blocks=self.num_blocks,
             num_free_blocks=self._num_free_blocks,
-            **self._counts,
+            **self._counts,  # type: ignore[arg-type]
         )
 
 

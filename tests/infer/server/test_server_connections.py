@@ -228,7 +228,7 @@ def test_what_is_not_http_is_a_bad_request(server: FakeServer, data: bytes) -> N
 
 
 def test_garbage_during_an_answer_ends_the_connection_only(server: FakeServer) -> None:
-    body = b'{"prompt": "x", "max_tokens": 3000, "stream": true}'
+    body = b'{"prompt": "x", "max_tokens": 500, "stream": true}'
     with connect(server) as sock:
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\n"

@@ -127,23 +127,31 @@ def test_a_full_queue_refuses_at_once(server: FakeServer) -> None:
             assert answer.json()["usage"]["completion_tokens"] == 40
 
 
-def test_a_failed_replica_fails_alone_and_comes_back(server: FakeServer) -> None:
-    """With data = 2, the requests of the other replica go on; new ones go around."""
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("BREAK_STEP", "the step is broken"),
+        pytest.param("KILL", "its process has ended", marks=pytest.mark.full),
+    ],
+)
+def test_a_failed_replica_fails_alone_and_comes_back(
+    server: FakeServer, word: str, cause: str
+) -> None:
+    """With data = 2, the requests of the other replica are untouched; new ones go around."""
     wait_until(lambda: is_idle(server))
-    for word, cause in (("BREAK_STEP", "the step is broken"), ("KILL", "its process has ended")):
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            # Two long requests, one on each replica.
-            long = [pool.submit(post, server, f"long {i}", max_tokens=400) for i in range(2)]
-            wait_until(lambda: metric(server, "num_requests_running") == 2)
-            broken = post(server, word)
-            assert broken.status_code == 500 and cause in broken.json()["error"]["message"]
-            health = server.http.get("/health")
-            assert health.status_code == 200
-            assert {one["restarts"] for one in health.json()["replicas"]} != {0}
-            assert post(server, "SAY:around|").json()["choices"][0]["text"] == "around"
-            codes = sorted(one.result().status_code for one in long)
-        assert codes == [200, 500]
-        wait_until(lambda: states(server) == ["ready", "ready"])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        # Two long requests, one on each replica.
+        long = [pool.submit(post, server, f"long {i}", max_tokens=400) for i in range(2)]
+        wait_until(lambda: metric(server, "num_requests_running") == 2)
+        broken = post(server, word)
+        assert broken.status_code == 500 and cause in broken.json()["error"]["message"]
+        health = server.http.get("/health")
+        assert health.status_code == 200
+        assert {one["restarts"] for one in health.json()["replicas"]} != {0}
+        assert post(server, "SAY:around|").json()["choices"][0]["text"] == "around"
+        codes = sorted(one.result().status_code for one in long)
+    assert codes == [200, 500]
+    wait_until(lambda: states(server) == ["ready", "ready"])
     assert post(server, "SAY:again|").json()["choices"][0]["text"] == "again"
 
 
@@ -181,6 +189,7 @@ def test_keys_are_checked_and_never_shown(folder: Path) -> None:
         assert key not in "\n".join(server.lines)
 
 
+@pytest.mark.full
 def test_a_server_that_loads_is_alive_but_not_ready(folder: Path) -> None:
     with FakeServer(folder, engine={"load_seconds": 1.0}, wait=False) as server:
         assert server.http.get("/health").json()["status"] == "loading"
@@ -209,6 +218,7 @@ def test_sigterm_drains_and_leaves_nothing(folder: Path) -> None:
             socket.create_connection(("127.0.0.1", server.port))
 
 
+@pytest.mark.full
 def test_draining_ends_after_its_time_and_at_a_second_signal(folder: Path) -> None:
     for seconds, signals, code in ((0.2, 1, 0), (60.0, 2, 128 + signal.SIGTERM)):
         engine = {"step_seconds": 0.01}
@@ -229,6 +239,7 @@ def test_draining_ends_after_its_time_and_at_a_second_signal(folder: Path) -> No
             assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.full
 def test_a_killed_front_leaves_no_engine(folder: Path) -> None:
     with FakeServer(folder) as server:
         (pid,) = server.engine_pids()

@@ -65,6 +65,8 @@ class LimitedProtocol(H11Protocol):
         self._body_start = 0.0
         self._body_bytes = 0
         self._lingering_bytes = 0
+        self._is_refused = False
+        """Whether the protocol has answered by itself; the client may still be sending."""
 
     # ---- connection ----------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class LimitedProtocol(H11Protocol):
 
     def start_lingering(self) -> bool:
         """Keeps the connection of an unfinished request for a while; False if it can close."""
-        is_unfinished = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        is_unfinished = self._is_refused or self.conn.their_state is h11.SEND_BODY
         if self._linger_timer is not None:
             return True
         if not is_unfinished or self.transport.is_closing() or not self.transport.can_write_eof():
@@ -242,6 +244,7 @@ class LimitedProtocol(H11Protocol):
         except h11.LocalProtocolError:
             self.transport.abort()
             return
+        self._is_refused = True
         self.transport.close()
 
 

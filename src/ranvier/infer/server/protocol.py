@@ -62,7 +62,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """What a stream contains besides text."""
+    """What a stream contains in addition to text."""
 
     include_usage: bool = False
 
