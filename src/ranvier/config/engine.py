@@ -8,7 +8,7 @@ from typing import Literal
 from ranvier.setting import setting
 
 SchedulingPolicyName = Literal["decode_first", "prefill_first", "static"]
-CudaGraphs = Literal["startup", "first_use", "off"]
+CudaGraphs = Literal["first_use", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,5 +37,8 @@ class EngineConfig:
     (batches that run until all of their requests have ended)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
+    cuda_graphs: CudaGraphs = "first_use"
+    """Whether decode steps on one GPU are replayed as CUDA graphs: first_use (a graph is captured
+    for a batch size when it first occurs) or off."""
     seed: int = setting(0, minimum=0, maximum=2**63 - 1)
     """Seed of requests that have none."""

@@ -502,7 +502,12 @@ def open_engine(
     num_blocks = num_blocks or count_cache_blocks(model, config)
     max_model_len = resolve_max_model_len(model, config, num_blocks)
     runner = ModelRunner(
-        model, num_blocks=num_blocks, block_size=config.block_size, row_splits=row_splits
+        model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        row_splits=row_splits,
+        max_decode_batch=0 if config.cuda_graphs == "off" else config.max_num_seqs,
+        max_model_len=max_model_len,
     )
     engine = Engine(
         runner,

@@ -23,10 +23,17 @@ from ranvier.comm.consensus import max_over_ranks, world_axis
 from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
 from ranvier.grid import ORDERS_CHANNEL
+from ranvier.infer.decode_graphs import DecodeGraphs
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
 from ranvier.infer.step_input import HomeInput, StepInput, pad_rows, positions_of
+from ranvier.launch import has_triton
 from ranvier.models.decoder import AttentionCore
-from ranvier.models.paged_attention import KVCache, PagedSequences
+from ranvier.models.paged_attention import (
+    KVCache,
+    PagedAttention,
+    PagedSequences,
+    paged_attention,
+)
 from ranvier.nn.lm_head import LMHead
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
@@ -59,6 +66,9 @@ class ModelRunner:
         num_blocks: Number of blocks of each home, including block 0, which holds padding.
         block_size: Number of tokens of a block.
         row_splits: What row splits of the residual stream, or auto.
+        max_decode_batch: Maximum number of sequences of a decode step that is run as a CUDA graph;
+            0 means no graphs.
+        max_model_len: Maximum number of tokens of a sequence, if there are graphs.
     """
 
     def __init__(
@@ -68,6 +78,8 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         row_splits: RowSplitChoice = "auto",
+        max_decode_batch: int = 0,
+        max_model_len: int = 0,
     ) -> None:
         self.model = model
         self._row_splits = row_splits
@@ -98,6 +110,38 @@ class ModelRunner:
         for core in self._cores:
             keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
             core.kv_cache = KVCache(keys, values)
+            core.attend_paged = choose_paged_attention(core.kv_cache)
+        self.decode_graphs: DecodeGraphs | None = None
+        if max_decode_batch and self._can_capture():
+            self.decode_graphs = DecodeGraphs(
+                self._forward_decode,
+                block_size=block_size,
+                max_blocks=-(-max_model_len // block_size),
+                max_batch=max_decode_batch,
+            )
+
+    def _can_capture(self) -> bool:
+        """Whether decode steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
+        has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
+        return self.device.type == "cuda" and self.grid.world_size == 1 and has_kernels
+
+    def _forward_decode(
+        self, tokens: Tensor, positions: Tensor, sequences: PagedSequences, rows: Tensor
+    ) -> Tensor:
+        """Returns the logits of a decode step `[n, v]`."""
+        context = self.parallel.step_context
+        context.compiles_inference = True
+        self.parallel.bucket_scheduler.begin_step("inference")
+        try:
+            inputs = {
+                "tokens": tokens,
+                "positions": positions,
+                "documents": sequences,
+                "logits_to_keep": rows,
+            }
+            return self.parallel.pipeline.executor.run_forward([MicroBatch(inputs)])[0][0]
+        finally:
+            context.compiles_inference = False
 
     def free_cache(self) -> None:
         """Frees the memory of keys and values. Afterwards no step can run."""
@@ -189,6 +233,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> list[HomeOutput]:
+        if self.decode_graphs is not None and self.decode_graphs.accepts(step):
+            (home,) = step.homes
+            results = self._new_results(step)
+            self._sample(self.decode_graphs.run(home), step, home, results)
+            return [self._read_results(results.cpu(), home, step)]
         read = [step.homes[i] for i in self.read_homes]
         own = step.homes[self.home]
         rows = [[*home.sampled_rows, *home.scored_rows] for home in read]
@@ -210,8 +259,7 @@ class ModelRunner:
             found = self.parallel.pipeline.executor.run_forward([MicroBatch(inputs)])
         finally:
             self.parallel.step_context.row_splits = "tokens"
-        columns = RESULT_COLUMNS + 2 * max(step.num_top, 0)
-        results = torch.zeros(step.num_logits, columns, dtype=torch.float64, device=self.device)
+        results = self._new_results(step)
         if found:
             self._sample(found[0][0], step, own, results)
         last = self.pipe_axis.size - 1
@@ -221,6 +269,11 @@ class ModelRunner:
             self._read_results(rows, home, step)
             for rows, home in zip(results.cpu().split(step.num_logits), step.homes, strict=True)
         ]
+
+    def _new_results(self, step: StepInput) -> Tensor:
+        """Returns zeros for the results of a home: token, failed, log-probabilities."""
+        columns = RESULT_COLUMNS + 2 * max(step.num_top, 0)
+        return torch.zeros(step.num_logits, columns, dtype=torch.float64, device=self.device)
 
     def _make_sequences(self, own: HomeInput, num_tokens: int) -> PagedSequences:
         """Returns where the tokens of this rank's home are stored."""
@@ -243,7 +296,7 @@ class ModelRunner:
             pad_rows([slots], num_tokens)[0].to(self.device),
             pad_rows([lengths], num_tokens).to(self.device),
             query_lens,
-            max(stops, default=0),
+            tuple(stops),
         )
 
     def _sample(self, logits: Tensor, step: StepInput, own: HomeInput, results: Tensor) -> None:
@@ -282,6 +335,17 @@ class ModelRunner:
 
 MIN_TOKENS_TO_SPLIT = 64
 """Tokens per rank of row from which the work of norms outweighs the latency of two collectives."""
+
+
+def choose_paged_attention(cache: KVCache) -> PagedAttention:
+    """Returns the attention for a cache: Triton kernels where they support it."""
+    if not cache.keys.is_cuda or not has_triton():
+        return paged_attention
+    from ranvier.nn import paged_kernels
+
+    if paged_kernels.supports(cache):
+        return paged_kernels.paged_attention
+    return paged_attention
 
 
 def _write_scores(results: Tensor, scores: TokenScores | None) -> None:

@@ -35,7 +35,12 @@ from ranvier.models.feed_forward import (
     apply_with_adapter,
 )
 from ranvier.models.moe import MoELayer
-from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
+from ranvier.models.paged_attention import (
+    KVCache,
+    PagedAttention,
+    PagedSequences,
+    paged_attention,
+)
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
 
 
@@ -119,6 +124,8 @@ class AttentionCore(nn.Module):
         """Attention over whole samples; replaced by the fastest backend on the device."""
         self.kv_cache: KVCache | None = None
         """Keys and values of the tokens of `PagedSequences`; set by an inference engine."""
+        self.attend_paged: PagedAttention = paged_attention
+        """Attention to the cache; replaced by the fastest backend on the device."""
 
     def forward(
         self,
@@ -147,7 +154,9 @@ class AttentionCore(nn.Module):
         if isinstance(documents, PagedSequences):
             assert self.kv_cache is not None, "an engine sets the cache"
             flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
-            y = paged_attention(flat, keys, values, self.kv_cache, documents, self.window, self.cap)
+            y = self.attend_paged(
+                flat, keys, values, self.kv_cache, documents, self.window, self.cap
+            )
             return y.view(q.shape).flatten(2)
         if isinstance(documents, Tensor):
             documents = Documents.from_ids(documents)

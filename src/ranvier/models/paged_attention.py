@@ -11,6 +11,7 @@ Shapes: T tokens of a step, n sequences, h heads, g kv heads, k head dim. A laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +37,22 @@ class PagedSequences:
     """Slot of each token, block · block_size + offset, int64 `[T]`."""
     rope_lengths: Tensor
     """Number of known tokens of each token's sequence, which LongRoPE depends on, `[1, T]`."""
-    query_lens: tuple[int, ...]
+    query_lens: tuple[int, ...] = ()
     """Number of tokens of each sequence in the step, on the host to avoid synchronization."""
-    max_seq_len: int
-    """Upper bound of `seq_lens`, on the host."""
+    host_seq_lens: tuple[int, ...] = ()
+    """`seq_lens` on the host."""
+    is_decode: bool = False
+    """Whether every sequence has one token and rows without a sequence have a length of 0. Then
+    nothing else is known on the host, so that a graph can be replayed for other sequences."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Length of the longest sequence."""
+        return max(self.host_seq_lens, default=0)
+
+    def seq_len_of(self, row: int) -> int:
+        """Returns the number of tokens of a sequence up to its last one in this step."""
+        return self.host_seq_lens[row]
 
     def narrow(self, start: int, tokens: int) -> PagedSequences:
         """Returns these sequences: a rank only has those whose blocks it stores."""
@@ -75,6 +88,10 @@ class KVCache:
         return keys, values
 
 
+PagedAttention = Callable[[Tensor, Tensor, Tensor, KVCache, PagedSequences, int, float], Tensor]
+"""q, k, v, cache, sequences, window and cap to the output; see `paged_attention`."""
+
+
 def paged_attention(
     q: Tensor,
     k: Tensor,
@@ -97,7 +114,7 @@ def paged_attention(
         if length == 1:
             decoding.append(i)
         else:
-            y[start : start + length] = _attend_to_blocks(
+            y[start : start + length] = attend_to_blocks(
                 q[start : start + length].unsqueeze(0), cache, sequences, [i], window, cap
             )[0]
         start += length
@@ -105,13 +122,13 @@ def paged_attention(
         rows = torch.tensor(decoding, device=q.device)
         at = sequences.query_start_loc[rows].long()
         # All sequences with one token at once.
-        y[at] = _attend_to_blocks(
+        y[at] = attend_to_blocks(
             q[at].unsqueeze(1), cache, sequences, decoding, window, cap
         ).squeeze(1)
     return y
 
 
-def _attend_to_blocks(
+def attend_to_blocks(
     q: Tensor,
     cache: KVCache,
     sequences: PagedSequences,
@@ -122,8 +139,7 @@ def _attend_to_blocks(
     """Attention of the last queries of some sequences, `[n, s, h, k]`, to all their tokens."""
     chosen = torch.tensor(rows, device=q.device)
     lengths = sequences.seq_lens[chosen].long()
-    # On a CPU, reading the lengths costs nothing.
-    most = int(lengths.max()) if q.device.type == "cpu" else sequences.max_seq_len
+    most = max(sequences.host_seq_lens[row] for row in rows)
     num_blocks = -(-most // cache.block_size)
     keys, values = cache.read(sequences.block_table[chosen, :num_blocks].long())  # (n, g, L, k)
     places = torch.arange(keys.shape[2], device=q.device)

@@ -118,9 +118,7 @@ class RotateHalves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
-        (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
-        # Not in place: torch.compile in torch 2.11 loses the gradient of an in-place result.
-        return torch.addcmul(x * cos, torch.cat([-right, left], -1), sin)
+        return rotate_halves(x, angles)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
@@ -128,11 +126,20 @@ class RotateHalves(torch.autograd.Function):
         return torch.addcmul(dy * cos, torch.cat([right, -left], -1), sin), None
 
 
+def rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotates the two halves of each head; x, y: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`."""
+    (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
+    # Not in place: torch.compile in torch 2.11 loses the gradient of an in-place result.
+    return torch.addcmul(x * cos, torch.cat([-right, left], -1), sin)
+
+
 def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """Rotates each head by the angles of its position; the rest of a head does not change."""
     turned = angles.shape[-1] // 2
+    # Without gradients there is nothing to save, and the compiler sees plain operations.
+    rotate = RotateHalves.apply if torch.is_grad_enabled() else rotate_halves
     if turned == x.shape[-1]:
-        y: Tensor = RotateHalves.apply(x, angles)  # type: ignore[no-untyped-call]
+        y: Tensor = rotate(x, angles)
         return y
-    y = RotateHalves.apply(x[..., :turned], angles)  # type: ignore[no-untyped-call]
+    y = rotate(x[..., :turned], angles)
     return torch.cat([y, x[..., turned:]], -1)

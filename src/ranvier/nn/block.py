@@ -28,7 +28,7 @@ def run_block(
 ) -> Any:
     """Runs a block with its recompute mode; an enabled trace records its time.
 
-    Without gradients it runs eagerly: a separate graph would not be faster.
+    Without gradients it runs eagerly, unless the step context asks for a graph.
     """
     # While the whole model is traced, the block is a part of that graph.
     if torch.compiler.is_compiling():
@@ -40,7 +40,8 @@ def run_block(
         site.step_context.save_policy.store.block_context(name),
     ):
         kind = kinds.get(name, "none")
-        if compiled is not None and compiled.is_enabled and torch.is_grad_enabled() and not kwargs:
+        wants_graph = torch.is_grad_enabled() or site.step_context.compiles_inference
+        if compiled is not None and compiled.is_enabled and wants_graph and not kwargs:
             out = compiled(block, name, kind, *args)
         else:
             out = checkpoint_block(forward, kind, site.step_context, *args, **kwargs)

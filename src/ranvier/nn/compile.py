@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ranvier.config.plan import Recompute
+from ranvier.models.paged_attention import PagedSequences
 from ranvier.nn.activation_checkpoint import checkpoint_block
 from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
@@ -99,6 +100,9 @@ class CompiledBlocks:
             # The number of documents is data and must not cause a recompilation.
             if hasattr(document, "cu_seqlens"):
                 torch._dynamo.maybe_mark_dynamic(document.cu_seqlens, 0)
+        is_decode = any(isinstance(one, PagedSequences) for one in args)
+        if is_decode:
+            _mark_tokens_dynamic(args)
         (x, *others), more = args, None
         if isinstance(x, DeferredResidual):
             # A recomputed block saves its inputs: one tensor is cheaper to save than two.
@@ -117,6 +121,9 @@ class CompiledBlocks:
         elif left:
             part = "forward_without_add"
         key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
+        if is_decode:
+            # One graph for all batches; a batch of one is a special case of the compiler.
+            key = (type(block), part, "decode", more is None, x.shape[1] == 1)
         # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
         if many or (travels and kind != "none"):
@@ -158,6 +165,19 @@ class CompiledBlocks:
         if self.trace.enabled:
             self.trace.events += [replace(e, where=f"{name}.{e.where}") for e in events]
         return out
+
+
+def _mark_tokens_dynamic(args: tuple[Any, ...]) -> None:
+    """Marks the number of tokens as dynamic in the inputs of a block of a decode step."""
+    for arg in args:
+        if isinstance(arg, DeferredResidual):
+            _mark_tokens_dynamic(tuple(arg))
+        elif isinstance(arg, Tensor):
+            torch._dynamo.maybe_mark_dynamic(arg, 1)
+        elif isinstance(arg, PagedSequences):
+            for tensor in (arg.query_start_loc, arg.seq_lens, arg.block_table, arg.slot_mapping):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            torch._dynamo.maybe_mark_dynamic(arg.rope_lengths, 1)
 
 
 def _graph_key(arg: Any) -> Any:

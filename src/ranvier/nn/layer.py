@@ -55,6 +55,8 @@ class StepContext:
     """What blocks save for backward, and where it is stored."""
     row_splits: RowSplit = "tokens"
     """What row splits in the outer region. An inference step of few tokens splits nothing."""
+    compiles_inference: bool = False
+    """Whether blocks are also compiled for passes without gradients, as for decode steps."""
 
     def run_or_defer(self, work: Callable[[], None]) -> None:
         """Runs a weight-gradient computation now, or queues it for later."""

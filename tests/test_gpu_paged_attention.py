@@ -1,0 +1,98 @@
+"""The Triton kernels of paged attention are the plain attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = [(32, 8, 128), (4, 4, 64), (6, 2, 80), (16, 1, 256), (12, 4, 12)]
+"""Heads, kv heads and head dim."""
+
+
+def make_step(
+    shape: tuple[int, int, int],
+    chunks: list[tuple[int, int]],
+    block_size: int,
+    dtype: torch.dtype,
+    padding: int = 0,
+) -> tuple[tuple[Tensor, Tensor, Tensor], KVCache, PagedSequences]:
+    """Random tokens of sequences with a random history; chunks: new tokens, tokens in all."""
+    heads, kv_heads, head_dim = shape
+    torch.manual_seed(0)
+    counts = [-(-total // block_size) for _, total in chunks]
+    order = torch.randperm(sum(counts)).add(1).tolist()
+    blocks = [[order.pop() for _ in range(count)] for count in counts]
+    caches = torch.randn(2, sum(counts) + 1, kv_heads, block_size, head_dim).cuda().to(dtype)
+    slots = [
+        mine[place // block_size] * block_size + place % block_size
+        for (new, total), mine in zip(chunks, blocks, strict=True)
+        for place in range(total - new, total)
+    ]
+    tokens = len(slots) + padding
+    table = torch.zeros(len(chunks), max(counts), dtype=torch.int32)
+    for row, mine in enumerate(blocks):
+        table[row, : len(mine)] = torch.tensor(mine)
+    sequences = PagedSequences(
+        torch.tensor([0, *(new for new, _ in chunks)]).cumsum(0).int().cuda(),
+        torch.tensor([total for _, total in chunks]).int().cuda(),
+        table.cuda(),
+        torch.tensor([*slots, *[0] * padding]).cuda(),
+        torch.zeros(1, tokens).cuda(),
+        tuple(new for new, _ in chunks),
+        tuple(total for _, total in chunks),
+    )
+    q = torch.randn(tokens, heads, head_dim).cuda().to(dtype)
+    k, v = torch.randn(2, tokens, kv_heads, head_dim).cuda().to(dtype).unbind(0)
+    return (q, k, v), KVCache(*caches.unbind(0)), sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 0.0), (0, 5.0), (100, 5.0)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_plain_attention(
+    shape: tuple[int, int, int], window: int, cap: float, block_size: int, dtype: torch.dtype
+) -> None:
+    from ranvier.nn import paged_kernels
+
+    for chunks in (
+        [(1, 1), (1, 16), (1, 65), (1, 700)],
+        [(1, 300), (1, 5), (7, 7), (40, 40), (33, 200), (2, 513)],
+    ):
+        inputs, cache, sequences = make_step(shape, chunks, block_size, dtype, padding=3)
+        copies = KVCache(cache.keys.clone(), cache.values.clone())
+        have = paged_kernels.paged_attention(*inputs, cache, sequences, window, cap)
+        wide = KVCache(copies.keys.double(), copies.values.double())
+        want = paged_attention(*(x.double() for x in inputs), wide, sequences, window, cap)
+        tokens = sum(sequences.query_lens)
+        far = float((have[:tokens].double() - want[:tokens]).abs().max())
+        assert far < (2e-5 if dtype == torch.float32 else 3e-2), (chunks, far)
+        # Padding is written to block 0, in any order.
+        assert torch.equal(cache.keys[1:].double(), wide.keys[1:]), "the same is written"
+        assert torch.equal(cache.values[1:].double(), wide.values[1:])
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 16])
+def test_a_sequence_does_not_depend_on_its_neighbors(num_splits: int) -> None:
+    from ranvier.nn.paged_kernels import decode_attention
+
+    (q, _, _), cache, many = make_step(
+        (32, 8, 128), [(1, 100 + 37 * i) for i in range(64)], 64, torch.bfloat16
+    )
+    whole = decode_attention(q, cache, many.block_table, many.seq_lens, num_splits=num_splits)
+    for row in (0, 17, 63):
+        one = decode_attention(
+            q[row : row + 1],
+            cache,
+            many.block_table[row : row + 1],
+            many.seq_lens[row : row + 1],
+            num_splits=num_splits,
+        )
+        assert torch.equal(one[0], whole[row])
