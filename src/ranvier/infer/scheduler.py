@@ -158,6 +158,11 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         bisect.insort(self.waiting, sequence, key=_by_age)
 
+    def count_cached_tokens(self, sequence: Sequence) -> int:
+        """Returns how many tokens of a sequence that does not run the prefix cache has."""
+        blocks = max(len(self._cached_blocks(sequence, pool)) for pool in self.pools)
+        return blocks * self.block_size
+
     def schedule(self) -> ScheduledStep:
         """Returns the next step, with its blocks allocated; it is in flight from now on.
 
