@@ -306,6 +306,8 @@ EXAMPLES = {
     "report": "ranvier report runs/mine",
     "profile": "ranvier profile runs/mine --steps 1",
     "simulate pipeline": "ranvier simulate pipeline --plan.pipe 4 --plan.global-batch 32",
+    "simulate serving": "ranvier simulate serving --model.size llama3-8b --cluster dgx-h200 "
+    "--num-requests 50",
     "plan": "ranvier plan --model.size llama3-8b --cluster dgx-h100 --nodes 1",
     "dry-run": "ranvier dry-run --model.size gpt2 --plan.row 4 --plan.global-batch 8",
     "data prepare": "ranvier data prepare my.jsonl --output data/mine",

@@ -25,6 +25,8 @@ OPTION_CLASSES = {
     "data": arguments.PrepareOptions,
     "checkpoint": arguments.ConvertOptions,
 }
+MORE_OPTION_CLASSES = {"simulate": (arguments.SimulateServingOptions,)}
+"""Options of further subcommands."""
 SHELLS = ("bash", "zsh")
 SCRIPT = """\
 # Completion of ranvier: eval "$(ranvier completion {shell})"
@@ -61,8 +63,10 @@ def completion_script(
     for verb in verbs:
         words = list({**subcommands, "completion": SHELLS}.get(verb, ()))
         kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
-        if kind is not None:
-            words += ["--" + name.replace("_", "-") for name in option_names(kind())]
+        names = list(option_names(kind())) if kind is not None else []
+        for more in MORE_OPTION_CLASSES.get(verb, ()):
+            names += option_names(more())
+        words += ["--" + name.replace("_", "-") for name in dict.fromkeys(names)]
         cases.append(f'            {verb}) words="{" ".join([*words, "--help"])}" ;;')
     # bashcompinit lets zsh run completions written for bash.
     setup = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""

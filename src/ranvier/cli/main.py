@@ -55,6 +55,8 @@ usage: ranvier COMMAND ...
   profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
   simulate pipeline [run.toml | RUN]
                              simulate a step of the pipeline: time, bubble, waits, timeline
+  simulate serving [run.toml | RUN]
+                             simulate serving a model: latencies, tokens per second, KV cache
   plan [run.toml]            predict the fastest layouts on a cluster, and explain the choice
   dry-run [run.toml | RUN]   show shards, messages and memory of one of --world ranks, without
                              devices
@@ -636,6 +638,17 @@ def _simulate_pipeline_command(words: Sequence[str]) -> int:
     return simulate.simulate_run(settings.settings, settings)
 
 
+def _simulate_serving_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import SimulateServingOptions
+
+    settings = load_run_with_options(
+        SimulateServingOptions, "simulate serving [run.toml | RUN]", words
+    )
+    from ranvier.tools import simulate_serving
+
+    return simulate_serving.run_simulation(settings)
+
+
 def _measure_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import MeasureOptions
 
@@ -710,7 +723,10 @@ SUBCOMMANDS: dict[str, dict[str, Command]] = {
         "diff": _checkpoint_diff_command,
         "convert": _checkpoint_convert_command,
     },
-    "simulate": {"pipeline": _simulate_pipeline_command},
+    "simulate": {
+        "pipeline": _simulate_pipeline_command,
+        "serving": _simulate_serving_command,
+    },
 }
 COMMANDS: dict[str, Command] = {
     "train": _train_command,

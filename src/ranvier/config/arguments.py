@@ -78,6 +78,77 @@ class SimulateOptions(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimulateServingOptions(RunConfig):
+    """Simulate serving a model with the scheduler of the engine, without devices.
+
+    Predicts time to first token, inter-token latency, tokens per second and the use of the KV
+    cache, for requests of a trace or of a generator. Of the settings of a run, only the model, the
+    degrees of the plan and train.dtype are used.
+    """
+
+    trace: str = ""
+    """JSONL file of requests: arrival (seconds), input_tokens, output_tokens and, optionally,
+    prefix_group and prefix_tokens. If empty, requests are generated."""
+    num_requests: int = 600
+    """Number of generated requests."""
+    input_tokens: str = "gamma:512"
+    """Lengths of prompts: fixed:N, uniform:LOW:HIGH, gamma:MEAN, gamma:MEAN:SHAPE or
+    exponential:MEAN."""
+    output_tokens: str = "exponential:128"
+    """Lengths of answers, in the same form."""
+    prefix_groups: int = 0
+    """Number of groups of requests that begin with the same tokens. 0 means no common prefixes."""
+    prefix_tokens: int = 0
+    """Number of tokens that the requests of a group have in common, before their own."""
+    rate: float | None = None
+    """Requests per second. 0 means all at once. If not given, --load, or the times of the trace."""
+    load: float = 0.7
+    """Rate relative to the throughput of all requests at once, if no rate is given."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of the times between requests. 1 means Poisson; less is more
+    bursty."""
+    seed: int = 0
+    """Random seed of the generator."""
+    policies: tuple[str, ...] = ("decode_first",)
+    """Scheduling policies to compare: decode_first, prefill_first, static."""
+    max_num_batched_tokens: tuple[int, ...] = (1024,)
+    """Budgets to compare: maximum number of tokens of a step."""
+    max_num_seqs: int = 256
+    """Maximum number of running requests."""
+    max_model_len: int = 0
+    """Maximum number of tokens of a request. 0 means model.max_seq."""
+    block_size: int = 64
+    """Tokens of a block of the KV cache."""
+    kv_cache_gib: float = 0.0
+    """GiB of the KV cache of each device. 0 means what the weights leave of 90 % of its memory."""
+    prefix_caching: bool = True
+    """Reuse the blocks of common prefixes."""
+    lookahead: bool = True
+    """Schedule each step while the one before it runs."""
+    cluster: str = ""
+    """Name of a built-in cluster (such as dgx-h200), or a TOML file from `ranvier measure`. If
+    empty, this machine as measured."""
+    efficiency: float = 0.7
+    """Share of the limits of the device that a step reaches."""
+    host_ms: float = 0.4
+    """Milliseconds of each step in which the device waits for the host."""
+    request_overhead_ms: float = 0.0
+    """Milliseconds of each request in the server, before the engine gets it."""
+    steps: str = ""
+    """JSON or JSONL file of measured steps (decode_tokens, mean_context, prompt_tokens, seconds),
+    used instead of the cluster. It belongs to one model, device and grid."""
+    find_rate: bool = False
+    """Search for the largest rate at which --limits hold."""
+    limits: tuple[str, ...] = ("ttft_p99=250", "itl_p99=40")
+    """Limits for --find-rate in milliseconds, as NAME=VALUE. Names are ttft, itl, tpot and e2e,
+    followed by _mean, _p50, _p90 or _p99."""
+    json: str = ""
+    """JSON file to write the result to. - prints it instead of the table."""
+    html: str = ""
+    """HTML file to write a page with plots to. - prints it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DryRunOptions(RunConfig):
     """Run the real code of one rank of many, without data, devices or other ranks.
 
