@@ -130,7 +130,8 @@ def build_openapi() -> dict[str, Any]:
     for path, body, text, answer, streams in POSTS:
         content: dict[str, Any] = {"application/json": {"schema": answer}}
         if streams:
-            content["text/event-stream"] = {"schema": TEXT}
+            # The schema of one event; its data is JSON, or [DONE].
+            content["text/event-stream"] = {"schema": record_of(data=TEXT)}
         schema = schema_of(body, schemas)
         paths[path] = {
             "post": {
