@@ -19,6 +19,7 @@ import httpx
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.infer.server.config import ConnectionLimits, ServeConfig
 from ranvier.infer.server.serve import ServerOptions, run_server
+from ranvier.launch.lifetime import end_with_parent
 
 ENGINE_PROGRAM = Path(__file__).with_name("fake_engine.py")
 TEMPLATE = (
@@ -149,6 +150,7 @@ class FakeServer:
 
 def main() -> int:
     """Runs the server with options in JSON."""
+    end_with_parent(os.getppid())
     values = json.loads(sys.argv[1])
     engine = json.dumps(values["engine"])
 

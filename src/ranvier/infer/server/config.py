@@ -106,6 +106,8 @@ class ConnectionLimits:
     """Time in which a client must read some of a full buffer. Streams are ended at once."""
     linger_seconds: float = 2.0
     """Time in which a client may read an answer that was sent before its request was complete."""
+    linger_bytes: int = 8 * 2**20
+    """Bytes of an unfinished request that are still read, and ignored, after its answer."""
     max_header_bytes: int = 64 * 1024
     """Maximum size of the headers of a request."""
     max_connections: int = 2048

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 import time
@@ -83,7 +84,9 @@ class FrontProcess:
         server = HttpServer(
             uvicorn.Config(
                 build_app(front),
-                http=limited_protocol(self.options.limits),
+                http=limited_protocol(
+                    dataclasses.replace(self.options.limits, linger_bytes=config.max_body_bytes)
+                ),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

@@ -21,8 +21,6 @@ from ranvier.infer.server.api_errors import ApiError, invalid_request, unavailab
 from ranvier.infer.server.app import STREAM_KEY
 from ranvier.infer.server.config import ConnectionLimits
 
-MAX_LINGER_BYTES = 1 << 20
-"""Bytes of an unfinished request that are still read after its answer."""
 BODY_CHECK_SECONDS = 0.5
 
 
@@ -101,7 +99,7 @@ class LimitedProtocol(H11Protocol):
         """Reads a part of a request."""
         if self._linger_timer is not None:
             self._lingering_bytes += len(data)
-            if self._lingering_bytes > MAX_LINGER_BYTES:
+            if self._lingering_bytes > self.limits.linger_bytes:
                 self.transport.abort()
             return
         if self.transport.is_closing():
