@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.cli.completion import OPTION_CLASSES
+from ranvier.cli.completion import OPTION_CLASSES, SUBCOMMAND_OPTION_CLASSES
 from ranvier.cli.parsing import (
     drop_options,
     load_run_with_options,
@@ -153,6 +153,7 @@ def check_command(words: list[str], ranks: int) -> None:
     """
     verb = words[0]
     kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
+    kind = SUBCOMMAND_OPTION_CLASSES.get(verb, {}).get(words[1] if words[1:] else "", kind)
     # `--version`, and commands that take a path only.
     if kind is None:
         return

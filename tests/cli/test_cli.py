@@ -12,7 +12,7 @@ import pytest
 
 import ranvier
 from commands import SMALL_OPTIONS, call, ended, losses, metrics, started
-from ranvier.cli.completion import MORE_OPTION_CLASSES, OPTION_CLASSES
+from ranvier.cli.completion import OPTION_CLASSES, SUBCOMMAND_OPTION_CLASSES
 from ranvier.cli.help import COMMON_SETTINGS, SYNONYMS, option_names
 from ranvier.cli.main import COMMANDS, main, parse_train_options
 from ranvier.config import arguments
@@ -445,8 +445,8 @@ def test_the_options_of_every_command_are_completed() -> None:
         for kind in vars(arguments).values()
         if isinstance(kind, type) and kind.__name__.endswith("Options")
     }
-    more = {kind for classes in MORE_OPTION_CLASSES.values() for kind in classes}
-    assert kinds and kinds == set(OPTION_CLASSES.values()) | more
+    more = [kind for classes in SUBCOMMAND_OPTION_CLASSES.values() for kind in classes.values()]
+    assert kinds and kinds == {*OPTION_CLASSES.values(), *more}
     assert set(OPTION_CLASSES) | {"plan"} < set(COMMANDS)
 
 

@@ -25,8 +25,8 @@ OPTION_CLASSES = {
     "data": arguments.PrepareOptions,
     "checkpoint": arguments.ConvertOptions,
 }
-MORE_OPTION_CLASSES = {"simulate": (arguments.SimulateServingOptions,)}
-"""Options of further subcommands."""
+SUBCOMMAND_OPTION_CLASSES = {"simulate": {"serving": arguments.SimulateServingOptions}}
+"""Options of subcommands that differ from those of their command."""
 SHELLS = ("bash", "zsh")
 SCRIPT = """\
 # Completion of ranvier: eval "$(ranvier completion {shell})"
@@ -64,8 +64,8 @@ def completion_script(
         words = list({**subcommands, "completion": SHELLS}.get(verb, ()))
         kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
         names = list(option_names(kind())) if kind is not None else []
-        for more in MORE_OPTION_CLASSES.get(verb, ()):
-            names += option_names(more())
+        for own in SUBCOMMAND_OPTION_CLASSES.get(verb, {}).values():
+            names += option_names(own())
         words += ["--" + name.replace("_", "-") for name in dict.fromkeys(names)]
         cases.append(f'            {verb}) words="{" ".join([*words, "--help"])}" ;;')
     # bashcompinit lets zsh run completions written for bash.
