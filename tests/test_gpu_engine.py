@@ -19,6 +19,9 @@ from ranvier.parallel.parallelize import parallelize
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # The compiler of torch imports deprecated modules, and recommends TF32.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 SHAPE: dict[str, Any] = {
     "layers": 2, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "vocab": 257
@@ -72,7 +75,7 @@ def test_tokens_are_those_of_plain_pytorch(
                     (token, score.logprob) for token, score in pairs
                 )
         uses_graphs = engine.runner.decode_graphs is not None
-        assert uses_graphs == (graphs != "off")
+        assert uses_graphs == (graphs != "off" and name != "mixture")
     for i, prompt in enumerate(prompts()):
         tokens = [token for token, _ in found[str(i)]]
         with torch.no_grad():

@@ -123,7 +123,10 @@ class ModelRunner:
     def _can_capture(self) -> bool:
         """Whether decode steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
         has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
-        return self.device.type == "cuda" and self.grid.world_size == 1 and has_kernels
+        # Grouped products of experts copy numbers of rows from the host.
+        has_experts = self.parallel.load_balancer is not None
+        is_one_gpu = self.device.type == "cuda" and self.grid.world_size == 1
+        return is_one_gpu and has_kernels and not has_experts
 
     def _forward_decode(
         self, tokens: Tensor, positions: Tensor, sequences: PagedSequences, rows: Tensor
