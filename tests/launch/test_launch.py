@@ -170,6 +170,18 @@ def test_time_out_under_slurm_names_srun(monkeypatch: pytest.MonkeyPatch) -> Non
         assert ("start the ranks with srun" in str(error.value)) is says
 
 
+@pytest.mark.parametrize("variables", (SLURM, MPI, TORCH))
+def test_a_process_without_the_variables_of_ranks_is_no_rank(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**variables, "KEPT": "yes"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_process_info() is not None
+    without = launch.environment_without_ranks()
+    assert without["KEPT"] == "yes"
+    assert read_process_info(without) is None
+
+
 def test_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from ranvier.models import DecoderConfig
 
 REFUSED_DEGREES = {"context": "It does not exist yet."}
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
-"""Variables that make a process a rank; the front is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +50,9 @@ class RandomModel:
 class ServeOptions:
     """Serve a model over HTTP with the OpenAI API, and a chat page at /.
 
-    PATH is the directory of a run, or of a model in Hugging Face format. Needs the extra `serve`.
-    Of the plan, only the degrees, col_splits, stage_starts, virtual_stages and rank_order are
-    used.
+    The path is the directory of a run, or of a model in Hugging Face format. Requires the extra
+    `serve`. Of the plan, only the degrees, row_splits, col_splits, stage_starts, virtual_stages and
+    rank_order are used.
     """
 
     nproc: int = setting(0, minimum=0, maximum=256)
@@ -236,11 +234,14 @@ def _serve_under_launcher(
         return _run_replica(source, plan, options, me)
     with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
         path = str(Path(folder) / "engine.sock")
-        own = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
         program = (
             "import sys; from ranvier.cli.serve import run_front; sys.exit(run_front(sys.argv[1:]))"
         )
-        front = subprocess.Popen([sys.executable, "-c", program, path, *words], env=own)
+        front = subprocess.Popen(
+            [sys.executable, "-c", program, path, *words],
+            # The front is not a rank.
+            env=launch.environment_without_ranks(),
+        )
         try:
             _wait_for_socket(path, front)
             return _run_replica(source, plan, dataclasses.replace(options, replica_socket=path), me)
@@ -255,7 +256,7 @@ def run_front(words: Sequence[str]) -> int:
     from ranvier.infer.server.serve import run_server
 
     names, options = split_words(words[1:])
-    settings = parse_options(ServeOptions, ServeOptions(), "serve PATH", options)
+    settings = parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
     with ExitStack() as stack, launch.report_errors(ProcessInfo()):
         source = _find_source(names[0] if names else "", settings, stack)
         found = _server_options(source, dataclasses.replace(settings.plan, data=1), settings)

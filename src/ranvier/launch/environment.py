@@ -391,6 +391,15 @@ def use_deterministic_cublas() -> None:
         )
 
 
+def environment_without_ranks() -> dict[str, str]:
+    """Returns all variables except those by which launchers make a process a rank."""
+    names: set[str] = set()
+    for one in (TORCHRUN, *LAUNCHERS):
+        names |= {one.rank_variable, one.local_rank_variable}
+        names |= {*one.world_size_variables, *one.local_world_size_variables}
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def minimal_environment() -> dict[str, str]:
     """Returns the variables that a separate Python needs to start, and the time zone."""
     names = ("LD_LIBRARY_PATH", "TZ")
