@@ -32,9 +32,9 @@ class EngineConfig:
     """Maximum number of tokens of a request, prompt and answer together. 0 means all positions of
     the model, or as many as fit into the KV cache."""
     scheduling_policy: SchedulingPolicyName = "decode_first"
-    """Which tokens a step computes: decode_first (one token of each running request, then prompts,
-    in the order of arrival), prefill_first (prompts alone, before running requests) or static
-    (batches that run until all of their requests have ended)."""
+    """Order in which tokens are computed: decode_first (one token of each running request, then
+    prompts, in the order of arrival), prefill_first (prompts alone, before running requests) or
+    static (batches that run until all of their requests have ended)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
     cuda_graphs: CudaGraphs = "first_use"

@@ -80,7 +80,7 @@ class Engine:
         max_model_len: Maximum number of tokens of a sequence.
         num_blocks: Number of blocks of each home, including block 0.
         end_token_ids: Tokens that end a request.
-        model_name: What keys and values depend on besides tokens: the checkpoint.
+        model_name: Name of the checkpoint; keys and values depend on it and on the tokens.
         compile_grammar: Returns the matcher of a structured output; None if there is no support.
     """
 
@@ -368,7 +368,7 @@ class Engine:
     # ---- LongRoPE ---------------------------------------------------------------------------
 
     def _block_name(self, num_tokens: int) -> str:
-        """Returns what keys and values of a sequence depend on besides its tokens."""
+        """Returns what keys and values of a sequence depend on, except its tokens."""
         frequencies = "long" if num_tokens > self._longrope_limit else ""
         return f"{self.model_name} {frequencies}"
 

@@ -74,15 +74,15 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the text."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the request, besides the end tokens of the model."""
+    """Tokens that end the request, in addition to the end tokens of the model."""
     ignore_eos: bool = False
     """Whether the end tokens of the model do not end the request."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log-probabilities are reported besides the sampled
-    token's; None reports nothing, 0 only that of the sampled token."""
+    """Number of most likely tokens whose log-probabilities are reported in addition to that of the
+    sampled token; None reports nothing, 0 only that of the sampled token."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, except the first."""
     structured_output: StructuredOutput | None = None
