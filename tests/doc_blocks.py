@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.cli.completion import OPTION_CLASSES, SUBCOMMAND_OPTION_CLASSES
+from ranvier.cli.completion import SUBCOMMAND_OPTION_CLASSES, find_option_class
 from ranvier.cli.parsing import (
     drop_options,
     load_run_with_options,
@@ -29,7 +29,6 @@ from ranvier.cli.parsing import (
     parse_options,
     split_words,
 )
-from ranvier.cli.plan import PlanOptions
 from ranvier.config.run import RunConfig
 
 SMALL_ADDOPTS = (
@@ -152,7 +151,7 @@ def check_command(words: list[str], ranks: int) -> None:
     A run or model that does not exist, because nothing made it, is left out.
     """
     verb = words[0]
-    kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
+    kind = find_option_class(verb)
     kind = SUBCOMMAND_OPTION_CLASSES.get(verb, {}).get(words[1] if words[1:] else "", kind)
     # `--version`, and commands that take a path only.
     if kind is None:

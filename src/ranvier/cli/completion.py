@@ -47,6 +47,20 @@ complete -o filenames -F _ranvier ranvier
 """
 
 
+def find_option_class(verb: str) -> type | None:
+    """Returns the class with the options of a command; None if it has none."""
+    # Imported here: only these two commands need their modules.
+    if verb == "plan":
+        from ranvier.cli.plan import PlanOptions
+
+        return PlanOptions
+    if verb == "serve":
+        from ranvier.cli.serve import ServeOptions
+
+        return ServeOptions
+    return OPTION_CLASSES.get(verb)
+
+
 def completion_script(
     shell: str, verbs: Iterable[str], subcommands: Mapping[str, Iterable[str]]
 ) -> str:
@@ -57,12 +71,10 @@ def completion_script(
             f"{shell!r} is not a supported shell. Completion supports bash and zsh. Use one of "
             "them."
         )
-    from ranvier.cli.plan import PlanOptions
-
     cases = []
     for verb in verbs:
         words = list({**subcommands, "completion": SHELLS}.get(verb, ()))
-        kind = PlanOptions if verb == "plan" else OPTION_CLASSES.get(verb)
+        kind = find_option_class(verb)
         names = list(option_names(kind())) if kind is not None else []
         for own in SUBCOMMAND_OPTION_CLASSES.get(verb, {}).values():
             names += option_names(own())

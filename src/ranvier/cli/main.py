@@ -49,6 +49,7 @@ usage: ranvier COMMAND ...
   upcycle SRC --experts 8    create a mixture of experts from a dense run or model
   generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat answers a
                              question
+  serve [RUN | DIR]          serve a model over HTTP with the API of OpenAI, and a chat page
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
   bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput
   report RUN                 write report.html of a run again
@@ -501,7 +502,7 @@ def _serve_command(words: Sequence[str]) -> int:
     from ranvier.cli.serve import ServeOptions, serve_model
 
     names, options = split_words(words)
-    settings = parse_options(ServeOptions, ServeOptions(), "serve PATH", options)
+    settings = parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
     path = one_path("serve", "a run or a model", names) if names else ""
     return serve_model(path, settings, words)
 
