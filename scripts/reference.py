@@ -24,6 +24,7 @@ from typing import Any
 from ranvier import errors
 from ranvier.cli import main as cli
 from ranvier.cli import plan as cli_plan
+from ranvier.cli import serve as cli_serve
 from ranvier.cli.help import describe_type, field_texts
 from ranvier.config import arguments as cli_arguments
 from ranvier.config.refusals import REFUSALS
@@ -39,6 +40,10 @@ FOLDER = ROOT / "docs" / "reference"
 
 NOTE = "<!-- Written by scripts/reference.py. Change the code or that script, not this page. -->"
 SECTIONS = dataclasses.fields(RunConfig)
+SERVE_SECTIONS = ("engine", "serve")
+"""Sections of `ranvier serve` that a run does not have."""
+INTERNAL_OPTIONS = ("replica", "replica_socket")
+"""Options with which a server starts its own processes."""
 
 CONFIGURATION = f"""\
 # Configuration
@@ -83,6 +88,9 @@ ranvier train run.toml --plan.row 2 --train.steps 2000
 
 `--nproc N` starts N local ranks. It is an option of the [command](commands.md#train), not a
 setting of the run.
+
+The last two sections, [engine](#engine) and [serve](#serve), are options of
+[`ranvier serve`](commands.md#serve), not settings of a run: `--engine.max-num-seqs 64`.
 """
 
 METRICS = {
@@ -254,6 +262,8 @@ VARIABLES = {
     "RANVIER_CACHE": "Cache directory for tokenized corpora, compiled kernels, measured "
     "clusters and plans. Default: `ranvier` in `XDG_CACHE_HOME` or `~/.cache`; if that is not "
     "writable, a directory in the temporary directory.",
+    "RANVIER_API_KEY": "API keys that `ranvier serve` accepts, separated by commas, in addition to "
+    "those in `serve.api_key_file`.",
     "RANVIER_KEY": "Secret that all ranks of a run on several nodes share, at least 32 "
     "characters. Create it with `openssl rand -hex 32`.",
     "RANVIER_KEY_FILE": "File that contains the secret; only its owner may have access to it "
@@ -301,6 +311,7 @@ EXAMPLES = {
     "export": "ranvier export runs/mine --output exported",
     "upcycle": "ranvier upcycle runs/base --experts 4 --output runs/base-moe",
     "generate": 'ranvier generate runs/mine --prompt "def main(" --max-new-tokens 20',
+    "serve": "ranvier serve runs/mine --dry-run",
     "eval": "ranvier eval runs/mine --corpus texts",
     "bench": "ranvier bench http://127.0.0.1:8000 --rate 4 --goodput ttft=200 tpot=50",
     "report": "ranvier report runs/mine",
@@ -413,6 +424,8 @@ def configuration() -> Iterator[str]:
     for field in SECTIONS:
         yield from section(field.name, getattr(run, field.name))
         yield from sizes() if field.name == "model" else ()
+    for name in SERVE_SECTIONS:
+        yield from section(name, getattr(cli_serve.ServeOptions(), name))
     yield from refusals()
 
 
@@ -454,8 +467,8 @@ def option_class(command: Callable[..., Any]) -> type | None:
             continue
         if node.func.id in ("parse_options", "load_run_with_options"):
             name = ast.unparse(node.args[0]).rpartition(".")[2]
-            kind = getattr(cli_arguments, name, None) or getattr(cli_plan, name)
-            assert isinstance(kind, type), name
+            found = [getattr(one, name, None) for one in (cli_arguments, cli_plan, cli_serve)]
+            (kind,) = (one for one in found if isinstance(one, type))
             return kind
         if node.func.id == "parse_train_options":
             return option_class(cli.parse_train_options)
@@ -465,7 +478,12 @@ def option_class(command: Callable[..., Any]) -> type | None:
 def options(kind: type) -> Iterator[str]:
     """Yields the table of a command's own options."""
     texts, hints = field_texts(kind), typing.get_type_hints(kind)
-    own = [one for one in dataclasses.fields(kind) if one.name not in {s.name for s in SECTIONS}]
+    nested = {one.name for one in SECTIONS} | {*SERVE_SECTIONS}
+    own = [
+        one
+        for one in dataclasses.fields(kind)
+        if one.name not in nested and one.name not in INTERNAL_OPTIONS
+    ]
     rows = [
         (
             f"`--{one.name.replace('_', '-')}`",
@@ -484,6 +502,13 @@ def options(kind: type) -> Iterator[str]:
         yield (
             f"It {also}takes every [setting](configuration.md) of a run as an option, for example "
             "`--train.steps 100`."
+        )
+        yield ""
+    elif kind is cli_serve.ServeOptions:
+        yield from paragraph(
+            "It also takes `--model.size`, the size of random weights, and the settings of the "
+            "sections [plan](configuration.md#plan), [engine](configuration.md#engine) and "
+            "[serve](configuration.md#serve), for example `--serve.port 8001`."
         )
         yield ""
 

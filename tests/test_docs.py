@@ -10,11 +10,13 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ranvier
 import reference
+from ranvier.cli.serve import ServeOptions
 from ranvier.config import run
 from ranvier.config.run import RunConfig
 
@@ -35,7 +37,8 @@ def page_name(path: Path) -> str:
 
 def known(section: str, key: str) -> bool:
     """Whether a setting exists."""
-    config = getattr(RunConfig(), section, None)
+    kind = ServeOptions if section in reference.SERVE_SECTIONS else RunConfig
+    config: Any = getattr(kind(), section, None)
     return hasattr(config, key) and key in {field.name for field in dataclasses.fields(config)}
 
 
@@ -112,8 +115,10 @@ def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_field_is_described() -> None:
-    for field in dataclasses.fields(RunConfig()):
-        kind = type(getattr(RunConfig(), field.name))
+    sections = [getattr(RunConfig(), field.name) for field in dataclasses.fields(RunConfig)]
+    sections += [getattr(ServeOptions(), name) for name in reference.SERVE_SECTIONS]
+    for section in sections:
+        kind = type(section)
         texts = reference.field_texts(kind)
         assert {one.name for one in dataclasses.fields(kind)} <= set(texts), kind
         assert all(text.endswith(".") for text in texts.values()), texts
