@@ -1,4 +1,4 @@
-"""Bandwidth of the decode attention kernel, beside a copy on the same device.
+"""Bandwidth of the decode attention kernel, compared with that of a copy on the same device.
 
 Usage: python benchmarks/paged_attention.py [--sequences 64] [--tokens 2048]
 """
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from ranvier.infer.paged_kernels import decode_attention
 from ranvier.models.paged_attention import KVCache
-from ranvier.nn.paged_kernels import decode_attention
 
 BLOCK_SIZE = 64
 

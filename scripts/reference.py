@@ -262,8 +262,6 @@ VARIABLES = {
     "RANVIER_CACHE": "Cache directory for tokenized corpora, compiled kernels, measured "
     "clusters and plans. Default: `ranvier` in `XDG_CACHE_HOME` or `~/.cache`; if that is not "
     "writable, a directory in the temporary directory.",
-    "RANVIER_API_KEY": "API keys that `ranvier serve` accepts, separated by commas, in addition to "
-    "those in `serve.api_key_file`.",
     "RANVIER_KEY": "Secret that all ranks of a run on several nodes share, at least 32 "
     "characters. Create it with `openssl rand -hex 32`.",
     "RANVIER_KEY_FILE": "File that contains the secret; only its owner may have access to it "

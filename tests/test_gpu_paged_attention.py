@@ -60,7 +60,7 @@ def make_step(
 def test_kernels_equal_plain_attention(
     shape: tuple[int, int, int], window: int, cap: float, block_size: int, dtype: torch.dtype
 ) -> None:
-    from ranvier.nn import paged_kernels
+    from ranvier.infer import paged_kernels
 
     for chunks in (
         [(1, 1), (1, 16), (1, 65), (1, 700)],
@@ -81,7 +81,7 @@ def test_kernels_equal_plain_attention(
 
 @pytest.mark.parametrize("num_splits", [1, 2, 16])
 def test_a_sequence_does_not_depend_on_its_neighbors(num_splits: int) -> None:
-    from ranvier.nn.paged_kernels import decode_attention
+    from ranvier.infer.paged_kernels import decode_attention
 
     (q, _, _), cache, many = make_step(
         (32, 8, 128), [(1, 100 + 37 * i) for i in range(64)], 64, torch.bfloat16

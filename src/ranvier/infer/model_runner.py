@@ -344,7 +344,7 @@ def choose_paged_attention(cache: KVCache) -> PagedAttention:
     """Returns the attention for a cache: Triton kernels where they support it."""
     if not cache.keys.is_cuda or not has_triton():
         return paged_attention
-    from ranvier.nn import paged_kernels
+    from ranvier.infer import paged_kernels
 
     if paged_kernels.supports(cache):
         return paged_kernels.paged_attention

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from ranvier.config.plan import Recompute
-from ranvier.models.paged_attention import PagedSequences
 from ranvier.nn.activation_checkpoint import checkpoint_block
 from ranvier.nn.layer import StepContext
 from ranvier.trace import Event, Trace
@@ -100,7 +99,7 @@ class CompiledBlocks:
             # The number of documents is data and must not cause a recompilation.
             if hasattr(document, "cu_seqlens"):
                 torch._dynamo.maybe_mark_dynamic(document.cu_seqlens, 0)
-        is_decode = any(isinstance(one, PagedSequences) for one in args)
+        is_decode = any(hasattr(one, "slot_mapping") for one in args)
         if is_decode:
             _mark_tokens_dynamic(args)
         (x, *others), more = args, None
@@ -174,7 +173,7 @@ def _mark_tokens_dynamic(args: tuple[Any, ...]) -> None:
             _mark_tokens_dynamic(tuple(arg))
         elif isinstance(arg, Tensor):
             torch._dynamo.maybe_mark_dynamic(arg, 1)
-        elif isinstance(arg, PagedSequences):
+        elif hasattr(arg, "slot_mapping"):
             for tensor in (arg.query_start_loc, arg.seq_lens, arg.block_table, arg.slot_mapping):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
             torch._dynamo.maybe_mark_dynamic(arg.rope_lengths, 1)
