@@ -199,9 +199,14 @@ class FakeEngine:
 
 def main() -> int:
     """Runs the worker of a replica: SOCKET REPLICA OPTIONS."""
-    from ranvier.infer.server.engine_worker import FrontConnection, run_engine_worker
+    from ranvier.infer.server.engine_worker import (
+        FrontConnection,
+        handle_stop_signals,
+        run_engine_worker,
+    )
     from ranvier.infer.server.messages import EngineInfo
 
+    handle_stop_signals()
     path, replica, options = sys.argv[1:]
     connection = FrontConnection(path, int(replica))
     connection.report_progress("Loading weights.")

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,23 +19,21 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from types import FrameType
+from typing import TYPE_CHECKING
 
 from ranvier import launch
-from ranvier.config.engine import EngineConfig
+from ranvier.cli.inference import engine_arguments, find_option_problems, resolve_inference_plan
+from ranvier.config.arguments import InferenceOptions
 from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.infer.server.config import ServeConfig
 from ranvier.launch import ProcessInfo
-from ranvier.setting import setting, setting_info
-from ranvier.sharding import ShardingTable
 
 if TYPE_CHECKING:
     from ranvier.infer.model_source import ModelSource
+    from ranvier.infer.server.engine_worker import SignalHandler
     from ranvier.infer.server.serve import ServerOptions
-    from ranvier.models import DecoderConfig
-
-REFUSED_DEGREES = {"context": "It does not exist yet."}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,7 @@ class RandomModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(InferenceOptions):
     """Serve a model over HTTP with the OpenAI API, and a chat page at /.
 
     The path is the directory of a run, or of a model in Hugging Face format. Requires the extra
@@ -55,28 +53,12 @@ class ServeOptions:
     rank_order are used.
     """
 
-    nproc: int = setting(0, minimum=0, maximum=256)
-    """Number of local ranks to start. 0 means as many as the plan needs."""
-    step: int = -1
-    """Step of the checkpoint of a run. -1 means the latest."""
     random: bool = False
     """Serve seeded random weights of --model.size with a made-up tokenizer, for benchmarks."""
     dry_run: bool = False
     """Print the memory of weights and KV cache on a rank, the longest request and how many of them
     fit, without loading the model."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the engine; auto means a GPU if there is one."""
-    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
-    """Data type of the weights; auto means as stored, and fp32 on a CPU."""
-    algorithm: str = "auto"
-    """Algorithm of collectives, as comm.algorithm of a run."""
-    timeout_seconds: float = setting(60.0, minimum=1.0, unit="seconds")
-    """Time after which a step whose ranks do not answer has failed."""
-    share_gpu: bool = False
-    """Whether several ranks may share a GPU over NCCL; only for tests."""
     model: RandomModel = field(default_factory=RandomModel)
-    plan: Plan = field(default_factory=Plan)
-    engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     replica_socket: str = ""
     """Set by the server itself: runs one replica, whose front has this socket."""
@@ -94,7 +76,7 @@ def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
     me = launch.read_process_info()
     with ExitStack() as stack:
         source = _find_source(path, options, stack)
-        plan = _resolve_plan(options, source.load_config(), me)
+        plan = resolve_inference_plan(options, source.load_config(), me)
         if options.dry_run:
             from ranvier.infer.serving_memory import print_memory
 
@@ -111,54 +93,15 @@ def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
 
 def _check_options(path: str, options: ServeOptions) -> None:
     """Raises for options that are invalid or contradict each other."""
-    problems = [*options.serve.find_problems()]
-    for section in ("", "engine"):
-        values = getattr(options, section) if section else options
-        for one in dataclasses.fields(values):
-            value = getattr(values, one.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                name = f"{section}.{one.name}" if section else one.name
-                problem = setting_info(one).find_problem(name, value)
-                problems += [problem] if problem is not None else []
+    problems = [*options.serve.find_problems(), *find_option_problems(options)]
     if options.random == bool(path):
         given = f"{path!r} and --random are" if path else "Neither a path nor --random is"
         problems.append(
             f"{given} given. `ranvier serve` needs the directory of a run or a model, or --random "
             "with --model.size. Give one of them."
         )
-    for axis, reason in REFUSED_DEGREES.items():
-        size = getattr(options.plan, axis)
-        if size != 1:
-            problems.append(
-                f"plan.{axis}={size} is not supported for inference. {reason} Use plan.{axis}=1."
-            )
     if problems:
         raise PlanError(problems)
-
-
-def _resolve_plan(options: ServeOptions, model: DecoderConfig, me: ProcessInfo | None) -> Plan:
-    """Returns the plan with all degrees; raises if the model cannot be split like that."""
-    wanted = options.plan
-    if me is not None:
-        world = me.world_size
-    else:
-        world = options.nproc or math.prod(max(size, 1) for size in wanted.degrees.values())
-    # Settings that only training needs keep their defaults.
-    plan = Plan(
-        col_splits=wanted.col_splits,
-        row_splits=wanted.row_splits,
-        virtual_stages=wanted.virtual_stages,
-        stage_starts=wanted.stage_starts,
-        rank_order=wanted.rank_order,
-        stage_time_jitter=0.0,
-    ).with_degrees(wanted.resolve(world).degrees)
-    # The smallest batch that the grid divides; the engine has its own.
-    micro = ShardingTable.from_plan(plan).batch_multiple(plan.degrees)
-    plan = dataclasses.replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
-    problems = [*plan.find_problems({**model.dim_units, "layers": model.layers}, world)]
-    if problems:
-        raise PlanError(problems)
-    return plan
 
 
 def _find_source(path: str, options: ServeOptions, stack: ExitStack) -> ModelSource:
@@ -196,24 +139,25 @@ def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> S
 
 
 def _run_replica(
-    source: ModelSource, plan: Plan, options: ServeOptions, me: ProcessInfo | None
+    source: ModelSource,
+    plan: Plan,
+    options: ServeOptions,
+    me: ProcessInfo | None,
+    on_signal: SignalHandler = signal.SIG_IGN,
 ) -> int:
-    """Runs the ranks of one replica."""
+    """Runs the ranks of one replica, or the rank that this process is."""
     from ranvier.infer.server import engine_process
 
     replica = engine_process.ReplicaOptions(
-        source=source,
-        plan=plan,
-        engine=options.engine,
         socket_path=options.replica_socket,
         replica=options.replica,
-        device=options.device,
-        dtype=options.dtype,
-        algorithm=options.algorithm,
-        share_gpu=options.share_gpu,
-        timeout_seconds=options.timeout_seconds,
+        **engine_arguments(source, plan, options),
     )
-    task = functools.partial(engine_process.run_replica_rank, replica)
+    task = functools.partial(engine_process.run_replica_rank, replica, on_signal=on_signal)
+    if me is None:
+        # Ctrl-C and systemd signal all processes; the front decides when its engines end. The ranks
+        # inherit the mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     if me is None and plan.world_size > 1:
         return launch.launch_ranks(plan.world_size, task, preload=[engine_process.__name__])
     with launch.report_errors(me or ProcessInfo()):
@@ -237,14 +181,21 @@ def _serve_under_launcher(
         program = (
             "import sys; from ranvier.cli.serve import run_front; sys.exit(run_front(sys.argv[1:]))"
         )
+        # In its own session, it gets the signals of this process only.
         front = subprocess.Popen(
             [sys.executable, "-c", program, path, *words],
             # The front is not a rank.
             env=launch.environment_without_ranks(),
+            start_new_session=True,
         )
+
+        def pass_on(number: int, _: FrameType | None) -> None:
+            front.send_signal(number)
+
         try:
             _wait_for_socket(path, front)
-            return _run_replica(source, plan, dataclasses.replace(options, replica_socket=path), me)
+            replica = dataclasses.replace(options, replica_socket=path)
+            return _run_replica(source, plan, replica, me, pass_on)
         finally:
             front.terminate()
             front.wait()
@@ -255,6 +206,7 @@ def run_front(words: Sequence[str]) -> int:
     from ranvier.cli.parsing import parse_options, split_words
     from ranvier.infer.server.serve import run_server
 
+    launch.die_with_parent()
     names, options = split_words(words[1:])
     settings = parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
     with ExitStack() as stack, launch.report_errors(ProcessInfo()):

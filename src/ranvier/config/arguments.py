@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from ranvier.config.engine import EngineConfig
+from ranvier.config.plan import Plan
 from ranvier.config.run import RunConfig
+from ranvier.setting import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,26 +245,73 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """Generate text from a checkpoint of a run."""
+class InferenceOptions:
+    """Options of commands that run a model with the inference engine.
+
+    Of the plan, only the degrees, col_splits, row_splits, stage_starts, virtual_stages and
+    rank_order are used.
+    """
+
+    nproc: int = setting(0, minimum=0, maximum=256)
+    """Number of local ranks to start. 0 means as many as the plan needs."""
+    step: int = -1
+    """Step of the checkpoint of a run. -1 means the latest."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the engine; auto means a GPU if there is one."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Data type of the weights; auto means as stored, and fp32 on a CPU."""
+    algorithm: str = "auto"
+    """Algorithm of collectives, as comm.algorithm of a run."""
+    timeout_seconds: float = setting(60.0, minimum=1.0, unit="seconds")
+    """Time after which a step whose ranks do not answer has failed."""
+    share_gpu: bool = False
+    """Whether several ranks may share a GPU over NCCL; only for tests."""
+    plan: Plan = field(default_factory=Plan)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(InferenceOptions):
+    """Generate text with a model: continue a prompt, chat, or answer a file of prompts.
+
+    PATH is the directory of a run, or of a model in Hugging Face format. Without a prompt, the text
+    is a new document.
+    """
 
     prompt: str = ""
     """Text to continue."""
     chat: str = ""
-    """Question to answer with the chat template of the run, instead of a prompt."""
-    max_new_tokens: int = 100
-    """Maximum number of tokens to generate."""
-    temperature: float = 0.8
+    """Question to answer with the chat template of the model, instead of a prompt. --chat without a
+    question, or with -, starts a conversation in the terminal."""
+    input: str = ""
+    """JSONL file of prompts. Each line has prompt (a text), messages (a conversation) or tokens
+    (token ids); optionally id, and parameters as in requests to `ranvier serve`."""
+    output: str = ""
+    """JSONL file for the answers to --input, in the order in which they are finished. Lines that it
+    already answers are skipped, so that the same command continues after an interruption."""
+    max_new_tokens: int = setting(100, minimum=0, maximum=10**6, usual=100, unit="tokens")
+    """Maximum number of tokens to generate. 0 means up to the context length of the model."""
+    temperature: float = setting(0.8, minimum=0.0, maximum=2.0, usual=0.8)
     """Sampling temperature. 0 always takes the most likely token; higher values give more varied
     text."""
-    top_k: int = 50
+    top_k: int = setting(50, minimum=0, usual=50)
     """Sample from this many most likely tokens. 0 means all."""
-    seed: int = 0
+    top_p: float = setting(1.0, minimum=1e-9, maximum=1.0, usual=1.0)
+    """Sample from the fewest most likely tokens whose probabilities sum to at least this."""
+    min_p: float = setting(0.0, minimum=0.0, maximum=1.0)
+    """Drop tokens whose probability is below this fraction of the most likely one's."""
+    presence_penalty: float = setting(0.0, minimum=-2.0, maximum=2.0)
+    """Subtracted from the logits of tokens that were generated before."""
+    frequency_penalty: float = setting(0.0, minimum=-2.0, maximum=2.0)
+    """Subtracted from the logits of generated tokens, once for each time."""
+    repetition_penalty: float = setting(1.0, minimum=1e-3, maximum=1e3, usual=1.0)
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    seed: int = setting(0, minimum=0, maximum=2**63 - 1)
     """Random seed of the sampling."""
-    step: int = -1
-    """Step of the checkpoint. -1 means the latest."""
-    device: str = "cpu"
-    """Device: cpu or cuda."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generated text."""
+    ignore_eos: bool = False
+    """Whether the end tokens of the model do not end the text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,6 +192,8 @@ def write_random_model(folder: Path, size: str) -> ModelSource:
         ],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+        # Joins words with spaces, as without a decoder, which grammars do not accept.
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     config = {"eos_token": "t0", "chat_template": RANDOM_TEMPLATE}

@@ -8,8 +8,8 @@ from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.infer.engine import DEFAULT_CPU_CACHE_GIB, block_bytes, resolve_max_model_len
+from ranvier.infer.engine_start import DTYPES
 from ranvier.infer.model_source import ModelSource
-from ranvier.infer.server.engine_process import DTYPES
 from ranvier.launch import fake_process_group
 from ranvier.system.terminal import print
 

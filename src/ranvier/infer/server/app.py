@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -44,10 +43,12 @@ from ranvier.infer.server.answers import (
 )
 from ranvier.infer.server.api_errors import ApiError, invalid_request, unavailable
 from ranvier.infer.server.authentication import ApiKeys
+from ranvier.infer.server.chat_page import read_chat_page
 from ranvier.infer.server.config import ServeConfig
 from ranvier.infer.server.engine_client import EngineClient, Generation
 from ranvier.infer.server.metrics import CONTENT_TYPE, ServerMetrics
 from ranvier.infer.server.openapi import build_openapi
+from ranvier.infer.server.parameters import build_params
 from ranvier.infer.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -62,11 +63,6 @@ from ranvier.infer.server.served_model import ServedModel, too_long_error, tool_
 
 STREAM_KEY = "ranvier.stream"
 """Key in the scope of a request whose answer is a stream, for `http_protocol`."""
-CHAT_PAGE = Path(__file__).with_name("chat_page.html")
-PAGE_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 IGNORED_HEADER = "x-ranvier-ignored-parameters"
 OPEN_PATHS = ("/", "/health", "/ready", "/version", "/metrics", "/openapi.json")
@@ -122,7 +118,7 @@ class Front:
         self.num_open = 0
         """HTTP requests that are being answered."""
         self._openapi = build_openapi()
-        self._page = CHAT_PAGE.read_text(encoding="utf-8")
+        self._page = read_chat_page()
         # The tokenizer of chat templates is not safe for several threads.
         self._chat_thread = ThreadPoolExecutor(1, "chat")
         self._text_threads = ThreadPoolExecutor(2, "tokenize")
@@ -147,7 +143,8 @@ class Front:
 
     async def chat_page(self, request: HttpRequest) -> Response:
         """Serves the chat page."""
-        return HTMLResponse(self._page, headers={"content-security-policy": PAGE_POLICY})
+        headers = {"content-security-policy": self._page.policy}
+        return HTMLResponse(self._page.content, headers=headers)
 
     async def health(self, request: HttpRequest) -> Response:
         """Reports whether this process and the engines answer."""
@@ -260,7 +257,9 @@ class Front:
         prompt = await self._in_chat_thread(lambda: self.model.encode_chat(body, most))
         structure = body.read_structure() or self._tool_structure(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = self._build_params(body, structure, logprobs, None)
+        params = build_params(
+            body, self.model, self.client.vocab_size, structure=structure, logprobs=logprobs
+        )
         tool_calls = self.model.tool_calls if body.choice_of_tool != "none" else None
         if tool_calls is not None and tool_calls.needs_special_tokens:
             params = dataclasses.replace(params, skip_special_tokens=False)
@@ -295,7 +294,14 @@ class Front:
         wanted = body.prompt_logprobs
         if body.echo and body.logprobs is not None:
             wanted = max(wanted or 0, body.logprobs)
-        params = self._build_params(body, body.read_structure(), body.logprobs, wanted)
+        params = build_params(
+            body,
+            self.model,
+            self.client.vocab_size,
+            structure=body.read_structure(),
+            logprobs=body.logprobs,
+            prompt_logprobs=wanted,
+        )
         await self._check_structure(params.structured_output)
         drops = body.max_tokens == 0
         limit = 1 if drops else body.max_tokens
@@ -411,63 +417,6 @@ class Front:
         if body.skip_special_tokens:
             return tokenizer.decode(request.prompt_token_ids)
         return tokenizer.decode_with_specials(request.prompt_token_ids)
-
-    def _build_params(
-        self,
-        body: GenerationBody,
-        structure: StructuredOutput | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-    ) -> SamplingParams:
-        """Returns the sampling parameters of a body; raises for tokens that do not exist."""
-        ends = set(body.stop_token_ids or ())
-        # Every end token is given to the engine, except where the client ignores them.
-        if not body.ignore_eos:
-            ends.add(self.model.tokenizer.eos_token_id)
-            if isinstance(body, ChatBody) and self.model.chat is not None:
-                ends |= self.model.chat.end_token_ids
-        allowed = body.allowed_token_ids
-        params = SamplingParams(
-            max_tokens=None,
-            min_tokens=body.min_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(0, body.top_k),
-            min_p=body.min_p,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=_read_logit_bias(body.logit_bias or {}),
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-            bad_words=self._encode_bad_words(body.bad_words or ()),
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
-            stop=body.stop_strings,
-            stop_token_ids=frozenset(ends),
-            ignore_eos=body.ignore_eos,
-            include_stop_str_in_output=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs if prompt_logprobs is None else prompt_logprobs,
-            structured_output=structure,
-        )
-        for name, problem in params.problems(self.client.vocab_size):
-            raise invalid_request(problem, param=name, code="invalid_value")
-        return params
-
-    def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the tokens of words, with and without a space before them."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            if not word or len(word) > 256:
-                raise invalid_request(
-                    f"A word of bad_words has {len(word)} characters. It must have 1 to 256. "
-                    "Change it.",
-                    param="bad_words",
-                    code="invalid_value",
-                )
-            for text in (word, f" {word.lstrip()}"):
-                found[tuple(self.model.tokenizer.encode([text])[0].tolist())] = None
-        return tuple(one for one in found if one)
 
     async def _check_structure(self, structure: StructuredOutput | None) -> None:
         if structure is None:
@@ -751,19 +700,6 @@ def _too_large_error(size: int, limit: int) -> ApiError:
         code="body_too_large",
         headers={"connection": "close"},
     )
-
-
-def _read_logit_bias(given: dict[str, float]) -> dict[int, float]:
-    found = {}
-    for key, bias in given.items():
-        if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise invalid_request(
-                f"logit_bias has the key {key[:60]!r}. Keys are numbers of tokens. Change it.",
-                param="logit_bias",
-                code="invalid_value",
-            )
-        found[int(key)] = bias
-    return found
 
 
 # ---- application -------------------------------------------------------------------------------

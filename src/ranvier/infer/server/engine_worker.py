@@ -11,7 +11,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from ranvier.errors import INTERNAL_EXIT_CODE, CommunicationError, RanvierError
@@ -27,6 +28,7 @@ from ranvier.infer.server.messages import (
 
 READ_BYTES = 1 << 20
 MAX_CAUSE_CHARACTERS = 500
+SignalHandler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 class FrontConnection:
@@ -148,6 +150,16 @@ class EngineWorker:
         self.connection.send({"step": [outputs, stats, self.num_received, seconds]})
 
 
+def handle_stop_signals(handler: SignalHandler = signal.SIG_IGN) -> None:
+    """Ignores signals that stop the server, or calls `handler`.
+
+    Ctrl-C and systemd signal all processes; the front decides when its engines end, by closing the
+    connection.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def run_engine_worker(
     engine: EngineInterface, connection: FrontConnection, info: EngineInfo | None = None
 ) -> int:
@@ -155,9 +167,6 @@ def run_engine_worker(
 
     Communicates: with the front over its Unix socket.
     """
-    # Ctrl-C and systemd signal all processes; the front decides when an engine ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     if info is None:
         info = EngineInfo(
             replica=connection.replica,

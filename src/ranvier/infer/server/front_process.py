@@ -27,6 +27,8 @@ from ranvier.system.terminal import print
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
+ECHO_SECONDS = 0.1
+"""A signal repeated within this time counts as one."""
 CLOSE_SECONDS = 2
 """Time that connections have to close at the end."""
 BACKLOG = 2048
@@ -54,6 +56,7 @@ class FrontProcess:
         self.was_killed = False
         """Whether a second signal has ended the server at once."""
         self._signals: list[int] = []
+        self._signal_time = 0.0
         self._signalled = asyncio.Event()
         self._shown: dict[int, str] = {}
         self._has_shown_ready = False
@@ -108,6 +111,8 @@ class FrontProcess:
         try:
             while not self._signals and not serving.done():
                 self.engines.start_missing()
+                if self.engines.refusal_code:
+                    break
                 self._show_states(client, model, address)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._signalled.wait(), POLL_SECONDS)
@@ -122,7 +127,7 @@ class FrontProcess:
         if self.was_killed:
             return 128 + self._signals[-1]
         print("The server has stopped.", flush=True)
-        return 0
+        return self.engines.refusal_code
 
     # ---- signals -------------------------------------------------------------------------------
 
@@ -132,6 +137,11 @@ class FrontProcess:
             loop.add_signal_handler(number, self._note_signal, number)
 
     def _note_signal(self, number: int) -> None:
+        now = time.monotonic()
+        # The same signal may arrive twice: from the launcher, and sent to all processes of a job.
+        if self._signals and now - self._signal_time < ECHO_SECONDS:
+            return
+        self._signal_time = now
         self._signals.append(number)
         self._signalled.set()
         if len(self._signals) > 1:
@@ -173,6 +183,7 @@ class FrontProcess:
                 print(text, flush=True)
         if not self._has_shown_ready and client.ready_replicas:
             self._has_shown_ready = True
+            self.engines.has_been_ready = True
             info = client.ready_replicas[0].info
             longest = max(1, -(-info.max_model_len // info.block_size))
             fitting = info.num_blocks // longest

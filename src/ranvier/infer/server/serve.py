@@ -15,7 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ranvier.errors import PlanError
+from ranvier.errors import (
+    CheckpointError,
+    DataError,
+    PlanError,
+    UnsafeInputError,
+    VersionError,
+)
 from ranvier.infer.server.config import ConnectionLimits, ServeConfig
 from ranvier.launch import read_environment
 from ranvier.system import file_handles
@@ -26,6 +32,11 @@ RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Time before an engine is started again, by the number of failures without an answer between."""
 STABLE_SECONDS = 60.0
 """Time after which an engine that has failed before counts as stable."""
+REFUSAL_CODES = {
+    error.exit_code
+    for error in (PlanError, DataError, CheckpointError, VersionError, UnsafeInputError)
+}
+"""Exit codes of engines that would fail again in the same way."""
 STOP_SECONDS = 5.0
 """Time that an engine has to end before it is killed."""
 EngineLauncher = Callable[[str, int], "subprocess.Popen[bytes]"]
@@ -60,6 +71,10 @@ class EngineProcesses:
         self._start_times = dict.fromkeys(range(num_replicas), 0.0)
         self._num_failures = dict.fromkeys(range(num_replicas), 0)
         self._is_stopping = False
+        self.has_been_ready = False
+        """Whether an engine has started before, so that another one can start as well."""
+        self.refusal_code = 0
+        """Exit code of an engine that can never start; 0 if there is none."""
 
     def start_missing(self) -> None:
         """Starts engines that do not run, those that have failed after a while."""
@@ -73,6 +88,9 @@ class EngineProcesses:
                 if code is None:
                     continue
                 del self._processes[index]
+                if code in REFUSAL_CODES and not self.has_been_ready:
+                    self.refusal_code = code
+                    return
                 if now - start_time > STABLE_SECONDS:
                     self._num_failures[index] = 0
                 self._num_failures[index] += 1

@@ -1,0 +1,81 @@
+"""What `ranvier serve` and `ranvier generate` share: their checks, and the plan of their engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+from ranvier.config.arguments import InferenceOptions
+from ranvier.config.plan import Plan
+from ranvier.errors import PlanError
+from ranvier.launch import ProcessInfo
+from ranvier.setting import setting_info
+from ranvier.sharding import ShardingTable
+
+if TYPE_CHECKING:
+    from ranvier.infer.model_source import ModelSource
+    from ranvier.models import DecoderConfig
+
+REFUSED_DEGREES = {"context": "It does not exist yet."}
+
+
+def find_option_problems(options: InferenceOptions) -> list[str]:
+    """Returns options that are out of range or not supported, with value, rule and remedy."""
+    problems = []
+    for section in ("", "engine"):
+        values: Any = getattr(options, section) if section else options
+        for one in dataclasses.fields(values):
+            value = getattr(values, one.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                name = f"{section}.{one.name}" if section else one.name
+                problem = setting_info(one).find_problem(name, value)
+                problems += [problem] if problem is not None else []
+    for axis, reason in REFUSED_DEGREES.items():
+        size = getattr(options.plan, axis)
+        if size != 1:
+            problems.append(
+                f"plan.{axis}={size} is not supported for inference. {reason} Use plan.{axis}=1."
+            )
+    return problems
+
+
+def resolve_inference_plan(
+    options: InferenceOptions, model: DecoderConfig, me: ProcessInfo | None
+) -> Plan:
+    """Returns the plan with all degrees; raises if the model cannot be split like that.
+
+    me: this process, if a launcher has started it.
+    """
+    wanted = options.plan
+    if me is not None:
+        if options.nproc not in (0, me.world_size):
+            raise PlanError(
+                f"--nproc {options.nproc}, but {me.launcher} has already started {me.world_size} "
+                "ranks. --nproc only applies without a launcher. Remove it."
+            )
+        world = me.world_size
+    else:
+        world = options.nproc or math.prod(max(size, 1) for size in wanted.degrees.values())
+    # Settings that only training needs keep their defaults.
+    plan = Plan(
+        col_splits=wanted.col_splits,
+        row_splits=wanted.row_splits,
+        virtual_stages=wanted.virtual_stages,
+        stage_starts=wanted.stage_starts,
+        rank_order=wanted.rank_order,
+        stage_time_jitter=0.0,
+    ).with_degrees(wanted.resolve(world).degrees)
+    # The smallest batch that the grid divides; the engine has its own.
+    micro = ShardingTable.from_plan(plan).batch_multiple(plan.degrees)
+    plan = dataclasses.replace(plan, global_batch=plan.num_replicas * micro, micro_batch=micro)
+    problems = [*plan.find_problems({**model.dim_units, "layers": model.layers}, world)]
+    if problems:
+        raise PlanError(problems)
+    return plan
+
+
+def engine_arguments(source: ModelSource, plan: Plan, options: InferenceOptions) -> dict[str, Any]:
+    """Returns the fields of `EngineOptions`."""
+    same = ("engine", "device", "dtype", "algorithm", "share_gpu", "timeout_seconds")
+    return {"source": source, "plan": plan} | {name: getattr(options, name) for name in same}
