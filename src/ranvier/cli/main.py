@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 MODEL_COMMANDS = {"train", "verify", "profile"}
 """Commands that run a model with settings, and to which RANVIER_ADDOPTS is appended."""
-RUN_COMMANDS = {"generate", "eval", "export", "report"}
+RUN_COMMANDS = {"eval", "export", "report"}
 """Commands whose first path is the directory of a run."""
 PATH_COMMANDS = {"data show", "checkpoint ls", "checkpoint verify", "checkpoint diff"}
 """Subcommands whose paths must exist."""
@@ -489,13 +489,11 @@ def _data_show_command(words: Sequence[str]) -> int:
 
 
 def _generate_command(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import GenerateOptions
-    from ranvier.infer import generate
+    from ranvier.cli import generate
 
-    folders, options = split_words(words)
-    settings = parse_options(GenerateOptions, GenerateOptions(), "generate RUN", options)
-    folder = Path(one_path("generate", "a run", folders))
-    return generate.print_generated(folder, **dataclasses.asdict(settings))
+    path, options = generate.parse_generate_options(words)
+    generate.check_is_model(Path(path))
+    return generate.generate(path, options, words)
 
 
 def _serve_command(words: Sequence[str]) -> int:

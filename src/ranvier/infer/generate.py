@@ -20,9 +20,8 @@ from ranvier.config.engine import EngineConfig
 from ranvier.data.chat.template import BUILT_IN, load_chat_template
 from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.tokenizer import Tokenizer, load_tokenizer
-from ranvier.errors import DataError, PlanError
+from ranvier.errors import DataError
 from ranvier.grid import ORDERS_CHANNEL, Grid
-from ranvier.infer.detokenizer import IncrementalDetokenizer
 from ranvier.infer.engine import Engine, count_cache_blocks, open_engine, run_with_engine
 from ranvier.infer.load import (
     find_checkpoint,
@@ -33,12 +32,10 @@ from ranvier.infer.load import (
 )
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
+from ranvier.infer.text_stream import AnswerStream
 from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.system.terminal import print
-
-ONE_REQUEST = "0"
-"""Id of the request of a `TextGenerator`, which has one at a time."""
 
 
 def generate_tokens(
@@ -179,21 +176,12 @@ class TextGenerator:
                 "positions (model.max_seq). Prompt and answer must fit. Shorten the prompt."
             )
         config = EngineConfig()
-        text = IncrementalDetokenizer(self.tokenizer, known, params)
         wanted = len(known) + (params.max_tokens or 0)
         num_blocks = count_cache_blocks(self.model, config, [wanted])
         with open_engine(self.model, config, end_token_ids=ends, num_blocks=num_blocks) as engine:
-            engine.add(
-                Request(request_id=ONE_REQUEST, prompt_token_ids=tuple(known), params=params)
-            )
-            while engine.has_unfinished:
-                for output in engine.step():
-                    piece = text.append(output.token_ids, stop_token=output.stop_token)
-                    if output.finish_reason is not None:
-                        piece += text.finish()
-                    if piece:
-                        yield piece
-        if output.finish_reason == "length" and wanted > self.max_positions:
+            answer = AnswerStream(engine, self.tokenizer, known, params)
+            yield from answer.pieces()
+        if answer.finish_reason == "length" and wanted > self.max_positions:
             print(
                 f"Warning: the text has {self.max_positions:,} tokens, which are all positions of "
                 "the model (model.max_seq). It ends here.",
@@ -204,58 +192,3 @@ class TextGenerator:
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model.parameters()).device
-
-
-def print_generated(
-    folder: Path,
-    *,
-    prompt: str,
-    chat: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    step: int,
-    device: str,
-) -> int:
-    """Prints the completion of a prompt or the answer in a chat while it is generated.
-
-    Returns the exit code.
-    """
-    # All problems are collected, so that one error lists them together.
-    problems = []
-    if prompt and chat:
-        problems.append(
-            f"prompt={prompt!r} and chat={chat!r} are both given. Only one of them can be used. "
-            "Remove one."
-        )
-    if max_new_tokens < 1 or top_k < 0:
-        problems.append(
-            f"max_new_tokens={max_new_tokens} or top_k={top_k} is too small. They must be at least "
-            "1 and 0. Use 100 and 50."
-        )
-    if not 0.0 <= temperature <= 2.0:
-        problems.append(
-            f"temperature={temperature} is out of range. It must be in [0, 2]. Use 0.8."
-        )
-    if not 0 <= seed < 2**63 or max_new_tokens > 10**6:
-        problems.append(
-            f"seed={seed} or max_new_tokens={max_new_tokens} is out of range. The seed must be in "
-            "[0, 2^63), and max_new_tokens at most 1000000. Use 0 and 100."
-        )
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        problems.append(
-            f"device={device!r} is not available. It must be cpu, or cuda on a machine with a GPU. "
-            "Use 'cpu'."
-        )
-    if problems:
-        raise PlanError(problems)
-    speaker = TextGenerator.from_run(folder, device, step=None if step < 0 else step)
-    print(prompt, end="", flush=True)
-    said = speaker.answer_question if chat else speaker.complete_prompt
-    for piece in said(
-        chat or prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
-    ):
-        print(piece, end="", flush=True)
-    print()
-    return 0
