@@ -142,6 +142,8 @@ def test_choices_share_the_blocks_of_their_prompt(engine: Engine) -> None:
     assert len({tuple(one) for one in alone}) > 1, "streams differ"
     # Four full blocks of 8 tokens each; the last token of a prompt is always computed.
     assert [served.outputs[str(i)][0].num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
+    waits = [served.outputs[str(i)][0].queue_seconds for i in range(4)]
+    assert all(0.0 < waits[0] < one for one in waits[1:]), "the others wait for the first"
 
 
 def test_aborted_requests_give_their_blocks_back(engine: Engine) -> None:

@@ -11,6 +11,7 @@ The engine runs on the leader of the grid; the other ranks follow with `ModelRun
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class RequestState:
     """Log-probabilities of the tokens of the prompt so far, if the request asks for them."""
     has_output: bool = False
     """Whether a token was returned before."""
+    added_time: float = field(default_factory=time.monotonic)
+    start_time: float | None = None
+    """When the first step with tokens of the request was built."""
     matcher: GrammarMatcher | None = None
     """Position in the grammar of the request, if its output is structured."""
     error: str = ""
@@ -232,6 +236,8 @@ class Engine:
         first = 0
         for item in items:
             state = self._states[item.request_id]
+            if state.start_time is None:
+                state.start_time = time.monotonic()
             sequence = state.sequence
             stop = item.start + item.num_tokens
             num_blocks = -(-stop // self.config.block_size)
@@ -302,6 +308,8 @@ class Engine:
         common: dict[str, Any] = {"request_id": sequence.request_id}
         if not state.has_output:
             common["num_cached_tokens"] = sequence.num_cached_tokens
+            assert state.start_time is not None, sequence.request_id
+            common["queue_seconds"] = state.start_time - state.added_time
             if sequence.request.params.prompt_logprobs is not None:
                 common["prompt_logprobs"] = tuple(state.prompt_logprobs)
         state.has_output = True
