@@ -66,7 +66,7 @@ class TerminalChat:
                 self._answer(text)
 
     def _run_command(self, text: str) -> bool:
-        """Runs a command, and returns whether the conversation goes on."""
+        """Runs a command, and returns whether the conversation continues."""
         if text == "/exit":
             return False
         if text == "/reset":
