@@ -254,6 +254,8 @@ CODES: dict[int, tuple[type[errors.RanvierError] | None, str, str]] = {
     ),
 }
 VARIABLES = {
+    "RANVIER_API_KEY": "API keys that `ranvier serve` accepts, separated by commas, in addition to "
+    "those in `serve.api_key_file`.",
     "RANVIER_ADDOPTS": "Options appended to those of `ranvier train`, `verify` and `profile`. "
     "They override what is written on the command line, as `PYTEST_ADDOPTS` does for pytest. "
     "The tests of this documentation use it to run every command with small sizes.",
