@@ -572,3 +572,16 @@ def test_counts_and_masks_of_a_request() -> None:
     assert set(row.prompt_token_ids) == {1, 2, 3}
     assert state.needs_last_token
     assert changed(torch.zeros(100), row).isfinite().nonzero().flatten().tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9}, {"top_k": 40}, {"top_k": 9, "top_p": 0.5}], ids=str
+)
+def test_padding_of_the_vocabulary_is_never_drawn(params: dict[str, Any]) -> None:
+    """On the last rank of a vocabulary that the axis does not divide."""
+    logits = np.random.default_rng(3).normal(size=(20, 13)).astype(np.float32)
+    rows = [row_of(stream=i, temperature=0.8, **params) for i in range(20)]
+    padded = torch.cat([torch.from_numpy(logits), torch.full((20, 3), 99.0)], 1)
+    found = sample_tokens(padded, SamplingInputs.from_rows(rows, 13), whole(13))
+    assert not found.failed.any()
+    assert found.tokens.tolist() == expected(logits, rows)

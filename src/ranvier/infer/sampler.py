@@ -295,9 +295,9 @@ def _draw_tokens(
     # All ranks have all candidates, so that nothing more is gathered.
     if kept is not None and kept.is_complete:
         keys = kept.candidates
-        values, tokens = _keyed_maxima(
-            key_logits(keys), key_tokens(keys), inputs, slice(None), kept
-        )
+        # Padding, which is not a number, must not be drawn.
+        logits = key_logits(keys).masked_fill(keys == LOWEST_KEY, -torch.inf)
+        values, tokens = _keyed_maxima(logits, key_tokens(keys), inputs, slice(None), kept)
         is_finite = values.isfinite()
         return tokens.masked_fill(~is_finite, 0), ~is_finite
     ids = _token_ids(x, shard)
