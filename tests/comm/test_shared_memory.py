@@ -74,6 +74,17 @@ def groups_of_uneven_lines(rank: int, ranks: int) -> tuple[int, float]:
     return len(grid.groups), total
 
 
+def algorithms_by_channel(rank: int, ranks: int) -> dict[str, set[str]]:
+    """The algorithms of an axis on channels of hosts and of collectives."""
+    grid = Grid({"row": ranks}, rank=rank, connected=True)
+    found = {}
+    for channel in ("", HOST_CHANNEL):
+        rules = grid.axis("row", channel=channel).rules
+        assert rules is not None
+        found[channel] = rules.algorithms
+    return found
+
+
 def sizes_that_differ(rank: int, ranks: int) -> str:
     """What a collective says whose tensors differ in size between its ranks."""
     grid = Grid({"row": ranks}, rank=rank, connected=True, timeout_seconds=3.0)
@@ -93,26 +104,13 @@ def test_without_memory_all_ranks_continue_natively_and_say_so() -> None:
         # All ranks must have created equally many, or the next one never becomes complete.
         assert len({*groups}) == 1
         assert totals == (4.0,) * 4
+        channels = {"": {"shared_memory"}, HOST_CHANNEL: {"native"}}
+        assert pool.run(algorithms_by_channel, 4, 4) == [channels] * 4
         # Last, because workers cannot communicate after it.
         for message in pool.run(sizes_that_differ, 4, 4):
             assert "bytes where" in message and "differ between ranks" in message
     finally:
         pool.stop()
-
-
-def algorithms_by_channel(grid: Grid) -> dict[str, set[str]]:
-    """The algorithms of an axis on channels of messages and of collectives."""
-    found = {}
-    for channel in ("", HOST_CHANNEL):
-        rules = grid.axis("row", channel=channel).rules
-        assert rules is not None
-        found[channel] = rules.algorithms
-    return found
-
-
-def test_channels_of_hosts_use_the_backend(pool: Pool) -> None:
-    want = {"": {"shared_memory"}, HOST_CHANNEL: {"native"}}
-    assert pool.on_grid({"row": 2}, algorithms_by_channel, algorithm="shared_memory") == [want] * 2
 
 
 def large_sums_in_flight(grid: Grid, count: int) -> list[float]:

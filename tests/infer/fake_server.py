@@ -29,7 +29,7 @@ TEMPLATE = (
     "{%- for message in messages -%}<{{ message.role }}>{{ message.content + '\\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
 )
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 
 
 def write_model(folder: Path, template: str = TEMPLATE) -> Path:
@@ -42,29 +42,14 @@ def write_model(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
-class FakeServer:
-    """A server process with its fake engines."""
+class ServerProcess:
+    """A server in a process of its own, and what it prints."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        engine: dict[str, Any] | None = None,
-        limits: dict[str, Any] | None = None,
-        replicas: int = 1,
-        environment: dict[str, str] | None = None,
-        wait: bool = True,
-        **settings: Any,
+        self, command: list[str], environment: dict[str, str] | None = None, *, wait: bool = True
     ) -> None:
-        options = {
-            "config": {"port": 0, "served_model_name": "fake", **settings},
-            "folder": str(folder),
-            "num_replicas": replicas,
-            "limits": limits or {},
-            "engine": engine or {},
-        }
         self.process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(options)],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -116,14 +101,11 @@ class FakeServer:
                 if ended or not self._line_added.wait(max(0.0, limit - time.monotonic())):
                     raise AssertionError(f"no line with {part!r}: {self.lines}")
 
-    def engine_pids(self) -> list[int]:
-        """Returns the engine processes of the server."""
+    def child_pids(self, part: bytes) -> list[int]:
+        """Returns the children of the server with this text in their command."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        found = []
-        for pid in map(int, path.read_text().split()):
-            if b"fake_engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-        return found
+        found = map(int, path.read_text().split())
+        return [pid for pid in found if part in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def stop(self) -> int:
         """Stops the server with SIGTERM. Returns its exit code."""
@@ -146,6 +128,35 @@ class FakeServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+class FakeServer(ServerProcess):
+    """A server process with its fake engines."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        engine: dict[str, Any] | None = None,
+        limits: dict[str, Any] | None = None,
+        replicas: int = 1,
+        environment: dict[str, str] | None = None,
+        wait: bool = True,
+        **settings: Any,
+    ) -> None:
+        options = {
+            "config": {"port": 0, "served_model_name": "fake", **settings},
+            "folder": str(folder),
+            "num_replicas": replicas,
+            "limits": limits or {},
+            "engine": engine or {},
+        }
+        command = [sys.executable, __file__, json.dumps(options)]
+        super().__init__(command, environment, wait=wait)
+
+    def engine_pids(self) -> list[int]:
+        """Returns the engine processes of the server."""
+        return self.child_pids(b"fake_engine")
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.generate import TextGenerator
 from ranvier.infer.load import load_model
+from ranvier.infer.text_stream import AnswerStream
 from ranvier.system.terminal import CONTROL_CHARACTERS, escape_controls
 from ranvier.train import text
 from ranvier.train.resume import run_directory as folders
@@ -344,9 +345,7 @@ def test_texts_are_shown_and_commands_can_be_pasted(
         assert got.decode().split("\0")[:-1] == meant, line
     assert not (folder / "hit").exists()
 
-    monkeypatch.setattr(
-        TextGenerator, "complete_prompt", lambda self, *a, **k: iter(["\x1b", "[2J", "\u202e\nx"])
-    )
+    monkeypatch.setattr(AnswerStream, "pieces", lambda _: iter(["\x1b", "[2J", "\u202e\nx"]))
     assert call("generate", out, "--prompt", "\x07") == 0
     assert capsys.readouterr().out == "\\x07\\x1b[2J\\u202e\nx\n"
 
