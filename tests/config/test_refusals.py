@@ -11,6 +11,7 @@ from ranvier.config.refusals import REFUSALS, Refusal
 from ranvier.config.run import RunConfig, run_from_tables
 
 CASES: list[tuple[str, str]] = [
+    ("plan.row_splits='none'", "plan.row_splits='none' in a run"),
     (
         "optim.lr=0.0",
         "optim.lr=0.0 trains nothing. The learning rate must be greater than 0. Use 3e-4.",
