@@ -30,6 +30,7 @@ from ranvier.infer.load import (
     load_model,
     saved_dtype,
 )
+from ranvier.infer.logprobs import check_length
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.infer.text_stream import AnswerStream
@@ -61,6 +62,9 @@ def generate_tokens(
     config = config or EngineConfig()
     grid = get_parallel_model(model).grid
     was_training = model.training
+    # The last generated token is never an input.
+    longest = max((len(prompt) for prompt in prompts), default=1)
+    check_length(model, longest + (params.max_tokens or 1) - 1)
 
     def generate(engine: Engine) -> list[list[int]]:
         for i, prompt in enumerate(prompts):

@@ -293,7 +293,7 @@ def refusals(folder: Path) -> dict[str, tuple[str, ...]]:
             *(str(folder), "--dry-run", "--engine.max-model-len", "513"),
         ),
         "must fit. Use a larger engine.kv_cache_gib": (
-            *(str(folder), "--dry-run", "--engine.kv-cache-gib", "0.0001"),
+            *(str(folder), "--dry-run", "--engine.kv-cache-gib", "0.00001"),
             *("--engine.max-model-len", "400"),
         ),
         "row=3 does not divide": (str(folder), "--plan.row", "3"),
