@@ -90,7 +90,7 @@ MODELS_ON_GRIDS = [
 
 
 @pytest.mark.nccl
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "load",
     [
@@ -168,7 +168,7 @@ def test_layouts_have_the_same_logits_and_the_predicted_communication(
 
 
 @pytest.mark.nccl
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("load", LOADS[:3], ids=str)
 @pytest.mark.parametrize("grid", GRIDS, ids=label)
 def test_draws_do_not_depend_on_grid_batch_or_preemption(

@@ -85,11 +85,11 @@ def test_a_whole_prompt_is_read(
     assert call(*ask, text[:597]) == 0
     assert not capsys.readouterr().err
     assert call(*ask, text[:598]) == 0
-    assert "the text has 600 tokens, which are all positions of the model" in (
+    assert "the text has 600 tokens, as many as the model or the KV cache holds" in (
         capsys.readouterr().err
     )
-    assert call(*ask, text[:600]) == 65
-    words = "The prompt has 600 tokens, but the model has 600 positions (model.max_seq)"
+    assert call(*ask, text[:600]) == 64
+    words = "The prompt has 600 tokens, but a sequence may have 600 (max_model_len)"
     assert words in capsys.readouterr().err
 
 
