@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import errors
+from ranvier.cli import generate as cli_generate
 from ranvier.cli import main as cli
 from ranvier.cli import plan as cli_plan
 from ranvier.cli import serve as cli_serve
+from ranvier.cli.completion import find_option_class
 from ranvier.cli.help import describe_type, field_texts
 from ranvier.config import arguments as cli_arguments
 from ranvier.config.refusals import REFUSALS
@@ -89,8 +91,9 @@ ranvier train run.toml --plan.row 2 --train.steps 2000
 `--nproc N` starts N local ranks. It is an option of the [command](commands.md#train), not a
 setting of the run.
 
-The last two sections, [engine](#engine) and [serve](#serve), are options of
-[`ranvier serve`](commands.md#serve), not settings of a run: `--engine.max-num-seqs 64`.
+The last two sections, [engine](#engine) and [serve](#serve), are not settings of a run, but options
+of [`ranvier serve`](commands.md#serve): `--engine.max-num-seqs 64`.
+[`ranvier generate`](commands.md#generate) takes those of `engine` as well.
 """
 
 METRICS = {
@@ -461,15 +464,17 @@ def command_functions() -> dict[str, cli.Command]:
 def option_class(command: Callable[..., Any]) -> type | None:
     """Returns the class with the options of a command, found in the source of its function."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(command)))):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        if not isinstance(node, ast.Call):
             continue
-        if node.func.id in ("parse_options", "load_run_with_options"):
+        if ast.unparse(node.func) in ("parse_options", "load_run_with_options"):
             name = ast.unparse(node.args[0]).rpartition(".")[2]
             found = [getattr(one, name, None) for one in (cli_arguments, cli_plan, cli_serve)]
             (kind,) = (one for one in found if isinstance(one, type))
             return kind
-        if node.func.id == "parse_train_options":
-            return option_class(cli.parse_train_options)
+        # Functions that parse the options of one command.
+        for parse in (cli.parse_train_options, cli_generate.parse_generate_options):
+            if ast.unparse(node.func).rpartition(".")[2] == parse.__name__:
+                return option_class(parse)
     return None
 
 
@@ -509,6 +514,12 @@ def options(kind: type) -> Iterator[str]:
             "[serve](configuration.md#serve), for example `--serve.port 8001`."
         )
         yield ""
+    elif issubclass(kind, cli_arguments.InferenceOptions):
+        yield from paragraph(
+            "It also takes the settings of the sections [plan](configuration.md#plan) and "
+            "[engine](configuration.md#engine), for example `--plan.row 2`."
+        )
+        yield ""
 
 
 def commands() -> Iterator[str]:
@@ -531,6 +542,7 @@ def commands() -> Iterator[str]:
     yield from table(("command", "what it does"), rows)
     for name, (usage, summary) in usages.items():
         kind = option_class(functions[name])
+        assert kind or name not in cli.COMMANDS or not find_option_class(name), name
         yield from ("", f"## {name}", "", _sentence(summary), "")
         yield from ("```text", f"ranvier {usage}", "```", "")
         more = inspect.cleandoc((kind and kind.__doc__) or "").partition("\n\n")[2]

@@ -47,8 +47,8 @@ usage: ranvier COMMAND ...
   import SRC --output RUN    create a run from a pretrained model (safetensors and config.json)
   export RUN --output DIR    write the weights of a run in Hugging Face format
   upcycle SRC --experts 8    create a mixture of experts from a dense run or model
-  generate RUN --prompt ...  generate text from the latest checkpoint of a run; --chat answers a
-                             question
+  generate RUN --prompt ...  generate text with a run or a model: continue a prompt, chat in the
+                             terminal, or answer a file of prompts
   serve [RUN | DIR]          serve a model over HTTP with the API of OpenAI, and a chat page
   eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
   bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput

@@ -274,8 +274,8 @@ class InferenceOptions:
 class GenerateOptions(InferenceOptions):
     """Generate text with a model: continue a prompt, chat, or answer a file of prompts.
 
-    PATH is the directory of a run, or of a model in Hugging Face format. Without a prompt, the text
-    is a new document.
+    The path is the directory of a run, or of a model in Hugging Face format. Without a prompt, the
+    text is a new document.
     """
 
     prompt: str = ""
