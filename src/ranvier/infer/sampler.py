@@ -11,12 +11,13 @@ Tokens are ordered by logit, equal logits by token (lower first). An int64 *sort
 order: the bits of the logit above the complement of the token. Greedy is the largest key; top_k and
 top_p keep the tokens down to a threshold key; min_p is a threshold of the logit. Thresholds are
 found among the largest keys of each vocabulary part. top_p also needs the sum of all exponentials,
-which is exact. If the candidates do not hold the mass, all logits of the row are sorted.
+which is exact. If the candidates do not hold the mass, all logits of the row are looked at.
 
 CUDA graphs: a graph belongs to the `SamplingFlags` of its batch, and the shapes of its inputs.
-Nothing waits for the device, except the choice whether all logits must be looked at; it is only
-made if `flags.may_need_all`, i.e. for top_p without a top_k of at most 1,024. While a graph is
-captured there is no such choice, and all logits are sorted (correct, but slow).
+Nothing waits for the device, with one exception: whether all logits must be looked at, which is
+possible only if `flags.may_need_all`, i.e. for top_p without a top_k of at most 1,024. On one rank
+a kernel decides, and searches only in the rows that need it. On several ranks the host decides,
+because the logits of these rows are gathered; while a graph is captured, those of all rows are.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ranvier import launch
 from ranvier.comm import collectives
 from ranvier.counter_rng import gumbel_values, scramble_bits
 from ranvier.grid import Axis
@@ -41,6 +43,7 @@ MIN_TEMPERATURE = 1e-100
 """Lower ones would overflow float64."""
 CHUNK_ELEMENTS = 1 << 23
 """Number of logits that are processed at once, so that the temporaries stay small."""
+TRITON = launch.has_triton()
 LOWEST_KEY = torch.iinfo(torch.int64).min
 _TOKEN_BITS = 0xFFFFFFFF
 
@@ -106,7 +109,7 @@ def sample_tokens(logits: Tensor, inputs: SamplingInputs, shard: VocabShard) -> 
     if flags.is_greedy:
         tokens, failed = _greedy_tokens(changed, shard)
     else:
-        tokens, failed = _draw_tokens(changed.float(), inputs, shard, width)
+        tokens, failed = _draw_tokens(changed, inputs, shard, width)
     scores = None
     if flags.num_logprobs >= 0:
         scores = score_tokens(logits, tokens, shard, num_top=flags.num_logprobs)
@@ -129,7 +132,7 @@ def score_tokens(
     hits = x.gather(1, columns.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1).double()
     hits = hits.masked_fill(~is_here, -torch.inf)
     peaks = x.amax(1).double()
-    sums = torch.cat([(x[c].double() - peaks[c, None]).exp_().sum(1) for c in _row_chunks(x)])
+    sums = _sum_exponentials(x, peaks, torch.ones_like(peaks))
     # A part without finite logits has the sum 0, not NaN.
     sums = sums.masked_fill(peaks == -torch.inf, 0.0)
     parts = _gather_parts(torch.stack([peaks, sums, hits], 1), shard.axis)  # (p, n, 3)
@@ -207,6 +210,28 @@ def _gather_parts(x: Tensor, axis: Axis) -> Tensor:
     return collectives.all_gather(x.unsqueeze(0), axis, 0).wait()
 
 
+def can_use_kernels(x: Tensor) -> bool:
+    """Whether the Triton kernels support these logits."""
+    # Wider logits are rounded first.
+    return TRITON and x.is_cuda and x.dtype != torch.float64 and x.stride(1) == 1
+
+
+def _sum_exponentials(x: Tensor, maxima: Tensor, temperatures: Tensor) -> Tensor:
+    """Returns the sum of exp((logit - maximum) / temperature) of this rank's columns, `[n]`.
+
+    maxima, temperatures: float64 `[n]`.
+    """
+    if can_use_kernels(x):
+        from ranvier.infer import sampler_kernels
+
+        return sampler_kernels.sum_exponentials(x, maxima, temperatures)
+    sums = [
+        (x[c].double() - maxima[c, None]).div_(temperatures[c, None]).exp_().sum(1)
+        for c in _row_chunks(x)
+    ]
+    return torch.cat(sums)
+
+
 # ---- sort keys --------------------------------------------------------------------------
 
 
@@ -235,14 +260,22 @@ def _token_ids(x: Tensor, shard: VocabShard) -> Tensor:
     return torch.arange(shard.first_column, shard.first_column + x.shape[1], device=x.device)
 
 
+def _column_keys(x: Tensor, shard: VocabShard) -> Tensor:
+    """Returns the sort keys of this rank's columns, `[n, v]`."""
+    if can_use_kernels(x):
+        from ranvier.infer import sampler_kernels
+
+        return sampler_kernels.sort_keys(x, shard.first_column)
+    return sort_keys(x, _token_ids(x, shard))
+
+
 def _largest_keys(x: Tensor, count: int, width: int, shard: VocabShard) -> Tensor:
     """Returns the largest sort keys of all ranks in descending order, at most `count`, `[n, c]`.
 
     width: number of columns of every rank, padding included. Communicates: all-gather.
     """
-    tokens = _token_ids(x, shard)
     own = min(count, x.shape[1])
-    keys = torch.cat([sort_keys(x[c], tokens).topk(own, 1).values for c in _row_chunks(x)])
+    keys = torch.cat([_column_keys(x[c], shard).topk(own, 1).values for c in _row_chunks(x)])
     # All ranks gather equally many.
     keys = torch.nn.functional.pad(keys, (0, min(count, width) - own), value=LOWEST_KEY)
     if shard.axis.size == 1:
@@ -288,7 +321,9 @@ def _greedy_tokens(x: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 def _draw_tokens(
     x: Tensor, inputs: SamplingInputs, shard: VocabShard, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns a drawn token for each row, and whether there is none. x: fp32 `[n, v]`."""
+    """Returns a drawn token for each row, and whether there is none. x: `[n, v]`."""
+    if x.dtype == torch.float64:
+        x = x.float()
     kept = None
     if inputs.flags.num_candidates:
         kept = _find_filter(x, inputs, shard, width)
@@ -300,10 +335,7 @@ def _draw_tokens(
         values, tokens = _keyed_maxima(logits, key_tokens(keys), inputs, slice(None), kept)
         is_finite = values.isfinite()
         return tokens.masked_fill(~is_finite, 0), ~is_finite
-    ids = _token_ids(x, shard)
-    found = [_keyed_maxima(x[c], ids, inputs, c, kept) for c in _row_chunks(x)]
-    values = torch.cat([value for value, _ in found])
-    tokens = torch.cat([token for _, token in found])
+    values, tokens = _keyed_maxima_of_columns(x, inputs, shard, kept)
     # Tokens are exact in float64.
     parts = _gather_parts(torch.stack([values, tokens.double()], 1), shard.axis)  # (p, n, 2)
     best = parts[..., 0].amax(0)
@@ -313,6 +345,35 @@ def _draw_tokens(
     return tokens.masked_fill(failed, 0.0).long(), failed
 
 
+def _keyed_maxima_of_columns(
+    x: Tensor, inputs: SamplingInputs, shard: VocabShard, kept: _Filter | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the largest keyed value of each row among this rank's columns, and its token."""
+    if can_use_kernels(x):
+        from ranvier.infer import sampler_kernels
+
+        temperatures, is_greedy = _divisors(inputs)
+        return sampler_kernels.keyed_maxima(
+            x,
+            first_column=shard.first_column,
+            keys=scramble_bits(inputs.keys ^ inputs.positions),
+            temperatures=temperatures,
+            is_greedy=is_greedy,
+            thresholds=None if kept is None else kept.thresholds,
+            maxima=None if kept is None else kept.maxima,
+            log_min_p=inputs.log_min_p if inputs.flags.has_min_p else None,
+        )
+    ids = _token_ids(x, shard)
+    found = [_keyed_maxima(x[c], ids, inputs, c, kept) for c in _row_chunks(x)]
+    return torch.cat([value for value, _ in found]), torch.cat([token for _, token in found])
+
+
+def _divisors(inputs: SamplingInputs) -> tuple[Tensor, Tensor]:
+    """Returns what logits are divided by, `[n]`, and which rows are greedy."""
+    is_greedy = inputs.temperatures == 0.0
+    return inputs.temperatures.clamp(min=MIN_TEMPERATURE).masked_fill(is_greedy, 1.0), is_greedy
+
+
 def _keyed_maxima(
     logits: Tensor, tokens: Tensor, inputs: SamplingInputs, rows: slice, kept: _Filter | None
 ) -> tuple[Tensor, Tensor]:
@@ -320,9 +381,7 @@ def _keyed_maxima(
 
     logits: `[n, c]`; tokens: `[n, c]` or `[c]`, in ascending order where logits are equal.
     """
-    temperatures = inputs.temperatures[rows, None]
-    is_greedy = temperatures == 0.0
-    temperatures = temperatures.clamp(min=MIN_TEMPERATURE).masked_fill(is_greedy, 1.0)
+    temperatures, is_greedy = (x[rows, None] for x in _divisors(inputs))
     keys = scramble_bits(inputs.keys[rows, None] ^ inputs.positions[rows, None])
     values = gumbel_values(scramble_bits(keys ^ tokens)).masked_fill_(is_greedy, 0.0)
     values += logits.double() / temperatures
@@ -350,37 +409,49 @@ def _find_filter(x: Tensor, inputs: SamplingInputs, shard: VocabShard, width: in
     maxima = torch.where(maxima.isfinite(), maxima, 0.0)
     totals = torch.zeros_like(maxima)
     if flags.has_top_p and flags.may_need_all:
-        totals = _sum_exponentials(x, maxima, inputs, shard)
+        # Gathered and not reduced: all ranks add in the same order.
+        sums = _sum_exponentials(x, maxima, _divisors(inputs)[0])
+        totals = _gather_parts(sums, shard.axis).sum(0)
     every_row = torch.arange(len(x), device=x.device)
     counts = _count_kept(candidates, maxima, inputs, every_row, totals)
     thresholds = _smallest_kept_keys(candidates, counts)
-    is_complete = flags.is_bounded
-    if flags.may_need_all and candidates.shape[1] < shard.axis.size * width:
-        # While a graph is captured, the host cannot wait for the answer.
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            rows = every_row
-        else:
-            rows = (counts > candidates.shape[1]).nonzero().squeeze(1)
-        if len(rows):
-            is_complete = False
-            thresholds[rows] = _thresholds_of_all(x, maxima, inputs, rows, shard, width)
-    return _Filter(candidates, thresholds, maxima, is_complete)
+    if not flags.may_need_all or candidates.shape[1] == shard.axis.size * width:
+        return _Filter(candidates, thresholds, maxima, is_complete=flags.is_bounded)
+    is_capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if can_use_kernels(x) and (shard.axis.size == 1 or is_capturing):
+        from ranvier.infer import sampler_kernels
+
+        sampler_kernels.search_thresholds(
+            _gather_logits(x, shard, width),
+            counts=counts,
+            candidates=candidates,
+            maxima=maxima,
+            temperatures=_divisors(inputs)[0],
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            totals=totals,
+            thresholds=thresholds,
+            tolerance=MASS_TOLERANCE,
+        )
+        return _Filter(candidates, thresholds, maxima, is_complete=False)
+    rows = every_row
+    if not is_capturing:
+        rows = (counts > candidates.shape[1]).nonzero().squeeze(1)
+    if len(rows):
+        logits = _gather_logits(x[rows], shard, width)
+        thresholds[rows] = _thresholds_of_all(logits, maxima, inputs, rows)
+    return _Filter(candidates, thresholds, maxima, is_complete=flags.is_bounded and not len(rows))
 
 
-def _sum_exponentials(
-    x: Tensor, maxima: Tensor, inputs: SamplingInputs, shard: VocabShard
-) -> Tensor:
-    """Returns the sum over the vocabulary of exp((logit - maximum) / temperature), `[n]`.
+def _gather_logits(x: Tensor, shard: VocabShard, width: int) -> Tensor:
+    """Returns the logits of all tokens `[n, V]`, padded by -inf.
 
-    Communicates: all-gather of one number per row over the axis of the vocabulary.
+    Communicates: all-gather over the axis of the vocabulary.
     """
-    temperatures = inputs.temperatures.clamp(min=MIN_TEMPERATURE)
-    sums = [
-        x[c].double().sub_(maxima[c, None]).div_(temperatures[c, None]).exp_().sum(1)
-        for c in _row_chunks(x)
-    ]
-    # Gathered and not reduced: all ranks add in the same order.
-    return _gather_parts(torch.cat(sums), shard.axis).sum(0)
+    # The index in the result is the token.
+    assert shard.valid_columns == 0 or shard.first_column == shard.axis.index * width, shard
+    x = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
+    return collectives.all_gather(x, shard.axis, 1).wait()
 
 
 def _count_kept(
@@ -427,24 +498,15 @@ def _smallest_kept_keys(keys: Tensor, counts: Tensor) -> Tensor:
 
 
 def _thresholds_of_all(
-    x: Tensor,
-    maxima: Tensor,
-    inputs: SamplingInputs,
-    rows: Tensor,
-    shard: VocabShard,
-    width: int,
+    logits: Tensor, maxima: Tensor, inputs: SamplingInputs, rows: Tensor
 ) -> Tensor:
-    """Returns the smallest sort keys that top_k and top_p keep of some rows, looking at all logits.
+    """Returns the smallest sort keys that top_k and top_p keep of some rows, by sorting them.
 
-    Communicates: all-gather of the sort keys of these rows over the axis of the vocabulary.
+    logits: `[r, V]`, of all tokens; rows: `[r]`.
     """
-    tokens = _token_ids(x, shard)
-    num_rows = max(CHUNK_ELEMENTS // (width * shard.axis.size), 1)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
     found = []
-    for some in rows.split(num_rows):
-        keys = sort_keys(x[some], tokens)
-        keys = torch.nn.functional.pad(keys, (0, width - keys.shape[1]), value=LOWEST_KEY)
-        keys = collectives.all_gather(keys, shard.axis, 1).wait()
-        keys = keys.sort(1, descending=True).values
-        found.append(_smallest_kept_keys(keys, _count_kept(keys, maxima, inputs, some, None)))
+    for c in _row_chunks(logits):
+        keys = sort_keys(logits[c], tokens).sort(1, descending=True).values
+        found.append(_smallest_kept_keys(keys, _count_kept(keys, maxima, inputs, rows[c], None)))
     return torch.cat(found)
