@@ -56,12 +56,13 @@ def main() -> None:
             cache = KVCache(*caches)
             table = torch.randperm(count * blocks, device="cuda").add(1).int().view(count, blocks)
             lengths = torch.full((count,), tokens, dtype=torch.int32, device="cuda")
+            rows = torch.arange(count, device="cuda")
             q = torch.randn(count, heads, head_dim, device="cuda", dtype=torch.bfloat16)
             num_bytes = 2 * count * tokens * kv_heads * head_dim * 2
             line = f"{count:3} sequences of {tokens:5} tokens:"
             for splits in (0, 1, 2, 4, 8, 16):
                 seconds = seconds_of(
-                    lambda: decode_attention(q, cache, table, lengths, num_splits=splits)  # noqa: B023
+                    lambda: decode_attention(q, cache, table, rows, lengths, num_splits=splits)  # noqa: B023
                 )
                 share = num_bytes / seconds / bandwidth
                 name = f"{splits} splits" if splits else "auto"

@@ -87,3 +87,72 @@ def test_tokens_are_those_of_plain_pytorch(
             float((logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())
             < 1e-4
         )
+
+
+@pytest.mark.parametrize("graphs", ["off", "first_use", "startup"])
+@pytest.mark.parametrize("ahead", ["off", "on"])
+def test_draws_do_not_depend_on_how_steps_run(graphs: Any, ahead: Any) -> None:
+    """Penalties wait for tokens, filters and plain draws do not; all are drawn in every mode."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.8},
+        {"temperature": 1.0, "top_k": 5},
+        {"temperature": 0.9, "top_p": 0.7},
+        {"temperature": 0.7, "min_p": 0.05},
+        {"temperature": 0.8, "presence_penalty": 1.0},
+        {"temperature": 0.0},
+    ]
+    plan = Plan(data=1)
+    model = parallelize(build("llama"), Grid({}), plan, device="cuda", dtype=torch.float32).eval()
+
+    def run(config: EngineConfig) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        with open_engine(model, config, num_blocks=60) as engine:
+            for i, kind in enumerate(kinds):
+                params = SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=i, **kind)
+                prompt = prompts()[i % len(LENGTHS)]
+                engine.add(Request(request_id=str(i), prompt_token_ids=prompt, params=params))
+            while engine.has_unfinished:
+                for output in engine.step():
+                    found.setdefault(output.request_id, []).extend(output.token_ids)
+        return found
+
+    want = run(EngineConfig(cuda_graphs="off", async_scheduling="off"))
+    have = run(EngineConfig(cuda_graphs=graphs, async_scheduling=ahead, max_num_seqs=8))
+    assert have == want
+
+
+def test_batch_invariant_log_probabilities() -> None:
+    """A request gets the same bits alone, among others, from the cache, in chunks, preempted."""
+    plan = Plan(data=1)
+    shape = {**SHAPE, "embed": 256, "mlp": 512, "head_dim": 64, "vocab": 1000}
+    torch.manual_seed(3)
+    serial = Decoder(DecoderConfig(**shape, max_seq=512)).eval()
+    model = parallelize(serial, Grid({}), plan, device="cuda", dtype=torch.bfloat16).eval()
+    prompt = tuple((7 * i) % 1000 for i in range(150))
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=3)
+
+    def run(others: int, num_blocks: int = 1500, warm: bool = False, **options: Any) -> Any:
+        config = EngineConfig(batch_invariant=True, block_size=16, **options)
+        with open_engine(model, config, num_blocks=num_blocks) as engine:
+            for repeat in range(1 + warm):
+                found = []
+                engine.add(Request(request_id="own", prompt_token_ids=prompt, params=params))
+                for i in range(others):
+                    other = tuple((11 * i + 3 * j) % 1000 for j in range(5 + 3 * i))
+                    name = f"{repeat}-{i}"
+                    engine.add(Request(request_id=name, prompt_token_ids=other, params=params))
+                while engine.has_unfinished:
+                    for output in engine.step():
+                        if output.request_id == "own":
+                            found += [*zip(output.token_ids, output.logprobs, strict=True)]
+            return found, engine.stats().num_preemptions
+
+    want, _ = run(0)
+    assert run(64)[0] == want
+    assert run(64, max_num_batched_tokens=64)[0] == want
+    assert run(64, max_num_batched_tokens=2048)[0] == want
+    assert run(64, warm=True)[0] == want
+    assert run(10, cuda_graphs="off")[0] == want
+    found, preemptions = run(64, num_blocks=90)
+    assert preemptions > 0
+    assert found == want

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ranvier.infer.step_input import SequenceChunk, build_sequences
 from ranvier.models.paged_attention import KVCache, PagedSequences, paged_attention
 
 pytestmark = [
@@ -30,23 +31,15 @@ def make_step(
     order = torch.randperm(sum(counts)).add(1).tolist()
     blocks = [[order.pop() for _ in range(count)] for count in counts]
     caches = torch.randn(2, sum(counts) + 1, kv_heads, block_size, head_dim).cuda().to(dtype)
-    slots = [
-        mine[place // block_size] * block_size + place % block_size
-        for (new, total), mine in zip(chunks, blocks, strict=True)
-        for place in range(total - new, total)
-    ]
-    tokens = len(slots) + padding
-    table = torch.zeros(len(chunks), max(counts), dtype=torch.int32)
-    for row, mine in enumerate(blocks):
-        table[row, : len(mine)] = torch.tensor(mine)
-    sequences = PagedSequences(
-        torch.tensor([0, *(new for new, _ in chunks)]).cumsum(0).int().cuda(),
-        torch.tensor([total for _, total in chunks]).int().cuda(),
-        table.cuda(),
-        torch.tensor([*slots, *[0] * padding]).cuda(),
-        torch.zeros(1, tokens).cuda(),
-        tuple(new for new, _ in chunks),
-        tuple(total for _, total in chunks),
+    tokens = sum(new for new, _ in chunks) + padding
+    sequences = build_sequences(
+        [
+            SequenceChunk([0] * new, total - new, total, mine)
+            for (new, total), mine in zip(chunks, blocks, strict=True)
+        ],
+        tokens,
+        block_size,
+        torch.device("cuda"),
     )
     q = torch.randn(tokens, heads, head_dim).cuda().to(dtype)
     k, v = torch.randn(2, tokens, kv_heads, head_dim).cuda().to(dtype).unbind(0)
@@ -86,13 +79,42 @@ def test_a_sequence_does_not_depend_on_its_neighbors(num_splits: int) -> None:
     (q, _, _), cache, many = make_step(
         (32, 8, 128), [(1, 100 + 37 * i) for i in range(64)], 64, torch.bfloat16
     )
-    whole = decode_attention(q, cache, many.block_table, many.seq_lens, num_splits=num_splits)
+    where = (cache, many.block_table)
+    whole = decode_attention(q, *where, many.token_rows, many.token_lens, num_splits=num_splits)
     for row in (0, 17, 63):
+        some = slice(row, row + 1)
         one = decode_attention(
-            q[row : row + 1],
-            cache,
-            many.block_table[row : row + 1],
-            many.seq_lens[row : row + 1],
-            num_splits=num_splits,
+            q[some], *where, many.token_rows[some], many.token_lens[some], num_splits=num_splits
         )
         assert torch.equal(one[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 5.0)])
+def test_batch_invariant_attention_is_that_of_each_token_alone(
+    window: int, cap: float, dtype: torch.dtype
+) -> None:
+    from ranvier.infer.paged_kernels import batch_invariant_attention
+
+    chunks = [(1, 300), (7, 7), (40, 90), (33, 200)]
+    inputs, cache, sequences = make_step((8, 2, 64), chunks, 16, dtype, padding=5)
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in inputs), wide, sequences, window, cap)
+    have = batch_invariant_attention(*inputs, cache, sequences, window, cap)
+    tokens = sum(sequences.query_lens)
+    far = float((have[:tokens].double() - want[:tokens]).abs().max())
+    assert far < (2e-5 if dtype == torch.float32 else 3e-2), far
+    for token in (0, 1, 7, 20, tokens - 1):
+        one = slice(token, token + 1)
+        alone = PagedSequences(
+            query_start_loc=sequences.query_start_loc,
+            seq_lens=sequences.token_lens[one],
+            block_table=sequences.block_table,
+            slot_mapping=sequences.slot_mapping[one],
+            rope_lengths=sequences.rope_lengths,
+            token_rows=sequences.token_rows[one],
+            token_lens=sequences.token_lens[one],
+        )
+        own = [x[one] for x in inputs]
+        again = batch_invariant_attention(*own, cache, alone, window, cap)
+        assert torch.equal(again[0], have[token]), token

@@ -8,7 +8,8 @@ from typing import Literal
 from ranvier.setting import setting
 
 SchedulingPolicyName = Literal["decode_first", "prefill_first", "static"]
-CudaGraphs = Literal["first_use", "off"]
+CudaGraphs = Literal["startup", "first_use", "off"]
+AsyncScheduling = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,14 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
     cuda_graphs: CudaGraphs = "first_use"
-    """Whether decode steps on one GPU are replayed as CUDA graphs: first_use (a graph is captured
-    for a batch size when it first occurs) or off."""
+    """Whether decode steps on one GPU are replayed as CUDA graphs: startup (graphs for all batch
+    sizes are captured before the first request), first_use (a graph is captured for a batch size
+    when it first occurs) or off."""
+    async_scheduling: AsyncScheduling = "auto"
+    """Whether the next step is scheduled while the device computes the last one: on, off or auto
+    (on a GPU). Tokens are the same."""
+    batch_invariant: bool = False
+    """Whether log-probabilities are bitwise the same whatever else runs. It needs one GPU, and
+    takes longer."""
     seed: int = setting(0, minimum=0, maximum=2**63 - 1)
     """Seed of requests that have none."""

@@ -5,14 +5,19 @@ computes some tokens of some sequences, as the scheduler decides, and samples th
 those that have no tokens left to compute. Prefill, chunks of it, decode, hits of the prefix cache
 and recomputing after preemption are all the same.
 
+On a GPU the engine is one step ahead of the host (`engine.async_scheduling`): the next step is
+launched before the tokens of the last one are known, and reads them on the device. A sequence that
+ends with such a token was computed once too often, and that result is not used.
+
 The engine runs on the leader of the grid; the other ranks follow with `ModelRunner.follow`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +31,7 @@ from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import RowSplitChoice
 from ranvier.errors import PlanError, RanvierError
 from ranvier.infer.block_pool import BlockPool
-from ranvier.infer.model_runner import HomeOutput, ModelRunner
+from ranvier.infer.model_runner import FAILED, HomeOutput, ModelRunner, PendingStep
 from ranvier.infer.policy import ScheduledStep, WorkItem
 from ranvier.infer.request import EngineStats, FinishReason, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampler import TokenScores
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
     from ranvier.infer.structured_output import GrammarMatcher
 
 T = TypeVar("T")
+
+HomeWork = tuple[WorkItem, "RequestState", range]
+"""An item of a step, its request, and the positions whose next token is scored."""
 
 DEFAULT_CPU_CACHE_GIB = 1.0
 
@@ -65,14 +73,32 @@ class RequestState:
     """Why its grammar cannot continue; it ends with this."""
 
     def next_row(self) -> SamplingRow:
-        """Returns how the next token is sampled."""
+        """Returns how the next token is sampled; some tokens before it may not be known yet."""
         mask = None
         if self.matcher is not None and not self.error:
             try:
                 mask = self.matcher.next_mask()
             except RanvierError as error:
                 self.error = str(error)
-        return self.sampling.next_row(mask=mask)
+        return self.sampling.next_row(position=self.next_position, mask=mask)
+
+    @property
+    def next_position(self) -> int:
+        """Number of tokens before the next one, with those that steps in flight sample."""
+        # A step samples only after all tokens, so that the scheduler has counted this one, too.
+        return len(self.sampling.output_token_ids) + self.sequence.num_pending_tokens - 1
+
+
+@dataclass(frozen=True, eq=False)
+class StepInFlight:
+    """A step that was launched and has not finished."""
+
+    scheduled: ScheduledStep
+    states: Sequence[RequestState]
+    """State of each item."""
+    num_scored: Sequence[int]
+    """Number of scored tokens of each item."""
+    pending: PendingStep
 
 
 class Engine:
@@ -106,6 +132,12 @@ class Engine:
         self.vocab_size = runner.vocab_size
         self.end_token_ids = frozenset(end_token_ids)
         self.model_name = model_name
+        self.max_steps_ahead = 0
+        """Number of steps that may be in flight while the host schedules the next one."""
+        if config.async_scheduling == "on":
+            self.max_steps_ahead = 1
+        elif config.async_scheduling == "auto":
+            self.max_steps_ahead = int(runner.device.type == "cuda")
         self.scheduler = Scheduler(
             [BlockPool(num_blocks, config.block_size) for _ in range(runner.num_homes)],
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -113,8 +145,14 @@ class Engine:
             max_model_len=max_model_len,
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
+            lookahead=self.max_steps_ahead > 0,
         )
         self._states: dict[str, RequestState] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._sampled_places: dict[str, int] = {}
+        """Where the last launched step samples the token of each request."""
+        self._last_sampling: dict[int, tuple[list[RequestState], SamplingInputs]] = {}
+        """Requests of the last step of each home, and their parameters, if these do not change."""
         self._num_steps = 0
         self._num_generated_tokens = 0
         self._collective_bytes: Counter[str] = Counter()
@@ -127,8 +165,8 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request waits or runs."""
-        return self.scheduler.has_unfinished
+        """Whether a request waits or runs, or a step is in flight."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def add(self, request: Request) -> None:
         """Adds a request to the queue. Raises a `PlanError` for one that can never run."""
@@ -148,18 +186,16 @@ class Engine:
             model=self._block_name(len(request.prompt_token_ids)),
         )
         matcher = self._make_matcher(request.params)
-        self.scheduler.add(sequence)
-        self._states[request.request_id] = RequestState(
-            sequence,
-            SamplingState(
-                request.params,
-                stream=request.stream,
-                prompt_token_ids=request.prompt_token_ids,
-                end_token_ids=self.end_token_ids,
-                vocab=self.vocab_size,
-            ),
-            matcher=matcher,
+        sampling = SamplingState(
+            request.params,
+            stream=request.stream,
+            prompt_token_ids=request.prompt_token_ids,
+            end_token_ids=self.end_token_ids,
+            vocab=self.vocab_size,
         )
+        sequence.waits_for_tokens = sampling.needs_last_token or matcher is not None
+        self.scheduler.add(sequence)
+        self._states[request.request_id] = RequestState(sequence, sampling, matcher=matcher)
 
     def _make_matcher(self, params: SamplingParams) -> GrammarMatcher | None:
         """Returns the matcher of a structured output; None for any text."""
@@ -179,18 +215,17 @@ class Engine:
         self._states.pop(request_id, None)
 
     def step(self) -> list[TokenOutput]:
-        """Computes the next tokens of some requests.
+        """Launches a step and returns new tokens of some requests; of the step before, if ahead.
 
-        Communicates: as `ModelRunner.execute`.
+        Communicates: as `ModelRunner.launch`.
         """
         scheduled = self.scheduler.schedule()
-        if not scheduled.items:
-            return []
-        step = self._build_step(scheduled)
-        outputs = self._finish_step(scheduled, self.runner.execute(step))
-        self._num_steps += 1
-        self._collective_bytes.update(self._predict_bytes(step))
-        return outputs
+        if scheduled.items:
+            self._in_flight.append(self._launch(scheduled))
+        is_behind = len(self._in_flight) > self.max_steps_ahead
+        if self._in_flight and (is_behind or not scheduled.items):
+            return self._finish_step(self._in_flight.popleft())
+        return []
 
     def stats(self) -> EngineStats:
         """Returns the counters and gauges of now."""
@@ -213,51 +248,89 @@ class Engine:
 
     # ---- a step -----------------------------------------------------------------------------
 
-    def _build_step(self, scheduled: ScheduledStep) -> StepInput:
-        """Returns the input of a step."""
-        homes = [
-            self._build_home([item for item in scheduled.items if item.home == home])
-            for home in range(self.runner.num_homes)
+    def _launch(self, scheduled: ScheduledStep) -> StepInFlight:
+        """Starts a step."""
+        states = [self._states[item.request_id] for item in scheduled.items]
+        for state in states:
+            if state.start_time is None:
+                state.start_time = time.monotonic()
+        scored = [
+            self._scored_places(state, item)
+            for state, item in zip(states, scheduled.items, strict=True)
         ]
-        num_tokens = max(1, *(home.num_tokens for home in homes))
+        work = [*zip(scheduled.items, states, scored, strict=True)]
+        homes: list[list[HomeWork]] = [[] for _ in range(self.runner.num_homes)]
+        for one in work:
+            homes[one[0].home].append(one)
+        step = self._build_step([self._build_home(i, home) for i, home in enumerate(homes)], states)
+        self._sampled_places = {}
+        for i, home in enumerate(homes):
+            sampling = [item.request_id for item, _, _ in home if item.samples]
+            first = i * self.config.max_num_seqs
+            self._sampled_places |= zip(sampling, range(first, first + len(sampling)), strict=True)
+        pending = self.runner.launch(step)
+        self._num_steps += 1
+        self._collective_bytes.update(self._predict_bytes(step))
+        return StepInFlight(scheduled, states, [len(places) for places in scored], pending)
+
+    def _build_step(self, homes: Sequence[HomeInput], states: Sequence[RequestState]) -> StepInput:
+        """Returns the input of a step."""
+        num_tokens = max(self.runner.min_tokens, *(home.num_tokens for home in homes))
         row_splits = self.runner.choose_row_splits(num_tokens)
         # A home without tokens, and the rest of other homes, is padding.
         num_tokens = round_up(num_tokens, self.runner.token_multiple(row_splits))
-        params = [self._states[item.request_id].sampling.params for item in scheduled.items]
-        asked = [n for one in params for n in (one.logprobs, one.prompt_logprobs) if n is not None]
-        return StepInput(homes, num_tokens, row_splits, max(asked, default=-1))
+        num_top = -1
+        for state in states:
+            params = state.sampling.params
+            if params.logprobs is not None:
+                num_top = max(num_top, params.logprobs)
+            if params.prompt_logprobs is not None:
+                num_top = max(num_top, params.prompt_logprobs)
+        return StepInput(homes, num_tokens, row_splits, num_top)
 
-    def _build_home(self, items: Sequence[WorkItem]) -> HomeInput:
+    def _build_home(self, home: int, work: Sequence[HomeWork]) -> HomeInput:
+        """Returns the part of a step that belongs to one home."""
         chunks: list[SequenceChunk] = []
-        rows: list[SamplingRow] = []
+        sampling: list[RequestState] = []
         sampled: list[int] = []
         scored: list[int] = []
         targets: list[int] = []
         first = 0
-        for item in items:
-            state = self._states[item.request_id]
-            if state.start_time is None:
-                state.start_time = time.monotonic()
+        for item, state, places in work:
             sequence = state.sequence
             stop = item.start + item.num_tokens
-            num_blocks = -(-stop // self.config.block_size)
-            chunks.append(
-                SequenceChunk(
-                    sequence.token_ids[item.start : stop],
-                    item.start,
-                    len(sequence.token_ids),
-                    sequence.block_ids[:num_blocks],
-                )
-            )
-            for place in self._scored_places(state, item):
+            known = len(sequence.token_ids)
+            tokens = sequence.token_ids[item.start : stop]
+            if stop > known:
+                # The last token is still on the device.
+                tokens.append(-1 - self._sampled_places[item.request_id])
+                known = stop
+            chunks.append(SequenceChunk(tokens, item.start, known, sequence.block_ids))
+            for place in places:
                 scored.append(first + place - item.start)
                 targets.append(sequence.token_ids[place + 1])
-            if item.samples:
-                sampled.append(first + item.num_tokens - 1)
-                rows.append(state.next_row())
             first += item.num_tokens
-        inputs = SamplingInputs.from_rows(rows, self.vocab_size)
-        return HomeInput(chunks, inputs, sampled, scored, targets)
+            if item.samples:
+                sampled.append(first - 1)
+                sampling.append(state)
+        return HomeInput(chunks, self._sampling_inputs(home, sampling), sampled, scored, targets)
+
+    def _sampling_inputs(self, home: int, states: list[RequestState]) -> SamplingInputs:
+        """Returns how the next tokens of requests are sampled."""
+        last, inputs = self._last_sampling.get(home, ([], None))
+        # Often only the positions have changed since the last step.
+        if inputs is not None and last == states:
+            places = [state.next_position for state in states]
+            positions = torch.tensor(places, dtype=torch.int64)
+            return dataclasses.replace(inputs, positions=positions)
+        inputs = SamplingInputs.from_rows([state.next_row() for state in states], self.vocab_size)
+        self._last_sampling.pop(home, None)
+        if not any(
+            state.sequence.waits_for_tokens or state.sampling.changes_at(state.next_position)
+            for state in states
+        ):
+            self._last_sampling[home] = (states, inputs)
+        return inputs
 
     @staticmethod
     def _scored_places(state: RequestState, item: WorkItem) -> range:
@@ -268,37 +341,41 @@ class Engine:
         start = max(item.start, len(state.prompt_logprobs))
         return range(start, min(item.start + item.num_tokens, state.sequence.num_prompt_tokens - 1))
 
-    def _finish_step(
-        self, scheduled: ScheduledStep, results: Sequence[HomeOutput]
-    ) -> list[TokenOutput]:
-        """Records the results of a step, and returns what is new."""
+    def _finish_step(self, step: StepInFlight) -> list[TokenOutput]:
+        """Waits for a step, records its results, and returns what is new."""
+        results = step.pending.wait()
         outputs: list[TokenOutput] = []
-        for home, result in enumerate(results):
-            items = [item for item in scheduled.items if item.home == home]
-            num_sampled = scored = sum(item.samples for item in items)
-            row = 0
-            for item in items:
-                state = self._states[item.request_id]
-                for _ in self._scored_places(state, item):
-                    assert result.scores is not None
-                    count = state.sequence.request.params.prompt_logprobs
-                    state.prompt_logprobs.append(_logprobs_of(result.scores, scored, count))
-                    scored += 1
-                if item.samples:
-                    outputs.append(self._make_output(state, result, row))
-                    row += 1
-            assert row == num_sampled, (row, num_sampled)
+        next_row = [0] * len(results)
+        next_scored = [len(home.sampled_rows) for home in step.pending.step.homes]
+        for item, state, num_scored in zip(
+            step.scheduled.items, step.states, step.num_scored, strict=True
+        ):
+            home = item.home
+            row, scored = next_row[home], next_scored[home]
+            next_row[home] += item.samples
+            next_scored[home] += num_scored
+            # It may have ended, or started again, since the step was launched.
+            if not state.sequence.takes_tokens:
+                continue
+            for i in range(scored, scored + num_scored):
+                scores = results[home].scores
+                assert scores is not None
+                count = state.sequence.request.params.prompt_logprobs
+                state.prompt_logprobs.append(_logprobs_of(scores, i, count))
+            if item.samples:
+                outputs.append(self._make_output(state, results[home], row))
         ended = [one.request_id for one in outputs if one.finish_reason is not None]
         # Only the first token was sampled; others were forced by a grammar.
         tokens = {one.request_id: one.token_ids[:1] for one in outputs}
-        self.scheduler.finish_step(scheduled, tokens, ended)
+        self.scheduler.finish_step(step.scheduled, tokens, ended)
         for request_id in ended:
             del self._states[request_id]
         for one in outputs:
             self._num_generated_tokens += len(one.token_ids)
             if one.finish_reason is None:
                 sequence = self._states[one.request_id].sequence
-                sequence.append_tokens(one.token_ids[1:])
+                if len(one.token_ids) > 1:
+                    sequence.append_tokens(one.token_ids[1:])
                 self._restart_if_longer(sequence)
         return outputs
 
@@ -313,12 +390,12 @@ class Engine:
             if sequence.request.params.prompt_logprobs is not None:
                 common["prompt_logprobs"] = tuple(state.prompt_logprobs)
         state.has_output = True
-        if result.failed[row] and not state.error:
+        token = result.tokens[row]
+        if token == FAILED and not state.error:
             state.error = (
                 "No token can be sampled: the parameters of the request forbid all tokens, or the "
                 "logits are not finite."
             )
-        token = result.tokens[row]
         forced = self._advance_grammar(state, token)
         if state.error:
             return TokenOutput(**common, finish_reason="error", error=state.error)
@@ -514,8 +591,10 @@ def open_engine(
         num_blocks=num_blocks,
         block_size=config.block_size,
         row_splits=row_splits,
-        max_decode_batch=0 if config.cuda_graphs == "off" else config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
+        cuda_graphs=config.cuda_graphs != "off",
+        batch_invariant=config.batch_invariant,
     )
     engine = Engine(
         runner,

@@ -12,7 +12,9 @@ All ranks of a home sample the same tokens, which are then sent to all ranks.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,20 @@ from ranvier.comm import collectives
 from ranvier.comm.consensus import max_over_ranks, world_axis
 from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
+from ranvier.errors import PlanError
 from ranvier.grid import ORDERS_CHANNEL
 from ranvier.infer.decode_graphs import DecodeGraphs
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
-from ranvier.infer.step_input import HomeInput, StepInput, pad_rows, positions_of
+from ranvier.infer.sampling_inputs import SamplingInputs
+from ranvier.infer.step_input import (
+    HomeInput,
+    StepInput,
+    build_sequences,
+    copy_together,
+    pad_rows,
+    positions_of,
+    token_ids_of,
+)
 from ranvier.launch import has_triton
 from ranvier.models.decoder import AttentionCore
 from ranvier.models.paged_attention import (
@@ -34,7 +46,11 @@ from ranvier.models.paged_attention import (
     PagedSequences,
     paged_attention,
 )
+from ranvier.nn.fused_linear import FusedLinear
+from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul, can_multiply_thin
+from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
+from ranvier.nn.matmul import MatmulBackend, PlainMatmul
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import Sharding, local_range
@@ -42,8 +58,10 @@ from ranvier.trace import Event
 
 KV_CACHE_DIMS = ("page", "kv_heads", "slot", "head_dim")
 """Dims of the keys, and of the values, of a layer."""
-RESULT_COLUMNS = 4
-"""Token, whether it failed, log-probability and rank; then the most likely tokens."""
+SCORE_COLUMNS = 2
+"""Columns of results between the token and the most likely tokens: log-probability and rank."""
+FAILED = -1
+"""Token of a row from which nothing could be sampled."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +69,39 @@ class HomeOutput:
     """Tokens that were sampled and scored for one home, on the host."""
 
     tokens: list[int]
-    """Sampled tokens."""
-    failed: list[bool]
-    """Whether no token could be sampled."""
+    """Sampled tokens; `FAILED` where none could be sampled."""
     scores: TokenScores | None
     """Log-probabilities of the sampled tokens, then of the scored ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """A step that was launched, and whose results are copied to the host."""
+
+    step: StepInput
+    results: Tensor
+    """Rows of all homes, on the host: token, then log-probabilities; complete after `ready`."""
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> list[HomeOutput]:
+        """Waits for the device, and returns the results of all homes."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        rows = self.results.split(self.step.num_logits)
+        return [
+            self._read_home(part, home) for part, home in zip(rows, self.step.homes, strict=True)
+        ]
+
+    def _read_home(self, results: Tensor, home: HomeInput) -> HomeOutput:
+        results = results[: home.num_logits]
+        tokens = results[: len(home.sampled_rows), 0].long().tolist()
+        if self.step.num_top < 0:
+            return HomeOutput(tokens, None)
+        _, logprobs, ranks = results[:, : 1 + SCORE_COLUMNS].unbind(1)
+        top_tokens, top_logprobs = results[:, 1 + SCORE_COLUMNS :].chunk(2, 1)
+        return HomeOutput(
+            tokens, TokenScores(logprobs, ranks.long(), top_tokens.long(), top_logprobs)
+        )
 
 
 class ModelRunner:
@@ -66,9 +112,11 @@ class ModelRunner:
         num_blocks: Number of blocks of each home, including block 0, which holds padding.
         block_size: Number of tokens of a block.
         row_splits: What row splits of the residual stream, or auto.
-        max_decode_batch: Maximum number of sequences of a decode step that is run as a CUDA graph;
-            0 means no graphs.
-        max_model_len: Maximum number of tokens of a sequence, if there are graphs.
+        max_num_seqs: Maximum number of sequences of a home in a step.
+        max_model_len: Maximum number of tokens of a sequence.
+        cuda_graphs: Whether decode steps may run as CUDA graphs.
+        batch_invariant: Whether the logits of a token must not depend on the other tokens of a
+            step.
     """
 
     def __init__(
@@ -77,9 +125,11 @@ class ModelRunner:
         *,
         num_blocks: int,
         block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
         row_splits: RowSplitChoice = "auto",
-        max_decode_batch: int = 0,
-        max_model_len: int = 0,
+        cuda_graphs: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self._row_splits = row_splits
@@ -110,46 +160,93 @@ class ModelRunner:
         for core in self._cores:
             keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
             core.kv_cache = KVCache(keys, values)
-            core.attend_paged = choose_paged_attention(core.kv_cache)
+            core.attend_paged = choose_paged_attention(core.kv_cache, batch_invariant)
+        has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
+        self._has_kernels = self.device.type == "cuda" and has_kernels
+        if batch_invariant:
+            self._check_batch_invariant()
+        # Graphs of the compiler differ in the order of additions.
+        self._compiles = self._has_kernels and self.grid.world_size == 1 and not batch_invariant
+        self.min_tokens = 2 if self._compiles else 1
+        """Minimum number of tokens of a step: one token is a special case of the compiler."""
+        self._restore: list[Callable[[], None]] = []
+        if self._has_kernels and can_multiply_thin(self.device):
+            self._use_inference_matmuls(BatchInvariantMatmul() if batch_invariant else ThinMatmul())
+        self.max_num_seqs = max_num_seqs
+        self.sampled_tokens = torch.zeros(
+            self.num_homes * max_num_seqs, dtype=torch.int64, device=self.device
+        )
+        """Tokens that the last step sampled, of each home: the input of the next step, before the
+        host knows them."""
         self.decode_graphs: DecodeGraphs | None = None
-        if max_decode_batch and self._can_capture():
+        if cuda_graphs and self._can_capture():
             self.decode_graphs = DecodeGraphs(
-                self._forward_decode,
+                self._forward,
+                self._sample_rows,
+                self.sampled_tokens,
                 block_size=block_size,
                 max_blocks=-(-max_model_len // block_size),
-                max_batch=max_decode_batch,
+                max_batch=max_num_seqs,
             )
+
+    def _check_batch_invariant(self) -> None:
+        """Raises if logits cannot be independent of the batch."""
+        if self._has_kernels and self.grid.world_size == 1 and not self._has_experts:
+            return
+        raise PlanError(
+            "engine.batch_invariant=true is not supported here. It needs one GPU with Triton, "
+            "bf16, fp16 or fp32, and a model without experts. Use engine.batch_invariant=false."
+        )
+
+    def _use_inference_matmuls(self, backend: MatmulBackend) -> None:
+        """Replaces the matmuls of linear layers, and packs layers with the same input."""
+        for layer in self.parallel.layers.values():
+            if isinstance(layer, Linear) and layer.matmul_backend == PlainMatmul():
+                self._restore.append(partial(setattr, layer, "matmul_backend", PlainMatmul()))
+                layer.matmul_backend = backend
+        for layer in self.parallel.layers.values():
+            if isinstance(layer, FusedLinear):
+                self._restore.append(partial(setattr, layer, "packed_layers", layer.packed_layers))
+                layer.pack_weights(MAX_FEATURES, all_alike=True)
+
+    @property
+    def _has_experts(self) -> bool:
+        return self.parallel.load_balancer is not None
 
     def _can_capture(self) -> bool:
         """Whether decode steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
-        has_kernels = all(core.attend_paged is not paged_attention for core in self._cores)
         # Grouped products of experts copy numbers of rows from the host.
-        has_experts = self.parallel.load_balancer is not None
-        is_one_gpu = self.device.type == "cuda" and self.grid.world_size == 1
-        return is_one_gpu and has_kernels and not has_experts
+        return self._has_kernels and self.grid.world_size == 1 and not self._has_experts
 
-    def _forward_decode(
+    def _forward(
         self, tokens: Tensor, positions: Tensor, sequences: PagedSequences, rows: Tensor
-    ) -> Tensor:
-        """Returns the logits of a decode step `[n, v]`."""
+    ) -> Tensor | None:
+        """Returns the logits of some tokens of a step `[n, v]`; None before the last stage.
+
+        tokens, positions: `[b, T]`; rows: index of these tokens, `[b, n]`.
+        """
         context = self.parallel.step_context
-        context.compiles_inference = True
+        context.compiles_inference = self._compiles
         self.parallel.bucket_scheduler.begin_step("inference")
+        inputs = {
+            "tokens": tokens,
+            "positions": positions,
+            "documents": sequences,
+            "logits_to_keep": rows,
+        }
         try:
-            inputs = {
-                "tokens": tokens,
-                "positions": positions,
-                "documents": sequences,
-                "logits_to_keep": rows,
-            }
-            return self.parallel.pipeline.executor.run_forward([MicroBatch(inputs)])[0][0]
+            found = self.parallel.pipeline.executor.run_forward([MicroBatch(inputs)])
         finally:
             context.compiles_inference = False
+        return found[0][0] if found else None
 
     def free_cache(self) -> None:
         """Frees the memory of keys and values. Afterwards no step can run."""
         for core in self._cores:
             core.kv_cache = None
+        self.decode_graphs = None
+        for restore in self._restore:
+            restore()
 
     @staticmethod
     def kv_cache_shape(model: nn.Module, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -210,16 +307,23 @@ class ModelRunner:
 
     # ---- all ranks --------------------------------------------------------------------------
 
-    def execute(self, step: StepInput) -> list[HomeOutput]:
-        """Runs a step on all ranks and returns the tokens of all homes. Only for the leader.
+    def launch(self, step: StepInput) -> PendingStep:
+        """Starts a step on all ranks. Only for the leader, which waits for the results later.
 
         Communicates: the step over all axes, then as a forward pass; results over pipe and homes.
         """
-        packed = step.pack()
         if self.orders_axis.size > 1:
+            packed = step.pack()
             max_over_ranks(len(packed), self.grid, "cpu", channel=ORDERS_CHANNEL)
             collectives.broadcast(packed, self.orders_axis).wait()
-        return self._run(step)
+        results = self._run(step)
+        if self.device.type != "cuda":
+            return PendingStep(step, results, None)
+        on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+        on_host.copy_(results, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return PendingStep(step, on_host, ready)
 
     def follow(self) -> None:
         """Runs the steps of the leader until it stops."""
@@ -235,118 +339,95 @@ class ModelRunner:
     # ---- one rank ---------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _run(self, step: StepInput) -> list[HomeOutput]:
+    def _run(self, step: StepInput) -> Tensor:
+        """Returns the results of all homes, on the device."""
         if self.decode_graphs is not None and self.decode_graphs.accepts(step):
             (home,) = step.homes
-            results = self._new_results(step)
-            self._sample(self.decode_graphs.run(home), step, home, results)
-            return [self._read_results(results.cpu(), home, step)]
-        read = [step.homes[i] for i in self.read_homes]
-        own = step.homes[self.home]
-        rows = [[*home.sampled_rows, *home.scored_rows] for home in read]
-        inputs: dict[str, Any] = {
-            "tokens": pad_rows(
-                [[token for chunk in home.chunks for token in chunk.tokens] for home in read],
-                step.num_tokens,
-            ),
-            "positions": pad_rows([[*positions_of(home)] for home in read], step.num_tokens),
-            "documents": self._make_sequences(own, step.num_tokens),
-            "logits_to_keep": pad_rows(rows, step.num_logits),
-        }
-        inputs = {
-            name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in inputs.items()
-        }
-        self.parallel.step_context.row_splits = step.row_splits
-        self.parallel.bucket_scheduler.begin_step("inference")
-        try:
-            found = self.parallel.pipeline.executor.run_forward([MicroBatch(inputs)])
-        finally:
-            self.parallel.step_context.row_splits = "tokens"
+            results = self.decode_graphs.run(home)
+            if results is not None:
+                return results
+            logits: Tensor | None = self.decode_graphs.logits
+        else:
+            logits = self._run_eagerly(step)
         results = self._new_results(step)
-        if found:
-            self._sample(found[0][0], step, own, results)
+        if logits is not None:
+            self._sample(logits, step, step.homes[self.home], results)
         last = self.pipe_axis.size - 1
         results = collectives.broadcast(results, self.pipe_axis, index=last).wait()
         results = collectives.all_gather(results, self.home_axis).wait()
-        return [
-            self._read_results(rows, home, step)
-            for rows, home in zip(results.cpu().split(step.num_logits), step.homes, strict=True)
+        tokens = results[:, 0].view(self.num_homes, -1)[:, : self.max_num_seqs]
+        self.sampled_tokens.view(self.num_homes, -1)[:, : tokens.shape[1]] = tokens.long().clamp(
+            min=0
+        )
+        return results
+
+    def _run_eagerly(self, step: StepInput) -> Tensor | None:
+        """Returns the logits of this rank's home `[n, v]`; None before the last stage."""
+        read = [step.homes[i] for i in self.read_homes]
+        rows = [[*home.sampled_rows, *home.scored_rows] for home in read]
+        arrays = [
+            pad_rows([token_ids_of(home) for home in read], step.num_tokens),
+            pad_rows([positions_of(home) for home in read], step.num_tokens),
+            pad_rows(rows, step.num_logits),
         ]
+        tokens, positions, logits_to_keep = copy_together(arrays, self.device)
+        # Some tokens were sampled by the step before, and the host does not know them yet.
+        sampled = self.sampled_tokens[(-1 - tokens).clamp(min=0)]
+        tokens = torch.where(tokens < 0, sampled, tokens)
+        own = step.homes[self.home]
+        sequences = build_sequences(own.chunks, step.num_tokens, self.block_size, self.device)
+        self.parallel.step_context.row_splits = step.row_splits
+        try:
+            return self._forward(tokens, positions, sequences, logits_to_keep)
+        finally:
+            self.parallel.step_context.row_splits = "tokens"
 
     def _new_results(self, step: StepInput) -> Tensor:
-        """Returns zeros for the results of a home: token, failed, log-probabilities."""
-        columns = RESULT_COLUMNS + 2 * max(step.num_top, 0)
+        """Returns zeros for the results of a home: token, then log-probabilities if asked for."""
+        columns = 1 if step.num_top < 0 else 1 + SCORE_COLUMNS + 2 * step.num_top
         return torch.zeros(step.num_logits, columns, dtype=torch.float64, device=self.device)
 
-    def _make_sequences(self, own: HomeInput, num_tokens: int) -> PagedSequences:
-        """Returns where the tokens of this rank's home are stored."""
-        chunks = own.chunks
-        query_lens = tuple(len(chunk.tokens) for chunk in chunks)
-        slots: list[int] = []
-        lengths: list[int] = []
-        for chunk in chunks:
-            for place in range(chunk.start, chunk.stop):
-                block = chunk.blocks[place // self.block_size]
-                slots.append(block * self.block_size + place % self.block_size)
-            lengths += [chunk.num_known_tokens] * len(chunk.tokens)
-        most = max((len(chunk.blocks) for chunk in chunks), default=1)
-        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        stops = [chunk.stop for chunk in chunks]
-        return PagedSequences(
-            starts.to(self.device),
-            torch.tensor(stops, dtype=torch.int32, device=self.device),
-            pad_rows([chunk.blocks for chunk in chunks], most).int().to(self.device),
-            pad_rows([slots], num_tokens)[0].to(self.device),
-            pad_rows([lengths], num_tokens).to(self.device),
-            query_lens,
-            tuple(stops),
-        )
+    def _sample_rows(self, logits: Tensor, inputs: SamplingInputs, results: Tensor) -> None:
+        """Samples from rows of logits `[n, V/p]` into rows of results."""
+        assert self.head is not None
+        found = sample_tokens(logits, inputs, self.head.vocab_shard)
+        results[:, 0] = found.tokens.masked_fill(found.failed, FAILED)
+        _write_scores(results, found.scores)
 
     def _sample(self, logits: Tensor, step: StepInput, own: HomeInput, results: Tensor) -> None:
         """Samples and scores the rows of logits `[n, V/p]` of this home."""
         assert self.head is not None
-        shard = self.head.vocab_shard
         # Fewer rows than in other homes: the collectives over the vocabulary are those of this
         # home only, so that padding need not take part.
         count = len(own.sampled_rows)
         if count:
-            found = sample_tokens(logits[:count], own.sampling.to(self.device), shard)
-            results[:count, 0] = found.tokens
-            results[:count, 1] = found.failed
-            _write_scores(results[:count], found.scores)
+            self._sample_rows(logits[:count], own.sampling.to(self.device), results[:count])
         if own.scored_rows:
             tokens = torch.tensor(own.scored_tokens, device=self.device)
             some = slice(count, count + len(tokens))
-            results[some, 0] = tokens
+            results[some, 0] = tokens.double()
+            shard = self.head.vocab_shard
             scores = score_tokens(logits[some], tokens, shard, num_top=max(step.num_top, 0))
             _write_scores(results[some], scores)
-
-    def _read_results(self, results: Tensor, home: HomeInput, step: StepInput) -> HomeOutput:
-        """Returns the results of a home on the host."""
-        results = results[: home.num_logits]
-        count = len(home.sampled_rows)
-        scores = None
-        if step.num_top >= 0:
-            top_tokens, top_logprobs = results[:, RESULT_COLUMNS:].chunk(2, 1)
-            scores = TokenScores(
-                results[:, 2], results[:, 3].long(), top_tokens.long(), top_logprobs
-            )
-        return HomeOutput(
-            results[:count, 0].long().tolist(), results[:count, 1].bool().tolist(), scores
-        )
 
 
 MIN_TOKENS_TO_SPLIT = 64
 """Tokens per rank of row from which the work of norms outweighs the latency of two collectives."""
 
 
-def choose_paged_attention(cache: KVCache) -> PagedAttention:
+MAX_FEATURES = 1 << 62
+"""All layers with the same input are packed, however wide they are."""
+
+
+def choose_paged_attention(cache: KVCache, batch_invariant: bool = False) -> PagedAttention:
     """Returns the attention for a cache: Triton kernels where they support it."""
     if not cache.keys.is_cuda or not has_triton():
         return paged_attention
     from ranvier.infer import paged_kernels
 
     if paged_kernels.supports(cache):
+        if batch_invariant:
+            return paged_kernels.batch_invariant_attention
         return paged_kernels.paged_attention
     return paged_attention
 
@@ -355,9 +436,10 @@ def _write_scores(results: Tensor, scores: TokenScores | None) -> None:
     """Writes log-probabilities into rows of results."""
     if scores is None:
         return
-    results[:, 2] = scores.logprobs
-    results[:, 3] = scores.ranks
+    results[:, 1] = scores.logprobs
+    results[:, 2] = scores.ranks
+    first = 1 + SCORE_COLUMNS
+    half = (results.shape[1] - first) // 2
     top = scores.top_tokens.shape[1]
-    half = (results.shape[1] - RESULT_COLUMNS) // 2
-    results[:, RESULT_COLUMNS : RESULT_COLUMNS + top] = scores.top_tokens
-    results[:, RESULT_COLUMNS + half : RESULT_COLUMNS + half + top] = scores.top_logprobs
+    results[:, first : first + top] = scores.top_tokens
+    results[:, first + half : first + half + top] = scores.top_logprobs

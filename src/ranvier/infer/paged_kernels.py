@@ -6,8 +6,12 @@ each with its own partial result and log-sum-exp, which a second kernel merges:
 
     l = log Σ exp l_i,   y = Σ exp(l_i - l) y_i
 
-Prefill: the keys and values of a sequence are copied out of their blocks and attended to by the
-varlen flash kernel, whose causal mask is aligned at the end of both.
+Prefill: the keys and values of all prompts are copied out of their blocks and attended to by the
+varlen flash kernel, whose causal mask is aligned at the end of both. If the step has whole prompts,
+nothing is copied.
+
+Batch-invariant attention treats every token as a decode with a fixed number of splits, so that the
+order of additions depends on nothing but its position.
 
 `models.paged_attention.paged_attention` is the plain equivalent.
 """
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from ranvier.models.document_attention import can_use_flash_kernel
 from ranvier.models.paged_attention import KVCache, PagedSequences, attend_to_blocks
+from ranvier.nn.inference_matmul import has_dependent_launch
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
@@ -35,9 +40,12 @@ TARGET_PROGRAMS = 1056
 @triton.jit  # type: ignore[untyped-decorator]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
+    new_keys,
+    new_values,
     keys,
     values,
     block_table,
+    table_rows,
     seq_lens,
     partial_y,
     partial_lse,
@@ -46,6 +54,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     window,
     q_token_stride,
     q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
     block_stride,
     kv_head_stride,
     slot_stride,
@@ -59,12 +71,22 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     NUM_SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    WRITES: tl.constexpr,
     EXACT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
-    """Attends from the heads of one group of one sequence to one split of its blocks."""
+    """Attends from the heads of one group of one sequence to one split of its blocks.
+
+    If it writes, the last key and value of a sequence come from the step, and the program that
+    reads their block stores them there.
+    """
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    table_row = tl.load(table_rows + sequence).to(tl.int64)
     length = tl.load(seq_lens + sequence).to(tl.int32)
     rows = tl.arange(0, GROUP_ROWS)
     columns = tl.arange(0, HEAD_COLUMNS)
@@ -84,8 +106,19 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([GROUP_ROWS], tl.float32)
     y = tl.zeros([GROUP_ROWS, HEAD_COLUMNS], tl.float32)
     num_blocks = tl.cdiv(length, BLOCK_SIZE)
+    if WRITES:
+        new_k = tl.load(
+            new_keys + sequence * k_token_stride + kv_head * k_head_stride + columns,
+            mask=is_column,
+            other=0.0,
+        )
+        new_v = tl.load(
+            new_values + sequence * v_token_stride + kv_head * v_head_stride + columns,
+            mask=is_column,
+            other=0.0,
+        )
     for i in tl.range(first // BLOCK_SIZE + split, num_blocks, NUM_SPLITS):
-        block = tl.load(block_table + sequence * table_stride + i).to(tl.int64)
+        block = tl.load(block_table + table_row * table_stride + i).to(tl.int64)
         place = i * BLOCK_SIZE + slots
         is_visible = place < length
         if HAS_WINDOW:
@@ -98,6 +131,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         )
         inside = is_visible[:, None] & is_column[None, :]
         k = tl.load(keys + tile, mask=inside, other=0.0)
+        if WRITES:
+            is_new = (place == length - 1)[:, None]
+            k = tl.where(is_new, new_k[None, :], k)
         if EXACT:
             scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
         else:
@@ -113,6 +149,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         p = tl.exp(scores - safe_peak[:, None])
         total = total * decay + tl.sum(p, 1)
         v = tl.load(values + tile, mask=inside, other=0.0)
+        if WRITES:
+            v = tl.where(is_new, new_v[None, :], v)
+            tl.store(keys + tile, k, mask=is_new & is_column[None, :])
+            tl.store(values + tile, v, mask=is_new & is_column[None, :])
         if EXACT:
             y = y * decay[:, None] + tl.dot(p, v, input_precision="ieee")
         else:
@@ -137,8 +177,12 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Merges the splits of one head of one sequence."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     splits = tl.arange(0, NUM_SPLITS)
     columns = tl.arange(0, HEAD_COLUMNS)
@@ -161,16 +205,21 @@ def decode_attention(
     q: Tensor,
     cache: KVCache,
     block_table: Tensor,
+    table_rows: Tensor,
     seq_lens: Tensor,
     *,
+    new: tuple[Tensor, Tensor] | None = None,
     window: int = 0,
     cap: float = 0.0,
     num_splits: int = 0,
 ) -> Tensor:
-    """Attends from one query per sequence, `[n, h, k]`, to the cache.
+    """Attends from queries, `[n, h, k]`, to the first tokens of their sequences in the cache.
 
-    num_splits: number of splits of a sequence, a power of two; 0 chooses it by the batch. The order
-    of additions depends on it and on the length of the sequence only.
+    table_rows: row of each query in `block_table`, `[n]`; seq_lens: number of tokens it sees.
+    new: key and value of the last of these tokens, `[n, g, k]` each, which the cache does not have
+    yet; they are written to it. Then each query must be of another sequence. num_splits: number of
+    splits of a sequence, a power of two; 0 chooses it by the batch. The order of additions depends
+    on it and on the length of the sequence only.
     """
     num_sequences, num_heads, head_dim = q.shape
     kv_heads = cache.keys.shape[1]
@@ -184,11 +233,16 @@ def decode_attention(
     y = torch.empty((num_sequences, num_heads, head_dim), dtype=q.dtype, device=q.device)
     columns = triton.next_power_of_2(head_dim)
     assert cache.keys.stride() == cache.values.stride(), "keys and values have one layout"
+    is_dependent = has_dependent_launch(q.device.index)
+    new_keys, new_values = new if new is not None else (q, q)
     _decode_kernel[(num_sequences, kv_heads, num_splits)](
         q,
+        new_keys,
+        new_values,
         cache.keys,
         cache.values,
         block_table,
+        table_rows,
         seq_lens,
         partial_y,
         partial_lse,
@@ -197,6 +251,8 @@ def decode_attention(
         window,
         q.stride(0),
         q.stride(1),
+        *new_keys.stride()[:2],
+        *new_values.stride()[:2],
         cache.keys.stride(0),
         cache.keys.stride(1),
         cache.keys.stride(2),
@@ -210,9 +266,12 @@ def decode_attention(
         NUM_SPLITS=num_splits,
         HAS_CAP=cap > 0.0,
         HAS_WINDOW=window > 0,
+        WRITES=new is not None,
         EXACT=q.dtype == torch.float32,
+        IS_DEPENDENT=is_dependent,
         num_warps=4,
         num_stages=3,
+        launch_pdl=is_dependent,
     )
     _merge_kernel[(num_sequences * num_heads,)](
         partial_y,
@@ -221,7 +280,9 @@ def decode_attention(
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=max(16, columns),
         NUM_SPLITS=num_splits,
+        IS_DEPENDENT=is_dependent,
         num_warps=1 if head_dim <= 128 else 2,
+        launch_pdl=is_dependent,
     )
     return y
 
@@ -243,8 +304,12 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr,
     HEAD_COLUMNS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Writes the key and the value of one head of one token into its slot."""
+    if IS_DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_mapping + token)
@@ -262,6 +327,7 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping
     """Writes keys and values of tokens, `[T, g, k]` each, into their slots."""
     assert k.stride(-1) == v.stride(-1) == 1, (k.stride(), v.stride())
     num_tokens, kv_heads, head_dim = k.shape
+    is_dependent = has_dependent_launch(k.device.index)
     _write_kernel[(num_tokens, kv_heads)](
         k,
         v,
@@ -276,12 +342,13 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping
         HEAD_DIM=head_dim,
         HEAD_COLUMNS=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=keys.shape[2],
+        IS_DEPENDENT=is_dependent,
         num_warps=1,
+        launch_pdl=is_dependent,
     )
 
 
-@torch.library.custom_op("ranvier::paged_decode", mutates_args=("keys", "values"))
-def paged_decode(
+def _decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -289,29 +356,122 @@ def paged_decode(
     values: Tensor,
     slot_mapping: Tensor,
     block_table: Tensor,
-    seq_lens: Tensor,
+    token_rows: Tensor,
+    token_lens: Tensor,
+    window: int,
+    cap: float,
+    num_splits: int,
+) -> Tensor:
+    """Writes the cache, and attends from each token to its sequence up to itself.
+
+    num_splits: 0 if there is one token of each sequence, which then needs no pass to write it.
+    """
+    new = None
+    if num_splits:
+        write_cache(k, v, keys, values, slot_mapping)
+    else:
+        new = (k, v)
+    return decode_attention(
+        q,
+        KVCache(keys, values),
+        block_table,
+        token_rows,
+        token_lens,
+        new=new,
+        window=window,
+        cap=cap,
+        num_splits=num_splits,
+    )
+
+
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    token_rows: Tensor,
+    token_lens: Tensor,
+    prompt_start_loc: Tensor,
+    key_start_loc: Tensor,
+    key_slots: Tensor,
+    host_lens: Tensor,
     window: int,
     cap: float,
 ) -> Tensor:
-    """A decode step as one operation for the compiler: writes the cache, and attends to it."""
+    """Writes the cache, and attends from decodes, which come first, and from prompts."""
     write_cache(k, v, keys, values, slot_mapping)
-    return decode_attention(q, KVCache(keys, values), block_table, seq_lens, window=window, cap=cap)
+    cache = KVCache(keys, values)
+    lengths = host_lens[0]
+    num_decodes = int((lengths == 1).sum())
+    num_tokens = int(lengths.sum())
+    y = torch.empty_like(q)
+    if num_decodes:
+        y[:num_decodes] = decode_attention(
+            q[:num_decodes], cache, block_table, token_rows, token_lens, window=window, cap=cap
+        )
+    if num_tokens > num_decodes and not can_use_flash_kernel(q, cap):
+        start = num_decodes
+        for row in range(num_decodes, int((lengths > 0).sum())):
+            length, total = host_lens[:, row].tolist()
+            queries = q[start : start + length].unsqueeze(0)
+            table = block_table[row : row + 1]
+            y[start : start + length] = attend_to_blocks(
+                queries, cache, table, [total], window, cap
+            )[0]
+            start += length
+    elif num_tokens > num_decodes:
+        some = slice(num_decodes, num_tokens)
+        prompt_lens, total_lens = host_lens[:, lengths > 1]
+        if bool((total_lens > prompt_lens).any()):
+            block, offset = key_slots // cache.block_size, key_slots % cache.block_size
+            k, v = (x[block, :, offset] for x in (keys, values))  # (L, g, k)
+        else:
+            k, v = k[some].contiguous(), v[some].contiguous()
+        sizes = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+        y[some] = torch.ops.aten._flash_attention_forward(
+            q[some].contiguous(),
+            k,
+            v,
+            prompt_start_loc,
+            key_start_loc,
+            int(prompt_lens.max()),
+            int(total_lens.max()),
+            0.0,
+            True,
+            False,
+            **sizes,
+        )[0]
+    # Padding.
+    y[num_tokens:] = 0.0
+    return y
 
 
-@paged_decode.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    window: int,
-    cap: float,
-) -> Tensor:
+def _empty_like_queries(q: Tensor, *others: object) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+# Operators, so that a compiler does not look inside.
+_LIBRARY = torch.library.Library("ranvier", "FRAGMENT")
+_COMMON = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor slot_mapping, "
+    "Tensor block_table, Tensor token_rows, Tensor token_lens"
+)
+for _name, _function, _arguments in (
+    ("paged_decode", _decode, "int window, float cap, int num_splits"),
+    (
+        "paged_mixed",
+        _mixed,
+        "Tensor prompt_start_loc, Tensor key_start_loc, Tensor key_slots, Tensor host_lens, "
+        "int window, float cap",
+    ),
+):
+    _LIBRARY.define(f"{_name}({_COMMON}, {_arguments}) -> Tensor")
+    # `host_lens` is on the host, so that the key of a device cannot select the implementation.
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ranvier::{_name}", _empty_like_queries, lib=_LIBRARY)
 
 
 def supports(cache: KVCache) -> bool:
@@ -336,55 +496,44 @@ def paged_attention(
 
     q, y: `[T, h, k]`; k, v: `[T, g, k]`; as `models.paged_attention.paged_attention`.
     """
+    where = (cache.keys, cache.values, sequences.slot_mapping)
+    rows = (sequences.block_table, sequences.token_rows, sequences.token_lens)
     if sequences.is_decode:
-        decoded: Tensor = paged_decode(
-            q,
-            k,
-            v,
-            cache.keys,
-            cache.values,
-            sequences.slot_mapping,
-            sequences.block_table,
-            sequences.seq_lens,
-            window,
-            cap,
-        )
+        decoded: Tensor = torch.ops.ranvier.paged_decode(q, k, v, *where, *rows, window, cap, 0)
         return decoded
-    write_cache(k, v, cache.keys, cache.values, sequences.slot_mapping)
-    # Sequences with one token come first.
-    lengths = sequences.query_lens
-    num_decodes = next((i for i, n in enumerate(lengths) if n > 1), len(lengths))
-    y = torch.zeros_like(q) if sum(lengths) < len(q) or num_decodes < len(lengths) else None
-    if num_decodes:
-        table = sequences.block_table[:num_decodes]
-        decoded = decode_attention(
-            q[:num_decodes], cache, table, sequences.seq_lens, window=window, cap=cap
-        )
-        if y is None:
-            return decoded
-        y[:num_decodes] = decoded
-    assert y is not None
-    start = num_decodes
-    for i in range(num_decodes, len(lengths)):
-        stop = start + lengths[i]
-        y[start:stop] = _attend_chunk(q[start:stop], cache, sequences, i, window, cap)
-        start = stop
-    return y
+    prompts = (sequences.prompt_start_loc, sequences.key_start_loc, sequences.key_slots)
+    mixed: Tensor = torch.ops.ranvier.paged_mixed(
+        q, k, v, *where, *rows, *prompts, sequences.host_lens, window, cap
+    )
+    return mixed
 
 
-def _attend_chunk(
-    q: Tensor, cache: KVCache, sequences: PagedSequences, row: int, window: int, cap: float
+INVARIANT_SPLITS = 4
+"""Number of splits of batch-invariant attention."""
+
+
+def batch_invariant_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    sequences: PagedSequences,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Attends from the last tokens of one sequence, `[s, h, k]`, to all its tokens."""
-    if not can_use_flash_kernel(q, cap):
-        return attend_to_blocks(q.unsqueeze(0), cache, sequences, [row], window, cap)[0]
-    length = sequences.seq_len_of(row)
-    num_blocks = -(-length // cache.block_size)
-    keys, values = cache.read(sequences.block_table[row : row + 1, :num_blocks].long())
-    k, v = (x[0, :, :length].transpose(0, 1).contiguous() for x in (keys, values))  # (L, g, k)
-    bounds = [torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (len(q), length)]
-    sizes = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    found: Tensor = torch.ops.aten._flash_attention_forward(
-        q.contiguous(), k, v, *bounds, len(q), length, 0.0, True, False, **sizes
-    )[0]
-    return found
+    """As `paged_attention`; the output of a token depends on its sequence only, bit by bit."""
+    y: Tensor = torch.ops.ranvier.paged_decode(
+        q,
+        k,
+        v,
+        cache.keys,
+        cache.values,
+        sequences.slot_mapping,
+        sequences.block_table,
+        sequences.token_rows,
+        sequences.token_lens,
+        window,
+        cap,
+        INVARIANT_SPLITS,
+    )
+    return y

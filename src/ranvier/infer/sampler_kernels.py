@@ -165,6 +165,29 @@ def keyed_maxima(
     return best, tokens.gather(1, block.unsqueeze(1)).squeeze(1)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest_keys_kernel(logits, stride, columns, first, keys, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(logits + row * stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    # A column outside has a higher token than all of the row, so that it is never the largest.
+    key = tl.max(_sort_key(x, (first + column).to(tl.int64)), 0)
+    tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), key)
+
+
+def largest_keys(logits: Tensor, first_column: int) -> Tensor:
+    """Returns the largest sort key of each row, `[n]`; logits: `[n, v]`."""
+    rows, columns = logits.shape
+    blocks = triton.cdiv(columns, BLOCK)
+    keys = logits.new_empty(rows, blocks, dtype=torch.int64)
+    if rows:
+        _largest_keys_kernel[(rows, blocks)](
+            logits, logits.stride(0), columns, first_column, keys, BLOCK=BLOCK
+        )
+    return keys.amax(1)
+
+
 # ---- filters ----------------------------------------------------------------------------
 
 

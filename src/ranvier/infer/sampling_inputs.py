@@ -97,6 +97,11 @@ class SamplingState:
         """Whether the next draw depends on tokens so far, not only on their number."""
         return self.params.has_penalties or any(len(word) > 1 for word in self.params.bad_words)
 
+    def changes_at(self, position: int) -> bool:
+        """Whether draws after this position depend on other parameters than the one there."""
+        has_words = bool(self.params.bad_words)
+        return self.params.has_penalties or has_words or position < self.params.min_tokens
+
     def append(self, token: int) -> None:
         """Adds a generated token."""
         self.output_token_ids.append(token)
@@ -299,12 +304,39 @@ class SamplingInputs:
             repetition_penalties=floats(one.repetition_penalty for one in params),
         )
 
+    @classmethod
+    def without_entries(cls, flags: SamplingFlags, **fields: Tensor) -> SamplingInputs:
+        """Returns inputs of rows without masks, biases and penalties, as in a CUDA graph."""
+        keys = fields["keys"]
+        zeros = torch.zeros(keys.shape, dtype=torch.float64, device=keys.device)
+        return cls(
+            flags=flags,
+            **fields,
+            bias_entries=keys.new_zeros(0, 2),
+            bias_values=zeros[:0],
+            mask_rows=keys.new_zeros(0),
+            masks=torch.zeros(0, 2, dtype=torch.int32, device=keys.device),
+            penalty_entries=keys.new_zeros(0, 4),
+            presence_penalties=zeros,
+            frequency_penalties=zeros,
+            repetition_penalties=zeros + 1.0,
+        )
+
     def to(self, device: torch.device | str) -> SamplingInputs:
-        """Returns the inputs on a device; the copies do not wait for the device."""
-        moved = {name: getattr(self, name) for name in _TENSORS}
-        if torch.device(device).type == "cuda":
-            moved = {name: x.pin_memory() if not x.is_cuda else x for name, x in moved.items()}
-        moved = {name: x.to(device, non_blocking=True) for name, x in moved.items()}
+        """Returns the inputs on a device, with one transfer that does not wait for the device."""
+        device = torch.device(device)
+        if device.type == self.keys.device.type:
+            return self
+        own = {name: getattr(self, name) for name in _TENSORS}
+        words = [x.flatten().view(torch.int64) for x in own.values()]
+        flat = torch.cat(words)
+        if device.type == "cuda":
+            flat = flat.pin_memory()
+        parts = flat.to(device, non_blocking=True).split([len(x) for x in words])
+        moved = {
+            name: part.view(x.dtype).view(x.shape)
+            for (name, x), part in zip(own.items(), parts, strict=True)
+        }
         return dataclasses.replace(self, **moved)
 
     def pack(self) -> tuple[Tensor, Tensor]:

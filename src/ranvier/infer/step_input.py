@@ -6,14 +6,16 @@ tokens of each home are concatenated and padded at the end, `[homes, T]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ranvier.config.plan import RowSplit
 from ranvier.infer.sampling_inputs import SamplingInputs
+from ranvier.models.paged_attention import PagedSequences
 
 ROW_SPLITS: tuple[RowSplit, ...] = ("tokens", "none")
 
@@ -23,12 +25,14 @@ class SequenceChunk:
     """Some consecutive tokens of a sequence."""
 
     tokens: Sequence[int]
+    """A negative one, -1 - i, is the i-th token that the step before samples."""
     start: int
     """Position of the first one."""
     num_known_tokens: int
     """Number of known tokens of the sequence, which LongRoPE depends on."""
     blocks: Sequence[int]
-    """Blocks of all tokens up to the last one of the chunk."""
+    """Blocks of the sequence, at least those of all tokens up to the last one of the chunk. A list
+    that only grows: another list has other blocks."""
 
     @property
     def stop(self) -> int:
@@ -90,7 +94,9 @@ class StepInput:
             numbers += [len(home.chunks), len(home.sampled_rows), len(home.scored_rows)]
             for chunk in home.chunks:
                 sizes = (len(chunk.tokens), chunk.start, chunk.num_known_tokens, len(chunk.blocks))
-                numbers += [*sizes, *chunk.tokens, *chunk.blocks]
+                numbers += sizes
+                numbers += chunk.tokens
+                numbers += chunk.blocks
             numbers += [*home.sampled_rows, *home.scored_rows, *home.scored_tokens]
             integers, floats = home.sampling.pack()
             numbers += [len(integers), len(floats)]
@@ -135,15 +141,91 @@ class _NumberReader:
         return self.numbers[self.place - count : self.place]
 
 
-def pad_rows(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """Returns rows of numbers as one tensor, padded with zeros at their end."""
-    padded = torch.zeros(len(rows), width, dtype=torch.int64)
+def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarray:
+    """Returns rows of numbers as one array, padded with zeros at their end."""
+    padded = np.zeros((len(rows), width), dtype=np.int64)
     for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor([*row], dtype=torch.int64)
+        padded[i, : len(row)] = row
     return padded
 
 
-def positions_of(home: HomeInput) -> Iterator[int]:
-    """Yields the position of each token of a home."""
-    for chunk in home.chunks:
-        yield from range(chunk.start, chunk.stop)
+def token_ids_of(home: HomeInput) -> list[int]:
+    """Returns the tokens of all chunks of a home."""
+    return [token for chunk in home.chunks for token in chunk.tokens]
+
+
+def positions_of(home: HomeInput) -> np.ndarray:
+    """Returns the position of each token of a home."""
+    return _concatenate([np.arange(chunk.start, chunk.stop) for chunk in home.chunks])
+
+
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def build_sequences(
+    chunks: Sequence[SequenceChunk], num_tokens: int, block_size: int, device: torch.device
+) -> PagedSequences:
+    """Returns where the tokens of chunks are stored.
+
+    num_tokens: number of tokens with padding. A compiled graph treats a size of one as a special
+    case, so that there are always at least two rows.
+    """
+    num_rows = max(len(chunks), 2)
+    table = np.zeros((num_rows, max([len(chunk.blocks) for chunk in chunks] + [2])), np.int64)
+    lens = np.zeros((2, num_rows), dtype=np.int64)
+    per_token = np.zeros((4, num_tokens), dtype=np.int64)
+    first = 0
+    for row, chunk in enumerate(chunks):
+        table[row, : len(chunk.blocks)] = chunk.blocks
+        lens[:, row] = len(chunk.tokens), chunk.stop
+        places = np.arange(chunk.start, chunk.stop)
+        own = slice(first, first + len(places))
+        per_token[0, own] = _slots_of(table[row], places, block_size)
+        per_token[1, own] = chunk.num_known_tokens
+        per_token[2, own] = row
+        per_token[3, own] = places + 1
+        first += len(places)
+    prompts = np.flatnonzero(lens[0] > 1)
+    prompt_lens = lens[:, prompts] if len(prompts) else np.zeros((2, 1), dtype=np.int64)
+    key_slots = np.zeros(2, dtype=np.int64)
+    if (prompt_lens[1] > prompt_lens[0]).any():
+        key_slots = np.concatenate(
+            [_slots_of(table[row], np.arange(lens[1, row]), block_size) for row in prompts]
+        )
+    arrays = [per_token, lens[1], table, key_slots, *map(_starts_of, (lens[0], *prompt_lens))]
+    (slots, known, rows, visible), seq_lens, blocks, keys, *starts = copy_together(arrays, device)
+    query_starts, prompt_starts, key_starts = (x.int() for x in starts)
+    return PagedSequences(
+        query_start_loc=query_starts,
+        seq_lens=seq_lens.int(),
+        block_table=blocks.int(),
+        slot_mapping=slots,
+        rope_lengths=known.unsqueeze(0),
+        token_rows=rows.int(),
+        token_lens=visible.int(),
+        prompt_start_loc=prompt_starts,
+        key_start_loc=key_starts,
+        key_slots=keys,
+        host_lens=torch.from_numpy(lens),
+    )
+
+
+def _slots_of(blocks: np.ndarray, places: np.ndarray, block_size: int) -> np.ndarray:
+    """Returns the slots of some positions of a sequence."""
+    slots: np.ndarray = blocks[places // block_size] * block_size + places % block_size
+    return slots
+
+
+def _starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Returns where each of consecutive parts starts, then the end."""
+    return np.concatenate([np.zeros(1, dtype=np.int64), lengths.cumsum()])
+
+
+def copy_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copies int64 arrays to a device with one transfer, which does not wait for the device."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

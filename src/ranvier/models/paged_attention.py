@@ -11,7 +11,7 @@ Shapes: T tokens of a step, n sequences, h heads, g kv heads, k head dim. A laye
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,22 +37,38 @@ class PagedSequences:
     """Slot of each token, block · block_size + offset, int64 `[T]`."""
     rope_lengths: Tensor
     """Number of known tokens of each token's sequence, which LongRoPE depends on, `[1, T]`."""
-    query_lens: tuple[int, ...] = ()
-    """Number of tokens of each sequence in the step, on the host to avoid synchronization."""
-    host_seq_lens: tuple[int, ...] = ()
-    """`seq_lens` on the host."""
-    is_decode: bool = False
-    """Whether every sequence has one token and rows without a sequence have a length of 0. Then
-    nothing else is known on the host, so that a graph can be replayed for other sequences."""
+    token_rows: Tensor
+    """Row of the sequence of each token in `block_table`, `[T]`."""
+    token_lens: Tensor
+    """Number of tokens that each token sees, including itself, `[T]`; 0 for padding."""
+    prompt_start_loc: Tensor | None = None
+    """Start of the tokens of each sequence with several tokens among those of such sequences, then
+    the end, int32 `[m + 1]`. They follow the sequences with one token."""
+    key_start_loc: Tensor | None = None
+    """The same for all their tokens so far, int32 `[m + 1]`."""
+    key_slots: Tensor | None = None
+    """Slots of all their tokens so far, int64 `[L]`; not set if the step has all of them."""
+    host_lens: Tensor | None = None
+    """Number of tokens of each sequence in the step, and `seq_lens`, on the host, int64 `[2, n]`.
+    None if every sequence has one token, and rows without a sequence have a length of 0: then
+    nothing is known on the host, so that a graph can be replayed for other sequences."""
 
     @property
-    def max_seq_len(self) -> int:
-        """Length of the longest sequence."""
-        return max(self.host_seq_lens, default=0)
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.host_lens is None
 
-    def seq_len_of(self, row: int) -> int:
-        """Returns the number of tokens of a sequence up to its last one in this step."""
-        return self.host_seq_lens[row]
+    @property
+    def query_lens(self) -> list[int]:
+        """Number of tokens of each sequence in the step."""
+        assert self.host_lens is not None
+        return self.host_lens[0].tolist()
+
+    @property
+    def host_seq_lens(self) -> list[int]:
+        """`seq_lens` on the host."""
+        assert self.host_lens is not None
+        return self.host_lens[1].tolist()
 
     def narrow(self, start: int, tokens: int) -> PagedSequences:
         """Returns these sequences: a rank only has those whose blocks it stores."""
@@ -108,14 +124,17 @@ def paged_attention(
     """
     cache.write(k, v, sequences.slot_mapping)
     y = torch.zeros_like(q)
+    lengths = sequences.host_seq_lens
     decoding: list[int] = []
     start = 0
     for i, length in enumerate(sequences.query_lens):
         if length == 1:
             decoding.append(i)
-        else:
+        elif length > 1:
+            table = sequences.block_table[i : i + 1]
+            some = q[start : start + length].unsqueeze(0)
             y[start : start + length] = attend_to_blocks(
-                q[start : start + length].unsqueeze(0), cache, sequences, [i], window, cap
+                some, cache, table, lengths[i : i + 1], window, cap
             )[0]
         start += length
     if decoding:
@@ -123,7 +142,12 @@ def paged_attention(
         at = sequences.query_start_loc[rows].long()
         # All sequences with one token at once.
         y[at] = attend_to_blocks(
-            q[at].unsqueeze(1), cache, sequences, decoding, window, cap
+            q[at].unsqueeze(1),
+            cache,
+            sequences.block_table[rows],
+            [lengths[i] for i in decoding],
+            window,
+            cap,
         ).squeeze(1)
     return y
 
@@ -131,17 +155,15 @@ def paged_attention(
 def attend_to_blocks(
     q: Tensor,
     cache: KVCache,
-    sequences: PagedSequences,
-    rows: list[int],
+    block_table: Tensor,
+    seq_lens: Sequence[int],
     window: int,
     cap: float,
 ) -> Tensor:
     """Attention of the last queries of some sequences, `[n, s, h, k]`, to all their tokens."""
-    chosen = torch.tensor(rows, device=q.device)
-    lengths = sequences.seq_lens[chosen].long()
-    most = max(sequences.host_seq_lens[row] for row in rows)
-    num_blocks = -(-most // cache.block_size)
-    keys, values = cache.read(sequences.block_table[chosen, :num_blocks].long())  # (n, g, L, k)
+    lengths = torch.tensor(seq_lens, device=q.device)
+    num_blocks = -(-max(seq_lens) // cache.block_size)
+    keys, values = cache.read(block_table[:, :num_blocks].long())  # (n, g, L, k)
     places = torch.arange(keys.shape[2], device=q.device)
     # Queries are the last tokens of their sequence: query i of s is at position length - s + i.
     at = lengths.unsqueeze(1) - q.shape[1] + torch.arange(q.shape[1], device=q.device)  # (n, s)

@@ -99,8 +99,8 @@ class CompiledBlocks:
             # The number of documents is data and must not cause a recompilation.
             if hasattr(document, "cu_seqlens"):
                 torch._dynamo.maybe_mark_dynamic(document.cu_seqlens, 0)
-        is_decode = any(hasattr(one, "slot_mapping") for one in args)
-        if is_decode:
+        is_inference = self.step_context.compiles_inference
+        if is_inference:
             _mark_tokens_dynamic(args)
         (x, *others), more = args, None
         if isinstance(x, DeferredResidual):
@@ -120,9 +120,10 @@ class CompiledBlocks:
         elif left:
             part = "forward_without_add"
         key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
-        if is_decode:
+        if is_inference:
             # One graph for all batches; a batch of one is a special case of the compiler.
-            key = (type(block), part, "decode", more is None, x.shape[1] == 1)
+            decodes = [one.is_decode for one in others if hasattr(one, "is_decode")]
+            key = (type(block), part, *decodes, more is None, x.shape[1] == 1)
         # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
         if many or (travels and kind != "none"):
@@ -167,16 +168,24 @@ class CompiledBlocks:
 
 
 def _mark_tokens_dynamic(args: tuple[Any, ...]) -> None:
-    """Marks the number of tokens as dynamic in the inputs of a block of a decode step."""
+    """Marks the numbers of tokens and sequences as dynamic in the inputs of a block."""
     for arg in args:
         if isinstance(arg, DeferredResidual):
             _mark_tokens_dynamic(tuple(arg))
         elif isinstance(arg, Tensor):
             torch._dynamo.maybe_mark_dynamic(arg, 1)
         elif hasattr(arg, "slot_mapping"):
-            for tensor in (arg.query_start_loc, arg.seq_lens, arg.block_table, arg.slot_mapping):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            torch._dynamo.maybe_mark_dynamic(arg.rope_lengths, 1)
+            for name in vars(arg):
+                # `rope_lengths` and `host_lens` have one column for each token or sequence.
+                tensor = getattr(arg, name)
+                if isinstance(tensor, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1 if name in COLUMN_FIELDS else 0)
+                if name == "block_table":
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+
+
+COLUMN_FIELDS = ("rope_lengths", "host_lens")
+"""Fields of paged sequences whose second dim is that of tokens or sequences."""
 
 
 def _graph_key(arg: Any) -> Any:

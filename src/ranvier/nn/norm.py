@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -81,6 +82,14 @@ class Norm(ParallelLayer):
             self.size * self.num_replicas
         )
 
+    def _can_fuse(self, x: Tensor) -> bool:
+        """Whether to use the kernel of torch: eagerly, on a GPU that has all features.
+
+        It normalizes one row per block, so that a row does not depend on the others.
+        """
+        is_eager = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return is_eager and x.is_cuda and self.axis.size == 1
+
     @property
     def cost_model(self) -> NormCost:
         """Cost of one all-reduce per sum."""
@@ -136,6 +145,8 @@ class RMSNorm(Norm):
             if eager and x.dtype == weight.dtype:
                 found: Tensor = apply_autograd(_RMSNormFunction, x, weight, eps, self)
                 return found
+            if self._can_fuse(x):
+                return F.rms_norm(wide, wide.shape[-1:], weight, eps).to(x.dtype)
             y = wide * torch.rsqrt(self.global_mean(wide * wide) + eps)
         return (y * weight).to(x.dtype)
 
@@ -203,6 +214,10 @@ class LayerNorm(Norm):
         """Normalizes x, `[b, s/row, d/col]`."""
         with self.trace_scope():
             wide = _at_least_float32(x)
+            if self._can_fuse(x):
+                bias = None if self.bias is None else _at_least_float32(self.bias)
+                weight = _at_least_float32(self.weight)
+                return F.layer_norm(wide, wide.shape[-1:], weight, bias, self.eps).to(x.dtype)
             # Two reductions instead of one with Σx and Σx², which loses precision for a large mean.
             centred = wide - self.global_mean(wide)
             y = (

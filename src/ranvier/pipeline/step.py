@@ -573,7 +573,8 @@ class PipelineStep:
             if stage.is_first_chunk(job.chunk):
                 x = self.vocab_parallel.sum_embedding_rows(job.micro)
             more = {"scored": False}
-        moment.defer_residual_add = self.head_knows_scale and stage.num_stages == 1
+        chained = self.head_knows_scale or moment.compiles_inference
+        moment.defer_residual_add = chained and stage.num_stages == 1
         if final and self.head_knows_scale:
             moment.loss_scale = self.loss_scale
         else:

@@ -1,0 +1,114 @@
+"""Matmuls of inference: few rows, read at the speed of memory, or equal bits in every batch.
+
+With few tokens a linear layer reads its weight once and computes little, so that its time is that
+of reading. A row of one token is a sum per output, computed by many small programs; up to 16 rows
+are one tile of tensor cores, which has the weight as its left side. Other sizes use cuBLAS.
+
+`BatchInvariantMatmul` uses one kernel for every number of rows. It adds along the input features in
+one order, without splitting them, so that a row of the result does not depend on other rows.
+
+The kernels are launched before the kernel in front of them has ended (programmatic dependent
+launch), and load weights until it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ranvier.launch import has_triton
+from ranvier.nn.matmul import PlainMatmul
+
+MAX_THIN_ROWS = 16
+"""Maximum number of rows of the kernels for few rows."""
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@cache
+def has_dependent_launch(device: int | None) -> bool:
+    """Whether a GPU starts kernels before their predecessor has ended (Hopper or newer)."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _kernels() -> Any:
+    from ranvier.nn import inference_kernels
+
+    return inference_kernels
+
+
+def _can_use_kernels(x: Tensor, w: Tensor) -> bool:
+    """Whether the kernels support these operands: rows are contiguous, and aligned to 16 bytes."""
+    is_plain = w.stride(1) == 1 and x.is_contiguous() and x.dtype == w.dtype
+    return is_plain and x.dtype in KERNEL_DTYPES and w.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
+
+
+def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
+    num_rows = x.shape[0]
+    if num_rows <= MAX_THIN_ROWS and _can_use_kernels(x, w):
+        if num_rows == 1:
+            found: Tensor = _kernels().multiply_row(x, w)
+            return found
+        # Otherwise there are too few programs to use the whole memory bandwidth.
+        if w.shape[0] >= w.shape[1]:
+            found = _kernels().multiply_in_order(x, w)
+            return found
+    return F.linear(x, w)
+
+
+def _batch_invariant_linear(x: Tensor, w: Tensor) -> Tensor:
+    found: Tensor = _kernels().multiply_in_order(x.contiguous(), w)
+    return found
+
+
+def _empty_output(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+# Operators, so that a compiler does not look inside.
+_LIBRARY = torch.library.Library("ranvier", "FRAGMENT")
+for _name, _function in (
+    ("thin_linear", _thin_linear),
+    ("batch_invariant_linear", _batch_invariant_linear),
+):
+    _LIBRARY.define(f"{_name}(Tensor x, Tensor w) -> Tensor")
+    _LIBRARY.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"ranvier::{_name}", _empty_output, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class ThinMatmul(PlainMatmul):
+    """Matmuls that are fast for few rows, without gradients."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns y = x Wᵀ; x: `[t, i]`, w: `[o, i]`, y: `[t, o]`."""
+        found: Tensor = torch.ops.ranvier.thin_linear(x, w)
+        return found
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns y = x Wᵀ, without a derivative."""
+        return self.forward(x, w)
+
+
+@dataclass(frozen=True)
+class BatchInvariantMatmul(PlainMatmul):
+    """Matmuls whose rows do not depend on other rows, without gradients."""
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns y = x Wᵀ; x: `[t, i]`, w: `[o, i]`, y: `[t, o]`."""
+        found: Tensor = torch.ops.ranvier.batch_invariant_linear(x, w)
+        return found
+
+    def linear(self, x: Tensor, w: Tensor) -> Tensor:
+        """Returns y = x Wᵀ, without a derivative."""
+        return self.forward(x, w)
+
+
+def can_multiply_thin(device: torch.device) -> bool:
+    """Whether a device has the kernels of this module."""
+    return device.type == "cuda" and not torch.version.hip and has_triton()

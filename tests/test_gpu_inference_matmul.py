@@ -1,0 +1,44 @@
+"""The matmuls of inference are those of torch, and rows do not depend on each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = [(4096, 4096), (192, 4096), (1000, 136), (2048, 8192), (4096, 1000)]
+"""Outputs and inputs."""
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", [ThinMatmul(), BatchInvariantMatmul()])
+def test_products(
+    backend: ThinMatmul | BatchInvariantMatmul,
+    dtype: torch.dtype,
+    rows: int,
+    shape: tuple[int, int],
+) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(shape, device="cuda", dtype=dtype)
+    x = torch.randn(rows, shape[1], device="cuda", dtype=dtype)
+    want = x.double() @ w.double().T
+    far = float((backend.forward(x, w).double() - want).abs().max()) / shape[1] ** 0.5
+    assert far < (3e-2 if dtype == torch.bfloat16 else 1e-4), far
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_do_not_depend_on_their_number(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    w = torch.randn(shape, device="cuda", dtype=dtype)
+    x = torch.randn(1500, shape[1], device="cuda", dtype=dtype)
+    whole = BatchInvariantMatmul().forward(x, w)
+    for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200, 1000):
+        assert torch.equal(BatchInvariantMatmul().forward(x[:rows], w), whole[:rows]), rows
