@@ -30,7 +30,7 @@ def seconds_of(work: Callable[[], object], repeats: int = 50) -> float:
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)
-    return sorted(times)[len(times) // 2]
+    return float(sorted(times)[len(times) // 2])
 
 
 def copy_bandwidth() -> float:
