@@ -58,7 +58,8 @@ def flash_attn_with_kvcache(
     assert causal and abs(softmax_scale - q.shape[-1] ** -0.5) < 1e-6, softmax_scale
     # The kernel takes any strides of blocks, heads and slots.
     cache = KVCache(k_cache.transpose(1, 2), v_cache.transpose(1, 2))
-    return decode_attention(q[:, 0], cache, block_table, cache_seqlens).unsqueeze(1)
+    rows = torch.arange(len(q), device=q.device)
+    return decode_attention(q[:, 0], cache, block_table, rows, cache_seqlens).unsqueeze(1)
 
 
 def flash_attn_varlen_func(

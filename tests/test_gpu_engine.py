@@ -74,7 +74,7 @@ def test_tokens_are_those_of_plain_pytorch(
                 found.setdefault(output.request_id, []).extend(
                     (token, score.logprob) for token, score in pairs
                 )
-        uses_graphs = engine.runner.decode_graphs is not None
+        uses_graphs = engine.runner.step_graphs is not None
         assert uses_graphs == (graphs != "off" and name != "mixture")
     for i, prompt in enumerate(prompts()):
         tokens = [token for token, _ in found[str(i)]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,12 @@ def test_kernels_equal_plain_attention(
         # Padding is written to block 0, in any order.
         assert torch.equal(cache.keys[1:].double(), wide.keys[1:]), "the same is written"
         assert torch.equal(cache.values[1:].double(), wide.values[1:])
+        # As in a CUDA graph, in which the host knows no length.
+        unknown = dataclasses.replace(sequences, host_lens=None)
+        again = paged_kernels.paged_attention(*inputs, copies, unknown, window, cap)
+        far = float((again[:tokens].double() - want[:tokens]).abs().max())
+        assert far < (2e-5 if dtype == torch.float32 else 3e-2), (chunks, far)
+        assert torch.equal(copies.keys[1:], cache.keys[1:])
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 16])
@@ -118,3 +126,36 @@ def test_batch_invariant_attention_is_that_of_each_token_alone(
         own = [x[one] for x in inputs]
         again = batch_invariant_attention(*own, cache, alone, window, cap)
         assert torch.equal(again[0], have[token]), token
+
+
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (37, 5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decode_writes_and_merges_in_one_kernel(
+    dtype: torch.dtype, window: int, cap: float, merges: bool
+) -> None:
+    from ranvier.infer.paged_kernels import decode_attention
+
+    chunks = [(1, 1), (1, 16), (1, 17), (1, 65), (1, 700)]
+    (q, k, v), cache, sequences = make_step((8, 2, 64), chunks, 16, dtype)
+    wide = KVCache(cache.keys.double(), cache.values.double())
+    want = paged_attention(*(x.double() for x in (q, k, v)), wide, sequences, window, cap)
+    counters = torch.zeros(10, dtype=torch.int32, device="cuda")
+    for num_splits in (1, 4, 16):
+        have = decode_attention(
+            q,
+            cache,
+            sequences.block_table,
+            sequences.token_rows,
+            sequences.token_lens,
+            new=(k, v),
+            counters=counters if merges else None,
+            window=window,
+            cap=cap,
+            num_splits=num_splits,
+        )
+        far = float((have.double() - want).abs().max())
+        assert far < (2e-5 if dtype == torch.float32 else 3e-2), (num_splits, far)
+        assert torch.equal(cache.keys.double(), wide.keys)
+        assert torch.equal(cache.values.double(), wide.values)
+        assert not counters.any()

@@ -8,7 +8,7 @@ from typing import Literal
 from ranvier.setting import setting
 
 SchedulingPolicyName = Literal["decode_first", "prefill_first", "static"]
-CudaGraphs = Literal["startup", "first_use", "off"]
+CudaGraphs = Literal["auto", "startup", "first_use", "off"]
 AsyncScheduling = Literal["auto", "on", "off"]
 
 
@@ -38,10 +38,10 @@ class EngineConfig:
     static (batches that run until all of their requests have ended)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
-    cuda_graphs: CudaGraphs = "first_use"
-    """Whether decode steps on one GPU are replayed as CUDA graphs: startup (graphs for all batch
-    sizes are captured before the first request), first_use (a graph is captured for a batch size
-    when it first occurs) or off."""
+    cuda_graphs: CudaGraphs = "auto"
+    """Whether steps on one GPU are replayed as CUDA graphs: startup (graphs for all sizes are
+    captured before the first request), first_use (a graph is captured when a step first has its
+    size), off, or auto (startup in a server, otherwise first_use)."""
     async_scheduling: AsyncScheduling = "auto"
     """Whether the next step is scheduled while the device computes the last one: on, off or auto
     (on a GPU). Tokens are the same."""

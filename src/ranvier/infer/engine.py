@@ -592,6 +592,7 @@ def open_engine(
         block_size=config.block_size,
         row_splits=row_splits,
         max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         cuda_graphs=config.cuda_graphs != "off",
         batch_invariant=config.batch_invariant,
@@ -605,6 +606,8 @@ def open_engine(
         compile_grammar=compile_grammar,
     )
     try:
+        if config.cuda_graphs == "startup":
+            runner.capture_graphs()
         yield engine
     finally:
         if runner.grid.rank == 0:

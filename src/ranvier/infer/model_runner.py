@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import ORDERS_CHANNEL
-from ranvier.infer.decode_graphs import DecodeGraphs
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
 from ranvier.infer.sampling_inputs import SamplingInputs
 from ranvier.infer.step_input import (
@@ -55,6 +54,9 @@ from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import Sharding, local_range
 from ranvier.trace import Event
+
+if TYPE_CHECKING:
+    from ranvier.infer.step_graphs import StepGraphs
 
 KV_CACHE_DIMS = ("page", "kv_heads", "slot", "head_dim")
 """Dims of the keys, and of the values, of a layer."""
@@ -113,8 +115,9 @@ class ModelRunner:
         block_size: Number of tokens of a block.
         row_splits: What row splits of the residual stream, or auto.
         max_num_seqs: Maximum number of sequences of a home in a step.
+        max_num_batched_tokens: Maximum number of tokens of a home in a step.
         max_model_len: Maximum number of tokens of a sequence.
-        cuda_graphs: Whether decode steps may run as CUDA graphs.
+        cuda_graphs: Whether steps may run as CUDA graphs.
         batch_invariant: Whether the logits of a token must not depend on the other tokens of a
             step.
     """
@@ -126,6 +129,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         row_splits: RowSplitChoice = "auto",
         cuda_graphs: bool = True,
@@ -166,7 +170,7 @@ class ModelRunner:
         if batch_invariant:
             self._check_batch_invariant()
         # Graphs of the compiler differ in the order of additions.
-        self._compiles = self._has_kernels and self.grid.world_size == 1 and not batch_invariant
+        self._compiles = self._can_capture() and not batch_invariant
         self.min_tokens = 2 if self._compiles else 1
         """Minimum number of tokens of a step: one token is a special case of the compiler."""
         self._restore: list[Callable[[], None]] = []
@@ -178,15 +182,19 @@ class ModelRunner:
         )
         """Tokens that the last step sampled, of each home: the input of the next step, before the
         host knows them."""
-        self.decode_graphs: DecodeGraphs | None = None
+        self.step_graphs: StepGraphs | None = None
         if cuda_graphs and self._can_capture():
-            self.decode_graphs = DecodeGraphs(
+            from ranvier.infer.step_graphs import StepGraphs
+
+            self.step_graphs = StepGraphs(
                 self._forward,
                 self._sample_rows,
                 self.sampled_tokens,
                 block_size=block_size,
                 max_blocks=-(-max_model_len // block_size),
                 max_batch=max_num_seqs,
+                max_tokens=max_num_batched_tokens,
+                kv_heads=shape[1],
             )
 
     def _check_batch_invariant(self) -> None:
@@ -214,7 +222,7 @@ class ModelRunner:
         return self.parallel.load_balancer is not None
 
     def _can_capture(self) -> bool:
-        """Whether decode steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
+        """Whether steps can be CUDA graphs: on one GPU, with kernels that do not wait."""
         # Grouped products of experts copy numbers of rows from the host.
         return self._has_kernels and self.grid.world_size == 1 and not self._has_experts
 
@@ -240,11 +248,20 @@ class ModelRunner:
             context.compiles_inference = False
         return found[0][0] if found else None
 
+    def capture_graphs(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Captures the CUDA graphs of all steps, which otherwise happens at their first use.
+
+        report: called with the number of captured graphs and of all graphs.
+        """
+        if self.step_graphs is not None:
+            with torch.inference_mode():
+                self.step_graphs.capture_all(report)
+
     def free_cache(self) -> None:
         """Frees the memory of keys and values. Afterwards no step can run."""
         for core in self._cores:
             core.kv_cache = None
-        self.decode_graphs = None
+        self.step_graphs = None
         for restore in self._restore:
             restore()
 
@@ -341,12 +358,13 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, step: StepInput) -> Tensor:
         """Returns the results of all homes, on the device."""
-        if self.decode_graphs is not None and self.decode_graphs.accepts(step):
+        size = None if self.step_graphs is None else self.step_graphs.size_of(step)
+        if self.step_graphs is not None and size is not None:
             (home,) = step.homes
-            results = self.decode_graphs.run(home)
+            results = self.step_graphs.run(home, size, samples=step.num_top < 0)
             if results is not None:
                 return results
-            logits: Tensor | None = self.decode_graphs.logits
+            logits: Tensor | None = self.step_graphs.logits
         else:
             logits = self._run_eagerly(step)
         results = self._new_results(step)
@@ -387,12 +405,13 @@ class ModelRunner:
         columns = 1 if step.num_top < 0 else 1 + SCORE_COLUMNS + 2 * step.num_top
         return torch.zeros(step.num_logits, columns, dtype=torch.float64, device=self.device)
 
-    def _sample_rows(self, logits: Tensor, inputs: SamplingInputs, results: Tensor) -> None:
-        """Samples from rows of logits `[n, V/p]` into rows of results."""
+    def _sample_rows(self, logits: Tensor, inputs: SamplingInputs, results: Tensor) -> Tensor:
+        """Samples from rows of logits `[n, V/p]` into rows of results, and returns the tokens."""
         assert self.head is not None
         found = sample_tokens(logits, inputs, self.head.vocab_shard)
         results[:, 0] = found.tokens.masked_fill(found.failed, FAILED)
         _write_scores(results, found.scores)
+        return found.tokens
 
     def _sample(self, logits: Tensor, step: StepInput, own: HomeInput, results: Tensor) -> None:
         """Samples and scores the rows of logits `[n, V/p]` of this home."""

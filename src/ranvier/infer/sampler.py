@@ -307,14 +307,13 @@ def _greedy_tokens(x: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 
     Communicates: all-reduce of the largest sort key per row over the axis of the vocabulary.
     """
-    if can_use_kernels(x):
+    if can_use_kernels(x) and shard.axis.size == 1:
         from ranvier.infer import sampler_kernels
 
-        keys = sampler_kernels.largest_keys(x, shard.first_column)
-    else:
-        # Rounded first, so that ties do not depend on the split.
-        value, column = (x.float() if x.dtype == torch.float64 else x).max(1)
-        keys = sort_keys(value, column + shard.first_column)
+        return sampler_kernels.greedy_tokens(x)
+    # Rounded first, so that ties do not depend on the split.
+    value, column = (x.float() if x.dtype == torch.float64 else x).max(1)
+    keys = sort_keys(value, column + shard.first_column)
     keys = collectives.all_reduce(keys, shard.axis, "max").wait()
     failed = ~key_logits(keys).isfinite()
     return key_tokens(keys).masked_fill(failed, 0), failed

@@ -176,16 +176,54 @@ def _largest_keys_kernel(logits, stride, columns, first, keys, BLOCK: tl.constex
     tl.store(keys + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
-def largest_keys(logits: Tensor, first_column: int) -> Tensor:
-    """Returns the largest sort key of each row, `[n]`; logits: `[n, v]`."""
+@triton.jit  # type: ignore[untyped-decorator]
+def _token_of_keys_kernel(keys, tokens, failed, blocks, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    block = tl.arange(0, WIDTH)
+    lowest = -0x8000000000000000
+    key = tl.max(tl.load(keys + row * blocks + block, mask=block < blocks, other=lowest), 0)
+    # The bits of infinite logits.
+    ordered = (key >> 32).to(tl.int32)
+    is_finite = (ordered < 0x7F800000) & (ordered > -0x7F800001)
+    tl.store(failed + row, ~is_finite)
+    tl.store(tokens + row, tl.where(is_finite, 0xFFFFFFFF - (key & 0xFFFFFFFF), 0))
+
+
+def greedy_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the most likely token of each row `[n]`, and whether there is none, `[n]`.
+
+    logits: `[n, V]`, of all tokens.
+    """
     rows, columns = logits.shape
     blocks = triton.cdiv(columns, BLOCK)
     keys = logits.new_empty(rows, blocks, dtype=torch.int64)
+    tokens = keys.new_empty(rows)
+    failed = keys.new_empty(rows, dtype=torch.bool)
     if rows:
         _largest_keys_kernel[(rows, blocks)](
-            logits, logits.stride(0), columns, first_column, keys, BLOCK=BLOCK
+            logits, logits.stride(0), columns, 0, keys, BLOCK=BLOCK
         )
-    return keys.amax(1)
+        _token_of_keys_kernel[(rows,)](
+            keys, tokens, failed, blocks, WIDTH=triton.next_power_of_2(blocks)
+        )
+    return tokens, failed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _resolve_tokens_kernel(tokens, sampled, resolved, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row, mask=row < count, other=0)
+    other = tl.load(sampled + tl.maximum(-1 - token, 0), mask=(row < count) & (token < 0), other=0)
+    tl.store(resolved + row, tl.where(token < 0, other, token), mask=row < count)
+
+
+def resolve_tokens(tokens: Tensor, sampled: Tensor) -> Tensor:
+    """Returns tokens `[n]`, where a negative one, -1 - i, stands for token i of `sampled`."""
+    resolved = torch.empty_like(tokens)
+    _resolve_tokens_kernel[(triton.cdiv(len(tokens), BLOCK),)](
+        tokens, sampled, resolved, len(tokens), BLOCK=BLOCK
+    )
+    return resolved
 
 
 # ---- filters ----------------------------------------------------------------------------

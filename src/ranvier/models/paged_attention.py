@@ -50,13 +50,12 @@ class PagedSequences:
     """Slots of all their tokens so far, int64 `[L]`; not set if the step has all of them."""
     host_lens: Tensor | None = None
     """Number of tokens of each sequence in the step, and `seq_lens`, on the host, int64 `[2, n]`.
-    None if every sequence has one token, and rows without a sequence have a length of 0: then
-    nothing is known on the host, so that a graph can be replayed for other sequences."""
+    None if nothing is known on the host, so that a graph can be replayed for other sequences."""
+    is_decode: bool = False
+    """Whether row i is the one token of sequence i. Rows without a sequence see 0 tokens."""
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has one token."""
-        return self.host_lens is None
+    split_counters: Tensor | None = None
+    """Scratch memory of decode kernels, int32 `[n · g]`; zeros before and after each use."""
 
     @property
     def query_lens(self) -> list[int]:

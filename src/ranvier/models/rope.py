@@ -30,6 +30,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.config: RotaryConfig = config
         self.rotary_dim = int(config.head_dim * config.partial_rotary_factor)
+        self._known: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        """Frequencies by device and dtype; see `_frequencies`."""
 
     def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
         """Returns cosines, then sines, of the k rotated elements of a head, `[b, s, 1, 2k]`.
@@ -43,13 +45,11 @@ class RotaryEmbedding(nn.Module):
         else:
             wide = torch.float32
         # At least fp32, as bf16 cannot represent large positions.
-        steps = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=wide)
-        frequency = self.compute_frequencies(steps, 1)
+        frequency, far = self._frequencies(positions.device, wide)
         if self.config.rope == "longrope":
             if long is None:
                 long = positions.amax(1, keepdim=True) + 1  # (b, 1)
             beyond = (long > self.config.original_max_position).unsqueeze(-1)
-            far = self.compute_frequencies(steps, self.config.original_max_position + 1)
             # `where` on the device, as a branch on the length would synchronize and break graphs.
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
@@ -60,6 +60,25 @@ class RotaryEmbedding(nn.Module):
         if self.config.attention_factor != 1.0:
             found = found * self.config.attention_factor
         return found.to(dtype)
+
+    def _frequencies(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the frequencies of short and of long documents, which differ for LongRoPE.
+
+        On a GPU they are computed once: they are about fifteen small kernels in each step.
+        """
+        if (device, dtype) in self._known and not torch.compiler.is_compiling():
+            return self._known[device, dtype]
+        # Tensors of inference mode could not be part of a later training step.
+        with torch.inference_mode(False):
+            steps = torch.arange(0, self.rotary_dim, 2, device=device, dtype=dtype)
+            short = far = self.compute_frequencies(steps, 1)
+            if self.config.rope == "longrope":
+                far = self.compute_frequencies(steps, self.config.original_max_position + 1)
+        # The memory of a captured graph is reused, and fake tensors have no values.
+        is_plain = type(steps) is Tensor and not torch.compiler.is_compiling()
+        if device.type == "cuda" and is_plain and not torch.cuda.is_current_stream_capturing():
+            self._known[device, dtype] = short, far
+        return short, far
 
     def compute_frequencies(self, steps: Tensor, seq: int) -> Tensor:
         """Returns radians per token of the pairs with first elements `steps`, `[k/2]`."""

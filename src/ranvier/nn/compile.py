@@ -100,8 +100,6 @@ class CompiledBlocks:
             if hasattr(document, "cu_seqlens"):
                 torch._dynamo.maybe_mark_dynamic(document.cu_seqlens, 0)
         is_inference = self.step_context.compiles_inference
-        if is_inference:
-            _mark_tokens_dynamic(args)
         (x, *others), more = args, None
         if isinstance(x, DeferredResidual):
             # A recomputed block saves its inputs: one tensor is cheaper to save than two.
@@ -122,8 +120,14 @@ class CompiledBlocks:
         key = (type(block), kind, part, *map(_graph_key, (x, more, *others)))
         if is_inference:
             # One graph for all batches; a batch of one is a special case of the compiler.
-            decodes = [one.is_decode for one in others if hasattr(one, "is_decode")]
-            key = (type(block), part, *decodes, more is None, x.shape[1] == 1)
+            kinds = [
+                (one.is_decode, one.host_lens is None)
+                for one in others
+                if hasattr(one, "slot_mapping")
+            ]
+            key = (type(block), part, *kinds, more is None, x.shape[1] == 1)
+            if key not in self.graph_events:
+                _mark_tokens_dynamic(args)
         # Above this limit new variants run eagerly, before dynamo reaches its recompile limit.
         many = key not in self.graph_events and len(self.graph_events) >= MAX_MODEL_GRAPHS
         if many or (travels and kind != "none"):

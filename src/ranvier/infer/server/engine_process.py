@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,10 +46,19 @@ def run_replica_rank(
         connection = FrontConnection(options.socket_path, options.replica)
         connection.report_progress("loading the model")
     start = time.monotonic()
+    if device.type == "cuda" and options.plan.compile == "auto" and me.world_size == 1:
+        # A server runs long enough to compile its blocks.
+        options = replace(options, plan=replace(options.plan, compile="on"))
     with open_engine_on_rank(options, me, device) as engine:
         if connection is None:
             engine.runner.follow()
             return 0
+        if options.engine.cuda_graphs in ("auto", "startup"):
+            engine.runner.capture_graphs(
+                lambda done, total: connection.report_progress(
+                    f"capturing CUDA graphs: {done} of {total}"
+                )
+            )
         loaded = f"loaded in {time.monotonic() - start:.1f} s"
         return run_engine_worker(
             engine, connection, describe_engine(engine, options, device, loaded)

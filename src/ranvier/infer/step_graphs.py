@@ -1,0 +1,322 @@
+"""CUDA graphs of steps, so that the host only copies their inputs.
+
+There is a graph for each class of sizes: of decode steps, in which every sequence has one token,
+and of mixed steps with up to 1,024 tokens; larger steps take longer on the device than on the host.
+A smaller step is padded. Padding tokens write to block 0 and attend to nothing. Sampling is a
+second, small graph, because it also depends on the parameters of the requests; parameters that need
+tensors of other sizes (masks, biases, penalties, log-probabilities) are sampled without a graph.
+
+The input tokens of a step may be those that the step before samples; they never leave the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ranvier.infer.sampler_kernels import resolve_tokens
+from ranvier.infer.sampling_inputs import SamplingFlags, SamplingInputs
+from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
+from ranvier.models.paged_attention import PagedSequences
+
+TOKEN_FIELDS = 6
+"""Numbers of a token: id, position, slot, known tokens, row of its sequence, tokens it sees."""
+SAMPLING_INTEGERS = ("keys", "positions", "top_k")
+SAMPLING_FLOATS = ("temperatures", "top_p", "log_min_p")
+SEQUENCE_FIELDS = 2 + len(SAMPLING_INTEGERS) + len(SAMPLING_FLOATS)
+"""Numbers of a sequence: length, and, of each sampled token, its row and its parameters."""
+MIXED_TOKENS = (64, 128, 256, 384, 512, 768, 1024)
+"""Classes of the number of tokens of mixed steps."""
+MIXED_SEQUENCES = (64, 256, 1024)
+"""Classes of the number of their sequences."""
+WARMUP_RUNS = 2
+ForwardPass = Callable[[Tensor, Tensor, PagedSequences, Tensor], Tensor | None]
+"""Tokens, positions, sequences and rows of logits to logits `[n, v]`."""
+Sampler = Callable[[Tensor, SamplingInputs, Tensor], Tensor]
+"""Logits, their parameters, and the results to write; returns the tokens."""
+
+
+Numbers = TypeVar("Numbers", np.ndarray, Tensor)
+
+
+class GraphSize(NamedTuple):
+    """A class of steps."""
+
+    num_tokens: int
+    num_rows: int
+    """Number of sequences, and of sampled tokens."""
+    is_decode: bool
+
+
+def decode_class(size: int) -> int:
+    """Returns the smallest captured batch size of decode steps that is not less than `size`.
+
+    They are 1, 2, 4, 8, then multiples of 8 up to 64, and of 16 above.
+    """
+    for known in (1, 2, 4, 8):
+        if size <= known:
+            return known
+    step = 8 if size <= 64 else 16
+    return -(-size // step) * step
+
+
+@dataclass
+class _CapturedStep:
+    """The forward pass of a class of steps."""
+
+    graph: torch.cuda.CUDAGraph
+    numbers: Tensor
+    """All fields, int64, flat."""
+    sampling_fields: Tensor
+    """The parameters of sampled tokens among them, `[fields, num_rows]`."""
+    logits: Tensor
+
+
+@dataclass
+class _CapturedSampling:
+    """The sampling of a class of steps and of some flags."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: SamplingInputs
+    """Its tensors, which must stay alive."""
+    results: Tensor
+
+
+class StepGraphs:
+    """Runs steps of a model on one GPU as CUDA graphs.
+
+    Args:
+        forward: The forward pass of the model.
+        sample: Samples tokens from logits.
+        sampled_tokens: Tokens that the last step sampled; every step reads and writes them.
+        block_size: Number of tokens of a block.
+        max_blocks: Maximum number of blocks of a sequence.
+        max_batch: Maximum number of sequences of a step.
+        max_tokens: Maximum number of tokens of a step.
+        kv_heads: Number of kv heads.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        sample: Sampler,
+        sampled_tokens: Tensor,
+        *,
+        block_size: int,
+        max_blocks: int,
+        max_batch: int,
+        max_tokens: int,
+        kv_heads: int,
+    ) -> None:
+        self._forward = forward
+        self._sample = sample
+        self._sampled_tokens = sampled_tokens
+        self._block_size = block_size
+        self._max_batch = max_batch
+        self._max_tokens = max_tokens
+        self._pool = torch.cuda.graph_pool_handle()
+        self._steps: dict[GraphSize, _CapturedStep] = {}
+        self._samplings: dict[tuple[GraphSize, SamplingFlags], _CapturedSampling] = {}
+        num_rows = max(decode_class(max_batch), self._mixed_rows(max_batch))
+        self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device="cuda")
+        self._split_counters = torch.zeros(num_rows * kv_heads, dtype=torch.int32, device="cuda")
+        self._host_table = np.zeros((num_rows, max_blocks), dtype=np.int32)
+        self._written: list[tuple[Sequence[int], int]] = [((), 0)] * num_rows
+        """Blocks of each row of the table, and how many of them were written."""
+        self.logits = torch.empty(0, device="cuda")
+        """Logits of the last step `[n, v]`; overwritten by the next one."""
+
+    @staticmethod
+    def _mixed_rows(num_sequences: int) -> int:
+        known = [size for size in MIXED_SEQUENCES if size >= num_sequences]
+        return known[0] if known else num_sequences
+
+    def size_of(self, step: StepInput) -> GraphSize | None:
+        """Returns the class of a step; None if it must run without a graph."""
+        (home,) = step.homes
+        count = len(home.chunks)
+        if not 0 < count <= self._max_batch or home.scored_rows:
+            return None
+        num_tokens = home.num_tokens
+        if num_tokens == count == len(home.sampled_rows):
+            return GraphSize(decode_class(count), decode_class(count), True)
+        known = [size for size in MIXED_TOKENS if size >= num_tokens]
+        return GraphSize(known[0], self._mixed_rows(count), False) if known else None
+
+    def all_sizes(self) -> Iterator[GraphSize]:
+        """Yields all classes, the largest first, so that others reuse its memory."""
+        most = [size for size in MIXED_TOKENS if size >= self._max_tokens] or [MIXED_TOKENS[-1]]
+        for num_tokens in reversed([size for size in MIXED_TOKENS if size <= most[0]]):
+            for rows in {self._mixed_rows(n) for n in (1, self._max_batch)}:
+                yield GraphSize(num_tokens, rows, False)
+        for size in sorted({decode_class(n + 1) for n in range(self._max_batch)}, reverse=True):
+            yield GraphSize(size, size, True)
+
+    def capture_all(self, report: Callable[[int, int], None] | None = None) -> None:
+        """Captures all forward passes, and greedy and plain sampling.
+
+        report: called with the number of captured classes and of all classes.
+        """
+        sizes = [*self.all_sizes()]
+        for i, size in enumerate(sizes):
+            for flags in (SamplingFlags(), SamplingFlags(is_greedy=False)):
+                self._sampling_of(size, flags)
+            if report is not None:
+                report(i + 1, len(sizes))
+
+    def run(self, home: HomeInput, size: GraphSize, *, samples: bool) -> Tensor | None:
+        """Returns the results of all sampled tokens, `[n, 1]`; the next step overwrites them.
+
+        samples: whether tokens may be sampled here. None if they are not: the caller samples from
+        `logits`.
+        """
+        step = self._step_of(size)
+        numbers = torch.from_numpy(self._numbers_of(home, size)).pin_memory()
+        step.numbers.copy_(numbers, non_blocking=True)
+        self._update_table(home.chunks)
+        step.graph.replay()
+        flags = home.sampling.flags
+        count = len(home.sampled_rows)
+        if flags.has_bias or flags.has_masks or flags.has_penalties or not samples:
+            self.logits = step.logits[:count]
+            return None
+        sampling = self._sampling_of(size, flags)
+        sampling.graph.replay()
+        return sampling.results[: max(count, 1)]
+
+    def _numbers_of(self, home: HomeInput, size: GraphSize) -> np.ndarray:
+        """Returns all fields as one flat array; what is not set is padding."""
+        block_size = self._block_size
+        fields: list[tuple[int, ...]] = []
+        lengths: list[int] = []
+        starts: list[int] = []
+        for row, chunk in enumerate(home.chunks):
+            blocks, known = chunk.blocks, chunk.num_known_tokens
+            starts.append(len(fields))
+            lengths.append(chunk.stop)
+            for place, token in enumerate(chunk.tokens, chunk.start):
+                slot = blocks[place // block_size] * block_size + place % block_size
+                fields.append((token, place, slot, known, row, place + 1))
+        numbers = np.zeros(_num_fields(size), dtype=np.int64)
+        per_token, start_loc, per_row = _split_fields(numbers, size)
+        per_token[:, : len(fields)] = np.array(fields, dtype=np.int64).T
+        start_loc[:] = len(fields)
+        start_loc[: len(starts)] = starts
+        per_row[0, : len(lengths)] = lengths
+        per_row[1, : len(home.sampled_rows)] = home.sampled_rows
+        for i, name in enumerate((*SAMPLING_INTEGERS, *SAMPLING_FLOATS), 2):
+            values = getattr(home.sampling, name).view(torch.int64).numpy()
+            per_row[i, : len(values)] = values
+        return numbers
+
+    def _update_table(self, chunks: Sequence[SequenceChunk]) -> None:
+        """Writes the blocks of sequences that have others than in the step before."""
+        has_changed = False
+        for row, chunk in enumerate(chunks):
+            blocks, written = self._written[row]
+            count = len(chunk.blocks)
+            if blocks is chunk.blocks and written == count:
+                continue
+            first = written if blocks is chunk.blocks else 0
+            self._host_table[row, first:count] = chunk.blocks[first:]
+            self._written[row] = (chunk.blocks, count)
+            has_changed = True
+        if has_changed:
+            width = max(len(chunk.blocks) for chunk in chunks)
+            part = np.ascontiguousarray(self._host_table[: len(chunks), :width])
+            on_device = torch.from_numpy(part).pin_memory().to("cuda", non_blocking=True)
+            self._block_table[: len(chunks), :width] = on_device
+
+    def _step_of(self, size: GraphSize) -> _CapturedStep:
+        if size not in self._steps:
+            self._steps[size] = self._capture_step(size)
+        return self._steps[size]
+
+    def _sampling_of(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling:
+        if (size, flags) not in self._samplings:
+            self._samplings[size, flags] = self._capture_sampling(size, flags)
+        return self._samplings[size, flags]
+
+    def _capture_step(self, size: GraphSize) -> _CapturedStep:
+        """Captures the forward pass of a class of steps."""
+        numbers = torch.zeros(_num_fields(size), dtype=torch.int64, device="cuda")
+        per_token, start_loc, per_row = _split_fields(numbers, size)
+        tokens, positions, slots, known, token_rows, token_lens = per_token.unbind(0)
+        seq_lens, sampled_rows = per_row[:2].unbind(0)
+
+        def run() -> Tensor:
+            sequences = PagedSequences(
+                query_start_loc=start_loc,
+                seq_lens=seq_lens,
+                block_table=self._block_table[: size.num_rows],
+                slot_mapping=slots,
+                rope_lengths=known.unsqueeze(0),
+                token_rows=token_rows,
+                token_lens=token_lens,
+                split_counters=self._split_counters,
+                is_decode=size.is_decode,
+            )
+            inputs = resolve_tokens(tokens, self._sampled_tokens)
+            logits = self._forward(
+                inputs.unsqueeze(0), positions.unsqueeze(0), sequences, sampled_rows.unsqueeze(0)
+            )
+            assert logits is not None, "one GPU has the last stage"
+            return logits
+
+        graph, logits = self._capture(run)
+        return _CapturedStep(graph, numbers, per_row[2:], logits)
+
+    def _capture_sampling(self, size: GraphSize, flags: SamplingFlags) -> _CapturedSampling:
+        """Captures the sampling of a class of steps."""
+        step = self._step_of(size)
+        names = (*SAMPLING_INTEGERS, *SAMPLING_FLOATS)
+        fields = dict(zip(names, step.sampling_fields.unbind(0), strict=True))
+        fields |= {name: fields[name].view(torch.float64) for name in SAMPLING_FLOATS}
+        inputs = SamplingInputs.without_entries(flags, **fields)
+        results = torch.zeros(size.num_rows, 1, dtype=torch.float64, device="cuda")
+        count = min(size.num_rows, len(self._sampled_tokens))
+
+        def run() -> Tensor:
+            tokens = self._sample(step.logits, inputs, results)
+            self._sampled_tokens[:count] = tokens[:count]
+            return results
+
+        graph, results = self._capture(run)
+        return _CapturedSampling(graph, inputs, results)
+
+    def _capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Captures work in a graph, and returns its output."""
+        # Compiles kernels and allocates what libraries need, outside of the graph.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        kept = self._sampled_tokens.clone()
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        # A step before this one may have sampled them.
+        self._sampled_tokens.copy_(kept)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+        return graph, out
+
+
+def _num_fields(size: GraphSize) -> int:
+    return TOKEN_FIELDS * size.num_tokens + size.num_rows + 1 + SEQUENCE_FIELDS * size.num_rows
+
+
+def _split_fields(numbers: Numbers, size: GraphSize) -> tuple[Numbers, Numbers, Numbers]:
+    """Returns views: fields of tokens `[f, T]`, starts of sequences `[n + 1]`, of rows `[f, n]`."""
+    first = TOKEN_FIELDS * size.num_tokens
+    second = first + size.num_rows + 1
+    return (
+        numbers[:first].reshape(TOKEN_FIELDS, size.num_tokens),
+        numbers[first:second],
+        numbers[second:].reshape(SEQUENCE_FIELDS, size.num_rows),
+    )
