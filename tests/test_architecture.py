@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
+from syntax_trees import dotted_name, walk
+
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
 
 
@@ -69,15 +71,9 @@ def unit(*names: str) -> str:
     return inside if inside in LEVEL else names[0].removesuffix(".py")
 
 
-@functools.cache
-def parse(source: str) -> ast.Module:
-    """The tree of a source; every rule reads it, so it is parsed once."""
-    return ast.parse(source)
-
-
-def imports(path: PurePosixPath, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def imports(path: PurePosixPath, source: str) -> Iterator[tuple[int, str, str]]:
     """Line, local name and absolute dotted name of each import."""
-    for node in ast.walk(tree):
+    for node in walk(source):
         if isinstance(node, ast.Import):
             for name in node.names:
                 yield node.lineno, name.asname or name.name, name.name
@@ -92,16 +88,15 @@ def imports(path: PurePosixPath, tree: ast.AST) -> Iterator[tuple[int, str, str]
 @functools.cache
 def uses(path: PurePosixPath, source: str) -> list[tuple[int, str]]:
     """Line and absolute dotted name of all that is imported or reached through an imported name."""
-    tree = parse(source)
     alias = {}
     found = []
-    for line, local, name in imports(path, tree):
+    for line, local, name in imports(path, source):
         alias[local] = name
         alias.setdefault(local.partition(".")[0], name.partition(".")[0])
         found.append((line, name))
-    for node in ast.walk(tree):
+    for node in walk(source):
         if isinstance(node, ast.Attribute):
-            head, _, rest = ast.unparse(node).partition(".")
+            head, _, rest = dotted_name(node).partition(".")
             if head in alias:
                 found.append((node.lineno, f"{alias[head]}.{rest}"))
     return found
@@ -122,7 +117,7 @@ def layering(path: PurePosixPath, source: str) -> list[str]:
     if own not in LEVEL:
         return [f"{path}: {own} has no level; add it to LEVELS"]
     problems = []
-    for line, _, name in imports(path, parse(source)):
+    for line, _, name in imports(path, source):
         root, _, rest = name.partition(".")
         other = unit(*rest.split("."))
         # The version is a fact of the package, not a module of it.
@@ -146,7 +141,7 @@ def cycles(sources: Mapping[PurePosixPath, str]) -> list[str]:
     for path, source in sources.items():
         names = {
             unit(*name.split(".")[1:])
-            for _, _, name in imports(path, parse(source))
+            for _, _, name in imports(path, source)
             if name.startswith("ranvier.")
         }
         own = unit(*path.parts)
@@ -167,7 +162,7 @@ def environment(path: PurePosixPath, source: str) -> list[str]:
 
 
 def global_statements(path: PurePosixPath, source: str) -> list[str]:
-    nodes = [node for node in ast.walk(parse(source)) if isinstance(node, ast.Global)]
+    nodes = [node for node in walk(source) if isinstance(node, ast.Global)]
     return [f"{path}:{node.lineno}: global {', '.join(node.names)}" for node in nodes]
 
 
@@ -176,11 +171,10 @@ def raw_output(path: PurePosixPath, source: str) -> list[str]:
     # Accelerate prints its user's own words
     if str(path) in {"system/terminal.py", "integrations/accelerate.py"}:
         return []
-    tree = parse(source)
-    safe = any(name == "ranvier.system.terminal.print" for _, _, name in imports(path, tree))
+    safe = any(name == "ranvier.system.terminal.print" for _, _, name in imports(path, source))
     problems = [
         f"{path}:{node.lineno}: print without `from ranvier.system.terminal import print`"
-        for node in ast.walk(tree)
+        for node in walk(source)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"
@@ -212,7 +206,7 @@ def local_shapes(path: PurePosixPath, source: str) -> list[str]:
     arithmetic = (ast.Mult, ast.FloorDiv, ast.Div, ast.Mod)
     return [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(parse(source))
+        for node in walk(source)
         if isinstance(node, ast.BinOp)
         and isinstance(node.op, arithmetic)
         and (is_degree(node.left) or is_degree(node.right))
@@ -223,7 +217,7 @@ def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
     if top(path) != "models":
         return []
     allowed = {"torch", *sys.stdlib_module_names}
-    found = [(line, name) for line, _, name in imports(path, parse(source))]
+    found = [(line, name) for line, _, name in imports(path, source)]
     return [
         f"{path}:{line}: {name}"
         for line, name in found
@@ -245,13 +239,12 @@ def parts_that_name_the_trainer(path: PurePosixPath, source: str) -> list[str]:
                 return True
         return False
 
-    tree = parse(source)
     imported = {
         line
-        for line, _, name in imports(path, tree)
+        for line, _, name in imports(path, source)
         if f"{name}.".startswith("ranvier.train.trainer.")
     }
-    named = {node.lineno for node in ast.walk(tree) if names_trainer(node)}  # type: ignore[attr-defined]
+    named = {node.lineno for node in walk(source) if names_trainer(node)}  # type: ignore[attr-defined]
     return [f"{path}:{line}: Trainer" for line in sorted(imported | named)]
 
 
@@ -264,7 +257,7 @@ def kinds_of_models(path: PurePosixPath, source: str) -> list[str]:
         return []
     compared = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for node in ast.walk(parse(source))
+        for node in walk(source)
         if isinstance(node, ast.Compare | ast.Match)
         and any(
             isinstance(one, ast.Attribute) and ast.unparse(one).endswith("model.kind")

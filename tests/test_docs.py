@@ -19,6 +19,7 @@ import reference
 from ranvier.cli.serve import ServeOptions
 from ranvier.config import run
 from ranvier.config.run import RunConfig
+from syntax_trees import parse, walk
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -127,7 +128,7 @@ def test_every_field_is_described() -> None:
 def string_constants() -> Iterator[str]:
     """Yields all strings in the source of the package; f-strings in pieces."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in walk(path.read_text(encoding="utf-8")):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
 
@@ -178,7 +179,7 @@ def canonical(name: str) -> str:
     file = module_file(module) if module else None
     if file is None:
         return name
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in walk(file.read_text(encoding="utf-8")):
         if isinstance(node, ast.ImportFrom) and last in {one.name for one in node.names}:
             return canonical(f"{node.module}.{last}")
     return name
@@ -236,7 +237,7 @@ def test_api_pages_name_what_exists() -> None:
 
 def find_definition(file: Path, name: str) -> bool:
     """Whether a file defines a name such as `Class.method`, `function` or `CONSTANT`."""
-    body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
+    body: list[ast.stmt] = parse(file.read_text(encoding="utf-8")).body
     for part in name.split("."):
         for node in body:
             targets: list[ast.expr] = []
