@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -144,6 +145,23 @@ def test_choices_share_the_blocks_of_their_prompt(engine: Engine) -> None:
     assert [served.outputs[str(i)][0].num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
     waits = [served.outputs[str(i)][0].queue_seconds for i in range(4)]
     assert all(0.0 < waits[0] < one for one in waits[1:]), "the others wait for the first"
+
+
+def test_a_cache_of_one_longest_request_serves_a_hundred(serial: Decoder) -> None:
+    # The last token of a sequence is never stored: 128 positions need 16 blocks of 8.
+    lengths = [(60, 69), (1, 60), (120, 9)]
+    lengths += [(1 + 7 * i % 20, 1 + 3 * i % 4) for i in range(97)]
+    requests = [
+        request(f"{i}", (i, *range(size - 1)), temperature=0.0, max_tokens=count, ignore_eos=True)
+        for i, (size, count) in enumerate(lengths)
+    ]
+    model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
+    with open_engine(model, EngineConfig(block_size=8), num_blocks=17) as engine:
+        served = serve(engine, requests)
+    found = [len(served.tokens(one.request_id)) for one in requests]
+    assert found == [min(count, CONFIG.max_seq - size) for size, count in lengths]
+    assert served.stats.num_preemptions > 0
+    assert served.stats.num_free_blocks == 16
 
 
 def test_aborted_requests_give_their_blocks_back(engine: Engine) -> None:
