@@ -48,10 +48,20 @@ def time_algorithms(rank: int, world_size: int, per_node: int) -> list[Collectiv
     return rows
 
 
-def test_every_algorithm_has_a_row_for_every_size() -> None:
-    """On two nodes of four ranks; all ranks have the same rows."""
+@pytest.mark.parametrize(
+    ("world_size", "layouts"),
+    [
+        # Ranks and nodes of a group, and groups in a node.
+        (4, {(2, 1, 1), (4, 2, 1), (2, 2, 2)}),
+        pytest.param(8, {(2, 1, 2), (4, 1, 1), (8, 2, 1), (2, 2, 4)}, marks=pytest.mark.full),
+    ],
+)
+def test_every_algorithm_has_a_row_for_every_size(
+    world_size: int, layouts: set[tuple[int, int, int]]
+) -> None:
+    """On two nodes; all ranks have the same rows."""
     # In workers of its own, because all of them must have created equally many groups.
-    pool = Pool()
+    pool = Pool(world_size)
     try:
         first, *others = pool.run(time_algorithms, pool.size, pool.size, pool.size // 2)
     finally:
@@ -61,8 +71,7 @@ def test_every_algorithm_has_a_row_for_every_size() -> None:
     found = Counter((row.op, row.size, row.nodes, row.groups, row.algorithm) for row in first)
     assert set(found.values()) == {len(SIZES)}
     assert {row.bytes for row in first} == {*SIZES}
-    # Ranks and nodes of a group, and groups in a node.
-    assert {key[1:4] for key in found} == {(2, 1, 2), (4, 1, 1), (8, 2, 1), (2, 2, 4)}
+    assert {key[1:4] for key in found} == layouts
     for op, size, nodes in {key[:3] for key in found}:
         shape = AxisShape.of_nodes([rank * nodes // size for rank in range(size)])
         names = {key[4] for key in found if key[:3] == (op, size, nodes)}

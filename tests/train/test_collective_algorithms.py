@@ -21,7 +21,7 @@ from ranvier.train.collective_algorithms import (
 from training import losses_of, stored
 
 DEGREES = {"row": 2, "depth": 2}
-STEPS = 8
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
