@@ -313,7 +313,7 @@ def test_a_degree_that_is_left_open_is_that_of_the_grid() -> None:
         parallelize(small_decoder(), Grid({"row": 2}), Plan(col=4))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", MODEL_SIZES)
 def test_every_size_is_swapped_on_the_meta_device(size: str) -> None:
     config = MODEL_SIZES[size]

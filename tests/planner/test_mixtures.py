@@ -67,7 +67,7 @@ def laid(
     return run, world, world * 2 // 3
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("settings", "changes", "load"), BYTES, ids=str)
 def test_bytes_are_those_of_a_rank(
     settings: dict[str, Any], changes: dict[str, Any], load: float

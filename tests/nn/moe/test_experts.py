@@ -97,8 +97,11 @@ def grids() -> list[dict[str, int]]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        pairs = whole_product() if metafunc.config.getoption("--full") else sample()
+        is_full = metafunc.config.getoption("--full")
+        pairs = whole_product() if is_full else sample()
         pairs = [(grid, fitting(case, grid)) for grid, case in pairs]
+        if not is_full:
+            pairs = [(grid, dataclasses.replace(case, steps=2)) for grid, case in pairs]
         names = [f"{label(grid)}-{case.label}" for grid, case in pairs]
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
 
