@@ -210,7 +210,7 @@ def list_models(degrees: dict[str, int]) -> list[str]:
 def choose_model(number: int, degrees: dict[str, int]) -> str:
     """A model for the n-th grid; another one for the next grid."""
     # The factors of LongRoPE fit heads of one size only.
-    is_long = max(degrees.get(axis, 1) for axis in TENSOR) <= HEADS
+    is_long = math.prod(degrees.get(axis, 1) for axis in TENSOR) <= HEADS
     names = [name for name in list_models(degrees) if is_long or "long" not in name]
     return names[number % len(names)]
 
