@@ -497,10 +497,9 @@ def _generate_command(words: Sequence[str]) -> int:
 
 
 def _serve_command(words: Sequence[str]) -> int:
-    from ranvier.cli.serve import ServeOptions, serve_model
+    from ranvier.cli.serve import parse_serve_options, serve_model
 
-    names, options = split_words(words)
-    settings = parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
+    names, settings = parse_serve_options(words)
     path = one_path("serve", "a run or a model", names) if names else ""
     return serve_model(path, settings, words)
 

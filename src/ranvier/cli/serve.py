@@ -53,6 +53,9 @@ class ServeOptions(InferenceOptions):
     rank_order are used.
     """
 
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters of the model that requests choose by the name of their `model`, as name=PATH of
+    a run with adapters or of a directory in PEFT's format. Can be repeated."""
     random: bool = False
     """Serve seeded random weights of --model.size with a made-up tokenizer, for benchmarks."""
     dry_run: bool = False
@@ -64,6 +67,36 @@ class ServeOptions(InferenceOptions):
     """Set by the server itself: runs one replica, whose front has this socket."""
     replica: int = 0
     """Set by the server itself: index of the replica."""
+
+
+def parse_serve_options(words: Sequence[str]) -> tuple[list[str], ServeOptions]:
+    """Returns the paths and the options of the command."""
+    from ranvier.cli.parsing import parse_options, split_words
+
+    names, options = split_words(with_joined_values(words, "--adapter"))
+    return names, parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
+
+
+def with_joined_values(words: Sequence[str], option: str) -> list[str]:
+    """Returns the words with all values of an option that is repeated after its first use."""
+    found: list[str] = []
+    values: list[str] = []
+    place = None
+    is_inside = False
+    for word in words:
+        name, sign, value = word.partition("=")
+        if name == option:
+            place = len(found) if place is None else place
+            values += [value] if sign else []
+            is_inside = not sign
+        elif is_inside and not word.startswith("--"):
+            values.append(word)
+        else:
+            is_inside = False
+            found.append(word)
+    if place is not None:
+        found[place:place] = [option, *values]
+    return found
 
 
 def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
@@ -105,12 +138,23 @@ def _check_options(path: str, options: ServeOptions) -> None:
 
 
 def _find_source(path: str, options: ServeOptions, stack: ExitStack) -> ModelSource:
+    from ranvier.infer.adapters import AdapterSource, check_adapters
     from ranvier.infer.model_source import ModelSource, write_random_model
 
     if options.random:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranvier-model-"))
-        return write_random_model(Path(folder), options.model.size)
-    return ModelSource.find(Path(path), step=None if options.step < 0 else options.step)
+        source = write_random_model(Path(folder), options.model.size)
+    else:
+        source = ModelSource.find(Path(path), step=None if options.step < 0 else options.step)
+    adapters = [AdapterSource.parse(text) for text in options.adapter]
+    check_adapters(adapters, _model_name(source, options))
+    return source.with_adapters(adapters)
+
+
+def _model_name(source: ModelSource, options: ServeOptions) -> str:
+    """Returns the name of the model in requests."""
+    default = source.size if source.kind == "random" else source.folder.resolve().name
+    return options.serve.served_model_name or default
 
 
 def _serve_here(
@@ -132,10 +176,13 @@ def _serve_here(
 def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> ServerOptions:
     from ranvier.infer.server.serve import ServerOptions
 
-    config = options.serve
-    if source.kind == "random" and not config.served_model_name:
-        config = dataclasses.replace(config, served_model_name=source.size)
-    return ServerOptions(config=config, folder=source.folder, num_replicas=plan.data)
+    config = dataclasses.replace(options.serve, served_model_name=_model_name(source, options))
+    return ServerOptions(
+        config=config,
+        folder=source.folder,
+        num_replicas=plan.data,
+        adapters=tuple(adapter.name for adapter in source.adapters),
+    )
 
 
 def _run_replica(
@@ -203,12 +250,10 @@ def _serve_under_launcher(
 
 def run_front(words: Sequence[str]) -> int:
     """Runs the front of a server whose engine another process runs; words: socket, command."""
-    from ranvier.cli.parsing import parse_options, split_words
     from ranvier.infer.server.serve import run_server
 
     launch.die_with_parent()
-    names, options = split_words(words[1:])
-    settings = parse_options(ServeOptions, ServeOptions(), "serve [RUN | DIR]", options)
+    names, settings = parse_serve_options(words[1:])
     with ExitStack() as stack, launch.report_errors(ProcessInfo()):
         source = _find_source(names[0] if names else "", settings, stack)
         found = _server_options(source, dataclasses.replace(settings.plan, data=1), settings)

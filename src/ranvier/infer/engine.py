@@ -112,6 +112,7 @@ class Engine:
         end_token_ids: Tokens that end a request.
         model_name: Name of the checkpoint; keys and values depend on it and on the tokens.
         compile_grammar: Returns the matcher of a structured output; None if there is no support.
+        adapters: Names of the adapters of the model, in their order.
     """
 
     def __init__(
@@ -124,8 +125,11 @@ class Engine:
         end_token_ids: Collection[int],
         model_name: str = "",
         compile_grammar: Callable[[StructuredOutput], GrammarMatcher] | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.runner = runner
+        self._adapters = {name: i for i, name in enumerate(("", *adapters))}
+        """Number of each adapter; 0 is the model without one."""
         self._compile_grammar = compile_grammar
         self.config = config
         self.max_model_len = max_model_len
@@ -156,7 +160,7 @@ class Engine:
         self._num_steps = 0
         self._num_generated_tokens = 0
         self._collective_bytes: Counter[str] = Counter()
-        self._bytes_of_step: dict[tuple[int, str], Counter[str]] = {}
+        self._bytes_of_step: dict[tuple[int, str, bool], Counter[str]] = {}
         model_config: Any = runner.model.config
         self._longrope_limit = math.inf
         """Sequences with more tokens have other frequencies, in models with LongRoPE."""
@@ -176,6 +180,12 @@ class Engine:
             problems.append(
                 f"The prompt has the token {wrong[0]}. Tokens must be in [0, {self.vocab_size}). "
                 "Use the tokenizer of the model."
+            )
+        if request.adapter not in self._adapters:
+            problems.append(
+                f"The adapter {request.adapter[:100]!r} does not exist. A request uses an adapter "
+                f"of the engine ({', '.join(self._adapters).lstrip(', ') or 'none'}). Use another "
+                "name, or none."
             )
         if problems:
             raise PlanError(problems)
@@ -286,7 +296,10 @@ class Engine:
                 num_top = max(num_top, params.logprobs)
             if params.prompt_logprobs is not None:
                 num_top = max(num_top, params.prompt_logprobs)
-        return StepInput(homes, num_tokens, row_splits, num_top)
+        has_adapters = len(self._adapters) > 1 and any(
+            state.sequence.request.adapter for state in states
+        )
+        return StepInput(homes, num_tokens, row_splits, num_top, has_adapters)
 
     def _build_home(self, home: int, work: Sequence[HomeWork]) -> HomeInput:
         """Returns the part of a step that belongs to one home."""
@@ -305,7 +318,8 @@ class Engine:
                 # The last token is still on the device.
                 tokens.append(-1 - self._sampled_places[item.request_id])
                 known = stop
-            chunks.append(SequenceChunk(tokens, item.start, known, sequence.block_ids))
+            adapter = self._adapters[sequence.request.adapter]
+            chunks.append(SequenceChunk(tokens, item.start, known, sequence.block_ids, adapter))
             for place in places:
                 scored.append(first + place - item.start)
                 targets.append(sequence.token_ids[place + 1])
@@ -467,7 +481,7 @@ class Engine:
 
     def _predict_bytes(self, step: StepInput) -> Counter[str]:
         """Returns the bytes that the collectives of a step move, by axis."""
-        key = (step.num_tokens, step.row_splits)
+        key = (step.num_tokens, step.row_splits, step.has_adapters)
         if key not in self._bytes_of_step:
             self._bytes_of_step[key] = self.runner.predict_bytes(step)
         return self._bytes_of_step[key]
@@ -578,11 +592,12 @@ def open_engine(
     num_blocks: int = 0,
     compile_grammar: Callable[[StructuredOutput], GrammarMatcher] | None = None,
     row_splits: RowSplitChoice = "auto",
+    adapters: Sequence[str] = (),
 ) -> Iterator[Engine]:
     """Context with an engine, whose steps only the leader may run; the other ranks follow.
 
-    num_blocks: as for `run_with_engine`. compile_grammar: as for `Engine`. row_splits: as in the
-    plan. Communicates: at the end, one number over all axes.
+    num_blocks: as for `run_with_engine`. compile_grammar, adapters: as for `Engine`. row_splits: as
+    in the plan. Communicates: at the end, one number over all axes.
     """
     num_blocks = num_blocks or count_cache_blocks(model, config)
     max_model_len = resolve_max_model_len(model, config, num_blocks)
@@ -604,6 +619,7 @@ def open_engine(
         num_blocks=num_blocks,
         end_token_ids=frozenset(end_token_ids),
         compile_grammar=compile_grammar,
+        adapters=adapters,
     )
     try:
         if config.cuda_graphs == "startup":

@@ -74,6 +74,7 @@ def open_engine_on_rank(
             end_token_ids=options.source.end_token_ids(),
             compile_grammar=None if compiler is None else compiler.compile,
             row_splits=options.plan.row_splits,
+            adapters=[adapter.name for adapter in options.source.adapters],
         ) as engine:
             yield engine
 

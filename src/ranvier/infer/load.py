@@ -24,6 +24,7 @@ from ranvier.config.run import RunConfig
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build_decoder
+from ranvier.models.lora import ADAPTER_INFIX
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
@@ -42,12 +43,13 @@ def load_model(
     plan: Plan | None = None,
     seq_len: int = TYPICAL_SEQ_LEN,
     dtype: torch.dtype | None = None,
+    other_lora: AdapterConfig | None = None,
 ) -> Decoder:
     """Loads the model of a run onto a grid, in eval mode.
 
     step: of the checkpoint (default: the latest). plan, seq_len: see `parallelize`. dtype: type of
-    the weights (default: as saved). Communicates: creation of process groups; one number over all
-    axes.
+    the weights (default: as saved). other_lora: adapters to attach, which the run does not have;
+    their weights are zero. Communicates: creation of process groups; one number over all axes.
     """
     run = load_config_from_dir(folder)
     checkpoint = find_checkpoint(folder, step)
@@ -55,9 +57,9 @@ def load_model(
     dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
     lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
     model = build_empty_model(
-        run.decoder, grid, device, lora=lora, plan=plan, seq_len=seq_len, dtype=dtype
+        run.decoder, grid, device, lora=other_lora or lora, plan=plan, seq_len=seq_len, dtype=dtype
     )
-    load_weights(model, checkpoint, device)
+    load_weights(model, checkpoint, device, base_only=other_lora is not None)
     return model.eval()
 
 
@@ -83,7 +85,7 @@ def find_saved_adapters(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
 
     A checkpoint from before the first step has none.
     """
-    there = any(".adapters." in name for name in manifests.read_manifest(checkpoint).tensors)
+    there = any(ADAPTER_INFIX in name for name in manifests.read_manifest(checkpoint).tensors)
     if there:
         return lora
     return AdapterConfig()
@@ -114,13 +116,23 @@ def build_empty_model(
     return model
 
 
-def load_weights(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
+def load_weights(
+    model: torch.nn.Module,
+    checkpoint: Path,
+    device: torch.device | str,
+    *,
+    base_only: bool = False,
+) -> None:
     """Reads my slices of the weights of a checkpoint; an error of one rank is raised on all ranks.
 
-    Communicates: one number over all axes.
+    base_only: leaves adapters as they are. Communicates: one number over all axes.
     """
     parallel = get_parallel_model(model)
-    state = {f"{name}{MASTER_SUFFIX}": part for name, part in parallel.sharded_state().items()}
+    state = {
+        f"{name}{MASTER_SUFFIX}": part
+        for name, part in parallel.sharded_state().items()
+        if not base_only or ADAPTER_INFIX not in name
+    }
     run_and_raise_together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
     # Tells optimizers that the weights have changed, and drops gathered copies.
     parallel.bucket_scheduler.load_count += 1

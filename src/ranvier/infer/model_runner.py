@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,13 @@ from ranvier.config.plan import RowSplit, RowSplitChoice
 from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import ORDERS_CHANNEL
+from ranvier.infer.adapters import find_token_adapters
 from ranvier.infer.sampler import TokenScores, sample_tokens, score_tokens
 from ranvier.infer.sampling_inputs import SamplingInputs
 from ranvier.infer.step_input import (
     HomeInput,
     StepInput,
+    adapters_of,
     build_sequences,
     copy_together,
     pad_rows,
@@ -39,6 +41,7 @@ from ranvier.infer.step_input import (
 )
 from ranvier.launch import has_triton
 from ranvier.models.decoder import AttentionCore
+from ranvier.models.lora import ADAPTER_INFIX
 from ranvier.models.paged_attention import (
     KVCache,
     PagedAttention,
@@ -158,6 +161,7 @@ class ModelRunner:
         heads = [layer for layer in self.parallel.layers.values() if isinstance(layer, LMHead)]
         self.head = heads[0] if heads else None
         """The head, on the last stage."""
+        self._token_adapters = find_token_adapters(model)
         self._cores = [module for module in model.modules() if isinstance(module, AttentionCore)]
         shape = self.kv_cache_shape(model, num_blocks, block_size)
         dtype = self.parallel.bucket_scheduler.buckets[0].data.dtype
@@ -234,7 +238,8 @@ class ModelRunner:
         tokens, positions: `[b, T]`; rows: index of these tokens, `[b, n]`.
         """
         context = self.parallel.step_context
-        context.compiles_inference = self._compiles
+        has_adapters = self._token_adapters is not None and self._token_adapters.factors is not None
+        context.compiles_inference = self._compiles and not has_adapters
         self.parallel.bucket_scheduler.begin_step("inference")
         inputs = {
             "tokens": tokens,
@@ -312,8 +317,9 @@ class ModelRunner:
         try:
             events = [
                 event
-                for layer in self.parallel.communicating_layers.values()
+                for name, layer in self.parallel.communicating_layers.items()
                 if layer is not self.head
+                if self._token_adapters is None or step.has_adapters or ADAPTER_INFIX not in name
                 for event in layer.forward_events(shape)
             ]
             if self.head is not None:
@@ -395,10 +401,25 @@ class ModelRunner:
         own = step.homes[self.home]
         sequences = build_sequences(own.chunks, step.num_tokens, self.block_size, self.device)
         self.parallel.step_context.row_splits = step.row_splits
+        self._select_adapters(step)
         try:
             return self._forward(tokens, positions, sequences, logits_to_keep)
         finally:
             self.parallel.step_context.row_splits = "tokens"
+            if self._token_adapters is not None:
+                self._token_adapters.factors = None
+
+    def _select_adapters(self, step: StepInput) -> None:
+        """Sets the adapter of each token, in the layout of a LoRA rank `[b/col, s/row, r]`."""
+        if self._token_adapters is None or not step.has_adapters:
+            return
+        table = replace(self.parallel.table, row_splits=step.row_splits)
+        degrees, index = self.grid.degrees, self.grid.index
+        homes = local_range(self.num_homes, table.token_axes("rank", "batch"), degrees, index)
+        tokens = local_range(step.num_tokens, table.token_axes("rank", "seq"), degrees, index)
+        numbers = pad_rows([adapters_of(step.homes[i]) for i in homes], step.num_tokens)
+        (indices,) = copy_together([numbers[:, tokens.start : tokens.stop]], self.device)
+        self._token_adapters.select(indices)
 
     def _new_results(self, step: StepInput) -> Tensor:
         """Returns zeros for the results of a home: token, then log-probabilities if asked for."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,16 +20,19 @@ from ranvier.data.chat.tokenize import ChatEncoder
 from ranvier.data.tokenizer import load_tokenizer
 from ranvier.errors import DamageError, PlanError, RanvierError
 from ranvier.grid import Grid
+from ranvier.infer.adapters import AdapterSource, fill_adapters, stack_configs
 from ranvier.infer.load import (
     build_empty_model,
     find_checkpoint,
+    find_saved_adapters,
     inference_dtype,
     load_config_from_dir,
     load_model,
     saved_dtype,
 )
 from ranvier.infer.structured_output import GrammarCompiler
-from ranvier.models import MODEL_SIZES, Decoder, DecoderConfig
+from ranvier.models import MODEL_SIZES, AdapterConfig, Decoder, DecoderConfig
+from ranvier.models.lora import ADAPTER_INFIX
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.system import safe_files
@@ -57,6 +62,8 @@ class ModelSource:
     """Step of the checkpoint of a run; None means the latest."""
     seed: int = 0
     """Seed of random weights."""
+    adapters: tuple[AdapterSource, ...] = ()
+    """Adapters that requests choose by name."""
 
     @classmethod
     def find(cls, path: Path, *, step: int | None = None) -> ModelSource:
@@ -80,6 +87,44 @@ class ModelSource:
         with PublishedModel.open(self.folder) as source:
             return source.config
 
+    def with_adapters(self, adapters: Sequence[AdapterSource]) -> ModelSource:
+        """Returns the model with adapters by name; raises if one of them does not fit."""
+        if not adapters:
+            return self
+        own = self._own_adapters()
+        if own.rank > 0:
+            raise PlanError(
+                f"{self.folder} is a run with adapters of rank {own.rank}. Adapters by name need "
+                "a base without adapters. Serve its base, and the run as --adapter name=RUN."
+            )
+        found = dataclasses.replace(self, adapters=tuple(adapters))
+        stack_configs(found.load_adapter_configs())
+        return found
+
+    def _own_adapters(self) -> AdapterConfig:
+        if self.kind != "run":
+            return AdapterConfig()
+        checkpoint = find_checkpoint(self.folder, self.step)
+        return find_saved_adapters(checkpoint, load_config_from_dir(self.folder).lora)
+
+    def load_adapter_configs(self) -> list[AdapterConfig]:
+        """Returns the settings of the adapters by name."""
+        config = self.load_config()
+        return [adapter.load_config(config) for adapter in self.adapters]
+
+    def find_dtype(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.dtype:
+        """Returns the type of the weights on a device: `dtype`, or as stored, but at least fp32 on
+        a CPU.
+        """
+        if dtype is not None:
+            return dtype
+        if self.kind == "run":
+            return inference_dtype(saved_dtype(find_checkpoint(self.folder, self.step)), device)
+        if self.kind == "random":
+            return inference_dtype(torch.bfloat16, device)
+        with PublishedModel.open(self.folder) as source:
+            return inference_dtype(source.dtype, device)
+
     def load(
         self,
         grid: Grid,
@@ -89,23 +134,58 @@ class ModelSource:
     ) -> Decoder:
         """Returns the model on a grid, in eval mode; each rank reads its shards.
 
-        dtype: type of the weights (default: as stored, at least fp32 on a CPU). Communicates:
-        creation of process groups; one number over all axes.
+        dtype: type of the weights (default: as `find_dtype`). Communicates: creation of process
+        groups; one number over all axes.
         """
+        dtype = self.find_dtype(device, dtype)
+        configs = self.load_adapter_configs()
+        model = self._load_base(grid, device, plan, dtype, stack_configs(configs))
+        if self.adapters:
+            fill_adapters(model, self.load_config(), self.adapters, configs)
+        return model
+
+    def build_empty(
+        self, grid: Grid, device: torch.device | str, plan: Plan, dtype: torch.dtype
+    ) -> Decoder:
+        """Returns the model with zero weights, with its adapters.
+
+        Communicates: creation of process groups.
+        """
+        lora = stack_configs(self.load_adapter_configs()) if self.adapters else self._own_adapters()
+        return build_empty_model(
+            self.load_config(), grid, device, lora=lora, plan=plan, dtype=dtype
+        )
+
+    def _load_base(
+        self,
+        grid: Grid,
+        device: torch.device,
+        plan: Plan,
+        dtype: torch.dtype,
+        lora: AdapterConfig,
+    ) -> Decoder:
+        """Returns the model without adapters by name, which have no values yet."""
         if self.kind == "run":
-            stored = saved_dtype(find_checkpoint(self.folder, self.step))
-            dtype = dtype or inference_dtype(stored, device)
-            return load_model(self.folder, grid, device, step=self.step, plan=plan, dtype=dtype)
-        if self.kind == "random":
-            default = torch.bfloat16 if device.type == "cuda" else torch.float32
-            return self._load_random(grid, device, plan, dtype or default)
-        with PublishedModel.open(self.folder) as source:
-            dtype = dtype or inference_dtype(source.dtype, device)
-            model = build_empty_model(source.config, grid, device, plan=plan, dtype=dtype)
-            parallel = get_parallel_model(model)
-            run_and_raise_together(
-                lambda: source.fill_state(parallel.sharded_state()), grid, device
+            return load_model(
+                self.folder,
+                grid,
+                device,
+                step=self.step,
+                plan=plan,
+                dtype=dtype,
+                other_lora=lora if self.adapters else None,
             )
+        if self.kind == "random":
+            return self._load_random(grid, device, plan, dtype)
+        with PublishedModel.open(self.folder) as source:
+            model = self.build_empty(grid, device, plan, dtype)
+            parallel = get_parallel_model(model)
+            base = {
+                name: part
+                for name, part in parallel.sharded_state().items()
+                if ADAPTER_INFIX not in name
+            }
+            run_and_raise_together(lambda: source.fill_state(base), grid, device)
         parallel.bucket_scheduler.load_count += 1
         parallel.bucket_scheduler.begin_step("")
         return model.eval()
@@ -114,7 +194,7 @@ class ModelSource:
         self, grid: Grid, device: torch.device, plan: Plan, dtype: torch.dtype
     ) -> Decoder:
         """Returns a model with seeded random weights, the same on every grid."""
-        model = build_empty_model(self.load_config(), grid, device, plan=plan, dtype=dtype)
+        model = self.build_empty(grid, device, plan, dtype)
         parallel = get_parallel_model(model)
         materialize_parameters(
             parallel.bucket_scheduler, parallel.layers, seed=self.seed, dtype=dtype, device=device

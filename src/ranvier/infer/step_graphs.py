@@ -140,7 +140,7 @@ class StepGraphs:
         """Returns the class of a step; None if it must run without a graph."""
         (home,) = step.homes
         count = len(home.chunks)
-        if not 0 < count <= self._max_batch or home.scored_rows:
+        if not 0 < count <= self._max_batch or home.scored_rows or step.has_adapters:
             return None
         num_tokens = home.num_tokens
         if num_tokens == count == len(home.sampled_rows):

@@ -33,6 +33,8 @@ class SequenceChunk:
     blocks: Sequence[int]
     """Blocks of the sequence, at least those of all tokens up to the last one of the chunk. A list
     that only grows: another list has other blocks."""
+    adapter: int = 0
+    """Number of the adapter of the sequence, from 1; 0 for none."""
 
     @property
     def stop(self) -> int:
@@ -75,6 +77,8 @@ class StepInput:
     row_splits: RowSplit = "tokens"
     num_top: int = -1
     """Number of most likely tokens whose log-probabilities are returned; -1 returns none."""
+    has_adapters: bool = False
+    """Whether a chunk has an adapter."""
 
     @property
     def num_logits(self) -> int:
@@ -88,6 +92,7 @@ class StepInput:
             self.num_tokens,
             ROW_SPLITS.index(self.row_splits),
             self.num_top,
+            int(self.has_adapters),
         ]
         parts: list[Tensor] = []
         for home in self.homes:
@@ -95,6 +100,7 @@ class StepInput:
             for chunk in home.chunks:
                 sizes = (len(chunk.tokens), chunk.start, chunk.num_known_tokens, len(chunk.blocks))
                 numbers += sizes
+                numbers.append(chunk.adapter)
                 numbers += chunk.tokens
                 numbers += chunk.blocks
             numbers += [*home.sampled_rows, *home.scored_rows, *home.scored_tokens]
@@ -109,15 +115,15 @@ class StepInput:
         count = int(packed[0])
         numbers = _NumberReader(packed[1 : 1 + count].tolist())
         rest = packed[1 + count :]
-        num_homes, num_tokens, row_splits, num_top = numbers.take(4)
+        num_homes, num_tokens, row_splits, num_top, has_adapters = numbers.take(5)
         homes = []
         for _ in range(num_homes):
             num_chunks, num_sampled, num_scored = numbers.take(3)
             chunks = []
             for _ in range(num_chunks):
-                size, start, known, num_blocks = numbers.take(4)
+                size, start, known, num_blocks, adapter = numbers.take(5)
                 tokens, blocks = numbers.take(size), numbers.take(num_blocks)
-                chunks.append(SequenceChunk(tokens, start, known, blocks))
+                chunks.append(SequenceChunk(tokens, start, known, blocks, adapter))
             rows = [numbers.take(n) for n in (num_sampled, num_scored, num_scored)]
             num_integers, num_floats = numbers.take(2)
             integers, floats, rest = rest.split(
@@ -125,7 +131,7 @@ class StepInput:
             )
             sampling = SamplingInputs.unpack(integers, floats.view(torch.float64))
             homes.append(HomeInput(chunks, sampling, *rows))
-        return cls(homes, num_tokens, ROW_SPLITS[row_splits], num_top)
+        return cls(homes, num_tokens, ROW_SPLITS[row_splits], num_top, bool(has_adapters))
 
 
 @dataclass
@@ -152,6 +158,11 @@ def pad_rows(rows: Sequence[Sequence[int] | np.ndarray], width: int) -> np.ndarr
 def token_ids_of(home: HomeInput) -> list[int]:
     """Returns the tokens of all chunks of a home."""
     return [token for chunk in home.chunks for token in chunk.tokens]
+
+
+def adapters_of(home: HomeInput) -> list[int]:
+    """Returns the number of the adapter of each token of a home."""
+    return [chunk.adapter for chunk in home.chunks for _ in chunk.tokens]
 
 
 def positions_of(home: HomeInput) -> np.ndarray:

@@ -28,6 +28,27 @@ from ranvier.models.feed_forward import FusedLinear
 
 SHARED_A = "shared"
 """Name of an A matrix that several layers share."""
+ADAPTER_INFIX = ".adapters."
+"""Part of the names of all adapter weights, and of no others."""
+
+
+@dataclass(eq=False)
+class TokenAdapters:
+    """Several adapters of one base, and which of them each token of a step uses.
+
+    They are stored as one adapter whose rank R is the sum of their ranks, A stacked along its rows
+    and B along its columns. The output of A is multiplied by factors of each token: the scale of
+    its adapter at the ranks of this adapter, and 0 elsewhere. So all tokens share two products.
+    """
+
+    table: Tensor
+    """Factors of each adapter, `[n + 1, R]`; row 0 is 0, for tokens without an adapter."""
+    factors: Tensor | None = None
+    """Factors of the tokens of the current step, `[b, s, R]`; None if no token has an adapter."""
+
+    def select(self, indices: Tensor) -> None:
+        """Sets the adapter of each token, `[b, s]`: its number from 1, or 0 for none."""
+        self.factors = self.table[indices]
 
 
 class GroupedInputLinear(nn.ModuleDict):
@@ -102,6 +123,8 @@ class Adapter(nn.Module):
         self.m = nn.ModuleDict(
             {n: DoraMagnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
         )
+        self.token_adapters: TokenAdapters | None = None
+        """Which ranks each token uses; set by an inference engine that serves several adapters."""
         # Set on the instance, as they depend on the adapted layers.
         self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
         self.dims |= {f"a.{name}": ("rank", into) for name in first}
@@ -115,7 +138,12 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | tuple[Tensor, ...], layer: nn.Module) -> object:
         """Adds the output of the adapter for x to y, the output of the layer."""
+        chosen = self.token_adapters
+        if chosen is not None and chosen.factors is None:
+            return y
         parts = self.a(self.dropout(x))  # (b, s, r) each
+        if chosen is not None:
+            parts = tuple(part * chosen.factors for part in parts)
         added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         if isinstance(y, tuple):
             ys = list(y)

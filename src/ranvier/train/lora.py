@@ -17,14 +17,12 @@ from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.checkpoint.manifest import CheckpointManifest
 from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, PlanError
-from ranvier.models.lora import named_adapters
+from ranvier.models.lora import ADAPTER_INFIX, named_adapters
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import get_parallel_model
 
 FIXED_LORA_SETTINGS = ("rank", "alpha", "target_modules", "layers", "dora", "rslora", "shared")
 """Settings that must not change, as the weights of adapters depend on them."""
-ADAPTER_INFIX = ".adapters."
-"""Part of the names of all adapter weights, and of no others."""
 
 
 def read_adapter_settings(run: RunConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ranvier.comm import collectives
 from ranvier.comm.consensus import run_and_raise_together, world_axis
 from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
+from ranvier.models.lora import ADAPTER_INFIX
 from ranvier.optim import pruning
 from ranvier.optim.optimizer import MASK, Optimizer
 from ranvier.optim.pruning import MaskFunction
@@ -170,7 +171,7 @@ def fill_weights(
     weights = {name: x for name, x in state.items() if name.endswith(".master")}
     if lora.is_base_checkpoint(manifest, run):
         # A base checkpoint has no adapters; they are initialized afterwards.
-        weights = {name: x for name, x in weights.items() if lora.ADAPTER_INFIX not in name}
+        weights = {name: x for name, x in weights.items() if ADAPTER_INFIX not in name}
     load.load_checkpoint(checkpoint, weights, strict=run.checkpoint.strict, cast=True)
 
 
