@@ -116,6 +116,9 @@ class SimulateServingOptions(RunConfig):
     """Scheduling policies to compare: decode_first, prefill_first, static."""
     max_num_batched_tokens: tuple[int, ...] = (1024,)
     """Budgets to compare: maximum number of tokens of a step."""
+    target_itl_ms: float = 0.0
+    """Inter-token latency to keep by steps with fewer tokens of prompts, as engine.target_itl_ms. 0
+    means no target."""
     max_num_seqs: int = 256
     """Maximum number of running requests."""
     max_model_len: int = 0

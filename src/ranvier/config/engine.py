@@ -27,6 +27,10 @@ class EngineConfig:
     """Maximum number of tokens of a step. A longer prompt is computed in several steps, between
     which the other requests advance: fewer tokens mean shorter gaps between the tokens of others,
     and more a shorter time to the first token."""
+    target_itl_ms: float = setting(0.0, minimum=0.0, maximum=60_000.0, unit="ms")
+    """Inter-token latency to keep: a step that computes tokens of running requests gets as many
+    tokens of prompts as keep its time below this, by the times of the last steps, and at most
+    max_num_batched_tokens. 0 means no target."""
     max_num_seqs: int = setting(256, minimum=1, unit="requests")
     """Maximum number of requests that run at the same time."""
     max_model_len: int = setting(0, minimum=0, unit="tokens")

@@ -24,6 +24,7 @@ from ranvier.infer.policy import (
     count_blocks,
 )
 from ranvier.infer.sequence import Sequence, max_total_tokens
+from ranvier.infer.step_times import StepTimes, choose_token_budget
 
 _by_age = operator.attrgetter("age")
 
@@ -74,12 +75,14 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         lookahead: bool = False,
         num_groups: int = 1,
+        target_itl_seconds: float = 0.0,
     ) -> None:
         """Starts without sequences.
 
         pools: one for each home, of equal size.
         lookahead: whether a sequence in a step in flight may be part of the next one.
         num_groups: number of steps in flight that share the running sequences, for a pipeline.
+        target_itl_seconds: time that steps with decodes should take at most; 0 means no target.
         """
         sizes = {(pool.num_blocks, pool.block_size) for pool in pools}
         assert len(sizes) == 1, f"Pools must be of equal size: {sizes}"
@@ -92,6 +95,9 @@ class Scheduler:
         self.enable_prefix_caching = enable_prefix_caching
         self.lookahead = lookahead
         self.num_groups = num_groups
+        self.target_itl_seconds = target_itl_seconds
+        self.step_times = StepTimes()
+        """Tokens and seconds of the last steps, if there is a target."""
         self.waiting: list[Sequence] = []
         """Waiting sequences, the oldest first."""
         self.running: list[Sequence] = []
@@ -224,6 +230,12 @@ class Scheduler:
         for request_id in ended:
             self.end(request_id)
 
+    def record_seconds(self, step: ScheduledStep, seconds: float) -> None:
+        """Notes how long a step took, which the budget of later ones depends on."""
+        if self.target_itl_seconds > 0.0:
+            tokens = max(step.tokens_per_home(len(self.pools)))
+            self.step_times = self.step_times.add(tokens, seconds)
+
     def end(self, request_id: str) -> None:
         """Ends a sequence; unknown and ended ones are ignored.
 
@@ -271,12 +283,26 @@ class Scheduler:
             waiting=self.waiting,
             free_blocks=[pool.num_free for pool in self.pools],
             block_size=self.block_size,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self._choose_budget(),
             max_num_seqs=self.max_num_seqs,
             num_groups=self.num_groups,
             in_flight=self._unavailable_ids(),
             find_prefix=self._find_prefix if self.enable_prefix_caching else None,
             count_freed=self._count_freed,
+        )
+
+    def _choose_budget(self) -> int:
+        """Returns the maximum number of tokens of the next step in each home."""
+        if self.target_itl_seconds == 0.0:
+            return self.max_num_batched_tokens
+        decodes = [0] * len(self.pools)
+        for sequence in self.running:
+            decodes[sequence.home] += sequence.num_generated > 0
+        return choose_token_budget(
+            self.step_times,
+            self.target_itl_seconds,
+            num_decodes=max(decodes),
+            most=self.max_num_batched_tokens,
         )
 
     def _unavailable_ids(self) -> set[str]:

@@ -53,6 +53,8 @@ class ServingConfig:
     lookahead: bool = True
     """Whether a step is scheduled while the one before it runs. Pipelines do not use it."""
     enable_prefix_caching: bool = True
+    target_itl_seconds: float = 0.0
+    """Time that steps with decodes should take at most; 0 means no target."""
     request_overhead_seconds: float = 0.0
     """Time of a request in the server, before the engine gets it."""
 
@@ -205,6 +207,7 @@ class _Replica:
             enable_prefix_caching=config.enable_prefix_caching,
             lookahead=config.lookahead and config.num_stages == 1,
             num_groups=config.num_stages,
+            target_itl_seconds=config.target_itl_seconds,
         )
         if config.num_stages > 1:
             self.max_in_flight = config.num_stages
@@ -291,6 +294,7 @@ class _Replica:
                 if sequence.num_generated + 1 == sequence.request.params.max_tokens:
                     ended.append(item.request_id)
         self.scheduler.finish_step(running.step, sampled, ended)
+        self.scheduler.record_seconds(running.step, running.end - running.start)
         pools = self.scheduler.pools
         used = sum(pool.num_usable - pool.num_free for pool in pools)
         self.samples.append(

@@ -122,6 +122,8 @@ def run_simulation(wanted: SimulateServingOptions) -> int:
     words.append(
         f"KV cache: {variants[0].config.num_blocks:,} blocks of {wanted.block_size} tokens"
     )
+    if wanted.target_itl_ms:
+        words.append(f"inter-token latency to keep: {wanted.target_itl_ms:g} ms")
     quiet = "-" in (wanted.json, wanted.html)
     if not quiet:
         print("\n".join(words))
@@ -157,6 +159,7 @@ def _find_option_problems(wanted: SimulateServingOptions) -> list[str]:
         ("host_ms", 0.0, 1e6),
         ("request_overhead_ms", 0.0, 1e6),
         ("kv_cache_gib", 0.0, 1e6),
+        ("target_itl_ms", 0.0, 6e4),
     ):
         value = getattr(wanted, name)
         if not low <= value <= high:
@@ -294,6 +297,7 @@ def _serving_config(
         # Without common prefixes there is nothing to find, and naming blocks takes time.
         enable_prefix_caching=wanted.prefix_caching and bool(wanted.prefix_groups or wanted.trace),
         request_overhead_seconds=wanted.request_overhead_ms / 1e3,
+        target_itl_seconds=wanted.target_itl_ms / 1e3,
     )
 
 
