@@ -31,6 +31,7 @@ from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import RowSplitChoice
 from ranvier.errors import PlanError, RanvierError
 from ranvier.infer.block_pool import BlockPool
+from ranvier.infer.memory_traffic import MemoryTraffic
 from ranvier.infer.model_runner import FAILED, HomeOutput, ModelRunner, PendingStep
 from ranvier.infer.policy import ScheduledStep, WorkItem
 from ranvier.infer.request import EngineStats, FinishReason, Request, TokenLogprobs, TokenOutput
@@ -99,6 +100,7 @@ class StepInFlight:
     num_scored: Sequence[int]
     """Number of scored tokens of each item."""
     pending: PendingStep
+    launch_time: float
 
 
 class Engine:
@@ -150,6 +152,7 @@ class Engine:
             policy=config.scheduling_policy,
             enable_prefix_caching=config.enable_prefix_caching,
             lookahead=self.max_steps_ahead > 0,
+            target_itl_seconds=config.target_itl_ms / 1e3,
         )
         self._states: dict[str, RequestState] = {}
         self._in_flight: deque[StepInFlight] = deque()
@@ -158,6 +161,13 @@ class Engine:
         self._last_sampling: dict[int, tuple[list[RequestState], SamplingInputs]] = {}
         """Requests of the last step of each home, and their parameters, if these do not change."""
         self._num_steps = 0
+        self._host_seconds = 0.0
+        self._device_seconds = 0.0
+        """Seconds of launching steps and of waiting for their results."""
+        self._finish_time = 0.0
+        """When the last step has finished."""
+        self._memory = MemoryTraffic.of_model(runner.model, config.block_size)
+        self._bytes_read = 0
         self._num_generated_tokens = 0
         self._collective_bytes: Counter[str] = Counter()
         self._bytes_of_step: dict[tuple[int, str, bool], Counter[str]] = {}
@@ -229,13 +239,17 @@ class Engine:
 
         Communicates: as `ModelRunner.launch`.
         """
+        start = time.monotonic()
+        device_seconds = self._device_seconds
+        outputs: list[TokenOutput] = []
         scheduled = self.scheduler.schedule()
         if scheduled.items:
             self._in_flight.append(self._launch(scheduled))
         is_behind = len(self._in_flight) > self.max_steps_ahead
         if self._in_flight and (is_behind or not scheduled.items):
-            return self._finish_step(self._in_flight.popleft())
-        return []
+            outputs = self._finish_step(self._in_flight.popleft())
+        self._host_seconds += time.monotonic() - start - self._device_seconds + device_seconds
+        return outputs
 
     def stats(self) -> EngineStats:
         """Returns the counters and gauges of now."""
@@ -254,6 +268,8 @@ class Engine:
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
             collective_bytes=dict(self._collective_bytes),
+            host_seconds=self._host_seconds,
+            bytes_read=self._bytes_read,
         )
 
     # ---- a step -----------------------------------------------------------------------------
@@ -278,10 +294,13 @@ class Engine:
             sampling = [item.request_id for item, _, _ in home if item.samples]
             first = i * self.config.max_num_seqs
             self._sampled_places |= zip(sampling, range(first, first + len(sampling)), strict=True)
+        start = time.monotonic()
         pending = self.runner.launch(step)
+        self._device_seconds += time.monotonic() - start
         self._num_steps += 1
+        self._bytes_read += self._memory.count_bytes(scheduled.items)
         self._collective_bytes.update(self._predict_bytes(step))
-        return StepInFlight(scheduled, states, [len(places) for places in scored], pending)
+        return StepInFlight(scheduled, states, [len(places) for places in scored], pending, start)
 
     def _build_step(self, homes: Sequence[HomeInput], states: Sequence[RequestState]) -> StepInput:
         """Returns the input of a step."""
@@ -357,7 +376,15 @@ class Engine:
 
     def _finish_step(self, step: StepInFlight) -> list[TokenOutput]:
         """Waits for a step, records its results, and returns what is new."""
+        start = time.monotonic()
         results = step.pending.wait()
+        now = time.monotonic()
+        self._device_seconds += now - start
+        # A step that was launched ahead starts when the one before it has finished.
+        self.scheduler.record_seconds(
+            step.scheduled, now - max(step.launch_time, self._finish_time)
+        )
+        self._finish_time = now
         outputs: list[TokenOutput] = []
         next_row = [0] * len(results)
         next_scored = [len(home.sampled_rows) for home in step.pending.step.homes]

@@ -92,6 +92,11 @@ class EngineStats:
     """Prompt tokens that were found there."""
     collective_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes that collectives have moved, by axis."""
+    host_seconds: float = 0.0
+    """Seconds of steps in which the host scheduled, prepared inputs and handled results, without
+    launching and waiting."""
+    bytes_read: int = 0
+    """Bytes of weights, keys and values that the steps of the first rank had to read."""
 
 
 class EngineInterface(Protocol):

@@ -386,7 +386,7 @@ class EngineClient:
             replica.unseen_tokens.popleft()
         replica.num_received = seen
         if outputs or took:
-            self.metrics.observe_step(replica.index, before, replica.stats, took)
+            self.metrics.observe_step(replica.info.bandwidth, before, replica.stats, took)
         for packed in outputs:
             record = self.records.get(packed[0])
             # An aborted request may have outputs of a step that had already started.

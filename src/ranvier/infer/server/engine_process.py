@@ -13,6 +13,7 @@ import torch
 
 from ranvier.infer.engine import Engine
 from ranvier.infer.engine_start import EngineOptions, choose_device, open_engine_on_rank
+from ranvier.infer.memory_traffic import measure_bandwidth
 from ranvier.infer.server.engine_worker import (
     FrontConnection,
     SignalHandler,
@@ -80,6 +81,8 @@ def describe_engine(
         block_size=options.engine.block_size,
         num_blocks=num_blocks,
         plan=f"{plan} on {device.type}",
+        adapters=tuple(adapter.name for adapter in options.source.adapters),
+        bandwidth=measure_bandwidth(device),
         details={
             "loading": loaded,
             "requests of the longest length": f"{num_blocks // longest:,}",

@@ -47,6 +47,8 @@ class EngineInfo:
     """Grid of the replica in words, for the fingerprint of answers."""
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters."""
+    bandwidth: float = 0.0
+    """Bytes per second that a copy on the device of the first rank reaches; 0 if not known."""
     details: Mapping[str, str] = field(default_factory=dict)
     """Further facts that the line at start-up shows."""
 

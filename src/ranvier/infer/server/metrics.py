@@ -26,6 +26,8 @@ LATENCIES = (
 """Upper bounds of the buckets of latencies, in seconds."""
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 """Upper bounds of the buckets of numbers of tokens."""
+SHARES = (0.01, 0.02, 0.05, *(i / 10 for i in range(1, 11)))
+"""Upper bounds of the buckets of shares."""
 ENGINE_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_running", "Requests that are running.", lambda one: one.num_running),
     ("num_requests_waiting", "Requests that are waiting.", lambda one: one.num_waiting),
@@ -83,6 +85,14 @@ class ServerMetrics:
             buckets=LATENCIES,
             registry=self.registry,
         )
+        self._host = self._latency("host", "Time of a step on the host.")
+        self._bandwidth = Histogram(
+            f"{PREFIX}bandwidth_share",
+            "Bytes that a step reads, over its time and the bandwidth of a copy.",
+            ("model_name", "kind"),
+            buckets=SHARES,
+            registry=self.registry,
+        )
         self.registry.register(EngineCollector(self))
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -133,15 +143,19 @@ class ServerMetrics:
             self._request_generated.observe(record.num_tokens)
 
     def observe_step(
-        self, replica: int, before: EngineStats, after: EngineStats, seconds: float
+        self, bandwidth: float, before: EngineStats, after: EngineStats, seconds: float
     ) -> None:
-        """Counts a step of a replica."""
+        """Counts a step of a replica; bandwidth: of a copy on its device, 0 if not known."""
         computed = after.num_computed_tokens - before.num_computed_tokens
         generated = after.num_generated_tokens - before.num_generated_tokens
         self._iteration.observe(computed)
         # A step that computes more tokens than it generates contains prompts.
         kind = "mixed" if computed > generated else "decode"
         self._steps.labels(self._model, kind).observe(seconds)
+        self._host.observe(after.host_seconds - before.host_seconds)
+        if bandwidth and seconds:
+            share = (after.bytes_read - before.bytes_read) / (seconds * bandwidth)
+            self._bandwidth.labels(self._model, kind).observe(share)
 
     def observe_answer(self, status: int) -> None:
         """Counts an HTTP answer."""
