@@ -46,6 +46,7 @@ class FakeSequence:
         params = self.request.params
         drawn = (0, 0) if params.is_greedy else (params.seed, self.request.stream)
         key = repr((self.prompt, drawn, self.num_tokens)).encode()
+        key += self.request.adapter.encode()
         return 97 + zlib.crc32(key) % 26
 
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -140,6 +141,7 @@ class FakeServer(ServerProcess):
         engine: dict[str, Any] | None = None,
         limits: dict[str, Any] | None = None,
         replicas: int = 1,
+        adapters: Sequence[str] = (),
         environment: dict[str, str] | None = None,
         wait: bool = True,
         **settings: Any,
@@ -149,6 +151,7 @@ class FakeServer(ServerProcess):
             "folder": str(folder),
             "num_replicas": replicas,
             "limits": limits or {},
+            "adapters": [*adapters],
             "engine": engine or {},
         }
         command = [sys.executable, __file__, json.dumps(options)]
@@ -182,6 +185,7 @@ def main() -> int:
             folder=Path(folder),
             num_replicas=values["num_replicas"],
             limits=ConnectionLimits(**values["limits"]),
+            adapters=tuple(values["adapters"]),
         )
         return run_server(options, launch)
 

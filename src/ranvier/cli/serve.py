@@ -182,6 +182,7 @@ def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> S
         folder=source.folder,
         num_replicas=plan.data,
         adapters=tuple(adapter.name for adapter in source.adapters),
+        seed=options.engine.seed,
     )
 
 

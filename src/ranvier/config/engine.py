@@ -53,4 +53,5 @@ class EngineConfig:
     """Whether log-probabilities are bitwise the same whatever else runs. It needs one GPU, and
     takes longer."""
     seed: int = setting(0, minimum=0, maximum=2**63 - 1)
-    """Seed of requests that have none."""
+    """Source of the seeds of requests that have none: with the same seed and the same order of
+    requests, the answers are the same."""

@@ -26,7 +26,7 @@ from ranvier.infer.request import EngineInterface, Request, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams
 from ranvier.infer.server.api_errors import ApiError
 from ranvier.infer.server.json_body import build_body, parse_json
-from ranvier.infer.server.parameters import build_params
+from ranvier.infer.server.parameters import RequestSeeds, build_params
 from ranvier.infer.server.protocol import GenerationBody, TokenizeBody
 from ranvier.infer.server.served_model import ServedModel
 
@@ -309,7 +309,12 @@ class BatchRunner:
         if body.n != 1:
             raise DataError(f"n={body.n} is not supported here. A line has one answer. Repeat it.")
         params = build_params(
-            body, self.model, self.engine.vocab_size, structure=body.read_structure()
+            body,
+            self.model,
+            self.engine.vocab_size,
+            # Seeds of lines without one must not depend on how many were answered before.
+            RequestSeeds(),
+            structure=body.read_structure(),
         )
         tokens = self._encode(body)[-(body.truncate_prompt_tokens or 0) :]
         return self._open_answer(line, tokens, params, body)

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.fake_server import FakeServer, write_model
+from ranvier.infer.server.parameters import RequestSeeds
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Say SAY:Good morning.|"}]
 
@@ -24,6 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeServer]:
         write_model(folder / "model"),
         usage_log=str(folder / "usage.jsonl"),
         allowed_origins=["https://example.org"],
+        adapters=["tuned"],
     ) as server:
         yield server
 
@@ -39,11 +41,36 @@ def complete(client: openai.OpenAI, prompt: Any = "abc", **options: Any) -> Any:
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
+    model, adapter = client.models.list().data
     assert model.id == "fake" and model.max_model_len == 4096  # type: ignore[attr-defined]
+    assert (model.parent, adapter.parent) == (None, "fake")  # type: ignore[attr-defined]
+    assert (adapter.id, adapter.root) == ("tuned", "fake")  # type: ignore[attr-defined]
     assert client.models.retrieve("fake").id == "fake"
+    assert client.models.retrieve("tuned").id == "tuned"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_the_name_of_the_model_chooses_an_adapter(client: openai.OpenAI) -> None:
+    base, tuned = (
+        client.completions.create(model=name, prompt="abc", temperature=0.0)
+        for name in ("fake", "tuned")
+    )
+    assert (base.model, tuned.model) == ("fake", "tuned")
+    assert base.choices[0].text != tuned.choices[0].text
+    with pytest.raises(openai.NotFoundError, match="This server has fake, tuned"):
+        client.completions.create(model="other", prompt="abc")
+
+
+def test_seeds_that_are_not_given_come_from_the_seed_of_the_server(client: openai.OpenAI) -> None:
+    seeds = RequestSeeds(0)
+    known = {str(seeds.draw()) for _ in range(10_000)}
+    drawn = []
+    for _ in range(2):
+        answer = client.completions.create(model="fake", prompt="abc")
+        drawn.append(answer.system_fingerprint.rpartition("-")[2])
+    assert known.issuperset(drawn) and drawn[0] != drawn[1]
+    assert RequestSeeds(1).draw() != RequestSeeds(0).draw() == RequestSeeds(0).draw()
 
 
 def test_a_conversation_is_answered(client: openai.OpenAI) -> None:
@@ -394,5 +421,6 @@ def test_ten_requests_of_ten_tokens_have_ninety_gaps(server: FakeServer) -> None
         "num_steps_total": 100,
         "step_seconds_count:mixed": 10,
         "step_seconds_count:decode": 90,
+        "host_seconds_count": 100,
     }
     assert {name: found.get(name) for name in expected} == expected

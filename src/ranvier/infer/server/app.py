@@ -48,7 +48,7 @@ from ranvier.infer.server.config import ServeConfig
 from ranvier.infer.server.engine_client import EngineClient, Generation
 from ranvier.infer.server.metrics import CONTENT_TYPE, ServerMetrics
 from ranvier.infer.server.openapi import build_openapi
-from ranvier.infer.server.parameters import build_params
+from ranvier.infer.server.parameters import RequestSeeds, build_params
 from ranvier.infer.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -107,8 +107,10 @@ class Front:
         *,
         keys: ApiKeys | None = None,
         log: RequestLog | None = None,
+        seed: int = 0,
     ) -> None:
         self.config = config
+        self._seeds = RequestSeeds(seed)
         self.model = model
         self.client = client
         self.metrics = metrics
@@ -258,7 +260,12 @@ class Front:
         structure = body.read_structure() or self._tool_structure(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = build_params(
-            body, self.model, self.client.vocab_size, structure=structure, logprobs=logprobs
+            body,
+            self.model,
+            self.client.vocab_size,
+            self._seeds,
+            structure=structure,
+            logprobs=logprobs,
         )
         tool_calls = self.model.tool_calls if body.choice_of_tool != "none" else None
         if tool_calls is not None and tool_calls.needs_special_tokens:
@@ -298,6 +305,7 @@ class Front:
             body,
             self.model,
             self.client.vocab_size,
+            self._seeds,
             structure=body.read_structure(),
             logprobs=body.logprobs,
             prompt_logprobs=wanted,

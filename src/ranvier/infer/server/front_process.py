@@ -81,7 +81,9 @@ class FrontProcess:
         )
         metrics.replicas = client.replicas
         log = RequestLog(config.usage_log, quiet=self.options.quiet)
-        front = Front(config, model, client, metrics, keys=self.keys, log=log)
+        front = Front(
+            config, model, client, metrics, keys=self.keys, log=log, seed=self.options.seed
+        )
         self._handle_signals()
         await client.start(self.socket_path)
         server = HttpServer(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-import secrets
 from collections.abc import Sequence
 
 from ranvier.data.tokenizer import Tokenizer
@@ -13,10 +13,25 @@ from ranvier.infer.server.protocol import ChatBody, GenerationBody
 from ranvier.infer.server.served_model import ServedModel
 
 
+class RequestSeeds:
+    """Seeds of requests that have none, by the seed of the server and their order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._num_drawn = 0
+
+    def draw(self) -> int:
+        """Returns the seed of the next request, at most 63 bits."""
+        text = f"{self._seed} {self._num_drawn}"
+        self._num_drawn += 1
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
 def build_params(
     body: GenerationBody,
     model: ServedModel,
     vocab_size: int,
+    seeds: RequestSeeds,
     *,
     structure: StructuredOutput | None = None,
     logprobs: int | None = None,
@@ -46,7 +61,7 @@ def build_params(
         logit_bias=_read_logit_bias(body.logit_bias or {}),
         allowed_token_ids=None if allowed is None else tuple(allowed),
         bad_words=_encode_bad_words(body.bad_words or (), model.tokenizer),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        seed=seeds.draw() if body.seed is None else body.seed,
         stop=body.stop_strings,
         stop_token_ids=frozenset(ends),
         ignore_eos=body.ignore_eos,

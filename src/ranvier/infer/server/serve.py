@@ -54,6 +54,9 @@ class ServerOptions:
     num_replicas: int = 1
     """Size of the data axis."""
     adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters of the model."""
+    seed: int = 0
+    """Source of the seeds of requests that have none."""
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     socket_path: str = ""
     """Unix socket for the engines; empty for one in a temporary directory."""
