@@ -11,6 +11,7 @@ import torch
 from commands import call
 from published_models import BASE, CASES, GPT2, save, theirs
 from ranvier.data.tokenizer import ByteTokenizer
+from ranvier.errors import DataError
 from ranvier.grid import Grid
 from ranvier.infer.generate import generate_tokens
 from ranvier.infer.load import find_checkpoint, load_config_from_dir, load_model, saved_dtype
@@ -72,25 +73,28 @@ def test_a_whole_prompt_is_read(
     assert load_config_from_dir(run).data.seq_len == 512
     text = "".join(chr(97 + n * n % 26) for n in range(601))
     model = load_model(run, Grid({}), "cpu")
-    for size in (598, 514):
+    for size in (597, 514):
         ids = ByteTokenizer().encode([text[:size]])[0].tolist()
         (said,) = generate_tokens(model, [ids], SamplingParams(max_tokens=3, temperature=0.0))
-        # The last position is that of the last token of the text.
-        assert len(said) == min(3, 600 - size)
+        assert len(said) == 3
         with torch.no_grad():
             want = there(torch.tensor([[*ids, *said[:-1]]])).logits[0, size - 1 :].argmax(-1)
         assert said == want.tolist()
+    with pytest.raises(DataError, match=r"together 601\. A sequence may have 600"):
+        generate_tokens(model, [[1] * 598], SamplingParams(max_tokens=3))
     ask = ["generate", str(run), "--temperature", "0", "--max-new-tokens", "3", "--prompt"]
     capsys.readouterr()
     assert call(*ask, text[:597]) == 0
     assert not capsys.readouterr().err
-    assert call(*ask, text[:598]) == 0
-    assert "the text has 600 tokens, as many as the model or the KV cache holds" in (
-        capsys.readouterr().err
-    )
+    assert call(*ask, text[:598]) == 64
+    words = "The prompt has 598 tokens and 3 are to be generated, together 601."
+    remedy = "Ask for at most 2 tokens, or use --max-new-tokens 0."
+    errors = capsys.readouterr().err
+    assert words in errors and remedy in errors, errors
+    assert call(*ask[:-2], "0", "--prompt", text[:598]) == 0
+    assert "the text has 600 tokens, as many as the model" in capsys.readouterr().err
     assert call(*ask, text[:600]) == 64
-    words = "The prompt has 600 tokens, but a sequence may have 600 (max_model_len)"
-    assert words in capsys.readouterr().err
+    assert "Shorten the prompt to at most 599 tokens." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

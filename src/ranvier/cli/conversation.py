@@ -97,8 +97,11 @@ class TerminalChat:
         if stop.signal not in (0, signal.SIGINT):
             raise KeyboardInterrupt(stop.signal)
         if answer.finish_reason == "length":
+            reason = "see --max-new-tokens"
+            if self.params.max_tokens is None or answer.num_tokens < self.params.max_tokens:
+                reason = "the conversation has as many tokens as fit, and /reset starts another"
             print(
-                f"(The answer ends after {answer.num_tokens} tokens; see --max-new-tokens.)",
+                f"(The answer ends after {answer.num_tokens} tokens; {reason}.)",
                 file=sys.stderr,
                 flush=True,
             )

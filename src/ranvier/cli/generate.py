@@ -105,6 +105,7 @@ def generate(path: str, options: GenerateOptions, words: Sequence[str]) -> int:
         with open_engine() as engine:
             return TerminalChat(engine, model, _build_params(options)).run()
     tokens = _encode_prompt(model, options)
+    _check_length(tokens, source, options)
     print(options.prompt, end="", flush=True)
     with open_engine() as engine:
         return _print_text(engine, model, tokens, _build_params(options))
@@ -245,6 +246,17 @@ def _encode_prompt(model: ServedModel, options: GenerateOptions) -> list[int]:
     check_has_chat(model)
     assert model.chat is not None
     return model.chat.encode_prompt([{"role": "user", "content": options.chat}])
+
+
+def _check_length(tokens: Sequence[int], source: ModelSource, options: GenerateOptions) -> None:
+    """Raises if the prompt and the tokens to generate do not fit, before the model is loaded."""
+    from ranvier.infer.scheduler import explain_length
+
+    positions = source.load_config().max_seq
+    limit = min(positions, options.engine.max_model_len or positions)
+    problem = explain_length(len(tokens), options.max_new_tokens or None, limit)
+    if problem:
+        raise PlanError(problem.replace("or for as many as fit", "or use --max-new-tokens 0"))
 
 
 def _print_text(

@@ -29,6 +29,7 @@ from ranvier.eval.model_server import GenerationConfig, ModelServer
 from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
 from ranvier.infer.load import find_checkpoint, inference_dtype, load_model, saved_dtype
+from ranvier.infer.sampling_params import SamplingParams
 from ranvier.launch import ProcessInfo, join_process_group
 from ranvier.sharding import ShardingTable, round_up
 from ranvier.system.terminal import escape_controls, print
@@ -80,11 +81,8 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
                 f"{name}={value} is out of range. It must be at least {low} and less than 2^31. "
                 f"Use {low} or more."
             )
-    if not (0.0 <= wanted.temperature <= 1e3 and 0.0 < wanted.top_p <= 1.0):
-        problems.append(
-            f"temperature={wanted.temperature} or top_p={wanted.top_p} is out of range. They must "
-            "be in [0, 1000] and (0, 1]. Use 0.8 and 0.95."
-        )
+    params = SamplingParams(temperature=wanted.temperature, top_p=wanted.top_p)
+    problems += [text for _, text in params.problems(1)]
     if wanted.include and not Path(wanted.include).is_dir():
         problems.append(
             f"include={wanted.include!r} is not a directory. Custom tasks are YAML files in a "

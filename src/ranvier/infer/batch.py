@@ -24,6 +24,7 @@ from ranvier.errors import DataError, PlanError, RanvierError, WriteError
 from ranvier.infer.detokenizer import IncrementalDetokenizer
 from ranvier.infer.request import EngineInterface, Request, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams
+from ranvier.infer.scheduler import explain_length
 from ranvier.infer.server.api_errors import ApiError
 from ranvier.infer.server.json_body import build_body, parse_json
 from ranvier.infer.server.parameters import RequestSeeds, build_params
@@ -323,6 +324,9 @@ class BatchRunner:
         self, line: BatchLine, tokens: list[int], params: SamplingParams, body: BatchBody
     ) -> OpenAnswer:
         params = dataclasses.replace(params, max_tokens=body.max_tokens or None)
+        problem = explain_length(len(tokens), params.max_tokens, self.engine.max_model_len)
+        if problem:
+            raise DataError(problem)
         request = Request(
             request_id=str(line.index),
             prompt_token_ids=tuple(tokens),

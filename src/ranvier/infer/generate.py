@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +31,9 @@ from ranvier.infer.load import (
     load_model,
     saved_dtype,
 )
-from ranvier.infer.logprobs import check_length
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams
+from ranvier.infer.scheduler import explain_length
 from ranvier.infer.text_stream import AnswerStream
 from ranvier.models import Decoder
 from ranvier.parallel.parallel_model import get_parallel_model
@@ -62,9 +63,11 @@ def generate_tokens(
     config = config or EngineConfig()
     grid = get_parallel_model(model).grid
     was_training = model.training
-    # The last generated token is never an input.
+    model_config: Any = model.config
     longest = max((len(prompt) for prompt in prompts), default=1)
-    check_length(model, longest + (params.max_tokens or 1) - 1)
+    problem = explain_length(longest, params.max_tokens, model_config.max_seq)
+    if problem:
+        raise DataError(problem)
 
     def generate(engine: Engine) -> list[list[int]]:
         for i, prompt in enumerate(prompts):

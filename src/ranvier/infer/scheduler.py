@@ -61,6 +61,24 @@ def explain_refusal(
     return ""
 
 
+def explain_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> str:
+    """Returns why prompt and output together do not fit; empty if they do.
+
+    max_tokens: tokens that the caller asks for; None means as many as fit.
+    """
+    room = max_model_len - num_prompt_tokens
+    if max_tokens is None or max_tokens <= room:
+        return ""
+    remedy = f"Ask for at most {room:,} tokens, or for as many as fit."
+    if room < 1:
+        remedy = f"Shorten the prompt to at most {max_model_len - 1:,} tokens."
+    return (
+        f"The prompt has {num_prompt_tokens:,} tokens and {max_tokens:,} are to be generated, "
+        f"together {num_prompt_tokens + max_tokens:,}. A sequence may have {max_model_len:,} (the "
+        f"positions of the model, or engine.max_model_len). {remedy}"
+    )
+
+
 class Scheduler:
     """Decides which tokens each step computes, and where their keys and values are stored."""
 

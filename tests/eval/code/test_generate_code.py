@@ -182,6 +182,8 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
         ([*learned, "--max-length", "33"], "max_length=33, but the model has 32 learned positions"),
         ([*learned, "--max-length", "32"], "('a', 'b') are not known"),
         (["--max-length", "9999"], "('a', 'b') are not known"),
+        (["--temperature", "2.1"], "temperature=2.1 is out of range. It must be in [0, 2]"),
+        (["--top-p", "0"], "top_p=0.0 is out of range"),
     ):
         assert call("eval", str(folder), "--tasks", "a, b", *words) == 64, words
         assert said in capsys.readouterr().err, words
