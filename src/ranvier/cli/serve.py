@@ -61,6 +61,9 @@ class ServeOptions(InferenceOptions):
     dry_run: bool = False
     """Print the memory of weights and KV cache on a rank, the longest request and how many of them
     fit, without loading the model."""
+    cluster: str = ""
+    """Machine that --dry-run assumes: the name of a built-in cluster (such as dgx-h200), or a TOML
+    file from `ranvier measure`. If empty, this machine."""
     model: RandomModel = field(default_factory=RandomModel)
     serve: ServeConfig = field(default_factory=ServeConfig)
     replica_socket: str = ""
@@ -111,9 +114,10 @@ def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
         source = _find_source(path, options, stack)
         plan = resolve_inference_plan(options, source.load_config(), me)
         if options.dry_run:
-            from ranvier.infer.serving_memory import print_memory
+            from ranvier.infer.serving_memory import DeviceMemory, print_memory
 
-            return print_memory(source, plan, options.engine, options.dtype)
+            memory = DeviceMemory.find(options.device, options.cluster)
+            return print_memory(source, plan, options.engine, dtype=options.dtype, memory=memory)
         if options.replica_socket:
             return _run_replica(source, plan, options, me)
         from ranvier.infer.server.serve import check_serve_extra

@@ -3,53 +3,91 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+import torch
 
 from ranvier.config.engine import EngineConfig
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.infer.engine import DEFAULT_CPU_CACHE_GIB, block_bytes, resolve_max_model_len
-from ranvier.infer.engine_start import DTYPES
+from ranvier.infer.engine_start import DTYPES, choose_device
 from ranvier.infer.model_source import ModelSource
-from ranvier.launch import fake_process_group
+from ranvier.launch import ProcessInfo, fake_process_group
+from ranvier.parallel.parallel_model import get_parallel_model
+from ranvier.planner.cluster import load_cluster
 from ranvier.system.terminal import print
 
 
-def print_memory(source: ModelSource, plan: Plan, config: EngineConfig, dtype: str) -> int:
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Kind and memory of the device of a rank."""
+
+    name: str
+    type: str
+    num_bytes: float
+    """Memory of a GPU; 0 on a CPU, where the KV cache has a fixed size."""
+
+    @classmethod
+    def find(cls, wanted: str, cluster: str) -> DeviceMemory:
+        """Returns the device of this machine, or of a cluster if it has a name.
+
+        wanted: auto, cpu or cuda.
+        """
+        if cluster:
+            found = load_cluster(cluster)
+            if found.cores or wanted == "cpu":
+                return cls("CPU", "cpu", 0.0)
+            return cls(found.device.name, "cuda", found.device.memory)
+        device = choose_device(wanted, ProcessInfo())
+        if device.type == "cpu":
+            return cls("CPU", "cpu", 0.0)
+        properties = torch.cuda.get_device_properties(device)
+        return cls(properties.name, "cuda", properties.total_memory)
+
+    def kv_cache_bytes(self, config: EngineConfig, weight_bytes: int) -> float:
+        """Returns the bytes of the KV cache next to weights, as the engine chooses them."""
+        if config.kv_cache_gib > 0.0:
+            return config.kv_cache_gib * 2**30
+        if self.type == "cpu":
+            return DEFAULT_CPU_CACHE_GIB * 2**30
+        return max(0.0, config.gpu_memory_utilization * self.num_bytes - weight_bytes)
+
+
+def print_memory(
+    source: ModelSource, plan: Plan, config: EngineConfig, *, dtype: str, memory: DeviceMemory
+) -> int:
     """Prints weights, KV cache and the longest request of one replica. Returns the exit code."""
-    import torch
-
-    from ranvier.infer.load import build_empty_model
-    from ranvier.parallel.parallel_model import get_parallel_model
-
-    itemsize = DTYPES.get(dtype, torch.bfloat16)
+    weight_dtype = source.find_dtype(torch.device(memory.type), DTYPES.get(dtype))
     replica = plan.with_degrees({"data": 1})
     most = 0
     least_blocks = math.inf
+    least_bytes = math.inf
     model = None
     for rank in range(replica.world_size):
         with fake_process_group(replica.world_size, rank):
             grid = Grid.from_plan(replica, rank=rank)
-            model = build_empty_model(
-                source.load_config(), grid, "meta", plan=replica, dtype=itemsize
-            )
+            model = source.build_empty(grid, "meta", replica, weight_dtype)
         buckets = get_parallel_model(model).bucket_scheduler.buckets
-        most = max(most, sum(bucket.data.nbytes for bucket in buckets))
-        size = block_bytes(model, config.block_size)
-        gib = config.kv_cache_gib or DEFAULT_CPU_CACHE_GIB
-        least_blocks = min(least_blocks, int(gib * 2**30) // size)
+        weights = sum(bucket.data.nbytes for bucket in buckets)
+        most = max(most, weights)
+        num_bytes = memory.kv_cache_bytes(config, weights)
+        least_bytes = min(least_bytes, num_bytes)
+        least_blocks = min(least_blocks, num_bytes // block_bytes(model, config.block_size))
     assert model is not None
-    longest = resolve_max_model_len(model, config, int(least_blocks))
+    num_blocks = int(least_blocks)
+    longest = resolve_max_model_len(model, config, num_blocks)
     each = -(-longest // config.block_size)
     homes = replica.world_size // (replica.row * replica.pipe)
     if plan.col_splits == "features":
         homes //= replica.col
+    names = {value: name for name, value in DTYPES.items()}
+    print(f"Device: {memory.name}, weights in {names.get(weight_dtype, weight_dtype)}")
     print(f"Weights: {most / 2**30:.2f} GiB on the rank with the most")
     print(
-        f"KV cache: {gib:g} GiB on each rank, {int(least_blocks) - 1:,} blocks of "
+        f"KV cache: {least_bytes / 2**30:.4g} GiB on each rank, {num_blocks - 1:,} blocks of "
         f"{config.block_size} tokens"
     )
     print(f"Longest request: {longest:,} tokens")
-    print(
-        f"Requests of that length at the same time: {homes * ((int(least_blocks) - 1) // each):,}"
-    )
+    print(f"Requests of that length at the same time: {homes * ((num_blocks - 1) // each):,}")
     return 0

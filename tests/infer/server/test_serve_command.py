@@ -276,11 +276,18 @@ def test_dry_run_shows_memory_and_the_longest_request(
     assert call("serve", str(folder), "--dry-run", *small) == 0
     text = capsys.readouterr().out
     assert f"Longest request: {POSITIONS} tokens" in text and "KV cache: 0.001 GiB" in text
-    words = ("--random", "--model.size", "llama3-8b", "--plan.row", "8", "--plan.data", "2")
-    assert call("serve", *words, "--dry-run", "--engine.kv-cache-gib", "16") == 0
+    assert "Device: CPU, weights in fp32" in text
+    words = ("--random", "--model.size", "llama3-8b", "--dry-run")
+    assert call("serve", *words, "--device", "cpu") == 0
     text = capsys.readouterr().out
-    # Eight billion parameters of two bytes over eight ranks.
-    assert "Weights: 1.8" in text and "Longest request: 8,192 tokens" in text, text
+    # Eight billion parameters of four bytes.
+    assert "Weights: 29.9" in text and "KV cache: 1 GiB" in text, text
+    grid = ("--plan.row", "2", "--plan.data", "2")
+    assert call("serve", *words, *grid, "--cluster", "dgx-h200") == 0
+    text = capsys.readouterr().out
+    assert "Weights: 7.48 GiB" in text and "Longest request: 8,192 tokens" in text, text
+    # 90 % of the memory of a device without its weights.
+    assert "weights in bf16" in text and "KV cache: 118.3 GiB" in text, text
 
 
 def refusals(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -296,6 +303,8 @@ def refusals(folder: Path) -> dict[str, tuple[str, ...]]:
             *(str(folder), "--dry-run", "--engine.kv-cache-gib", "0.00001"),
             *("--engine.max-model-len", "400"),
         ),
+        "--adapter 'mine' is not valid": (str(folder), "--adapter", "mine"),
+        "is not an adapter. It must be": (str(folder), "--adapter", f"mine={folder}"),
         "row=3 does not divide": (str(folder), "--plan.row", "3"),
         "engine.block_size=0 is too small": (str(folder), "--engine.block-size", "0"),
         "serve.port=70000 is too large": (str(folder), "--serve.port", "70000"),
