@@ -472,7 +472,11 @@ def option_class(command: Callable[..., Any]) -> type | None:
             (kind,) = (one for one in found if isinstance(one, type))
             return kind
         # Functions that parse the options of one command.
-        for parse in (cli.parse_train_options, cli_generate.parse_generate_options):
+        for parse in (
+            cli.parse_train_options,
+            cli_generate.parse_generate_options,
+            cli_serve.parse_serve_options,
+        ):
             if ast.unparse(node.func).rpartition(".")[2] == parse.__name__:
                 return option_class(parse)
     return None
