@@ -235,7 +235,7 @@ class Engine:
         self._states.pop(request_id, None)
 
     def step(self) -> list[TokenOutput]:
-        """Launches a step and returns new tokens of some requests; of the step before, if ahead.
+        """Starts the next step, and returns new tokens; those of the step before, if it is ahead.
 
         Communicates: as `ModelRunner.launch`.
         """
