@@ -1,8 +1,8 @@
 """`ranvier serve`: starts the HTTP front and the engine processes of a model.
 
-The front runs in this process, and each replica (a coordinate of data) is started as the same
-command with `--replica-socket`, which starts the ranks of that replica. Under a launcher such as
-torchrun or srun the ranks exist already: the first one starts the front.
+The front runs in this process, and each replica (a coordinate of data) in another one, which starts
+the ranks of that replica (`run_replica`). Under a launcher such as torchrun or srun the ranks exist
+already: the first one starts the front (`run_front`).
 """
 
 from __future__ import annotations
@@ -66,10 +66,6 @@ class ServeOptions(InferenceOptions):
     file from `ranvier measure`. If empty, this machine."""
     model: RandomModel = field(default_factory=RandomModel)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    replica_socket: str = ""
-    """Set by the server itself: runs one replica, whose front has this socket."""
-    replica: int = 0
-    """Set by the server itself: index of the replica."""
 
 
 def parse_serve_options(words: Sequence[str]) -> tuple[list[str], ServeOptions]:
@@ -118,8 +114,6 @@ def serve_model(path: str, options: ServeOptions, words: Sequence[str]) -> int:
 
             memory = DeviceMemory.find(options.device, options.cluster)
             return print_memory(source, plan, options.engine, dtype=options.dtype, memory=memory)
-        if options.replica_socket:
-            return _run_replica(source, plan, options, me)
         from ranvier.infer.server.serve import check_serve_extra
 
         check_serve_extra()
@@ -170,11 +164,16 @@ def _serve_here(
     ranks = plan.world_size // plan.data
 
     def start_replica(socket_path: str, index: int) -> subprocess.Popen[bytes]:
-        more = ["--plan.data", "1", "--nproc", str(ranks)]
-        more += ["--replica-socket", socket_path, "--replica", str(index)]
-        return subprocess.Popen([sys.executable, "-m", "ranvier", "serve", *words, *more])
+        more = ("--plan.data", "1", "--nproc", str(ranks))
+        return subprocess.Popen(_program("run_replica", socket_path, str(index), *words, *more))
 
     return run_server(_server_options(source, plan, options), start_replica)
+
+
+def _program(function: str, *words: str) -> list[str]:
+    """Returns the command that runs a function of this module with words."""
+    text = f"import sys; from {__name__} import {function}; sys.exit({function}(sys.argv[1:]))"
+    return [sys.executable, "-c", text, *words]
 
 
 def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> ServerOptions:
@@ -190,26 +189,46 @@ def _server_options(source: ModelSource, plan: Plan, options: ServeOptions) -> S
     )
 
 
-def _run_replica(
+def run_replica(words: Sequence[str]) -> int:
+    """Runs the ranks of one replica. Returns the exit code.
+
+    words: the socket of the front, the index of the replica, and the words of the command.
+    """
+    launch.die_with_parent()
+    # Ctrl-C and systemd signal all processes; the front decides when its engines end. The ranks
+    # inherit the mask.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    path, options = _parse_words(words[2:])
+    with ExitStack() as stack, launch.report_errors(ProcessInfo()):
+        source = _find_source(path, options, stack)
+        plan = resolve_inference_plan(options, source.load_config(), None)
+        return _run_ranks(source, plan, options, None, words[0], int(words[1]))
+
+
+def _parse_words(words: Sequence[str]) -> tuple[str, ServeOptions]:
+    """Returns the path and the options of a command that was checked before."""
+    names, settings = parse_serve_options(words)
+    return names[0] if names else "", settings
+
+
+def _run_ranks(
     source: ModelSource,
     plan: Plan,
     options: ServeOptions,
     me: ProcessInfo | None,
+    socket_path: str,
+    index: int = 0,
     on_signal: SignalHandler = signal.SIG_IGN,
 ) -> int:
     """Runs the ranks of one replica, or the rank that this process is."""
     from ranvier.infer.server import engine_process
 
     replica = engine_process.ReplicaOptions(
-        socket_path=options.replica_socket,
-        replica=options.replica,
+        socket_path=socket_path,
+        replica=index,
         **engine_arguments(source, plan, options),
     )
     task = functools.partial(engine_process.run_replica_rank, replica, on_signal=on_signal)
-    if me is None:
-        # Ctrl-C and systemd signal all processes; the front decides when its engines end. The ranks
-        # inherit the mask.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     if me is None and plan.world_size > 1:
         return launch.launch_ranks(plan.world_size, task, preload=[engine_process.__name__])
     with launch.report_errors(me or ProcessInfo()):
@@ -227,15 +246,13 @@ def _serve_under_launcher(
             "server for each replica."
         )
     if me.rank != 0:
-        return _run_replica(source, plan, options, me)
+        # Only the first rank has a connection to the front.
+        return _run_ranks(source, plan, options, me, "")
     with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
         path = str(Path(folder) / "engine.sock")
-        program = (
-            "import sys; from ranvier.cli.serve import run_front; sys.exit(run_front(sys.argv[1:]))"
-        )
         # In its own session, it gets the signals of this process only.
         front = subprocess.Popen(
-            [sys.executable, "-c", program, path, *words],
+            _program("run_front", path, *words),
             # The front is not a rank.
             env=launch.environment_without_ranks(),
             start_new_session=True,
@@ -246,8 +263,7 @@ def _serve_under_launcher(
 
         try:
             _wait_for_socket(path, front)
-            replica = dataclasses.replace(options, replica_socket=path)
-            return _run_replica(source, plan, replica, me, pass_on)
+            return _run_ranks(source, plan, options, me, path, on_signal=pass_on)
         finally:
             front.terminate()
             front.wait()
@@ -258,9 +274,9 @@ def run_front(words: Sequence[str]) -> int:
     from ranvier.infer.server.serve import run_server
 
     launch.die_with_parent()
-    names, settings = parse_serve_options(words[1:])
+    path, settings = _parse_words(words[1:])
     with ExitStack() as stack, launch.report_errors(ProcessInfo()):
-        source = _find_source(names[0] if names else "", settings, stack)
+        source = _find_source(path, settings, stack)
         found = _server_options(source, dataclasses.replace(settings.plan, data=1), settings)
         return run_server(dataclasses.replace(found, socket_path=words[0]), None)
 

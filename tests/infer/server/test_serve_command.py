@@ -196,7 +196,7 @@ def test_a_prompt_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
 def test_a_killed_replica_fails_alone_and_comes_back(
     server: ServerProcess, client: openai.OpenAI
 ) -> None:
-    engines = server.child_pids(b"--replica-socket")
+    engines = server.child_pids(b"run_replica")
     assert len(engines) == 2
     has_begun = concurrent.futures.Future[None]()
 
@@ -227,7 +227,7 @@ def test_a_killed_replica_fails_alone_and_comes_back(
     wait_until(lambda: states(server) == ["ready", "ready"])
     answers = [complete(client, prompt=f"again {i}").choices[0].text for i in range(4)]
     assert all(answers)
-    assert engines[1] in server.child_pids(b"--replica-socket"), "the other one went on"
+    assert engines[1] in server.child_pids(b"run_replica"), "the other one went on"
 
 
 def running_requests(server: ServerProcess) -> float:
@@ -364,7 +364,7 @@ def test_a_grid_gives_the_same_answers_and_drains(
             )
             stream = complete(client, max_tokens=100, stream=True, extra_body={"ignore_eos": True})
             next(stream)
-            for pid in (server.process.pid, *server.child_pids(b"--replica-socket")):
+            for pid in (server.process.pid, *server.child_pids(b"run_replica")):
                 os.kill(pid, signal.SIGINT)
             assert list(stream)[-1].choices[0].finish_reason == "length"
             assert server.process.wait(60) == 0
