@@ -71,7 +71,9 @@ class RequestState:
     matcher: GrammarMatcher | None = None
     """Position in the grammar of the request, if its output is structured."""
     error: str = ""
-    """Why its grammar cannot continue; it ends with this."""
+    """Why it cannot continue; it ends with this."""
+    is_invalid: bool = True
+    """Whether the request is the cause of the error, as it is of those of its grammar."""
 
     def next_row(self) -> SamplingRow:
         """Returns how the next token is sampled; some tokens before it may not be known yet."""
@@ -437,9 +439,12 @@ class Engine:
                 "No token can be sampled: the parameters of the request forbid all tokens, or the "
                 "logits are not finite."
             )
+            state.is_invalid = sequence.request.params.can_forbid_all
         forced = self._advance_grammar(state, token)
         if state.error:
-            return TokenOutput(**common, finish_reason="error", error=state.error)
+            return TokenOutput(
+                **common, finish_reason="error", error=state.error, is_invalid=state.is_invalid
+            )
         for one in (token, *forced):
             state.sampling.append(one)
         count = sequence.request.params.logprobs

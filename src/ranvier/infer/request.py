@@ -62,6 +62,8 @@ class TokenOutput:
     """The token that ended the request, if one did."""
     error: str = ""
     """What went wrong, if the reason is error."""
+    is_invalid: bool = False
+    """Whether the error is one of the request itself, which would fail again in the same way."""
     queue_seconds: float | None = None
     """Seconds between `add` and the first step that computed tokens of the request; with the first
     output only, and None if the engine does not measure it."""

@@ -94,6 +94,15 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def can_forbid_all(self) -> bool:
+        """Whether the parameters may leave no token to sample at some position."""
+        return (
+            self.allowed_token_ids is not None
+            or self.structured_output is not None
+            or bool(self.bad_words)
+        )
+
+    @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (

@@ -18,7 +18,7 @@ from typing import Any
 
 from ranvier.infer.request import TokenLogprobs, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams
-from ranvier.infer.server.api_errors import ApiError
+from ranvier.infer.server.api_errors import ApiError, invalid_request
 from ranvier.infer.server.served_model import ServedModel, TextStream, ToolParserInterface
 
 LOWEST_LOGPROB = -9999.0
@@ -196,11 +196,14 @@ class Answer(ABC):
         ended = []
         for output in outputs:
             choice = self.choices[output.request_id]
+            if output.is_invalid:
+                raise invalid_request(output.error, code="invalid_value")
             if output.finish_reason in ("error", "abort"):
+                cause = output.error.rstrip(".") or "the engine has ended it"
                 raise ApiError(
                     500,
-                    f"The request has failed: {output.error or 'the engine has ended it'}. Other "
-                    "requests are not affected. Send it again, or change it.",
+                    f"The request has failed: {cause}. Other requests are not affected. Send it "
+                    "again, or change it.",
                     code="request_failed",
                 )
             was_open = choice.finish_reason is None

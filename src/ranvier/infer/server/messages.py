@@ -30,6 +30,10 @@ LENGTH_BYTES = 4
 MAX_MESSAGE_BYTES = 1 << 30
 STATS_FIELDS = tuple(one.name for one in dataclasses.fields(EngineStats))
 DEFAULT_PARAMS = SamplingParams()
+OUTPUT_FIELDS = (
+    *("num_cached_tokens", "finish_reason", "stop_token", "error", "is_invalid", "queue_seconds"),
+)
+"""Fields of an output that most outputs do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,7 @@ def pack_output(output: TokenOutput) -> list[Any]:
         more["logprobs"] = [_pack_logprobs(one) for one in output.logprobs]
     if output.prompt_logprobs is not None:
         more["prompt_logprobs"] = [_pack_logprobs(one) for one in output.prompt_logprobs]
-    for name in ("num_cached_tokens", "finish_reason", "stop_token", "error", "queue_seconds"):
+    for name in OUTPUT_FIELDS:
         value = getattr(output, name)
         if value not in (None, 0, "") or (name == "stop_token" and value is not None):
             more[name] = value
