@@ -53,6 +53,8 @@ class Choice:
     params: SamplingParams
     stream: TextStream
     parser: ToolParserInterface | None = None
+    max_calls: int | None = None
+    """Maximum number of tool calls; further ones end the answer."""
     echo: str | None = None
     """Text of the prompt, if the answer starts with it."""
     drops_tokens: bool = False
@@ -68,7 +70,14 @@ class Choice:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_started: bool = False
+    has_all_calls: bool = False
+    """Whether one more tool call than allowed has begun."""
     delta: ChoiceDelta = field(default_factory=ChoiceDelta)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far ends the choice: by a stop string, or by a call too many."""
+        return self.has_all_calls or self.stream.stop_string is not None
 
     def add(self, output: TokenOutput) -> None:
         """Adds an output of the engine; outputs after the end are ignored."""
@@ -79,7 +88,7 @@ class Choice:
         tokens = output.token_ids
         if not self.drops_tokens:
             self._add_tokens(output)
-        if output.finish_reason is not None or self.stream.stop_string is not None:
+        if output.finish_reason is not None or self.is_complete:
             self._finish(output.finish_reason)
         elif tokens and self.drops_tokens:
             self._finish("length")
@@ -109,8 +118,7 @@ class Choice:
         if self.parser is not None:
             self._add_deltas(self.parser.finish())
         # The rest of the text may contain a stop string, too.
-        has_stop = self.stream.stop_string is not None
-        found = "stop" if has_stop or reason is None else reason
+        found = "stop" if self.is_complete or reason is None else reason
         if found == "stop" and self.calls:
             found = "tool_calls"
         self.finish_reason = self.delta.finish_reason = found
@@ -123,12 +131,17 @@ class Choice:
 
     def _add_deltas(self, deltas: Sequence[Any]) -> None:
         for one in deltas:
+            if self.has_all_calls:
+                return
             if hasattr(one, "index"):
                 self._add_call(one)
             else:
                 self._add_text(one.text)
 
     def _add_call(self, one: Any) -> None:
+        if self.max_calls is not None and one.index >= self.max_calls:
+            self.has_all_calls = True
+            return
         part: dict[str, Any] = {"index": one.index, "function": {"arguments": one.arguments}}
         if one.index >= len(self.calls):
             name = f"call_{secrets.token_hex(12)}"

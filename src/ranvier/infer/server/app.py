@@ -283,6 +283,7 @@ class Front:
                     self.model.tokenizer, one.prompt_token_ids, one.params
                 ),
                 parser=None if tool_calls is None else tool_calls.make_parser(),
+                max_calls=None if body.parallel_tool_calls else 1,
                 is_first=one.stream == 0,
             )
             for one in requests
@@ -460,7 +461,9 @@ class Front:
             )
         name = "" if choice == "required" else choice.removeprefix("=")
         try:
-            return self.model.tool_calls.build_structure(tool_objects(body) or [], name)
+            return self.model.tool_calls.build_structure(
+                tool_objects(body) or [], name, several=body.parallel_tool_calls
+            )
         except RanvierError as error:
             raise invalid_request(str(error), param="tools", code="invalid_value") from None
 

@@ -312,6 +312,8 @@ class ChatBody(ConversationBody, GenerationBody):
     logprobs: bool = False
     top_logprobs: int | None = setting(None, minimum=0, maximum=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool = True
+    """Whether an answer may have more than one tool call."""
 
     @property
     def choice_of_tool(self) -> str:

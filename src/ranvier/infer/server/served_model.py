@@ -57,8 +57,13 @@ class ToolFormat(Protocol):
     def make_parser(self) -> ToolParserInterface:
         """Returns a parser for one answer."""
 
-    def build_structure(self, tools: Sequence[dict[str, Any]], name: str) -> StructuredOutput:
-        """Returns the language of answers that call a tool; name: of the tool, empty for any."""
+    def build_structure(
+        self, tools: Sequence[dict[str, Any]], name: str, *, several: bool = True
+    ) -> StructuredOutput:
+        """Returns the language of answers that call a tool.
+
+        name: of the tool, empty for any. several: whether there may be more than one call.
+        """
 
 
 class StructureCheckerInterface(Protocol):

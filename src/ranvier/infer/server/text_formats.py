@@ -44,13 +44,15 @@ class FamilyToolFormat:
         """Returns a parser for one answer."""
         return TOOL_PARSERS[self.name]()
 
-    def build_structure(self, tools: Sequence[dict[str, Any]], name: str) -> StructuredOutput:
-        """Returns the language of answers that call a tool; name: of the tool, empty for any."""
+    def build_structure(
+        self, tools: Sequence[dict[str, Any]], name: str, *, several: bool = True
+    ) -> StructuredOutput:
+        """Returns the language of answers that call a tool; see `tool_choice_output`."""
         known = [
             Tool(name=one["function"]["name"], parameters=one["function"].get("parameters") or {})
             for one in tools
         ]
-        return tool_choice_output(self.name, known, self._special, name=name)
+        return tool_choice_output(self.name, known, self._special, name=name, several=several)
 
 
 class StructureChecker:
