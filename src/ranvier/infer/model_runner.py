@@ -140,6 +140,8 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self._row_splits = row_splits
+        self._is_in_step = False
+        """Whether a step was begun and has not ended."""
         self.parallel = get_parallel_model(model)
         self.grid = self.parallel.grid
         self.device = self.parallel.pipeline.executor.device
@@ -335,11 +337,13 @@ class ModelRunner:
 
         Communicates: the step over all axes, then as a forward pass; results over pipe and homes.
         """
+        self._is_in_step = True
         if self.orders_axis.size > 1:
             packed = step.pack()
             max_over_ranks(len(packed), self.grid, "cpu", channel=ORDERS_CHANNEL)
             collectives.broadcast(packed, self.orders_axis).wait()
         results = self._run(step)
+        self._is_in_step = False
         if self.device.type != "cuda":
             return PendingStep(step, results, None)
         on_host = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
@@ -355,8 +359,11 @@ class ModelRunner:
             self._run(StepInput.unpack(collectives.broadcast(packed, self.orders_axis).wait()))
 
     def stop(self) -> None:
-        """Ends `follow` on the other ranks. Only for the leader."""
-        if self.orders_axis.size > 1:
+        """Ends `follow` on the other ranks. Only for the leader.
+
+        After a step that has failed, the others wait in the middle of it and cannot be told.
+        """
+        if self.orders_axis.size > 1 and not self._is_in_step:
             max_over_ranks(0, self.grid, "cpu", channel=ORDERS_CHANNEL)
 
     # ---- one rank ---------------------------------------------------------------------------

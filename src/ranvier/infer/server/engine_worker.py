@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ranvier.errors import INTERNAL_EXIT_CODE, CommunicationError, RanvierError
+from ranvier.errors import CommunicationError, RanvierError
 from ranvier.infer.request import EngineInterface
 from ranvier.infer.server.messages import (
     EngineInfo,
@@ -27,6 +27,8 @@ from ranvier.infer.server.messages import (
 )
 
 READ_BYTES = 1 << 20
+MAX_READS = 256
+"""Number of reads before a step, so that a front that sends without end does not stop it."""
 MAX_CAUSE_CHARACTERS = 500
 SignalHandler = Callable[[int, FrameType | None], None] | signal.Handlers
 
@@ -61,16 +63,21 @@ class FrontConnection:
 
     def receive(self, *, wait: bool) -> Iterator[dict[str, Any]]:
         """Yields the messages that have arrived; wait: for at least some bytes."""
-        ready, _, _ = select.select([self._socket], [], [], None if wait else 0)
-        if not ready:
-            return
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            self.is_closed = True
-        yield from self._reader.feed(data)
+        # A read returns at most what the buffer of the socket holds, a few long prompts. Aborts
+        # behind them must not wait for further steps.
+        for _ in range(MAX_READS):
+            ready, _, _ = select.select([self._socket], [], [], None if wait else 0)
+            if not ready:
+                return
+            wait = False
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except OSError:
+                data = b""
+            yield from self._reader.feed(data)
+            if not data:
+                self.is_closed = True
+                return
 
     def close(self) -> None:
         """Closes the socket, which the front takes as the end of this engine."""
@@ -97,9 +104,7 @@ class EngineWorker:
             if self._is_over():
                 break
             if self.engine.has_unfinished:
-                code = self._step()
-                if code:
-                    return code
+                self._step()
             elif has_changed:
                 # Aborts of the last requests change the statistics without a step.
                 self._send_step([], 0.0)
@@ -133,17 +138,16 @@ class EngineWorker:
         except Exception as error:  # one request must not end the others
             self.connection.send({"refused": [values["request_id"], "error", _cause_of(error)]})
 
-    def _step(self) -> int:
-        """Runs a step. Returns an exit code if the engine has failed, otherwise 0."""
+    def _step(self) -> None:
+        """Runs a step; what it raises ends the process, after the front was told."""
         start = time.monotonic()
         try:
             outputs = self.engine.step()
         except Exception as error:
             self.connection.send({"fault": _cause_of(error)})
             self.connection.close()
-            return error.exit_code if isinstance(error, RanvierError) else INTERNAL_EXIT_CODE
+            raise
         self._send_step([pack_output(one) for one in outputs], time.monotonic() - start)
-        return 0
 
     def _send_step(self, outputs: list[list[Any]], seconds: float) -> None:
         stats = pack_stats(self.engine.stats())
@@ -182,4 +186,7 @@ def _info_values(info: EngineInfo) -> dict[str, Any]:
 
 
 def _cause_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_CAUSE_CHARACTERS]
+    text = f"{type(error).__name__}: {error}"
+    if len(text) > MAX_CAUSE_CHARACTERS:
+        return f"{text[:MAX_CAUSE_CHARACTERS]} ..."
+    return text.rstrip(".")
