@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import json
+import os
 import random
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +32,7 @@ from ranvier.infer.structured_output import (
     GrammarMatcher,
     json_schema_output,
 )
+from ranvier.system import file_handles
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -367,6 +373,39 @@ def test_a_grammar_that_explodes_is_refused_and_others_compile(guarded: GrammarC
                 guarded.compile(structure)
     text, ended = sample(guarded.compile(json_schema_output(PERSON)), one, random.Random(1))
     assert ended and jsonschema.Draft202012Validator(PERSON).is_valid(json.loads(text))
+
+
+def test_the_process_is_read_among_many_open_files(guarded: GrammarCompiler) -> None:
+    """A server with more than a thousand connections compiles grammars, too."""
+    file_handles.raise_limit()
+    worker = guarded._worker
+    assert worker is not None
+    worker.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(1030):
+            stack.enter_context(open(os.devnull))
+        worker.check(StructuredOutput("regex", "a+"))
+        assert worker._process is not None and worker._process.stdout is not None
+        assert worker._process.stdout.fileno() > 1024
+    worker.close()
+
+
+def test_a_process_that_compiles_is_ended_at_once(guarded: GrammarCompiler) -> None:
+    worker = guarded._worker
+    assert worker is not None
+    worker.check(StructuredOutput("regex", "b+"))
+    worker._limits = dataclasses.replace(worker._limits, compile_seconds=3600.0)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        process = worker._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        checked = threads.submit(worker.check, StructuredOutput("regex", "c+"))
+        while not worker._lock.locked():
+            pass
+        worker.close()
+        with pytest.raises(StructuredOutputError):
+            checked.result()
+    worker._limits = dataclasses.replace(worker._limits, compile_seconds=1.0)
 
 
 def test_errors_are_the_same_in_the_process(guarded: GrammarCompiler) -> None:

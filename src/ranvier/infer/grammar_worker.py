@@ -74,7 +74,10 @@ class GrammarWorker:
             raise StructuredOutputError(answer["error"])
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, also while it compiles a grammar."""
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             self._kill()
 
@@ -110,7 +113,10 @@ class GrammarWorker:
             deadline = time.monotonic() + seconds
             while not received.endswith(b"\n"):
                 left = max(0.0, deadline - time.monotonic())
-                ready, _, _ = select.select([process.stdout], [], [], left)
+                # Not select: a server with many connections has descriptors above its limit.
+                poll = select.poll()
+                poll.register(process.stdout, select.POLLIN)
+                ready = poll.poll(1000 * left)
                 part = process.stdout.read1(65_536) if ready else b""  # type: ignore[attr-defined]
                 if not part:
                     self._kill()
