@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,5 +222,52 @@ def test_a_grammar_that_fails_ends_its_request_only(engine: Engine) -> None:
         max_tokens=8,
     )
     served = serve(engine, [hopeless, request("x", temperature=0.0, max_tokens=8)])
-    assert served.outputs["bad"][-1].finish_reason == "error"
+    last = served.outputs["bad"][-1]
+    assert last.finish_reason == "error" and last.is_invalid
     assert served.tokens("x") == alone
+
+
+def test_a_request_that_raises_when_added_is_not_scheduled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ranvier.infer.engine.SamplingState", fail)
+        with pytest.raises(MemoryError):
+            engine.add(request("bad"))
+    assert not engine.has_unfinished
+    assert len(serve(engine, [request("bad", max_tokens=3, ignore_eos=True)]).tokens("bad")) == 3
+
+
+def test_logits_that_are_not_finite_are_not_the_fault_of_a_request(engine: Engine) -> None:
+    with torch.no_grad():
+        for parameter in engine.runner.model.parameters():
+            parameter.fill_(torch.nan)
+    for params, is_invalid in (({}, False), ({"allowed_token_ids": (3,)}, True)):
+        served = serve(engine, [request("a", max_tokens=3, **params)])
+        last = served.outputs["a"][-1]
+        assert last.finish_reason == "error" and last.is_invalid is is_invalid
+
+
+def test_other_ranks_are_not_told_to_stop_within_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait in another collective, so that the leader would wait for them."""
+    told: list[int] = []
+    runner = engine.runner
+    monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=2))
+    monkeypatch.setattr(
+        "ranvier.infer.model_runner.max_over_ranks", lambda value, *_, **__: told.append(value)
+    )
+    runner.stop()
+    assert told == [0]
+    monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=1))
+    monkeypatch.setattr(runner, "_run", lambda _: 1 / 0)
+    engine.add(request("a"))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=2))
+    runner.stop()
+    assert told == [0]

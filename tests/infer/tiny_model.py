@@ -18,7 +18,7 @@ LAYERS = 2
 POSITIONS = 512
 
 
-def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, *, seed: int = 0, positions: int = POSITIONS) -> Path:
     """Writes weights, config, tokenizer and chat template of a llama."""
     write_model(folder)
     vocab = ByteTokenizer().vocab_size
@@ -31,7 +31,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0) -> Path:
         "num_key_value_heads": HEADS // 2,
         "num_hidden_layers": LAYERS,
         "vocab_size": vocab,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

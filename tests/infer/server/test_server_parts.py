@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import math
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,14 +22,19 @@ from ranvier.errors import PlanError
 from ranvier.infer.detokenizer import IncrementalDetokenizer
 from ranvier.infer.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
-from ranvier.infer.server import messages
+from ranvier.infer.server import engine_worker, messages
+from ranvier.infer.server.answers import ChatAnswer, Choice
+from ranvier.infer.server.api_errors import ApiError
 from ranvier.infer.server.authentication import ApiKeys, read_api_keys
 from ranvier.infer.server.config import ServeConfig
+from ranvier.infer.server.engine_client import EngineClient
 from ranvier.infer.server.engine_worker import EngineWorker, FrontConnection
+from ranvier.infer.server.metrics import ServerMetrics
 from ranvier.infer.server.openapi import build_openapi
 from ranvier.infer.server.routing import PrefixMemory, ReplicaLoad, choose_replica, name_blocks
 from ranvier.infer.server.serve import check_serve_extra
 from ranvier.infer.server.served_model import ServedModel
+from ranvier.infer.tool_calls import HermesParser
 
 LETTERS = "ab\né€😀"
 
@@ -67,6 +75,7 @@ def test_requests_and_outputs_survive_the_socket() -> None:
             queue_seconds=0.5,
         ),
         TokenOutput(request_id="a", finish_reason="error", error="why"),
+        TokenOutput(request_id="a", finish_reason="error", error="why", is_invalid=True),
         TokenOutput(request_id="a", token_ids=(1,), prompt_logprobs=()),
     ]
     for output in outputs:
@@ -209,9 +218,114 @@ def test_the_worker_isolates_requests_and_reports_faults() -> None:
     # The abort is seen before the next step.
     assert sum(len(one["step"][0]) for one in connection.sent if "step" in one) == 1
     connection = ScriptedConnection([[build_request("a", "BREAK_STEP")]])
-    assert EngineWorker(FakeEngine(), connection).run(messages.EngineInfo()) == 70
+    with pytest.raises(RuntimeError, match="the step is broken"):
+        EngineWorker(FakeEngine(), connection).run(messages.EngineInfo())
     assert connection.sent[-1] == {"fault": "RuntimeError: the step is broken"}
     assert connection.is_closed
+
+
+def test_the_worker_reads_all_that_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort behind long prompts does not wait for further steps."""
+    monkeypatch.setattr(engine_worker, "READ_BYTES", 16)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        connection = FrontConnection(str(tmp_path / "s"))
+        front, _ = listener.accept()
+        with front:
+            sent: list[dict[str, Any]] = [{"abort": "x" * 50}, {"abort": "y"}, {"stop": True}]
+            front.sendall(b"".join(messages.encode_message(one) for one in sent))
+            assert list(connection.receive(wait=True)) == sent
+            assert list(connection.receive(wait=False)) == []
+        assert list(connection.receive(wait=True)) == []
+        assert connection.is_closed
+        connection.close()
+
+
+def build_client(**options: Any) -> EngineClient:
+    """A client with one replica that is ready."""
+    client = EngineClient(ServerMetrics("x"), **options)
+    (replica,) = client.replicas
+    client.handle_message(replica, {"progress": "loading the model", "replica": 0})
+    assert replica.progress
+    info = messages.EngineInfo(max_model_len=64, vocab_size=256)
+    client.handle_message(replica, {"hello": {**vars(info), "details": {}}})
+    return client
+
+
+def test_a_replica_that_is_ready_reports_no_progress() -> None:
+    (replica,) = build_client().replicas
+    assert replica.state == "ready" and replica.progress == "" and replica.cause == ""
+
+
+def test_requests_that_wait_too_long_are_ended_by_priority() -> None:
+    async def run() -> list[bool]:
+        client = build_client()
+        sent = [
+            client.submit(
+                [
+                    Request(
+                        request_id=f"{priority}",
+                        prompt_token_ids=(1,),
+                        params=SamplingParams(),
+                        priority=priority,
+                    )
+                ]
+            )
+            for priority in (5, 0)
+        ]
+        # One of the two runs: the younger one, whose priority is higher.
+        stats = messages.pack_stats(EngineStats(num_running=1, num_waiting=1))
+        client.handle_message(client.replicas[0], {"step": [[], stats, 2, 0.1]})
+        client.end_overdue(math.inf)
+        return [bool(one.records) for one in sent]
+
+    assert asyncio.run(run()) == [False, True]
+
+
+def build_answer(text: str, **options: Any) -> tuple[ChatAnswer, list[str]]:
+    """An answer that has received a text letter by letter, and the requests it has ended."""
+    tokenizer, params = ByteTokenizer(), SamplingParams()
+    choice = Choice(
+        index=0,
+        request_id="a",
+        prompt=(1,),
+        params=params,
+        stream=IncrementalDetokenizer(tokenizer, (1,), params),
+        **options,
+    )
+    model = ServedModel(
+        name="m", tokenizer=tokenizer, chat=None, make_text_stream=IncrementalDetokenizer
+    )
+    answer = ChatAnswer("id", model, "m", "f", [choice])
+    ended = []
+    for byte in text.encode():
+        ended += answer.add([TokenOutput(request_id="a", token_ids=(byte,))])
+    return answer, ended
+
+
+def test_one_call_is_the_last_without_parallel_calls() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    answer, ended = build_answer(3 * call, parser=HermesParser(), max_calls=1)
+    choice = answer.choices["a"]
+    assert [one["function"]["name"] for one in choice.calls] == ["f"] and ended == ["a"]
+    assert choice.finish_reason == "tool_calls" and choice.text == ""
+    answer, ended = build_answer(3 * call, parser=HermesParser())
+    assert len(answer.choices["a"].calls) == 3 and not ended
+
+
+@pytest.mark.parametrize(("is_invalid", "status"), [(True, 400), (False, 500)])
+def test_errors_of_a_request_are_the_clients_if_they_are(is_invalid: bool, status: int) -> None:
+    answer, _ = build_answer("x")
+    output = TokenOutput(
+        request_id="a", finish_reason="error", error="It is so.", is_invalid=is_invalid
+    )
+    with pytest.raises(ApiError) as caught:
+        answer.add([output])
+    assert caught.value.status == status and "It is so. " in caught.value.message + " "
+    assert ".." not in caught.value.message
 
 
 def test_tokens_have_bytes_and_texts() -> None:
@@ -238,7 +352,7 @@ def test_the_description_names_every_parameter() -> None:
         *("include_stop_str_in_output", "truncate_prompt_tokens", "priority", "cache_salt"),
         *("return_token_ids", "response_format", "structured_outputs", "tools", "tool_choice"),
         *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "stream"),
-        *("stream_options", "user", "model", "messages"),
+        *("stream_options", "user", "model", "messages", "parallel_tool_calls"),
     }
     assert names == set(chat["properties"]) and chat["required"] == ["messages"]
     assert {"prompt", "echo", "logprobs"} <= set(

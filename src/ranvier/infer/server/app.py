@@ -643,11 +643,26 @@ class EventStream(Response):
             except ApiError as error:
                 record.error = error.message
                 data += error_event(error)
+            except Exception as error:
+                data += error_event(unexpected_error(error, record))
             await send({"type": "http.response.body", "body": data, "more_body": False})
         finally:
             self._watcher.cancel()
             self._generation.abort()
             note_answer(record, self._answer)
+
+
+def unexpected_error(error: Exception, record: HttpRecord) -> ApiError:
+    """Returns what a client is told about an error of the server, whose log has the cause."""
+    traceback.print_exc()
+    found = ApiError(
+        500,
+        f"The server has failed: {type(error).__name__}. The log of the server has the cause. "
+        "Report it with the request id.",
+        code="internal_error",
+    )
+    record.error = found.message
+    return found
 
 
 async def collect(answer: Answer, generation: Generation, outputs: Sequence[TokenOutput]) -> None:
@@ -774,16 +789,7 @@ def build_app(front: Front) -> ASGIApp:
             except (HTTPException, asyncio.CancelledError):
                 raise
             except Exception as error:
-                traceback.print_exc()
-                return show_error(
-                    request,
-                    ApiError(
-                        500,
-                        f"The server has failed: {type(error).__name__}. The log of the server "
-                        "has the cause. Report it with the request id.",
-                        code="internal_error",
-                    ),
-                )
+                return show_error(request, unexpected_error(error, request.scope[SCOPE_KEY]))
 
         return guarded
 

@@ -335,18 +335,21 @@ class EngineClient:
         """Ends requests that have waited too long without being started."""
         while True:
             await asyncio.sleep(min(QUEUE_CHECK_SECONDS, self.queue_timeout_seconds / 4))
-            limit = time.monotonic() - self.queue_timeout_seconds
-            for replica in self.replicas:
-                pending = [
-                    one
-                    for one in self.records.values()
-                    if one.replica is replica and not one.first_time
-                ]
-                # The engine starts requests in order, so those that wait are the youngest.
-                waiting = pending[len(pending) - min(replica.num_waiting, len(pending)) :]
-                for record in waiting:
-                    if record.sent_time < limit:
-                        record.generation.fail(self._queue_timeout_error())
+            self.end_overdue(time.monotonic() - self.queue_timeout_seconds)
+
+    def end_overdue(self, limit: float) -> None:
+        """Ends requests that wait and were sent before a time."""
+        for replica in self.replicas:
+            pending = [
+                one
+                for one in self.records.values()
+                if one.replica is replica and not one.first_time
+            ]
+            # The engine starts requests by priority and age, so the last ones wait.
+            pending.sort(key=lambda one: one.request.priority)
+            for record in pending[len(pending) - min(replica.num_waiting, len(pending)) :]:
+                if record.sent_time < limit:
+                    record.generation.fail(self._queue_timeout_error())
 
     def _queue_timeout_error(self) -> ApiError:
         return busy(
@@ -368,7 +371,7 @@ class EngineClient:
             values = message["hello"]
             replica.info = EngineInfo(**{**values, "adapters": tuple(values["adapters"])})
             replica.state = "ready"
-            replica.cause = ""
+            replica.cause = replica.progress = ""
             self.changed.set()
         elif "progress" in message:
             replica.progress = message["progress"]
