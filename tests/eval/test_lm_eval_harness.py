@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from evaluation import serial, trained
+from infer.fake_server import ServerProcess
 from pool import Pool
 from ranvier.config.arguments import EvalOptions
 from ranvier.errors import DataError, OtherRankError, PlanError
@@ -278,6 +280,55 @@ def test_scores_are_those_of_transformers(
     assert first["loglikelihood_rolling"] == pytest.approx(
         theirs["loglikelihood_rolling"], rel=FP32
     )
+
+
+def by_client(_: int, url: str, name: str, folder: str, tasks: str) -> dict[str, Any]:
+    """Scores of the harness's own client of a server."""
+    offline(tasks)
+    from lm_eval import evaluator
+
+    place = Path(tasks) / "tokenizer"
+    place.mkdir()
+    (place / "tokenizer.json").write_bytes((Path(folder) / "tokenizer.json").read_bytes())
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (place / "tokenizer_config.json").write_text(json.dumps(kind))
+    ask = EvalOptions(tasks=",".join(TASKS), include=tasks)
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("DISABLE_MULTIPROC", "1")
+        found = evaluator.simple_evaluate(
+            model="local-completions",
+            model_args={
+                "model": name,
+                "base_url": f"{url}/v1/completions",
+                "tokenizer_backend": "huggingface",
+                "tokenizer": str(place),
+                "max_length": LENGTH,
+                "batch_size": 3,
+                "max_retries": 1,
+            },
+            tasks=list(TASKS),
+            task_manager=lm_eval_harness.build_task_manager(ask),
+            bootstrap_iters=0,
+        )
+    return {
+        f"{task} {key.removesuffix(',none')}": value
+        for task, table in found["results"].items()
+        for key, value in table.items()
+        if isinstance(value, (int, float)) and key != "sample_len"
+    }
+
+
+@pytest.mark.full
+def test_a_server_has_the_scores_of_its_model(pool: Pool, folder: Path, tasks: Path) -> None:
+    (first,) = pool.on_grid({"row": 1}, by_ranvier, str(folder), str(tasks))
+    words = ["serve", str(folder), "--device", "cpu", "--serve.port", "0"]
+    with ServerProcess([sys.executable, "-m", "ranvier", *words]) as server:
+        (found,) = pool.run(by_client, 1, server.url, folder.name, str(folder), str(tasks))
+    assert first is not None
+    numbers = {key for key in first["results"] if "_stderr" not in key}
+    assert {key for key in found if "_stderr" not in key} == numbers
+    for name in numbers:
+        assert found[name] == pytest.approx(first["results"][name], rel=1e-4), name
 
 
 def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:

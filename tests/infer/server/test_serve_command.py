@@ -5,11 +5,14 @@ The server has two replicas of one rank each. The last test of it ends it.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +24,7 @@ import jsonschema
 import openai
 import pytest
 import torch
+from openai.types.chat import ChatCompletion
 
 from commands import call
 from infer.fake_server import ServerProcess
@@ -186,6 +190,118 @@ def test_answers_have_the_required_form(client: openai.OpenAI) -> None:
         assert json.loads(called.arguments)["city"] in ("Rome", "Oslo")
 
 
+CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "(Rome|Oslo)"\}\}\n</tool_call>'
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"extra_body": {"structured_outputs": {"regex": "[ab]{3,5}x"}}}, "[ab]{3,5}x"),
+    "choice": ({"extra_body": {"structured_outputs": {"choice": ["so", "it is"]}}}, "so|it is"),
+    "grammar": ({"extra_body": {"structured_outputs": {"grammar": 'start: "q"'}}}, "q"),
+    "json_object": ({"response_format": {"type": "json_object"}}, r"\{[\s\S]*"),
+    "text": ({"response_format": {"type": "text"}}, r"[\s\S]+"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_have_forms_of_all_kinds(client: openai.OpenAI, name: str) -> None:
+    options, pattern = FORMS[name]
+    choice = chat(client, max_tokens=24, **options).choices[0]
+    assert re.fullmatch(pattern, choice.message.content), choice
+    assert name in ("json_object", "text") or choice.finish_reason == "stop"
+    stream = chat(client, max_tokens=24, stream=True, **options)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == choice.message.content
+
+
+def test_prompts_have_four_forms(client: openai.OpenAI) -> None:
+    tokens = list(PROMPT.encode())
+    want = complete(client).choices[0].text
+    for prompt, count in (([PROMPT, PROMPT], 2), (tokens, 1), ([tokens, tokens], 2)):
+        answer = complete(client, prompt=prompt)
+        assert [one.text for one in answer.choices] == [want] * count
+        assert answer.usage.prompt_tokens == count * len(tokens)
+
+
+def test_stop_strings_end_the_text(client: openai.OpenAI) -> None:
+    whole = complete(client, max_tokens=24).choices[0].text
+    stop = whole[5:7]
+    for options in ({"stop": stop}, {"stop": ["never there", stop]}):
+        choice = complete(client, max_tokens=24, **options).choices[0]
+        assert choice.text == whole[: whole.index(stop)] and choice.finish_reason == "stop"
+        stream = complete(client, max_tokens=24, stream=True, **options)
+        assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
+
+
+def called(answer: Any) -> list[tuple[str, str]]:
+    """Names and arguments of the calls of an answer, whole or streamed."""
+    if isinstance(answer, ChatCompletion):
+        message = answer.choices[0].message
+        assert answer.choices[0].finish_reason == "tool_calls"
+        return [(one.function.name, one.function.arguments) for one in message.tool_calls or ()]
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for chunk in answer:
+        for one in chunk.choices[0].delta.tool_calls or ():
+            names[one.index] = names.get(one.index, "") + (one.function.name or "")
+            arguments[one.index] = arguments.get(one.index, "") + one.function.arguments
+    assert chunk.choices[0].finish_reason == "tool_calls"
+    return [(names[i], arguments[i]) for i in sorted(names)]
+
+
+def test_tools_are_called_as_often_as_allowed(client: openai.OpenAI) -> None:
+    # Random weights call no tool by themselves, so the text is forced.
+    forced = {"structured_outputs": {"regex": rf"{CALL}\n{CALL}"}}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"tool_choice": "auto", "extra_body": forced}, 2),
+        ({"tool_choice": "auto", "extra_body": forced, "parallel_tool_calls": False}, 1),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, 1),
+        ({"tool_choice": NAMED}, 1),
+    ]
+    for options, count in cases:
+        found = called(chat(client, tools=TOOLS, max_tokens=300, **options))
+        assert [name for name, _ in found] == ["weather"] * count, options
+        assert all(json.loads(text)["city"] in ("Rome", "Oslo") for _, text in found)
+        assert called(chat(client, tools=TOOLS, max_tokens=300, stream=True, **options)) == found
+
+
+def test_async_clients_get_what_sync_ones_do(client: openai.OpenAI, server: ServerProcess) -> None:
+    async def run() -> list[str]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as other:
+            assert [one.id async for one in await other.models.list()] == ["tiny"]
+
+            async def ask(seed: int) -> str:
+                stream = await other.chat.completions.create(
+                    model="tiny", messages=MESSAGES, max_tokens=12, seed=seed, stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            with pytest.raises(openai.NotFoundError):
+                await other.completions.create(model="huge", prompt="x")
+            return await asyncio.gather(*map(ask, range(8)))
+
+    want = [chat(client, seed=seed).choices[0].message.content for seed in range(8)]
+    assert asyncio.run(run()) == want
+
+
+def test_mistakes_that_the_engine_finds_are_bad_requests(client: openai.OpenAI) -> None:
+    """Clients repeat requests after a 500, but not after a 400."""
+    complex_one = {"structured_outputs": {"regex": "(a?){200}a{200}"}}
+    hopeless = {"structured_outputs": {"regex": "a+"}, "allowed_token_ids": [98]}
+    for body, part in ((complex_one, "too complex"), (hopeless, "forbid all tokens")):
+        for stream in (False, True):
+            with pytest.raises(openai.APIError, match=part) as caught:
+                list(complete(client, stream=stream, extra_body=body))
+            assert caught.value.type == "invalid_request_error"
+            assert stream or isinstance(caught.value, openai.BadRequestError)
+    assert complete(client).choices[0].text
+
+
+def test_a_ready_server_shows_no_progress(server: ServerProcess) -> None:
+    health = server.http.get("/health").json()
+    assert health["status"] == "ok"
+    assert [(one["progress"], one["cause"]) for one in health["replicas"]] == [(None, None)] * 2
+
+
 def test_a_prompt_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match=f"{POSITIONS} positions") as error:
         complete(client, prompt="x" * POSITIONS, max_tokens=1)
@@ -242,12 +358,19 @@ def test_sigterm_finishes_open_requests_and_leaves_nothing(
 ) -> None:
     group = process_group(server.process.pid)
     assert len(group) >= 3
-    stream = complete(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True})
+    stream = complete(client, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True})
     next(stream)
     # As Ctrl-C and systemd do it: to all processes.
     os.killpg(server.process.pid, signal.SIGTERM)
+    server.wait_for_line("Stopping after")
+    assert server.http.get("/ready").status_code == 503
+    with pytest.raises(openai.InternalServerError) as refused:
+        complete(client)
+    assert refused.value.code == "draining" and refused.value.response.headers["retry-after"]
     assert list(stream)[-1].choices[0].finish_reason == "length"
     assert server.process.wait(60) == 0
+    with pytest.raises(ConnectionError):
+        socket.create_connection(("127.0.0.1", server.port))
     wait_until(lambda: not process_group(server.process.pid))
     assert server.lines[-2:][0] == "The server has stopped."
     assert list(place.iterdir()) == []
@@ -288,6 +411,13 @@ def test_dry_run_shows_memory_and_the_longest_request(
     assert "Weights: 7.48 GiB" in text and "Longest request: 8,192 tokens" in text, text
     # 90 % of the memory of a device without its weights.
     assert "weights in bf16" in text and "KV cache: 118.3 GiB" in text, text
+
+
+def test_replicas_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        call("serve", "--help")
+    text = capsys.readouterr().out
+    assert "--serve.port" in text and "--replica" not in text
 
 
 def refusals(folder: Path) -> dict[str, tuple[str, ...]]:

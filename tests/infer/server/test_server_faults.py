@@ -201,6 +201,7 @@ def test_a_server_that_loads_is_alive_but_not_ready(folder: Path) -> None:
         assert server.http.get("/ready").status_code == 200
 
 
+@pytest.mark.full
 def test_sigterm_drains_and_leaves_nothing(folder: Path) -> None:
     with FakeServer(folder, engine={"step_seconds": 0.01}) as server:
         (engine,) = server.engine_pids()
