@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import math
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from ranvier.errors import PlanError
 from ranvier.infer.detokenizer import IncrementalDetokenizer
 from ranvier.infer.request import EngineStats, Request, TokenLogprobs, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
-from ranvier.infer.server import engine_worker, messages
+from ranvier.infer.server import engine_worker, messages, serve
 from ranvier.infer.server.answers import ChatAnswer, Choice
 from ranvier.infer.server.api_errors import ApiError
 from ranvier.infer.server.authentication import ApiKeys, read_api_keys
@@ -31,6 +33,7 @@ from ranvier.infer.server.engine_client import EngineClient
 from ranvier.infer.server.engine_worker import EngineWorker, FrontConnection
 from ranvier.infer.server.metrics import ServerMetrics
 from ranvier.infer.server.openapi import build_openapi
+from ranvier.infer.server.request_log import HttpRecord, RequestLog
 from ranvier.infer.server.routing import PrefixMemory, ReplicaLoad, choose_replica, name_blocks
 from ranvier.infer.server.serve import check_serve_extra
 from ranvier.infer.server.served_model import ServedModel
@@ -242,6 +245,71 @@ def test_the_worker_reads_all_that_has_arrived(
         assert list(connection.receive(wait=True)) == []
         assert connection.is_closed
         connection.close()
+
+
+def test_choices_of_a_prompt_share_its_tokens_in_a_message() -> None:
+    prompts = [tuple(range(200)), (7,)]
+    params = SamplingParams(max_tokens=3)
+    requests = [
+        Request(
+            request_id=f"{prompt}{i}",
+            prompt_token_ids=prompts[prompt],
+            params=params,
+            stream=3 * prompt + i,
+            parent_id=f"{prompt}0" if i else "",
+        )
+        for prompt in (0, 1)
+        for i in range(3)
+    ]
+    packed = list(messages.pack_requests(requests))
+    assert len(packed) == 2
+    (first, *_), second = (
+        list(messages.unpack_requests(next(messages.MessageReader().feed(data))))
+        for data in map(messages.encode_message, packed)
+    )
+    assert first == requests[0] and second == requests[3:]
+    connection = ScriptedConnection([packed])
+    engine = FakeEngine()
+    worker = EngineWorker(engine, connection)
+    worker._receive()
+    assert worker.num_received == 6 and list(engine._waiting) == [
+        one.request_id for one in requests
+    ]
+
+
+def test_engines_are_started_again_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "RESTART_SECONDS", (0.0,))
+    monkeypatch.setattr(serve, "END_SECONDS", 0.0)
+    started: list[int] = []
+
+    def launch(_: str, index: int) -> subprocess.Popen[bytes]:
+        started.append(index)
+        if len(started) == 1:
+            raise OSError(errno.ENOMEM, "no memory")
+        return subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+
+    engines = serve.EngineProcesses(launch, "", 2)
+    engines.start_missing()
+    assert started == [0, 1]
+    engines.start_missing()
+    # The first could not be started, and the second has lost its connection.
+    assert started == [0, 1, 0]
+    engines.note_failure(1)
+    process = engines._processes[1]
+    engines.start_missing()
+    assert process.wait(60) == -signal.SIGKILL
+    engines.start_missing()
+    engines.start_missing()
+    assert started == [0, 1, 0, 1] and engines._processes[1].poll() is None
+    engines.stop(at_once=True)
+
+
+def test_a_full_disk_does_not_end_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    log = RequestLog("/dev/full", quiet=True)
+    record = HttpRecord("r1", "POST", "/v1/completions", "-", usage={"prompt_tokens": 1})
+    log.write(record)
+    log.close()
+    assert "The usage of r1 cannot be written: No space" in capsys.readouterr().err
 
 
 def build_client(**options: Any) -> EngineClient:

@@ -68,7 +68,7 @@ IGNORED_HEADER = "x-ranvier-ignored-parameters"
 OPEN_PATHS = ("/", "/health", "/ready", "/version", "/metrics", "/openapi.json")
 """Paths that need no key."""
 INLINE_CHARACTERS = 8192
-"""Texts up to this length are tokenized without a thread."""
+"""Texts and bodies up to this length are tokenized and parsed without a thread."""
 MAX_BATCH = 2048
 """Maximum number of choices of an HTTP request, over all its prompts."""
 COMPLETION_TOKENS = 16
@@ -343,7 +343,9 @@ class Front:
     ) -> tuple[Parsed, dict[str, str]]:
         """Returns the checked body, and headers that name ignored parameters."""
         data = await read_limited_body(request, self.config.max_body_bytes)
-        body, ignored = parse_body(cls, data, strict=self.config.strict_parameters)
+        body, ignored = await self._in_text_thread(
+            lambda: parse_body(cls, data, strict=self.config.strict_parameters), len(data)
+        )
         if not ignored:
             return body, {}
         names = [re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:64] for name in ignored[:32]]

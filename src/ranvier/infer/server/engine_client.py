@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ranvier.infer.server.messages import (
     EngineInfo,
     MessageReader,
     encode_message,
-    pack_request,
+    pack_requests,
     unpack_output,
     unpack_stats,
 )
@@ -151,6 +151,8 @@ class EngineClient:
         self.queue_timeout_seconds = queue_timeout_seconds
         self.records: dict[str, RequestRecord] = {}
         """Open requests of all replicas."""
+        self.on_failure: Callable[[int], None] = lambda index: None
+        """Called with the index of a replica that has failed."""
         self.changed = asyncio.Event()
         """Set when a replica changes its state or reports progress."""
         self._server: asyncio.AbstractServer | None = None
@@ -220,6 +222,7 @@ class EngineClient:
         replica.state = "down"
         replica.cause = cause
         replica.num_restarts += 1
+        self.on_failure(replica.index)
         replica.stats = EngineStats()
         replica.unseen_tokens.clear()
         failed = {
@@ -267,7 +270,8 @@ class EngineClient:
             generation.records[request.request_id] = record
             replica.num_open += 1
             replica.unseen_tokens.append(0 if request.parent_id else len(request.prompt_token_ids))
-            replica.send({"add": pack_request(request)})
+        for message in pack_requests(requests):
+            replica.send(message)
         return generation
 
     def abort(self, request_id: str, reason: str = "abort") -> None:

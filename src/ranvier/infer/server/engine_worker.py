@@ -16,14 +16,14 @@ from types import FrameType
 from typing import Any
 
 from ranvier.errors import CommunicationError, RanvierError
-from ranvier.infer.request import EngineInterface
+from ranvier.infer.request import EngineInterface, Request
 from ranvier.infer.server.messages import (
     EngineInfo,
     MessageReader,
     encode_message,
     pack_output,
     pack_stats,
-    unpack_request,
+    unpack_requests,
 )
 
 READ_BYTES = 1 << 20
@@ -123,20 +123,21 @@ class EngineWorker:
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "add" in message:
-            self._add(message["add"])
+            for request in unpack_requests(message):
+                self._add(request)
         elif "abort" in message:
             self.engine.abort(message["abort"])
         elif "stop" in message:
             self._is_stopped = True
 
-    def _add(self, values: dict[str, Any]) -> None:
+    def _add(self, request: Request) -> None:
         self.num_received += 1
         try:
-            self.engine.add(unpack_request(values))
+            self.engine.add(request)
         except RanvierError as error:
-            self.connection.send({"refused": [values["request_id"], "invalid", str(error)]})
+            self.connection.send({"refused": [request.request_id, "invalid", str(error)]})
         except Exception as error:  # one request must not end the others
-            self.connection.send({"refused": [values["request_id"], "error", _cause_of(error)]})
+            self.connection.send({"refused": [request.request_id, "error", _cause_of(error)]})
 
     def _step(self) -> None:
         """Runs a step; what it raises ends the process, after the front was told."""

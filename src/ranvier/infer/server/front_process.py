@@ -80,6 +80,7 @@ class FrontProcess:
             queue_timeout_seconds=config.queue_timeout_seconds,
         )
         metrics.replicas = client.replicas
+        client.on_failure = self.engines.note_failure
         log = RequestLog(config.usage_log, quiet=self.options.quiet)
         front = Front(
             config, model, client, metrics, keys=self.keys, log=log, seed=self.options.seed

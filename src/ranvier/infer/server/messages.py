@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +110,30 @@ def pack_request(request: Request) -> dict[str, Any]:
         "cache_salt": request.cache_salt,
         "adapter": request.adapter,
     }
+
+
+def pack_requests(requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+    """Yields messages that add requests; choices of one prompt share its tokens in a message."""
+    message: dict[str, Any] = {}
+    first: Request | None = None
+    for one in requests:
+        # Long prompts with many choices would make gigabytes of messages.
+        if first and one.prompt_token_ids is first.prompt_token_ids and one.params is first.params:
+            message["copies"].append([one.request_id, one.stream, one.parent_id])
+            continue
+        if message:
+            yield message
+        first = one
+        message = {"add": pack_request(one), "copies": []}
+    yield message
+
+
+def unpack_requests(message: Mapping[str, Any]) -> Iterator[Request]:
+    """Yields the requests of a message of `pack_requests`."""
+    first = unpack_request(message["add"])
+    yield first
+    for request_id, stream, parent_id in message.get("copies", ()):
+        yield dataclasses.replace(first, request_id=request_id, stream=stream, parent_id=parent_id)
 
 
 def unpack_request(values: Mapping[str, Any]) -> Request:

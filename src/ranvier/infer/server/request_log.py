@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -56,7 +57,14 @@ class RequestLog:
         """Logs an answer."""
         seconds = time.monotonic() - record.start_time
         if self._file is not None and record.usage:
-            self._write_usage(self._file, record, seconds)
+            try:
+                self._write_usage(self._file, record, seconds)
+            except OSError as error:
+                # A full disk must not end answers.
+                print(
+                    f"The usage of {record.request_id} cannot be written: {error.strerror}.",
+                    file=sys.stderr,
+                )
         if not self.quiet:
             usage = ""
             if record.usage:
@@ -93,4 +101,5 @@ class RequestLog:
     def close(self) -> None:
         """Closes the usage log."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()

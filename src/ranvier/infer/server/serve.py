@@ -39,6 +39,8 @@ REFUSAL_CODES = {
 """Exit codes of engines that would fail again in the same way."""
 STOP_SECONDS = 5.0
 """Time that an engine has to end before it is killed."""
+END_SECONDS = 15.0
+"""Time that an engine has to end after its connection has ended, before it is killed."""
 EngineLauncher = Callable[[str, int], "subprocess.Popen[bytes]"]
 """Starts the process of a replica; takes the path of the front's socket and the replica's index.
 The process calls `engine_worker.run_engine_worker`."""
@@ -73,6 +75,8 @@ class EngineProcesses:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._start_times = dict.fromkeys(range(num_replicas), 0.0)
         self._num_failures = dict.fromkeys(range(num_replicas), 0)
+        self._failure_times: dict[int, float] = {}
+        """When the running process of a replica has failed."""
         self._is_stopping = False
         self.has_been_ready = False
         """Whether an engine has started before, so that another one can start as well."""
@@ -89,23 +93,37 @@ class EngineProcesses:
             if process is not None:
                 code = process.poll()
                 if code is None:
+                    if now - self._failure_times.get(index, now) > END_SECONDS:
+                        # It has lost its connection, but does not end by itself.
+                        process.kill()
                     continue
                 del self._processes[index]
+                self._failure_times.pop(index, None)
                 if code in REFUSAL_CODES and not self.has_been_ready:
                     self.refusal_code = code
                     return
                 if now - start_time > STABLE_SECONDS:
                     self._num_failures[index] = 0
-                self._num_failures[index] += 1
-                delay = RESTART_SECONDS[min(self._num_failures[index], len(RESTART_SECONDS)) - 1]
-                self._start_times[index] = now + delay
-                print(
-                    f"The engine of replica {index} has ended with code {code}. It is started "
-                    f"again in {delay:g} s."
-                )
+                self._start_later(index, f"has ended with code {code}")
             elif now >= start_time:
                 self._start_times[index] = now
-                self._processes[index] = self._launch(self._socket_path, index)
+                try:
+                    self._processes[index] = self._launch(self._socket_path, index)
+                except OSError as error:
+                    # Too little memory now; the other replicas go on.
+                    self._start_later(index, f"cannot be started: {error.strerror}")
+
+    def _start_later(self, index: int, why: str) -> None:
+        """Notes a failure, after which an engine is started again."""
+        self._num_failures[index] += 1
+        delay = RESTART_SECONDS[min(self._num_failures[index], len(RESTART_SECONDS)) - 1]
+        self._start_times[index] = time.monotonic() + delay
+        print(f"The engine of replica {index} {why}. It is started again in {delay:g} s.")
+
+    def note_failure(self, index: int) -> None:
+        """Notes that the connection of a replica has ended, so that its process should end."""
+        if index in self._processes:
+            self._failure_times.setdefault(index, time.monotonic())
 
     def stop(self, *, at_once: bool = False) -> None:
         """Waits for the end of all engines, and kills those that do not end."""
