@@ -162,6 +162,13 @@ def test_echo_repeats_the_prompt_with_its_log_probabilities(client: openai.OpenA
     assert only.choices[0].logprobs.tokens == list("SAY:yes|")
 
 
+def test_log_probabilities_of_a_long_prompt(client: openai.OpenAI) -> None:
+    text = "x" * 1000
+    choice = complete(client, text, echo=True, logprobs=20, max_tokens=1).choices[0]
+    assert choice.text[:1000] == text and len(choice.logprobs.tokens) == 1001
+    assert [len(one) for one in choice.logprobs.top_logprobs[1:]] == [20] * 1000
+
+
 def test_prompts_have_four_forms(client: openai.OpenAI) -> None:
     tokens = list(b"SAY:four|")
     one = "SAY:four|"

@@ -204,6 +204,16 @@ class Answer(ABC):
         """Whether all choices have ended."""
         return all(one.finish_reason is not None for one in self.choices.values())
 
+    @property
+    def num_logprobs(self) -> int:
+        """Number of log-probabilities that the answer shows."""
+        count = 0
+        for one in self.choices.values():
+            params = one.params
+            count += len(one.logprobs) * (1 + (params.logprobs or 0))
+            count += len(one.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
+        return count
+
     def add(self, outputs: Sequence[TokenOutput]) -> list[str]:
         """Adds outputs. Returns requests that a stop string has ended and the engine has not."""
         ended = []

@@ -68,7 +68,7 @@ IGNORED_HEADER = "x-ranvier-ignored-parameters"
 OPEN_PATHS = ("/", "/health", "/ready", "/version", "/metrics", "/openapi.json")
 """Paths that need no key."""
 INLINE_CHARACTERS = 8192
-"""Texts and bodies up to this length are tokenized and parsed without a thread."""
+"""Texts, bodies and answers up to this size are handled without a thread."""
 MAX_BATCH = 2048
 """Maximum number of choices of an HTTP request, over all its prompts."""
 COMPLETION_TOKENS = 16
@@ -92,7 +92,12 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """Returns the content as JSON."""
-        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        return encode_json(content)
+
+
+def encode_json(content: Any) -> bytes:
+    """Returns the content as JSON without spaces."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Front:
@@ -593,8 +598,11 @@ class Front:
         watcher.cancel()
         generation.abort()
         note_answer(record, answer)
-        content = answer.to_object()
-        return JsonResponse(content, headers=headers)
+        # Log-probabilities of a long prompt are megabytes.
+        content = await self._in_text_thread(
+            lambda: encode_json(answer.to_object()), answer.num_logprobs
+        )
+        return Response(content, headers=headers, media_type="application/json")
 
 
 class EventStream(Response):
