@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -599,12 +600,19 @@ async def overload(scale: float) -> str:
     check(all(int(one.headers["retry-after"]) >= 1 for one in refused), "no Retry-After")
     waits = [one.seconds for one in refused]
     first = max(one.times[0] - one.start for one in accepted)
-    check(percentile(waits, 0.99) < 0.1, f"refusals take {percentile(waits, 0.99):.3f} s (p99)")
+    # On a busy machine this process is slower than the server.
+    logged = [re.search(r" 429 ([0-9.]+) s", line) for line in server.process.lines]
+    inside = percentile([float(one[1]) for one in logged if one], 0.99)
+    slow = (
+        f"refusals take {percentile(waits, 0.99):.3f} s (p99), {inside:.3f} s by the server's log"
+    )
+    check(percentile(waits, 0.99) < 0.1, slow)
     check(first < queue_seconds, f"a first token took {first:.2f} s")
     return (
         f"{10 * rate:.0f} requests/s, ten times what is served: {len(accepted)} accepted, TTFT "
         f"{first:.2f} s at most; {len(refused)} refused within {percentile(waits, 0.5):.3f} s "
-        f"(p50), {percentile(waits, 0.99):.3f} s (p99), {max(waits):.3f} s (maximum)"
+        f"(p50), {percentile(waits, 0.99):.3f} s (p99), {max(waits):.3f} s (maximum); by the "
+        f"server's log {inside:.3f} s (p99)"
     )
 
 
@@ -736,8 +744,7 @@ async def faults(scale: float) -> str:
             failed = time.monotonic() - start
             check(all(one.error for one in answers), "an open request has not failed")
             cause = answers[0].error
-            if what != "kill" and rank == 0:
-                check("injected" in cause, cause)
+            check(what == "kill" or "injected" in cause, cause)
             status, health = await server.health()
             (replica,) = health["replicas"]
             check(replica["state"] != "ready" and bool(replica["cause"]), f"{health}")

@@ -30,7 +30,7 @@ from ranvier.infer.server.api_errors import ApiError
 from ranvier.infer.server.authentication import ApiKeys, read_api_keys
 from ranvier.infer.server.config import ServeConfig
 from ranvier.infer.server.engine_client import EngineClient
-from ranvier.infer.server.engine_worker import EngineWorker, FrontConnection
+from ranvier.infer.server.engine_worker import EngineWorker, FrontConnection, report_fault
 from ranvier.infer.server.metrics import ServerMetrics
 from ranvier.infer.server.openapi import build_openapi
 from ranvier.infer.server.request_log import HttpRecord, RequestLog
@@ -326,6 +326,28 @@ def build_client(**options: Any) -> EngineClient:
 def test_a_replica_that_is_ready_reports_no_progress() -> None:
     (replica,) = build_client().replicas
     assert replica.state == "ready" and replica.progress == "" and replica.cause == ""
+
+
+def test_any_rank_tells_why_it_has_failed(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+
+    async def run() -> list[str]:
+        client = build_client()
+        await client.start(path)
+        request = Request(request_id="a", prompt_token_ids=(1,), params=SamplingParams())
+        generation = client.submit([request])
+        await asyncio.to_thread(report_fault, path, 0, MemoryError("none is left"))
+        with pytest.raises(ApiError) as caught:
+            await generation.next_outputs()
+        # Nobody listens for a replica that does not exist, or at another place.
+        await asyncio.to_thread(report_fault, path, 7, MemoryError())
+        await asyncio.to_thread(report_fault, path + "x", 0, MemoryError())
+        await client.close()
+        (replica,) = client.replicas
+        return [caught.value.message, replica.cause, replica.state]
+
+    message, cause, state = asyncio.run(run())
+    assert cause == "MemoryError: none is left" and cause in message and state == "down"
 
 
 def test_requests_that_wait_too_long_are_ended_by_priority() -> None:

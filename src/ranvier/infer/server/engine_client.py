@@ -212,6 +212,11 @@ class EngineClient:
         self.changed.set()
         return replica
 
+    def fail_replica(self, index: int, cause: str) -> None:
+        """Marks a replica as down because one of its ranks has failed."""
+        if 0 <= index < len(self.replicas):
+            self.disconnect(self.replicas[index], cause)
+
     def disconnect(self, replica: Replica, cause: str) -> None:
         """Marks a replica as down, and fails its open requests."""
         if replica.transport is not None:
@@ -437,6 +442,11 @@ class EngineProtocol(asyncio.Protocol):
         """Handles the messages of the engine."""
         assert self._transport is not None
         for message in self._reader.feed(data):
+            if self._replica is None and "fault" in message:
+                # Of a rank that is not the leader, before its end makes the leader fail.
+                self._client.fail_replica(message["replica"], message["fault"])
+                self._transport.close()
+                return
             if self._replica is None:
                 index = message.get("hello", message).get("replica", 0)
                 self._replica = self._client.connect(index, self._transport)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ranvier.errors import CommunicationError
 from ranvier.infer.engine import Engine
 from ranvier.infer.engine_start import EngineOptions, choose_device, open_engine_on_rank
 from ranvier.infer.memory_traffic import measure_bandwidth
@@ -18,6 +19,7 @@ from ranvier.infer.server.engine_worker import (
     FrontConnection,
     SignalHandler,
     handle_stop_signals,
+    report_fault,
     run_engine_worker,
 )
 from ranvier.infer.server.messages import EngineInfo
@@ -52,7 +54,7 @@ def run_replica_rank(
         options = replace(options, plan=replace(options.plan, compile="on"))
     with open_engine_on_rank(options, me, device) as engine:
         if connection is None:
-            engine.runner.follow()
+            _follow(engine, options)
             return 0
         if options.engine.cuda_graphs in ("auto", "startup"):
             engine.runner.capture_graphs(
@@ -64,6 +66,18 @@ def run_replica_rank(
         return run_engine_worker(
             engine, connection, describe_engine(engine, options, device, loaded)
         )
+
+
+def _follow(engine: Engine, options: ReplicaOptions) -> None:
+    """Runs the steps of the leader; the front is told what raises here first."""
+    try:
+        engine.runner.follow()
+    except CommunicationError:
+        # Another rank has failed, which reports the cause.
+        raise
+    except Exception as error:
+        report_fault(options.socket_path, options.replica, error)
+        raise
 
 
 def describe_engine(

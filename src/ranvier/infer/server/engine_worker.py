@@ -7,6 +7,7 @@ first, so that the front can answer all open requests; the launcher starts it ag
 
 from __future__ import annotations
 
+import contextlib
 import select
 import signal
 import socket
@@ -153,6 +154,14 @@ class EngineWorker:
     def _send_step(self, outputs: list[list[Any]], seconds: float) -> None:
         stats = pack_stats(self.engine.stats())
         self.connection.send({"step": [outputs, stats, self.num_received, seconds]})
+
+
+def report_fault(path: str, replica: int, error: Exception) -> None:
+    """Tells the front why a rank that is not the leader ends; ignored if it cannot be reached."""
+    with contextlib.suppress(CommunicationError):
+        connection = FrontConnection(path, replica)
+        connection.send({"fault": _cause_of(error), "replica": replica})
+        connection.close()
 
 
 def handle_stop_signals(handler: SignalHandler = signal.SIG_IGN) -> None:
