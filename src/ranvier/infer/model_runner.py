@@ -361,7 +361,7 @@ class ModelRunner:
     def stop(self) -> None:
         """Ends `follow` on the other ranks. Only for the leader.
 
-        After a step that has failed, the others wait in the middle of it and cannot be told.
+        After a step that has failed, the others wait in the middle of it and do not listen.
         """
         if self.orders_axis.size > 1 and not self._is_in_step:
             max_over_ranks(0, self.grid, "cpu", channel=ORDERS_CHANNEL)

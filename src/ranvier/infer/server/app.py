@@ -663,7 +663,7 @@ class EventStream(Response):
 
 
 def unexpected_error(error: Exception, record: HttpRecord) -> ApiError:
-    """Returns what a client is told about an error of the server, whose log has the cause."""
+    """Returns the error that a client sees if the server fails; the log has the cause."""
     traceback.print_exc()
     found = ApiError(
         500,

@@ -69,7 +69,7 @@ def run_replica_rank(
 
 
 def _follow(engine: Engine, options: ReplicaOptions) -> None:
-    """Runs the steps of the leader; the front is told what raises here first."""
+    """Runs the steps of the leader; an error that starts here is reported to the front."""
     try:
         engine.runner.follow()
     except CommunicationError:

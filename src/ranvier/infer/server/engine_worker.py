@@ -141,7 +141,7 @@ class EngineWorker:
             self.connection.send({"refused": [request.request_id, "error", _cause_of(error)]})
 
     def _step(self) -> None:
-        """Runs a step; what it raises ends the process, after the front was told."""
+        """Runs a step; what it raises is reported to the front and ends the process."""
         start = time.monotonic()
         try:
             outputs = self.engine.step()

@@ -110,7 +110,7 @@ class EngineProcesses:
                 try:
                     self._processes[index] = self._launch(self._socket_path, index)
                 except OSError as error:
-                    # Too little memory now; the other replicas go on.
+                    # Too little memory now; the other replicas continue.
                     self._start_later(index, f"cannot be started: {error.strerror}")
 
     def _start_later(self, index: int, why: str) -> None:
