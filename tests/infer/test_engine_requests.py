@@ -6,6 +6,7 @@ import copy
 import json
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from ranvier.grid import Grid
 from ranvier.infer.engine import Engine, open_engine
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
+from ranvier.infer.step_table import load_step_table
 from ranvier.infer.structured_output import GrammarCompiler
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.parallel.parallelize import parallelize
+from ranvier.planner.time.serving_step import StepLoad
 
 CONFIG = DecoderConfig(
     layers=2, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=257, max_seq=128
@@ -271,3 +274,28 @@ def test_other_ranks_are_not_told_to_stop_within_a_step(
     monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=2))
     runner.stop()
     assert told == [0]
+
+
+def test_steps_are_logged_for_the_simulator(serial: Decoder, tmp_path: Path) -> None:
+    model = Decoder(CONFIG).double()
+    model.load_state_dict(serial.state_dict())
+    parallelize(model, Grid({}), dtype=torch.float64).eval()
+    path = tmp_path / "steps.jsonl"
+    config = EngineConfig(block_size=8, max_num_batched_tokens=10, step_log=str(path))
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with open_engine(model, config, num_blocks=60) as engine:
+        served = serve(engine, [Request(request_id="a", prompt_token_ids=(5,) * 15, params=params)])
+        assert len(served.outputs["a"]) == 4
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    # Two chunks of the prompt, the second with five tokens, then three decodes.
+    assert [row["prompt_tokens"] for row in rows] == [10, 5, 0, 0, 0]
+    assert [row["decode_tokens"] for row in rows] == [0, 0, 1, 1, 1]
+    assert [row["mean_context"] for row in rows[2:]] == [16, 17, 18]
+    assert load_step_table(path).seconds([StepLoad(1, 16.0)]) > 0.0
+    with (
+        pytest.raises(PlanError, match="step_log"),
+        open_engine(
+            model, EngineConfig(step_log=str(tmp_path / "none" / "steps.jsonl")), num_blocks=60
+        ),
+    ):
+        pass

@@ -52,6 +52,9 @@ class EngineConfig:
     batch_invariant: bool = False
     """Whether log-probabilities are bitwise the same whatever else runs. It needs one GPU, and
     takes longer."""
+    step_log: str = ""
+    """JSON lines file to which the tokens and the seconds of each step are appended, as `ranvier
+    simulate serving --steps` reads them. If empty, none is written."""
     seed: int = setting(0, minimum=0, maximum=2**63 - 1)
     """Source of the seeds of requests that have none: with the same seed and the same order of
     requests, the answers are the same."""

@@ -41,6 +41,7 @@ from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
 from ranvier.infer.scheduler import Scheduler
 from ranvier.infer.sequence import Sequence as EngineSequence
 from ranvier.infer.step_input import HomeInput, SequenceChunk, StepInput
+from ranvier.infer.step_table import StepLog
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.sharding import round_up
 
@@ -158,6 +159,9 @@ class Engine:
         )
         self._states: dict[str, RequestState] = {}
         self._in_flight: deque[StepInFlight] = deque()
+        self._step_log: StepLog | None = None
+        if config.step_log and runner.grid.rank == 0:
+            self._step_log = StepLog(config.step_log)
         self._sampled_places: dict[str, int] = {}
         """Where the last launched step samples the token of each request."""
         self._last_sampling: dict[int, tuple[list[RequestState], SamplingInputs]] = {}
@@ -252,6 +256,11 @@ class Engine:
             outputs = self._finish_step(self._in_flight.popleft())
         self._host_seconds += time.monotonic() - start - self._device_seconds + device_seconds
         return outputs
+
+    def close(self) -> None:
+        """Closes the log of steps."""
+        if self._step_log is not None:
+            self._step_log.close()
 
     def stats(self) -> EngineStats:
         """Returns the counters and gauges of now."""
@@ -383,9 +392,10 @@ class Engine:
         now = time.monotonic()
         self._device_seconds += now - start
         # A step that was launched ahead starts when the one before it has finished.
-        self.scheduler.record_seconds(
-            step.scheduled, now - max(step.launch_time, self._finish_time)
-        )
+        seconds = now - max(step.launch_time, self._finish_time)
+        self.scheduler.record_seconds(step.scheduled, seconds)
+        if self._step_log is not None:
+            self._step_log.write(step.scheduled.items, seconds)
         self._finish_time = now
         outputs: list[TokenOutput] = []
         next_row = [0] * len(results)
@@ -658,6 +668,7 @@ def open_engine(
             runner.capture_graphs()
         yield engine
     finally:
+        engine.close()
         if runner.grid.rank == 0:
             runner.stop()
         runner.free_cache()

@@ -15,16 +15,54 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from ranvier.errors import DataError
+from ranvier.errors import DataError, PlanError
+from ranvier.infer.policy import WorkItem
 from ranvier.planner.time.serving_step import StepLoad
 
 COMPUTE_BOUNDS = (64, 128, 256, 512)
 """Numbers of tokens above which the trend may be steeper."""
 FIT_SWEEPS = 500
 """Sweeps of coordinate descent over the coefficients of the trend."""
+
+
+class StepLog:
+    """Writes the steps of an engine to a file, as `ranvier simulate serving --steps` reads them."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file: TextIO | None = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise PlanError(
+                f"engine.step_log={path!r} cannot be written: {error.strerror}. It must be a file "
+                "in an existing directory. Use another path."
+            ) from None
+
+    def write(self, items: Sequence[WorkItem], seconds: float) -> None:
+        """Appends a step. If the disk is full, nothing more is written."""
+        if self._file is None:
+            return
+        contexts = [item.start + 1 for item in items if item.num_tokens == 1]
+        record = StepRecord(
+            len(contexts),
+            sum(contexts) / max(len(contexts), 1),
+            sum(item.num_tokens for item in items) - len(contexts),
+            seconds,
+        )
+        try:
+            self._file.write(json.dumps(record._asdict()) + "\n")
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
 
 class StepRecord(NamedTuple):
