@@ -88,13 +88,13 @@ def test_a_whole_prompt_is_read(
     assert not capsys.readouterr().err
     assert call(*ask, text[:598]) == 64
     words = "The prompt has 598 tokens and 3 are to be generated, together 601."
-    remedy = "Ask for at most 2 tokens, or use --max-new-tokens 0."
+    remedy = "Use at most 2 new tokens, or --max-new-tokens 0."
     errors = capsys.readouterr().err
     assert words in errors and remedy in errors, errors
     assert call(*ask[:-2], "0", "--prompt", text[:598]) == 0
     assert "the text has 600 tokens, as many as the model" in capsys.readouterr().err
     assert call(*ask, text[:600]) == 64
-    assert "Shorten the prompt to at most 599 tokens." in capsys.readouterr().err
+    assert "Use a prompt of at most 599 tokens." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -256,7 +256,7 @@ def _check_length(tokens: Sequence[int], source: ModelSource, options: GenerateO
     limit = min(positions, options.engine.max_model_len or positions)
     problem = explain_length(len(tokens), options.max_new_tokens or None, limit)
     if problem:
-        raise PlanError(problem.replace("or for as many as fit", "or use --max-new-tokens 0"))
+        raise PlanError(problem.replace("or as many as fit", "or --max-new-tokens 0"))
 
 
 def _print_text(

@@ -69,9 +69,9 @@ def explain_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len
     room = max_model_len - num_prompt_tokens
     if max_tokens is None or max_tokens <= room:
         return ""
-    remedy = f"Ask for at most {room:,} tokens, or for as many as fit."
+    remedy = f"Use at most {room:,} new tokens, or as many as fit."
     if room < 1:
-        remedy = f"Shorten the prompt to at most {max_model_len - 1:,} tokens."
+        remedy = f"Use a prompt of at most {max_model_len - 1:,} tokens."
     return (
         f"The prompt has {num_prompt_tokens:,} tokens and {max_tokens:,} are to be generated, "
         f"together {num_prompt_tokens + max_tokens:,}. A sequence may have {max_model_len:,} (the "
