@@ -18,11 +18,13 @@ from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.infer.engine import Engine, open_engine
+from ranvier.infer.model_runner import ModelRunner
 from ranvier.infer.request import Request
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
 from ranvier.infer.step_table import load_step_table
 from ranvier.infer.structured_output import GrammarCompiler
 from ranvier.models import Decoder, DecoderConfig
+from ranvier.models.decoder import AttentionCore
 from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.time.serving_step import StepLoad
 
@@ -274,6 +276,24 @@ def test_other_ranks_are_not_told_to_stop_within_a_step(
     monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=2))
     runner.stop()
     assert told == [0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("step_log", "no/such/folder/steps.jsonl"), ("batch_invariant", True)]
+)
+def test_an_engine_that_does_not_start_leaves_the_model_and_the_other_ranks(
+    serial: Decoder, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any
+) -> None:
+    """Only the leader opens the log, so that the other ranks wait for its steps."""
+    model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
+    stops: list[None] = []
+    monkeypatch.setattr(ModelRunner, "stop", lambda _: stops.append(None))
+    config = EngineConfig(**{setting: value})
+    with pytest.raises(PlanError, match=setting), open_engine(model, config, num_blocks=60):
+        pass
+    assert len(stops) == (setting == "step_log"), "all ranks refuse batch_invariant"
+    cores = [one for one in model.modules() if isinstance(one, AttentionCore)]
+    assert [core.kv_cache for core in cores] == [None, None]
 
 
 def test_steps_are_logged_for_the_simulator(serial: Decoder, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -654,21 +654,21 @@ def open_engine(
         cuda_graphs=config.cuda_graphs != "off",
         batch_invariant=config.batch_invariant,
     )
-    engine = Engine(
-        runner,
-        config,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        end_token_ids=frozenset(end_token_ids),
-        compile_grammar=compile_grammar,
-        adapters=adapters,
-    )
-    try:
+    # Whatever raises from here on, the model can be trained again and the other ranks go on.
+    with ExitStack() as stack:
+        stack.callback(runner.free_cache)
+        if runner.grid.rank == 0:
+            stack.callback(runner.stop)
+        engine = Engine(
+            runner,
+            config,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            end_token_ids=frozenset(end_token_ids),
+            compile_grammar=compile_grammar,
+            adapters=adapters,
+        )
+        stack.callback(engine.close)
         if config.cuda_graphs == "startup":
             runner.capture_graphs()
         yield engine
-    finally:
-        engine.close()
-        if runner.grid.rank == 0:
-            runner.stop()
-        runner.free_cache()

@@ -164,6 +164,9 @@ class ModelRunner:
         self.head = heads[0] if heads else None
         """The head, on the last stage."""
         self._token_adapters = find_token_adapters(model)
+        self.step_graphs: StepGraphs | None = None
+        self._restore: list[Callable[[], None]] = []
+        """What undoes the changes of layers."""
         self._cores = [module for module in model.modules() if isinstance(module, AttentionCore)]
         shape = self.kv_cache_shape(model, num_blocks, block_size)
         dtype = self.parallel.bucket_scheduler.buckets[0].data.dtype
@@ -179,7 +182,6 @@ class ModelRunner:
         self._compiles = self._can_capture() and not batch_invariant
         self.min_tokens = 2 if self._compiles else 1
         """Minimum number of tokens of a step: one token is a special case of the compiler."""
-        self._restore: list[Callable[[], None]] = []
         if self._has_kernels and can_multiply_thin(self.device):
             self._use_inference_matmuls(BatchInvariantMatmul() if batch_invariant else ThinMatmul())
         self.max_num_seqs = max_num_seqs
@@ -188,7 +190,6 @@ class ModelRunner:
         )
         """Tokens that the last step sampled, of each home: the input of the next step, before the
         host knows them."""
-        self.step_graphs: StepGraphs | None = None
         if cuda_graphs and self._can_capture():
             from ranvier.infer.step_graphs import StepGraphs
 
@@ -207,6 +208,7 @@ class ModelRunner:
         """Raises if logits cannot be independent of the batch."""
         if self._has_kernels and self.grid.world_size == 1 and not self._has_experts:
             return
+        self.free_cache()
         raise PlanError(
             "engine.batch_invariant=true is not supported here. It needs one GPU with Triton, "
             "bf16, fp16 or fp32, and a model without experts. Use engine.batch_invariant=false."
