@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import serve
+from engine_cases import Served, serve
 
 from ranvier.config.engine import EngineConfig
 from ranvier.data.tokenizer import ByteTokenizer
@@ -19,7 +19,7 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.infer.engine import Engine, open_engine
 from ranvier.infer.model_runner import ModelRunner
-from ranvier.infer.request import Request
+from ranvier.infer.request import Request, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
 from ranvier.infer.step_table import load_step_table
 from ranvier.infer.structured_output import GrammarCompiler
@@ -149,7 +149,7 @@ def test_choices_share_the_blocks_of_their_prompt(engine: Engine) -> None:
     assert len({tuple(one) for one in alone}) > 1, "streams differ"
     # Four full blocks of 8 tokens each; the last token of a prompt is always computed.
     assert [served.outputs[str(i)][0].num_cached_tokens for i in range(4)] == [0, 32, 32, 32]
-    waits = [served.outputs[str(i)][0].queue_seconds for i in range(4)]
+    waits = [served.outputs[str(i)][0].queue_seconds or 0.0 for i in range(4)]
     assert all(0.0 < waits[0] < one for one in waits[1:]), "the others wait for the first"
 
 
@@ -185,6 +185,102 @@ def test_aborted_requests_give_their_blocks_back(engine: Engine) -> None:
         engine.abort("c")
     assert tokens == alone
     assert engine.stats().num_free_blocks == 59
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True},
+    "drawn": {"seed": 3, "top_p": 0.9, "max_tokens": 40, "ignore_eos": True},
+    "scored": {"seed": 4, "max_tokens": 30, "logprobs": 2, "prompt_logprobs": 1},
+    "penalties": {"temperature": 0.0, "max_tokens": 20, "frequency_penalty": 1.0},
+    "words": {"temperature": 0.0, "max_tokens": 20, "bad_words": ((3,), (5, 6))},
+    "late": {"seed": 5, "max_tokens": 9, "min_tokens": 4, "logit_bias": {END: 100.0}},
+    "regex": {
+        "structured_output": StructuredOutput("regex", "(abc|abd)[ab]{3}c"),
+        "logit_bias": {END: 100.0},
+        "max_tokens": 20,
+    },
+    "stop": {"seed": 6, "max_tokens": 20, "stop_token_ids": frozenset(range(0, 257, 9))},
+    "forbidden": {"allowed_token_ids": (3,), "bad_words": ((3,),)},
+}
+
+
+def test_a_step_ahead_of_the_host_gives_the_same_outputs(
+    serial: Decoder, compiler: GrammarCompiler
+) -> None:
+    model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
+    requests = [
+        request(name, tuple(range(i, 4 * i + 9)), stream=i, **params)
+        for i, (name, params) in enumerate(MIXED.items())
+    ]
+    # A large cache, and one that preempts.
+    want, found = (
+        serve_mixed(model, compiler, requests, "off", num_blocks=100, budget=512),
+        serve_mixed(model, compiler, requests, "on", num_blocks=17, budget=16),
+    )
+    assert want.stats.num_preemptions == 0 < found.stats.num_preemptions
+    assert found.stats.num_free_blocks == 16
+    for name in MIXED:
+        assert found.tokens(name) == want.tokens(name), name
+        (*_, last), (*_, wanted) = found.outputs[name], want.outputs[name]
+        assert last.finish_reason == wanted.finish_reason, name
+        assert (last.stop_token, last.error) == (wanted.stop_token, wanted.error), name
+        scores, others = (scores_of(one.outputs[name]) for one in (found, want))
+        assert scores == pytest.approx(others, abs=1e-9), name
+    num_scores = len(requests[2].prompt_token_ids) - 1 + len(found.tokens("scored"))
+    assert len(scores_of(found.outputs["scored"])) == num_scores
+
+
+def serve_mixed(
+    model: Decoder,
+    compiler: GrammarCompiler,
+    requests: list[Request],
+    ahead: Any,
+    *,
+    num_blocks: int,
+    budget: int,
+) -> Served:
+    """Serves requests with or without a step ahead of the host."""
+    config = EngineConfig(block_size=8, max_num_batched_tokens=budget, async_scheduling=ahead)
+    with open_engine(
+        model,
+        config,
+        num_blocks=num_blocks,
+        end_token_ids=[END],
+        compile_grammar=compiler.compile,
+    ) as engine:
+        return serve(engine, requests)
+
+
+def scores_of(outputs: list[TokenOutput]) -> list[float]:
+    """All log-probabilities of a request: of its prompt, then of its tokens."""
+    return [
+        score.logprob
+        for output in outputs
+        for score in (*(output.prompt_logprobs or ()), *output.logprobs)
+    ]
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_the_id_of_an_ended_request_is_free_while_a_step_computes_it(
+    serial: Decoder, is_aborted: bool
+) -> None:
+    model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
+    config = EngineConfig(block_size=8, async_scheduling="on")
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    with open_engine(model, config, num_blocks=60) as engine:
+        again = request("a", (9, 8), max_tokens=6, **options)
+        alone = serve(engine, [again]).tokens("a")
+        free = serve(engine, [request("a", max_tokens=6, **options)]).tokens("a")
+        stop = frozenset([free[2]])
+        engine.add(request("a", stop_token_ids=stop, max_tokens=6, **options))
+        outputs = []
+        # The step after that of the last token has been launched.
+        while not outputs or (outputs[-1].finish_reason is None and not is_aborted):
+            outputs += engine.step()
+        engine.abort("a")
+        assert engine.has_unfinished and engine.stats().num_running == 0
+        assert serve(engine, [again]).tokens("a") == alone
+        assert engine.stats().num_free_blocks == 59
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])

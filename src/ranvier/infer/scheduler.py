@@ -131,7 +131,10 @@ class Scheduler:
         self.prefix_cache_hits = 0
         self._policy = POLICIES[policy]
         self._sequences: dict[str, Sequence] = {}
-        """All sequences that have not ended, and ended ones that a step in flight computes."""
+        """All sequences that have not ended."""
+        self._steps: dict[int, list[Sequence]] = {}
+        """Sequences of the items of each step in flight, by the `id` of the step: the request id of
+        one that has ended may be in use again."""
         self._num_added = 0
 
     @property
@@ -151,10 +154,7 @@ class Scheduler:
 
     def get(self, request_id: str) -> Sequence | None:
         """Returns a sequence that waits or runs."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.status == "finished":
-            return None
-        return sequence
+        return self._sequences.get(request_id)
 
     def add(self, sequence: Sequence) -> None:
         """Appends a sequence to the queue. Raises a PlanError for one that can never run."""
@@ -201,8 +201,8 @@ class Scheduler:
         # Hits are acquired before anything is allocated, which could overwrite them.
         for request_id, home in step.admitted:
             self._admit(self._sequences[request_id], home)
-        for item in step.items:
-            sequence = self._sequences[item.request_id]
+        sequences = [self._sequences[item.request_id] for item in step.items]
+        for item, sequence in zip(step.items, sequences, strict=True):
             end = item.start + item.num_tokens
             if end > len(sequence.block_ids) * self.block_size:
                 self._allocate(sequence, end)
@@ -214,6 +214,7 @@ class Scheduler:
             self._allocate(sequence, sequence.num_confirmed)
         if step.items:
             self.num_steps_in_flight += 1
+            self._steps[id(step)] = sequences
         return step
 
     def finish_step(
@@ -229,8 +230,7 @@ class Scheduler:
         ended: ids of sequences that end with these tokens.
         """
         self.num_steps_in_flight -= 1
-        for item in step.items:
-            sequence = self._sequences[item.request_id]
+        for item, sequence in zip(step.items, self._steps.pop(id(step)), strict=True):
             sequence.num_in_flight -= item.num_tokens
             sequence.num_steps_in_flight -= 1
             sequence.num_pending_tokens -= item.samples
@@ -265,6 +265,7 @@ class Scheduler:
         _remove(self.waiting if sequence.status == "waiting" else self.running, sequence)
         sequence.status = "finished"
         sequence.parent = None
+        del self._sequences[request_id]
         if sequence.num_steps_in_flight == 0:
             self._finish_discarding(sequence)
 
@@ -428,7 +429,6 @@ class Scheduler:
             self._return_to_queue(sequence)
         else:
             self._free_blocks(sequence)
-            del self._sequences[sequence.request_id]
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
