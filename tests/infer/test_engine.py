@@ -98,13 +98,14 @@ def has_one_home(degrees: dict[str, int], inner: str) -> bool:
     return all(degrees.get(axis, 1) == 1 for axis in axes)
 
 
-SAMPLE: list[tuple[str, tuple[dict[str, int], str], tuple[int, int, int]]] = [
-    ("phi3 long, tied", ({}, "samples"), LOADS[1]),
-    ("gemma2", ({"col": 2}, "features"), LOADS[2]),
-    ("mixtral tied, window", ({"expert": 2, "col": 2}, "samples"), LOADS[0]),
-    ("llama 3.1", ({"pipe": 2, "row": 2}, "samples"), LOADS[0]),
+SAMPLE: list[tuple[str, tuple[dict[str, int], str], tuple[int, int, int], str]] = [
+    ("phi3 long, tied", ({}, "samples"), LOADS[1], "on"),
+    ("gemma2", ({"col": 2}, "features"), LOADS[2], "off"),
+    ("mixtral tied, window", ({"expert": 2, "col": 2}, "samples"), LOADS[0], "on"),
+    ("llama 3.1", ({"pipe": 2, "row": 2}, "samples"), LOADS[0], "on"),
 ]
-"""Models, grids and loads without `--full`: in a small pool, in steps of 7 and of 64 tokens."""
+"""Models, grids and loads without `--full`: in a small pool, in steps of 7 and of 64 tokens, with
+and without a step ahead of the host."""
 
 
 def list_cases(is_full: bool) -> list[Any]:
@@ -116,9 +117,11 @@ def list_cases(is_full: bool) -> list[Any]:
         for load in LOADS
         if fits(name, *grid)
     ]
+    # Every grid and every load is run both ways.
+    cases = [(*case, ("off", "on")[(i + i // len(LOADS)) % 2]) for i, case in enumerate(product)]
     return [
-        pytest.param(*case, id=f"{case[0]}-{label(case[1])}-{case[2]}")
-        for case in (product if is_full else SAMPLE)
+        pytest.param(*case, id=f"{case[0]}-{label(case[1])}-{case[2]}-{case[3]}")
+        for case in (cases if is_full else SAMPLE)
     ]
 
 
@@ -129,12 +132,13 @@ def test_greedy_tokens_are_those_of_transformers(
     name: str,
     grid: tuple[dict[str, int], str],
     load: tuple[int, int, int],
+    ahead: str,
     request: pytest.FixtureRequest,
 ) -> None:
     is_full = request.config.getoption("--full")
     # A small pool preempts only if sequences grow.
     count = COUNT if is_full or load[2] else 6
-    check_greedy(pool, name, published(name), grid, load, count)
+    check_greedy(pool, name, published(name), grid, load, count, ahead)
 
 
 def check_greedy(
@@ -144,12 +148,17 @@ def check_greedy(
     grid: tuple[dict[str, int], str],
     load: tuple[int, int, int],
     count: int,
+    ahead: str,
 ) -> None:
     """Compares the tokens of an engine, cold and warm, with those of `transformers`."""
     model, folder = made
     degrees, inner = grid
     budget, block_size, num_blocks = load
-    options = {"max_num_batched_tokens": budget, "block_size": block_size}
+    options = {
+        "max_num_batched_tokens": budget,
+        "block_size": block_size,
+        "async_scheduling": ahead,
+    }
     num_blocks = num_blocks or 12 * POSITIONS // block_size + 1
     params = GREEDY | {"max_tokens": count}
     cold, warm = pool.on_grid(degrees, serve_twice, folder, inner, options, num_blocks, params)[0]
@@ -219,7 +228,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Products of models, grids and loads, which only `--full` needs."""
     is_full = metafunc.config.getoption("--full")
     if metafunc.function is test_greedy_tokens_are_those_of_transformers:
-        metafunc.parametrize(("name", "grid", "load"), list_cases(is_full))
+        metafunc.parametrize(("name", "grid", "load", "ahead"), list_cases(is_full))
     elif metafunc.function is test_every_grid_says_what_transformers_says:
         grids = list_grids(8 if is_full else 1)
         cases = [
@@ -231,6 +240,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     elif metafunc.function is test_draws_do_not_depend_on_grid_batch_or_preemption:
         metafunc.parametrize("grid", GRIDS if is_full else [GRIDS[6]], ids=label)
         metafunc.parametrize("load", LOADS[:3] if is_full else [LOADS[1]], ids=str)
+        # The requests that are served alone have no step ahead of the host.
+        metafunc.parametrize("ahead", ["off", "on"] if is_full else ["on"])
 
 
 @pytest.mark.full
@@ -244,7 +255,8 @@ def test_every_grid_says_what_transformers_says(
     degrees, inner = grid
     heads = max(HEADS, count_head_parts(degrees, inner))
     made = published(name, max(LAYERS, degrees.get("pipe", 1)), heads)
-    check_greedy(pool, name, made, grid, load, COUNT)
+    ahead = "on" if load in LOADS[1:3] else "off"
+    check_greedy(pool, name, made, grid, load, COUNT, ahead)
 
 
 LAYOUTS = [
@@ -298,12 +310,17 @@ def test_draws_do_not_depend_on_grid_batch_or_preemption(
     alone: Any,
     grid: tuple[dict[str, int], str],
     load: tuple[int, int, int],
+    ahead: str,
 ) -> None:
     degrees, inner = grid
     name = "mixtral" if "expert" in degrees else "llama"
     _, folder = published(name)
     budget, block_size, num_blocks = load
-    options = {"max_num_batched_tokens": budget, "block_size": block_size}
+    options = {
+        "max_num_batched_tokens": budget,
+        "block_size": block_size,
+        "async_scheduling": ahead,
+    }
     num_blocks = num_blocks or 12 * POSITIONS // block_size + 1
     cold, warm = pool.on_grid(degrees, serve_twice, folder, inner, options, num_blocks, DRAWN)[0]
     for i, tokens in enumerate(alone(name)):
