@@ -17,7 +17,7 @@ from ranvier.config.engine import EngineConfig
 from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.engine import Engine, open_engine
+from ranvier.infer.engine import Engine, block_bytes, count_cache_blocks, open_engine
 from ranvier.infer.model_runner import ModelRunner
 from ranvier.infer.request import Request, TokenOutput
 from ranvier.infer.sampling_params import SamplingParams, StructuredOutput
@@ -25,6 +25,7 @@ from ranvier.infer.step_table import load_step_table
 from ranvier.infer.structured_output import GrammarCompiler
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.decoder import AttentionCore
+from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.time.serving_step import StepLoad
 
@@ -273,7 +274,7 @@ def test_the_id_of_an_ended_request_is_free_while_a_step_computes_it(
         free = serve(engine, [request("a", max_tokens=6, **options)]).tokens("a")
         stop = frozenset([free[2]])
         engine.add(request("a", stop_token_ids=stop, max_tokens=6, **options))
-        outputs = []
+        outputs: list[TokenOutput] = []
         # The step after that of the last token has been launched.
         while not outputs or (outputs[-1].finish_reason is None and not is_aborted):
             outputs += engine.step()
@@ -372,6 +373,22 @@ def test_other_ranks_are_not_told_to_stop_within_a_step(
     monkeypatch.setattr(runner, "orders_axis", types.SimpleNamespace(size=2))
     runner.stop()
     assert told == [0]
+
+
+def test_memory_that_training_has_left_in_the_allocator_is_for_the_cache(
+    serial: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = parallelize(copy.deepcopy(serial), Grid({}), dtype=torch.float64).eval()
+    # The allocator holds all memory of the device, but tensors use a tenth of it.
+    total = 1000 * block_bytes(model, 8)
+    executor = get_parallel_model(model).pipeline.executor
+    monkeypatch.setattr(executor, "device", torch.device("cuda"))
+    monkeypatch.setattr("ranvier.infer.engine.max_over_ranks", lambda value, *_: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: total)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: total // 10)
+    config = EngineConfig(block_size=8, gpu_memory_utilization=0.5)
+    assert count_cache_blocks(model, config) == 400
 
 
 @pytest.mark.parametrize(

@@ -557,6 +557,8 @@ def count_cache_blocks(
         num_bytes = int((gib or DEFAULT_CPU_CACHE_GIB) * 2**30)
     else:
         free, total = torch.cuda.mem_get_info(device)
+        # Memory that the allocator holds without a tensor, for example after a training step.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         num_bytes = max(int(total * config.gpu_memory_utilization) - (total - free), 0)
     own = num_bytes // block_bytes(model, config.block_size)
     # Each rank has its share of the layers and heads; the smallest number is used on all.
