@@ -42,3 +42,12 @@ def test_rows_do_not_depend_on_their_number(shape: tuple[int, int], dtype: torch
     whole = BatchInvariantMatmul().forward(x, w)
     for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200, 1000):
         assert torch.equal(BatchInvariantMatmul().forward(x[:rows], w), whole[:rows]), rows
+
+
+def test_a_weight_that_is_stored_transposed() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(136, 192, device="cuda").T
+    x = torch.randn(5, 136, device="cuda")
+    assert torch.equal(
+        BatchInvariantMatmul().forward(x, w), BatchInvariantMatmul().forward(x, w.contiguous())
+    )

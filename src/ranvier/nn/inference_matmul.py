@@ -62,6 +62,8 @@ def _thin_linear(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _batch_invariant_linear(x: Tensor, w: Tensor) -> Tensor:
+    # The kernel reads rows; a layer may store its weight as (in, out).
+    w = w if w.stride(1) == 1 else w.contiguous()
     found: Tensor = _kernels().multiply_in_order(x.contiguous(), w)
     return found
 
