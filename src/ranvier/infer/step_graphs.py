@@ -152,7 +152,9 @@ class StepGraphs:
         """Yields all classes, the largest first, so that others reuse its memory."""
         most = [size for size in MIXED_TOKENS if size >= self._max_tokens] or [MIXED_TOKENS[-1]]
         for num_tokens in reversed([size for size in MIXED_TOKENS if size <= most[0]]):
-            for rows in {self._mixed_rows(n) for n in (1, self._max_batch)}:
+            # Every sequence has a token.
+            counts = range(1, min(num_tokens, self._max_batch) + 1)
+            for rows in sorted({self._mixed_rows(n) for n in counts}, reverse=True):
                 yield GraphSize(num_tokens, rows, False)
         for size in sorted({decode_class(n + 1) for n in range(self._max_batch)}, reverse=True):
             yield GraphSize(size, size, True)
