@@ -656,7 +656,7 @@ def open_engine(
         cuda_graphs=config.cuda_graphs != "off",
         batch_invariant=config.batch_invariant,
     )
-    # Whatever raises from here on, the model can be trained again and the other ranks go on.
+    # Whatever raises below, the layers are restored and the other ranks stop following.
     with ExitStack() as stack:
         stack.callback(runner.free_cache)
         if runner.grid.rank == 0:
