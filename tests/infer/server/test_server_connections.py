@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infer.fake_server import FakeServer, write_model
+from ranvier.infer.server.front_process import bind_socket
 
 LIMIT_MIB = 0.25
 LIMITS = {
@@ -304,3 +305,11 @@ def wait_for_running(server: FakeServer, count: int) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(line)
+
+
+def test_tokens_do_not_wait_for_acknowledgments() -> None:
+    with bind_socket("127.0.0.1", 0) as listener:
+        with socket.create_connection(listener.getsockname()):
+            connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
