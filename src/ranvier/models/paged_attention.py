@@ -90,17 +90,35 @@ class KVCache:
     def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """Writes keys and values of tokens, `[T, g, k]` each, into their slots."""
         blocks = slot_mapping // self.block_size
-        offsets = slot_mapping % self.block_size
-        self.keys[blocks, :, offsets] = k.to(self.keys.dtype)
-        self.values[blocks, :, offsets] = v.to(self.values.dtype)
+        rows = self._rows_of_heads(blocks.unsqueeze(1)).squeeze(-1) * self.block_size
+        rows = (rows + (slot_mapping % self.block_size).unsqueeze(1)).flatten()  # (T · g)
+        for cache, x in ((self.keys, k), (self.values, v)):
+            # A view: the tokens of all heads of all blocks.
+            tokens = cache.view(-1, cache.shape[-1])
+            tokens.index_copy_(0, rows, x.flatten(0, 1).to(cache.dtype))
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values of the blocks of sequences, `[n, g, blocks · block_size, k]`.
 
         blocks: `[n, blocks]`.
         """
-        keys, values = (x[blocks].transpose(1, 2).flatten(2, 3) for x in (self.keys, self.values))
+        # Selecting the blocks of each head in the order of the result takes only one copy.
+        rows = self._rows_of_heads(blocks).flatten()
+        shape = (len(blocks), self.keys.shape[1], -1, self.keys.shape[3])
+        keys, values = (
+            cache.view(-1, self.block_size * cache.shape[3]).index_select(0, rows).view(shape)
+            for cache in (self.keys, self.values)
+        )
         return keys, values
+
+    def _rows_of_heads(self, blocks: Tensor) -> Tensor:
+        """Returns where the blocks of each head are, counted in blocks of one head, `[n, g, B]`.
+
+        blocks: `[n, B]`.
+        """
+        num_heads = self.keys.shape[1]
+        heads = torch.arange(num_heads, device=blocks.device)
+        return blocks.unsqueeze(1) * num_heads + heads.unsqueeze(1)
 
 
 PagedAttention = Callable[[Tensor, Tensor, Tensor, KVCache, PagedSequences, int, float], Tensor]
@@ -124,31 +142,42 @@ def paged_attention(
     cache.write(k, v, sequences.slot_mapping)
     y = torch.zeros_like(q)
     lengths = sequences.host_seq_lens
-    decoding: list[int] = []
+    decoding: dict[int, list[int]] = {}
     start = 0
     for i, length in enumerate(sequences.query_lens):
+        some = slice(start, start + length)
+        start += length
         if length == 1:
-            decoding.append(i)
+            # Sequences of similar length attend together: all are padded to the longest.
+            num_blocks = -(-lengths[i] // cache.block_size)
+            decoding.setdefault((num_blocks - 1).bit_length(), []).append(i)
+        elif length == lengths[i] and not window and cap == 0.0:
+            y[some] = _attend_to_step(q[some], k[some], v[some])
         elif length > 1:
             table = sequences.block_table[i : i + 1]
-            some = q[start : start + length].unsqueeze(0)
-            y[start : start + length] = attend_to_blocks(
-                some, cache, table, lengths[i : i + 1], window, cap
+            y[some] = attend_to_blocks(
+                q[some].unsqueeze(0), cache, table, lengths[i : i + 1], window, cap
             )[0]
-        start += length
-    if decoding:
-        rows = torch.tensor(decoding, device=q.device)
+    for group in decoding.values():
+        rows = torch.tensor(group, device=q.device)
         at = sequences.query_start_loc[rows].long()
-        # All sequences with one token at once.
         y[at] = attend_to_blocks(
             q[at].unsqueeze(1),
             cache,
             sequences.block_table[rows],
-            [lengths[i] for i in decoding],
+            [lengths[i] for i in group],
             window,
             cap,
         ).squeeze(1)
     return y
+
+
+def _attend_to_step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of all tokens of one sequence; q, y: `[s, h, k]`; k, v: `[s, g, k]`."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    shared = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    return y[0].transpose(0, 1)
 
 
 def attend_to_blocks(
@@ -173,6 +202,11 @@ def attend_to_blocks(
     q = q.transpose(1, 2)  # (n, h, s, k)
     keys, values = keys.to(q.dtype), values.to(q.dtype)
     if cap == 0.0:
+        if q.shape[2] == 1:
+            # Heads that share keys are the rows of one product, which reads the keys once.
+            rows = q.squeeze(2).unflatten(1, (keys.shape[1], -1))  # (n, g, h/g, k)
+            y = F.scaled_dot_product_attention(rows, keys, values, visible)
+            return y.flatten(1, 2).unsqueeze(1)
         shared = q.shape[1] != keys.shape[1]
         y = F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=shared)
         return y.transpose(1, 2)
