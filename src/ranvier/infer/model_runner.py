@@ -52,7 +52,7 @@ from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.inference_matmul import BatchInvariantMatmul, ThinMatmul, can_multiply_thin
 from ranvier.nn.linear import Linear
 from ranvier.nn.lm_head import LMHead
-from ranvier.nn.matmul import MatmulBackend, PlainMatmul
+from ranvier.nn.matmul import MatmulBackend, PlainMatmul, choose_cpu_matmul
 from ranvier.parallel.parallel_model import get_parallel_model
 from ranvier.pipeline.step import MicroBatch
 from ranvier.sharding import Sharding, local_range
@@ -184,6 +184,8 @@ class ModelRunner:
         """Minimum number of tokens of a step: one token is a special case of the compiler."""
         if self._has_kernels and can_multiply_thin(self.device):
             self._use_inference_matmuls(BatchInvariantMatmul() if batch_invariant else ThinMatmul())
+        elif self.device.type == "cpu":
+            self._use_inference_matmuls(choose_cpu_matmul())
         self.max_num_seqs = max_num_seqs
         self.sampled_tokens = torch.zeros(
             self.num_homes * max_num_seqs, dtype=torch.int64, device=self.device

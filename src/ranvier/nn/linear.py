@@ -328,6 +328,8 @@ def parallel_linear(
     """
     if torch.compiler.is_compiling() or not site.step_context.overlapped_autograd:
         ys = parallel_linear_reference(x, layers, runs, apart)
+    elif not torch.is_grad_enabled() and site.grid.trace.saved_results is None:
+        ys = _linear_forward(x, layers, apart, runs)
     else:
         try:
             ys = apply_autograd(
@@ -465,16 +467,25 @@ class _ParallelLinear(torch.autograd.Function):
             ).wait(), *none
 
 
-def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
+def _linear_forward(
+    x: Tensor, layers: Sequence[Linear], apart: bool, runs: Sequence[PackedLayers] = ()
+) -> tuple[Tensor, ...]:
     """Runs the forward pass outside of autograd. Communicates: all-gather x, reduce-scatter y."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
     xs = _split_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
-    ys = [
-        forward(
-            part, layer.local_matrix(layer.handles["weight"].unsharded_data()), layer.matmul_backend
-        )
-        for part, layer in zip(xs, layers, strict=True)
-    ]
+    packed_runs = {run.start: run for run in runs}
+    ys: list[Tensor] = []
+    while len(ys) < len(layers):
+        layer = layers[len(ys)]
+        run = packed_runs.get(len(ys))
+        weight = layer.handles["weight"].unsharded_data()
+        if run is not None and run.matrix is not None:
+            sizes = [one.weight.flatten(0, -2).shape[0] for one in layers[run.start : run.stop]]
+            y = forward(xs[0], run.matrix, layer.matmul_backend)
+            ys += y.split(sizes, -1)
+        else:
+            matrix = layer.local_matrix(weight)
+            ys.append(forward(xs[len(ys)], matrix, layer.matmul_backend))
     if to_axis.size == layers[0].linear_comm.reduce_axis.size == 1:
         return tuple(ys)
     packed = pack_outputs(ys, layers, to_axis, to_dim)
