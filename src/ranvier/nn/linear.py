@@ -329,7 +329,7 @@ def parallel_linear(
     if torch.compiler.is_compiling() or not site.step_context.overlapped_autograd:
         ys = parallel_linear_reference(x, layers, runs, apart)
     elif not torch.is_grad_enabled() and site.grid.trace.saved_results is None:
-        ys = _linear_forward(x, layers, apart, runs)
+        ys = list(_linear_forward(x, layers, apart, runs))
     else:
         try:
             ys = apply_autograd(
