@@ -196,7 +196,7 @@ MIXED: dict[str, dict[str, Any]] = {
     "words": {"temperature": 0.0, "max_tokens": 20, "bad_words": ((3,), (5, 6))},
     "late": {"seed": 5, "max_tokens": 9, "min_tokens": 4, "logit_bias": {END: 100.0}},
     "regex": {
-        "structured_output": StructuredOutput("regex", "(abc|abd)[ab]{3}c"),
+        "structured_output": StructuredOutput("regex", "(abc|abx)[ab]{3}c"),
         "logit_bias": {END: 100.0},
         "max_tokens": 20,
     },
