@@ -54,6 +54,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
     return sorted(map(json.loads, lines), key=lambda one: one["index"])
 
 
+@pytest.mark.full
 def test_a_batch_on_a_grid_continues_after_it_was_killed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
