@@ -74,9 +74,12 @@ class AdapterSource:
                     f"--adapter {self.name}={self.folder} is not an adapter. It must be a run with "
                     f"adapters, or have {CONFIG_FILE}. Check the path."
                 )
-            return self._checked(read_adapter(self.folder, model).lora)
+            lora = read_adapter(self.folder, model).lora
+            self._check_kind(lora)
+            return lora
         run = load_config_from_dir(self.folder)
-        lora = self._checked(find_saved_adapters(find_checkpoint(self.folder), run.lora))
+        lora = find_saved_adapters(find_checkpoint(self.folder), run.lora)
+        self._check_kind(lora)
         if adapted_weights(run.decoder, lora) != adapted_weights(model, lora):
             raise PlanError(
                 f"--adapter {self.name}={self.folder} adapts layers of other shapes than the "
@@ -85,8 +88,8 @@ class AdapterSource:
             )
         return lora
 
-    def _checked(self, lora: AdapterConfig) -> AdapterConfig:
-        """Returns the settings if such adapters can be served by name."""
+    def _check_kind(self, lora: AdapterConfig) -> None:
+        """Raises if such adapters cannot be served by name."""
         if lora.rank == 0:
             raise PlanError(
                 f"--adapter {self.name}={self.folder} is a run without adapters. All its weights "
@@ -97,7 +100,6 @@ class AdapterSource:
                 f"--adapter {self.name}={self.folder} has DoRA magnitudes. Adapters that share a "
                 "base must be LoRA adapters. Serve the run by itself: ranvier serve RUN."
             )
-        return lora
 
     def read_weights(
         self, model: DecoderConfig, names: Mapping[str, tuple[int, ...]], dtype: torch.dtype

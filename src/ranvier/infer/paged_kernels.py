@@ -590,7 +590,7 @@ def write_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slot_mapping
     )
 
 
-def _decode(
+def _attend_decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -628,7 +628,7 @@ def _decode(
     )
 
 
-def _mixed(
+def _attend_mixed_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -693,7 +693,7 @@ def _mixed(
     return y
 
 
-def _chunks(
+def _attend_captured_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -732,18 +732,18 @@ _COMMON = (
 for _name, _function, _arguments in (
     (
         "paged_decode",
-        _decode,
+        _attend_decode_step,
         "Tensor token_rows, Tensor token_lens, Tensor(c!)? counters, int window, float cap, "
         "int num_splits",
     ),
     (
         "paged_chunks",
-        _chunks,
+        _attend_captured_step,
         "Tensor query_start_loc, Tensor seq_lens, int window, float cap",
     ),
     (
         "paged_mixed",
-        _mixed,
+        _attend_mixed_step,
         "Tensor token_rows, Tensor token_lens, Tensor prompt_start_loc, Tensor key_start_loc, "
         "Tensor key_slots, Tensor host_lens, int window, float cap",
     ),
