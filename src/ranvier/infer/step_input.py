@@ -197,27 +197,16 @@ def build_sequences(
         per_token[2, own] = row
         per_token[3, own] = places + 1
         first += len(places)
-    prompts = np.flatnonzero(lens[0] > 1)
-    prompt_lens = lens[:, prompts] if len(prompts) else np.zeros((2, 1), dtype=np.int64)
-    key_slots = np.zeros(2, dtype=np.int64)
-    if (prompt_lens[1] > prompt_lens[0]).any():
-        key_slots = np.concatenate(
-            [_slots_of(table[row], np.arange(lens[1, row]), block_size) for row in prompts]
-        )
-    arrays = [per_token, lens[1], table, key_slots, *map(_starts_of, (lens[0], *prompt_lens))]
-    (slots, known, rows, visible), seq_lens, blocks, keys, *starts = copy_together(arrays, device)
-    query_starts, prompt_starts, key_starts = (x.int() for x in starts)
+    arrays = [per_token, lens[1], table, _starts_of(lens[0])]
+    (slots, known, rows, visible), seq_lens, blocks, starts = copy_together(arrays, device)
     return PagedSequences(
-        query_start_loc=query_starts,
+        query_start_loc=starts.int(),
         seq_lens=seq_lens.int(),
         block_table=blocks.int(),
         slot_mapping=slots,
         rope_lengths=known.unsqueeze(0),
         token_rows=rows.int(),
         token_lens=visible.int(),
-        prompt_start_loc=prompt_starts,
-        key_start_loc=key_starts,
-        key_slots=keys,
         host_lens=torch.from_numpy(lens),
     )
 

@@ -41,13 +41,6 @@ class PagedSequences:
     """Row of the sequence of each token in `block_table`, `[T]`."""
     token_lens: Tensor
     """Number of tokens that each token sees, including itself, `[T]`; 0 for padding."""
-    prompt_start_loc: Tensor | None = None
-    """Start of the tokens of each sequence with several tokens among those of such sequences, then
-    the end, int32 `[m + 1]`. They follow the sequences with one token."""
-    key_start_loc: Tensor | None = None
-    """The same for all their tokens so far, int32 `[m + 1]`."""
-    key_slots: Tensor | None = None
-    """Slots of all their tokens so far, int64 `[L]`; not set if the step has all of them."""
     host_lens: Tensor | None = None
     """Number of tokens of each sequence in the step, and `seq_lens`, on the host, int64 `[2, n]`.
     None if nothing is known on the host, so that a graph can be replayed for other sequences."""
