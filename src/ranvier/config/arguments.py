@@ -138,8 +138,9 @@ class SimulateServingOptions(RunConfig):
     """Share of the limits of the device that a step reaches."""
     host_ms: float = 0.4
     """Milliseconds of each step in which the device waits for the host."""
-    request_overhead_ms: float = 0.0
-    """Milliseconds of each request in the server, before the engine gets it."""
+    request_overhead_ms: float = 3.0
+    """Milliseconds of each request in the server and on its way, in addition to the engine. The
+    default is that of a server with 30 requests per second; 0 for the engine alone."""
     steps: str = ""
     """JSON or JSONL file of measured steps (decode_tokens, mean_context, prompt_tokens, seconds),
     used instead of the cluster. It belongs to one model, device and grid."""
