@@ -21,6 +21,10 @@ valid elements of a rank, is zero, and never leaves the rank.
 samples and tokens are padded to (`batch_multiple`, `seq_multiple`, `padded_vocab`), and which axes
 split it inside a replica (`axes_inside_replica`). `local_range` returns which indices of a dim are
 on a rank.
+
+`context` splits the tokens of a sample in any order, because all layers but attention treat tokens
+alike: `order_tokens` returns which tokens of a sample each rank of context holds (`TokenOrder`), as
+segments of documents. `row` splits the tokens of a context rank into consecutive parts.
 """
 
 from __future__ import annotations
@@ -29,7 +33,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
 
 from ranvier.config.plan import AXES, InnerSplit, Plan, RowSplit
 from ranvier.errors import ShardingError
@@ -627,3 +633,112 @@ def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) 
 
 ShardedStateDict = dict[str, "tuple[torch.Tensor, Shard]"]
 """Tensors by name, each with its position in the global tensor."""
+
+
+# ---- order of tokens over context ----------------------------------------------------------------
+
+ContextOrder = Literal["contiguous", "zigzag", "balanced"]
+
+
+class TokenSegment(NamedTuple):
+    """Consecutive tokens `start` to `stop` of one document of a sample."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+    def num_scores(self, window: int = 0) -> int:
+        """Number of keys that its tokens see in all: Σ min(place + 1, window); 0: no window."""
+        if not window:
+            return _triangle(self.stop) - _triangle(self.start)
+        # Tokens before `window` see all tokens up to themselves, the others `window` of them.
+        inside = TokenSegment(0, min(self.start, window), min(self.stop, window)).num_scores()
+        return inside + window * (max(self.stop, window) - max(self.start, window))
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Which tokens of a sample each rank of context holds, and in what order."""
+
+    lengths: tuple[int, ...]
+    """Number of tokens of each document of the sample."""
+    segments: tuple[tuple[TokenSegment, ...], ...]
+    """Segments of each rank, in the order of its tokens; all ranks have as many tokens."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of context."""
+        return len(self.segments)
+
+    @cached_property
+    def token_numbers(self) -> np.ndarray:
+        """Number in the sample of each token of each rank, int64 `[C, s/C]`."""
+        starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        rows = [
+            np.concatenate(
+                [starts[one.document] + np.arange(one.start, one.stop) for one in segments]
+            )
+            for segments in self.segments
+        ]
+        return np.stack(rows).astype(np.int64)
+
+
+def order_tokens(lengths: Sequence[int], num_ranks: int, order: ContextOrder) -> TokenOrder:
+    """Returns the tokens of a sample with documents of these lengths on each rank of context.
+
+    contiguous: rank c has part c of C. zigzag: parts c and 2 C - 1 - c of 2 C, which balances one
+    document.
+    """
+    total = sum(lengths)
+    assert total % num_ranks == 0 and min(lengths) > 0, (lengths, num_ranks)
+    whole = [TokenSegment(i, 0, length) for i, length in enumerate(lengths)]
+    each = total // num_ranks
+    if order == "contiguous":
+        parts = _cut_segments(whole, [each] * num_ranks)
+        return TokenOrder(tuple(lengths), tuple(tuple(part) for part in parts))
+    if order == "zigzag":
+        # With an odd number of tokens per rank, the first parts are one token shorter.
+        sizes = [each // 2] * num_ranks + [each - each // 2] * num_ranks
+        parts = _cut_segments(whole, sizes)
+        pairs = [(*parts[c], *parts[-1 - c]) for c in range(num_ranks)]
+        return TokenOrder(tuple(lengths), tuple(map(_join_segments, pairs)))
+    raise NotImplementedError(order)
+
+
+def _cut_segments(
+    segments: Sequence[TokenSegment], sizes: Sequence[int]
+) -> list[list[TokenSegment]]:
+    """Cuts consecutive segments into parts with these numbers of tokens."""
+    parts: list[list[TokenSegment]] = []
+    rest = list(reversed(segments))
+    for size in sizes:
+        part: list[TokenSegment] = []
+        while size:
+            document, start, stop = rest.pop()
+            middle = min(stop, start + size)
+            part.append(TokenSegment(document, start, middle))
+            size -= middle - start
+            if middle < stop:
+                rest.append(TokenSegment(document, middle, stop))
+        parts.append(part)
+    return parts
+
+
+def _join_segments(segments: Iterable[TokenSegment]) -> tuple[TokenSegment, ...]:
+    """Joins segments that continue each other."""
+    joined: list[TokenSegment] = []
+    for one in segments:
+        if joined and joined[-1].document == one.document and joined[-1].stop == one.start:
+            joined[-1] = TokenSegment(one.document, joined[-1].start, one.stop)
+        elif one.num_tokens:
+            joined.append(one)
+    return tuple(joined)
