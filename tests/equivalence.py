@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,11 +23,12 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build_decoder as build_decoder
+from ranvier.models.document_attention import Documents
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import Shard, ShardedStateDict
+from ranvier.sharding import Shard, ShardedStateDict, TokenOrder, TokenSegment
 from ranvier.tools.verify import predict_events
 from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
@@ -55,6 +56,9 @@ class Case:
     chunks: int = 1
     spread: bool = False
     keep: bool = False
+    token_order: str = "balanced"
+    """Order of tokens over context; `random` draws one for each sample."""
+    context_attention: str = "auto"
     delay: int = -1
     """Seed of the delays of messages between stages; -1: none."""
     steps: int = 2
@@ -87,6 +91,7 @@ class Case:
             vocab_over_pipe=self.spread,
             stage_time_jitter=0.0,
             reshard_after="step" if self.keep else "micro_batch",
+            context_attention=self.context_attention,  # type: ignore[arg-type]
             **settings,
         ).with_degrees(grid.degrees)
 
@@ -312,15 +317,51 @@ def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> ActivationShape:
     )
 
 
-def micros_of(batch: Batch, grid: Grid, micro_batches: int, model: str = "") -> list[Batch]:
+def micros_of(
+    batch: Batch, grid: Grid, micro_batches: int, model: str = "", token_order: str = "balanced"
+) -> list[Batch]:
     """The micro-batches of a rank on its device; models of Hugging Face take documents as ids."""
     share = batch.tokens.shape[0] // grid.axis("data", "expert", "depth").size
-    micros, device = batch.split_micro_batches(grid, share // micro_batches), device_of(grid)
+    size, device = share // micro_batches, device_of(grid)
+    if token_order == "random" and grid.degrees["context"] > 1:
+        micros = _micros_in_random_order(batch, grid, size)
+    else:
+        order: Any = "contiguous" if token_order == "random" else token_order
+        micros = batch.split_micro_batches(grid, size, order)
     if device == "cpu":
         return micros
     if model in HF_MODELS:
         return [micro.map_tensors(lambda x: x.to(device)) for micro in micros]
     return [micro.to(device) for micro in micros]
+
+
+def _micros_in_random_order(batch: Batch, grid: Grid, size: int) -> list[Batch]:
+    """The micro-batches of a rank, with tokens in any order over context."""
+    replicas = grid.axis_without_group("data", "expert", "depth")
+    mine = batch.select(local_rows(batch.num_samples, replicas.size, replicas.index))
+    ids = mine.documents
+    if isinstance(ids, Tensor):
+        lengths = Documents.from_ids(ids).lengths
+    else:
+        lengths = ((mine.tokens.shape[1],),) * mine.num_samples
+    drawn = random.Random(3)
+    orders = [random_order(some, grid.degrees["context"], drawn) for some in lengths]
+    mine = mine.shard_by_orders(orders, grid.index["context"])
+    return [mine.select(slice(i, i + size)) for i in range(0, mine.num_samples, size)]
+
+
+def local_rows(count: int, parts: int, part: int) -> slice:
+    """Part `part` of `parts` of some rows."""
+    return slice(part * count // parts, (part + 1) * count // parts)
+
+
+def random_order(lengths: Sequence[int], ranks: int, drawn: random.Random) -> TokenOrder:
+    """A random permutation of the tokens of a sample over context."""
+    tokens = [TokenSegment(i, j, j + 1) for i, n in enumerate(lengths) for j in range(n)]
+    drawn.shuffle(tokens)
+    each = len(tokens) // ranks
+    parts = (tuple(tokens[i * each : (i + 1) * each]) for i in range(ranks))
+    return TokenOrder(tuple(lengths), tuple(parts))
 
 
 def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> dict[str, Any]:
@@ -329,7 +370,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
     parallel: ParallelModel = model.parallel  # type: ignore[assignment]
     grads: ShardedStateDict = {}
     start, losses, norms, extras, lines = copied(parallel.sharded_state()), [], [], [], list[str]()
-    micros = micros_of(batch, grid, case.micro_batches, case.model)
+    micros = micros_of(batch, grid, case.micro_batches, case.model, case.token_order)
     optimizer = Optimizer(parallel.bucket_scheduler, lr=lr, clip=clip)
     for step in range(case.steps):
         with grid.trace.record_events() as events:

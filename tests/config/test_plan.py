@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.config.plan import AXES, RUNNABLE_AXES, Plan, divisors, nearest_multiple
+from ranvier.config.plan import AXES, PLANNED_AXES, Plan, divisors, nearest_multiple
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import INNER_RULES, OUTER_RULE, WEIGHT_RULE, Sharding
@@ -45,7 +45,7 @@ def test_good_plan_is_resolved() -> None:
 
 
 def test_any_degree_can_be_inferred() -> None:
-    for axis in RUNNABLE_AXES:
+    for axis in PLANNED_AXES:
         degrees: dict[str, Any] = {"data": 1, axis: -1}
         assert Plan(**degrees).resolve(2).degrees[axis] == 2
 
@@ -81,7 +81,7 @@ def test_world_of_a_full_plan() -> None:
     )
 
 
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in RUNNABLE_AXES])
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in PLANNED_AXES])
 def test_axis_without_runtime_is_named(axis: str) -> None:
     degrees: dict[str, Any] = {axis: 2}
     text = only(Plan(**degrees), 2)

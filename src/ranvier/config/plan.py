@@ -18,8 +18,8 @@ from ranvier.setting import setting
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
 
-RUNNABLE_AXES = ("pipe", "data", "expert", "depth", "row", "col")
-"""Axes that are implemented; the others must have degree 1."""
+PLANNED_AXES = ("pipe", "data", "expert", "depth", "row", "col")
+"""Axes whose degrees the planner chooses; context has the given degree."""
 
 SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 """Names of settings that differ from the name of their dim."""
@@ -30,6 +30,8 @@ RowSplitChoice = Literal["auto", "tokens", "none"]
 Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
+ContextOrderChoice = Literal["auto", "contiguous", "zigzag", "balanced"]
+ContextAttentionChoice = Literal["auto", "kv_gather", "ring", "ulysses"]
 ReshardAfter = Literal["micro_batch", "step"]
 PolicyName = Literal["message_driven", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full", "memory_budget"]
@@ -51,7 +53,7 @@ class Plan:
     expert: int = setting(1, maximum=10**6, unit="ranks")
     """Expert parallelism: splits experts in MoE layers, and samples in dense layers."""
     context: int = setting(1, maximum=10**6, unit="ranks")
-    """Context parallelism: splits the sequence in attention. Not implemented yet: must be 1."""
+    """Context parallelism: splits the tokens of a sample, also in attention. For long sequences."""
     depth: int = setting(1, maximum=10**6, unit="ranks")
     """Sharded data parallelism (ZeRO-3, FSDP): splits samples and weights, which are gathered
     before use."""
@@ -68,6 +70,15 @@ class Plan:
     """What row splits outside attention and MLP in a step of the inference engine: tokens, none
     (each rank of row has all tokens, and one all-reduce replaces an all-gather and a
     reduce-scatter), or auto (none for steps of few tokens). Training always splits tokens."""
+    context_order: ContextOrderChoice = "auto"
+    """Which tokens of a sample a rank of context gets. contiguous: part c of C. zigzag: parts c and
+    2 C - 1 - c of 2 C, which balances the attention of one document. balanced: documents are on as
+    few ranks as the balance of attention allows. auto means balanced."""
+    context_attention: ContextAttentionChoice = "auto"
+    """How attention gets keys of other ranks of context. kv_gather: a rank fetches the keys that
+    its queries see. ring: keys travel around the ranks, which bounds memory; not with a sliding
+    window. ulysses: an all-to-all exchanges tokens for heads, whose number context must divide.
+    auto chooses by predicted cost for each kind of layer and micro-batch."""
     rank_order: tuple[str, ...] = ()
     """Axes whose ranks are placed closest together, innermost last, such as `row pipe`. The other
     axes are placed outside of them in the default order. If empty, the default order is used:
@@ -251,12 +262,6 @@ class Plan:
         """Yields every reason why this plan, with all degrees known, cannot run: values, rule,
         remedy."""
         yield from self._word_problems()
-        for axis, size in self.degrees.items():
-            if size > 1 and axis not in RUNNABLE_AXES:
-                yield (
-                    f"{axis}={size}, but the {axis} axis is not implemented yet. Implemented axes "
-                    f"are {', '.join(RUNNABLE_AXES)}. Use {axis}=1."
-                )
         if world is not None and self.world_size != world:
             yield _world_problem(self.degrees, world)
         yield from self._pipe_problems(sizes)

@@ -69,6 +69,10 @@ class LayoutContext:
         region = self.table.activation_rule(dim)
         return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
 
+    def context_seq(self, flow: ActivationShape) -> int:
+        """Returns the tokens of a sequence on a rank of context, s/context."""
+        return flow.seq // self.degrees["context"]
+
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""
         # An ActivationShape already belongs to one replica.
@@ -168,7 +172,8 @@ class EmbeddingCost(LayerCost):
 
     # Before the scatter a rank has rows for all tokens, with its part of the embed dim.
     def _num_elements(self, flow: ActivationShape) -> int:
-        return flow.samples * flow.seq * self.weight_sharding.unsharded_shape[1]
+        tokens = flow.samples * self.layout_context.context_seq(flow)
+        return tokens * self.weight_sharding.unsharded_shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +314,8 @@ class MoECost(LayerCost):
     """Hidden size of an expert."""
     matrices: int = 3
     """Number of matrices per expert: 3 with a gate, 2 without."""
+    has_capacity: bool = False
+    """Whether choices beyond the capacity of an expert are dropped."""
 
     def local_tokens(self, flow: ActivationShape) -> int:
         """Returns the tokens that a rank dispatches, also if row splits none of them before."""
@@ -335,11 +342,29 @@ class MoECost(LayerCost):
         return [
             *self._router_events(flow, self.num_experts),
             *self.predict_event("all_gather", peers, counts, COUNT_BYTES),
+            *self._context_events(flow, counts),
             # Outputs of gate and up are reduce-scattered over col, and the input of down is
             # gathered; in backward it is the reverse.
             *self._dispatch_events(flow, self.matrices - 1, 1, self.layout_context.dispatch),
             *self._output_events(flow),
         ]
+
+    def _context_events(self, flow: ActivationShape, counts: int) -> list[Event]:
+        """Returns the events that make choices those of whole sequences, if context splits them."""
+        layout = self.layout_context
+        context = layout.axis_group("context")
+        if context.size == 1:
+            return []
+        choices = flow.samples * flow.seq * self.experts_per_token
+        events = self.predict_event(
+            "all_reduce", context, flow.samples * self.num_experts, COUNT_BYTES
+        )
+        if self.has_capacity:
+            tokens = layout.axis_group("context", "row")
+            events += self.predict_event("all_gather", tokens, choices, COUNT_BYTES)
+            peers = layout.axis_group("expert", "row")
+            events += self.predict_event("all_gather", peers, counts, COUNT_BYTES)
+        return events
 
     def _output_events(self, flow: ActivationShape) -> list[Event]:
         """Returns the all-gather of the outputs, if row splits no tokens of the residual stream."""

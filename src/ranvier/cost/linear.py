@@ -302,11 +302,12 @@ class LMHeadCost(LinearCost):
     def chunk_tokens(self, flow: ActivationShape) -> list[int]:
         """Returns the number of tokens of each chunk, over all samples."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        seq = self.layout_context.context_seq(flow)
         # Without a scatter, samples are flattened; otherwise a chunk is a range of the sequence of
         # all samples.
         if self.scatter_group.size == 1:
-            return [cut.stop - cut.start for cut in chunk_slices(flow.samples * flow.seq, row)]
-        cuts = chunk_slices(flow.seq, flow.samples * row)
+            return [cut.stop - cut.start for cut in chunk_slices(flow.samples * seq, row)]
+        cuts = chunk_slices(seq, flow.samples * row)
         return [flow.samples * (cut.stop - cut.start) for cut in cuts]
 
     def chunk_bytes(self, flow: ActivationShape) -> int:
@@ -315,7 +316,8 @@ class LMHeadCost(LinearCost):
         return max(self.chunk_tokens(flow), default=0) * row
 
     def _input_elements(self, flow: ActivationShape) -> int:
-        return flow.samples * flow.seq * self.weights[0].weight_sharding.unsharded_shape[1]
+        tokens = flow.samples * self.layout_context.context_seq(flow)
+        return tokens * self.weights[0].weight_sharding.unsharded_shape[1]
 
     def _logit_elements(self, tokens: int) -> int:
         """Returns the number of logits of a chunk before they are scattered."""

@@ -22,8 +22,9 @@ from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.grid import Axis, Grid
 from ranvier.models.document_attention import Documents
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import IGNORE_INDEX
-from ranvier.sharding import REPLICA_AXES, ShardingTable
+from ranvier.sharding import REPLICA_AXES, ContextOrder, ShardingTable, TokenOrder, order_tokens
 
 Ints = NDArray[np.int64]
 
@@ -97,12 +98,22 @@ class SampleBatch:
         changed: Any = {name: change(x) for name, x in values if isinstance(x, Tensor)}
         return replace(self, **changed)
 
-    def split_micro_batches(self, grid: Grid, size: int) -> list[Self]:
-        """This rank's micro-batches: its contiguous share of the samples, `size` at a time."""
+    def shard_over_context(self, grid: Grid, order: ContextOrder) -> Self:
+        """This rank's part of each sample, if context splits it; by default samples are whole."""
+        return self
+
+    def split_micro_batches(
+        self, grid: Grid, size: int, order: ContextOrder = "balanced"
+    ) -> list[Self]:
+        """This rank's micro-batches: its contiguous share of the samples, `size` at a time.
+
+        order: which tokens of a sample the ranks of context get.
+        """
         axis = grid.axis_without_group(*REPLICA_AXES)
         share, rest = divmod(self.num_samples, axis.size)
         assert rest == 0 and share % size == 0, (self.num_samples, axis.size, size)
         mine = self.select(slice(axis.index * share, (axis.index + 1) * share))
+        mine = mine.shard_over_context(grid, order)
         return [mine.select(slice(i, i + size)) for i in range(0, share, size)]
 
     @property
@@ -119,8 +130,9 @@ class Batch(SampleBatch):
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
-    documents: Documents | Tensor | None = None
-    """Document ids, equal for neighbors in one document; on a device the document boundaries."""
+    documents: Documents | ContextDocuments | Tensor | None = None
+    """Document ids, equal for neighbors in one document; on a device the document boundaries. If
+    context splits the samples, `[b, s/context]`, the order of their tokens over context."""
 
     @classmethod
     def blank(cls, run: RunConfig, size: int) -> Self:
@@ -175,9 +187,49 @@ class Batch(SampleBatch):
     def select(self, rows: slice) -> Self:
         """A slice of the samples."""
         batch = super().select(rows)
-        if isinstance(self.documents, Documents):
+        if isinstance(self.documents, Documents | ContextDocuments):
+            # Also the lengths on the host.
             return replace(batch, documents=self.documents.select_samples(rows))
         return batch
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with a function applied to each of its tensors."""
+        batch = super().map_tensors(change)
+        if isinstance(self.documents, ContextDocuments):
+            return replace(batch, documents=self.documents.map_tensors(change))
+        return batch
+
+    def shard_over_context(self, grid: Grid, order: ContextOrder) -> Self:
+        """This rank's tokens of each sample, `[b, s/context]`, in the given order over context."""
+        ranks = grid.degrees["context"]
+        if ranks == 1:
+            return self
+        orders = [order_tokens(lengths, ranks, order) for lengths in self._document_lengths()]
+        return self.shard_by_orders(orders, grid.index["context"])
+
+    def shard_by_orders(self, orders: Sequence[TokenOrder], index: int) -> Self:
+        """The tokens of one rank of context, with an order for each sample."""
+        documents = ContextDocuments.from_orders(orders, index)
+        numbers = documents.token_numbers
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.tokens.shape[1]).expand(self.tokens.shape)
+        return replace(
+            self,
+            tokens=self.tokens.gather(1, numbers),
+            targets=self.targets.gather(1, numbers),
+            positions=positions.gather(1, numbers),
+            documents=documents,
+        )
+
+    def _document_lengths(self) -> tuple[tuple[int, ...], ...]:
+        """Number of tokens of each document of each sample."""
+        if self.documents is None:
+            return ((self.tokens.shape[1],),) * len(self.tokens)
+        if isinstance(self.documents, Tensor):
+            return Documents.from_ids(self.documents, "cpu").lengths
+        assert isinstance(self.documents, Documents), "the batch is sharded already"
+        return self.documents.lengths
 
     def to(self, device: torch.device | str) -> Self:
         """The batch on a device, with the boundaries of its documents."""

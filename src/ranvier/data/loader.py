@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from ranvier.data.batch import BatchT, SampleSource
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
-from ranvier.sharding import REPLICA_AXES, local_range
+from ranvier.sharding import REPLICA_AXES, ContextOrder, local_range
 
 T = TypeVar("T")
 
@@ -149,11 +149,15 @@ def load_micro_batches(
     grid: Grid,
     size: int,
     *,
+    order: ContextOrder = "balanced",
     pin: bool = False,
 ) -> list[BatchT]:
-    """This rank's micro-batches of samples `first` to `first + batch`, `size` samples each."""
+    """This rank's micro-batches of samples `first` to `first + batch`, `size` samples each.
+
+    order: which tokens of a sample the ranks of context get.
+    """
     mine = samples.read_batch([first + row for row in rank_rows(batch, grid)])
-    return _split_micro_batches(mine, size, pin=pin)
+    return _split_micro_batches(mine.shard_over_context(grid, order), size, pin=pin)
 
 
 def validation_batches(
@@ -163,6 +167,7 @@ def validation_batches(
     grid: Grid,
     size: int,
     *,
+    order: ContextOrder = "balanced",
     pin: bool = False,
 ) -> Iterator[list[BatchT]]:
     """This rank's micro-batches of samples 0 to `count`, batch after batch.
@@ -172,7 +177,7 @@ def validation_batches(
     for first in range(0, count, batch):
         # All ranks must take part in each batch; blank samples add nothing to the loss.
         mine = samples.read_batch([first + row for row in rank_rows(batch, grid)], end=count)
-        yield _split_micro_batches(mine, size, pin=pin)
+        yield _split_micro_batches(mine.shard_over_context(grid, order), size, pin=pin)
 
 
 def _split_micro_batches(mine: BatchT, size: int, *, pin: bool) -> list[BatchT]:

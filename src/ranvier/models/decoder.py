@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ranvier.models.config import DecoderConfig
 from ranvier.models.document_attention import (
     Documents,
+    TokenLayout,
     can_use_flash_kernel,
     causal_attention,
     document_attention,
@@ -133,24 +134,14 @@ class AttentionCore(nn.Module):
         k: Tensor,
         v: Tensor,
         angles: Tensor | None,
-        documents: Documents | PagedSequences | Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
     ) -> Tensor:
         """Computes attention. q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
         angles: output of `RotaryEmbedding`, or positions `[b, s]`. documents: `Documents`, ids
         `[b, s]`, or `PagedSequences`, whose keys and values are in `kv_cache`.
         """
-        if self.rotary is not None:
-            if angles is None:
-                angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
-            # Integers are positions. The decoder computes angles once for all layers; a core that
-            # is called separately (as in tests) computes its own.
-            if not angles.is_floating_point():
-                angles = self.rotary(angles, q.dtype)
-            q = apply_rotary(q, angles)
-            k = apply_rotary(k, angles)
-        if self.scale != 1.0:
-            q = q * self.scale
+        q, k = self.rotate(q, k, angles)
         if isinstance(documents, PagedSequences):
             assert self.kv_cache is not None, "an engine sets the cache"
             flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (T, h, k)
@@ -173,9 +164,25 @@ class AttentionCore(nn.Module):
             if not window and self.cap == 0.0:
                 return self.attend(q, k, v).flatten(2)
             return causal_attention(q, k, v, window, self.cap).flatten(2)
+        assert isinstance(documents, Documents), f"attention over {type(documents)}"
         flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (b·s, h, k)
         y = document_attention(flat, keys, values, documents, window, self.cap)
         return y.view(q.shape).flatten(2)
+
+    def rotate(self, q: Tensor, k: Tensor, angles: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns scaled queries and keys, rotated by their positions."""
+        if self.rotary is not None:
+            if angles is None:
+                angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+            # Integers are positions. The decoder computes angles once for all layers; a core that
+            # is called separately (as in tests) computes its own.
+            if not angles.is_floating_point():
+                angles = self.rotary(angles, q.dtype)
+            q = apply_rotary(q, angles)
+            k = apply_rotary(k, angles)
+        if self.scale != 1.0:
+            q = q * self.scale
+        return q, k
 
 
 class Attention(nn.Module):
@@ -227,7 +234,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         angles: Tensor | None,
-        documents: Documents | PagedSequences | Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
     ) -> Tensor:
         """Computes attention; x, y: `[b, s, d]`."""
         # Norms over all heads run before heads are split, norms per head run after.
@@ -305,7 +312,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         angles: Tensor | None,
-        documents: Documents | PagedSequences | Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
     ) -> Tensor:
         """Runs the block; x, y: `[b, s, d]`."""
         x, more = self.forward_without_add(x, angles, documents)
@@ -315,7 +322,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         angles: Tensor | None,
-        documents: Documents | PagedSequences | Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream after attention, and the output of the MLP to be added."""
         x, y = self.forward_attention(x, angles, documents)
@@ -325,7 +332,7 @@ class Block(nn.Module):
         self,
         x: Tensor,
         angles: Tensor | None,
-        documents: Documents | PagedSequences | Tensor | None,
+        documents: Documents | TokenLayout | Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the residual stream after attention, and the input of the MLP."""
         y = self.after1(self.attention(self.norm1(x), angles, documents))
@@ -411,7 +418,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | PagedSequences | Tensor | None = None,
+        documents: Documents | TokenLayout | Tensor | None = None,
         logits_to_keep: Tensor | None = None,
     ) -> Tensor:
         """Returns logits `[b, s, v]`, or the sum of the token losses if targets are given.
@@ -435,7 +442,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Documents | PagedSequences | Tensor | None = None,
+        documents: Documents | TokenLayout | Tensor | None = None,
         logits_to_keep: Tensor | None = None,
         *,
         scored: bool = True,

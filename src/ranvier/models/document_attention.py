@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from ranvier.models.paged_attention import PagedSequences
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -82,13 +81,21 @@ class Documents:
         return int(self.max_seqlen_tensor)
 
 
+class TokenLayout(Protocol):
+    """Where the tokens of a pass are, if samples are not whole: in a cache, or on other ranks."""
+
+    @property
+    def rope_lengths(self) -> Tensor:
+        """Number of tokens of each token's document, `[b, s]`."""
+
+
 def normalize_documents(
-    documents: Documents | PagedSequences | Tensor | None,
-) -> Documents | PagedSequences | None:
+    documents: Documents | TokenLayout | Tensor | None,
+) -> Documents | TokenLayout | None:
     """Returns ids as `Documents`, and None if each sample is one document."""
     if isinstance(documents, Tensor):
         documents = Documents.from_ids(documents)
-    if documents is None or isinstance(documents, PagedSequences) or not documents.lengths:
+    if not isinstance(documents, Documents) or not documents.lengths:
         return documents
     # Causal attention has faster kernels than varlen attention.
     if all(len(cuts) == 1 for cuts in documents.lengths):
@@ -97,10 +104,10 @@ def normalize_documents(
 
 
 def document_lengths(
-    documents: Documents | PagedSequences | None, device: torch.device
+    documents: Documents | TokenLayout | None, device: torch.device
 ) -> Tensor | None:
     """Returns the length of each token's document `[b, s]`; None if samples are documents."""
-    if isinstance(documents, PagedSequences):
+    if documents is not None and not isinstance(documents, Documents):
         return documents.rope_lengths
     if documents is None or not documents.lengths:
         return None

@@ -86,7 +86,7 @@ def checkpoint_block(
         return forward(*args, **kwargs)
     # Captured now: during recomputation the step context belongs to another micro-batch.
     keeping = moment.save_policy
-    samples = moment.samples
+    current = (moment.samples, moment.context_documents)
     selective = kind == "selective"
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -98,15 +98,15 @@ def checkpoint_block(
         # A graph reads the samples of its own pass and must not change outside state.
         if compiling:
             return forward(*inputs, **kwargs)
-        before = moment.samples
-        moment.samples = samples
+        before = (moment.samples, moment.context_documents)
+        moment.samples, moment.context_documents = current
         try:
             if results is None:
                 return forward(*inputs, **kwargs)
             with results.block_run(), _SaveOpsMode(results) if selective else nullcontext():
                 return forward(*inputs, **kwargs)
         finally:
-            moment.samples = before
+            moment.samples, moment.context_documents = before
 
     # In a graph the compiler recomputes, so it needs a policy per operation; in eager mode
     # `_SaveOpsMode` and the saved results do this. No RNG state is preserved, as random masks are

@@ -1,7 +1,9 @@
 """Attention core: heads are split over row (or row·col), and samples may be split over col.
 
-The layer does not communicate. It calls the serial core unchanged; positions and documents, which
-cover the whole micro-batch, are sliced to the samples of this rank.
+With context = 1 the layer does not communicate. It calls the serial core unchanged; positions and
+documents, which cover the whole micro-batch, are sliced to the samples of this rank. If context
+splits the tokens of a sample, a rank attends from its tokens to those of all ranks
+(`nn.context_attention`).
 """
 
 from __future__ import annotations
@@ -15,17 +17,20 @@ from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
 from ranvier.cost.layers import AttentionCost
+from ranvier.errors import ShardingError
+from ranvier.nn.context_attention import context_attention
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.example import LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim
 
 
 class AttentionCore(ParallelLayer):
-    """Causal attention for the heads and samples of this rank.
+    """Causal attention for the heads, samples and tokens of this rank.
 
-    q, y: `[b/col, s, h/row, k]`; k, v: `[b/col, s, g/row, k]`; angles: rotary angles or positions;
-    documents: `[b, s]` or None.
-    Communicates: nothing.
+    q, y: `[b/col, s/context, h/row, k]`; k, v: `[b/col, s/context, g/row, k]`; angles: rotary angles
+    or positions; documents: `[b, s]`, None, or `ContextDocuments`.
+    Communicates: keys and values over context, as `nn.context_attention` describes.
 
     Args:
         site: Name and context of the layer.
@@ -40,6 +45,9 @@ class AttentionCore(ParallelLayer):
         self.dim = dim
         self.serial = serial
         self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
+        self.context_axis = site.axis(
+            *(axis for axis in site.table.token_axes(dim, "seq") if axis == "context")
+        )
 
     @staticmethod
     def example_layers() -> list[LayerExample]:
@@ -60,10 +68,31 @@ class AttentionCore(ParallelLayer):
     ) -> Tensor:
         """Computes attention. documents: ids, or `Documents`, of which a token range is used."""
         tokens = q.shape[0] * q.shape[1]
-        out: Tensor = self.serial(
-            q, k, v, self._local_samples(angles, tokens), self._local_samples(documents, tokens)
-        )
-        return out
+        angles = self._local_samples(angles, tokens)
+        documents = self._local_samples(documents, tokens)
+        if self.context_axis.size == 1:
+            out: Tensor = self.serial(q, k, v, angles, documents)
+            return out
+        if not isinstance(documents, ContextDocuments):
+            raise ShardingError(
+                f"{self.site.name} received documents of type {type(documents).__name__} with "
+                f"context={self.context_axis.size}. The batch must be split over context. Use "
+                "`Batch.split_micro_batches` or `Batch.shard_over_context`."
+            )
+        core: Any = self.serial
+        q, k = core.rotate(q, k, angles)
+        with self.trace_scope():
+            y = context_attention(
+                q,
+                k,
+                v,
+                documents.orders,
+                self.context_axis,
+                window=core.window,
+                cap=core.cap,
+                method=self.site.context_attention,
+            )
+        return y.flatten(2)
 
     def _local_samples(self, x: Any, tokens: int) -> Any:
         """Returns the part of x for this rank's samples, which have `tokens` tokens in total."""

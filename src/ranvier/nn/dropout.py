@@ -46,6 +46,7 @@ class Dropout(ParallelLayer):
         region = site.table.activation_rule(dim)
         self.batch_axis = site.axis(*site.table.axes_inside_replica(dim, "batch"))
         self.seq_axis = site.axis(*region["seq"])
+        self.row_axis = site.axis(*(axis for axis in region["seq"] if axis == "row"))
         self.features_axis = site.axis(*site.table.feature_axes(dim))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,12 +69,23 @@ class Dropout(ParallelLayer):
             )
         samples = self._local_sample_numbers(x)
         # Global indices of the local elements: the mask must not depend on how x is split.
-        tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
+        tokens = self._local_token_numbers(x)
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
         mask = counter_rng.dropout_mask(
-            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], self.rng_stream, self.p
+            x.shape,
+            [samples.view(-1, 1, 1), tokens.unsqueeze(-1), features],
+            self.rng_stream,
+            self.p,
         )
         return torch.where(mask, x / (1.0 - self.p), 0.0)
+
+    def _local_token_numbers(self, x: Tensor) -> Tensor:
+        """Returns the numbers of the tokens of x in their samples, `[1 or b, s/row]`."""
+        documents = self.site.step_context.context_documents
+        if documents is not None:
+            return local_slice(documents.sequence_numbers(self.row_axis), self.batch_axis, 0)
+        first = self.seq_axis.index * x.shape[1]
+        return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
 
     def _local_sample_numbers(self, x: Tensor) -> Tensor:
         samples = self.site.step_context.samples

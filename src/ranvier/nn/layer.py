@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ranvier.buckets.bucket import ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
-from ranvier.config.plan import Dispatch, RowSplit
+from ranvier.config.plan import ContextAttentionChoice, Dispatch, RowSplit
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.errors import DataError, ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.memory.saved_results import SavePolicy
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.example import LayerExample
 from ranvier.sharding import AxisRule, Dim, Sharding, ShardingTable
 from ranvier.trace import Event
@@ -35,6 +36,8 @@ class StepContext:
     samples: Tensor | None = None
     """Index of each sample of this micro-batch in the run, `[b]`. It determines the step; random
     masks depend on it."""
+    context_documents: ContextDocuments | None = None
+    """Which tokens of this micro-batch each rank of context has; None if context is 1."""
     defer_residual_add: bool = False
     """Whether a compiled block may leave its last residual add to the next block. Only safe if the
     caller is a model that chains the blocks."""
@@ -85,6 +88,8 @@ class LayerContext:
     on the block index."""
     dispatch: Dispatch = "model"
     """Data type in which tokens are dispatched to experts."""
+    context_attention: ContextAttentionChoice = "auto"
+    """How attention gets keys of other ranks of context."""
     whole_sequence: bool = False
     """Whether the sequence is already gathered over row at the start of the enclosing module, as
     in Hugging Face models."""

@@ -182,6 +182,7 @@ def parallelize(
         step_context=StepContext(seed=seed, save_policy=SavePolicy.for_grid(grid)),
         has_compiled_blocks=plan.compile == "on",
         dispatch=plan.moe_dispatch_dtype,
+        context_attention=plan.context_attention,
         init=dict(getattr(model, "init", {})),
     )
     blocks = find_blocks(model)

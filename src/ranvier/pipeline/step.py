@@ -21,6 +21,7 @@ from ranvier.comm.p2p import (
     encode_form,
 )
 from ranvier.errors import CommunicationError, ShardingError
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.pipeline.p2p_errors import (
     MESSAGE_CONTENTS,
     describe_lost_message,
@@ -553,6 +554,9 @@ class PipelineStep:
         micro = self.micro_batches[m]
         at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
         at.step_context.samples = micro.samples
+        documents = micro.inputs.get("documents")
+        is_split = isinstance(documents, ContextDocuments)
+        at.step_context.context_documents = documents if is_split else None
         return micro
 
     def _run_forward(self, job: Job) -> None:

@@ -78,6 +78,8 @@ class LayerSpec:
     """Experts per token; `shape` is (experts, width, embed)."""
     matrices: int = 0
     """Matrices per expert: 3 with a gate, otherwise 2."""
+    has_capacity: bool = False
+    """Whether choices beyond the capacity of an expert are dropped."""
 
     @property
     def num_parameters(self) -> int:
@@ -122,7 +124,9 @@ class LayerSpec:
                 return layers.AttentionCost(name, ground, dims[0], self.head_dim, self.window)
             case "mixture":
                 experts, width, _ = self.shape
-                return layers.MoECost(name, ground, experts, self.top, width, self.matrices)
+                return layers.MoECost(
+                    name, ground, experts, self.top, width, self.matrices, self.has_capacity
+                )
             case "lengths":
                 return layers.DoraNormCost(name, ground, self.shape[0], *dims)
             case "opening":

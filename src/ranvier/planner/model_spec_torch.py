@@ -99,6 +99,7 @@ def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec |
             trainable=up.trainable,
             top=mixture.experts_per_token,
             matrices=mixture.matrices,
+            has_capacity=mixture.has_capacity,
         )
     if isinstance(leaf, CrossEntropy):
         return LayerSpec(name, "entropy", (leaf.dim,))

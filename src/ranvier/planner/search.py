@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from ranvier.config.plan import RUNNABLE_AXES, Plan, divisors
+from ranvier.config.plan import PLANNED_AXES, Plan, divisors
 from ranvier.errors import PlanError
 from ranvier.planner.baselines import STYLES, PredictedCandidate
 from ranvier.planner.cluster import Cluster
@@ -133,7 +133,7 @@ class SearchRequest:
     def fixed_degrees(self) -> Mapping[str, int]:
         """Degrees that are fixed; -1 means not fixed."""
         given = {
-            axis: getattr(self.plan, axis) for axis in RUNNABLE_AXES if axis in self.fixed_fields
+            axis: getattr(self.plan, axis) for axis in PLANNED_AXES if axis in self.fixed_fields
         }
         return {axis: size for axis, size in given.items() if size != -1}
 
@@ -142,7 +142,7 @@ class SearchRequest:
         """Axes that may have several ranks; without experts, `expert` is equivalent to `data`."""
         # A given expert degree is honoured even if the model has no experts.
         whole = self.dim_sizes.get("expert") or "expert" in self.fixed_degrees
-        return tuple(axis for axis in RUNNABLE_AXES if whole or axis != "expert")
+        return tuple(axis for axis in PLANNED_AXES if whole or axis != "expert")
 
     def field_choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
         """Returns the candidate values of a field of the plan: `several`, or only the fixed
@@ -219,7 +219,7 @@ def degree_choices(wish: SearchRequest) -> dict[str, list[int]]:
 
 
 def _divides_alone(wish: SearchRequest, axis: str, size: int) -> bool:
-    alone = dict.fromkeys(RUNNABLE_AXES, 1) | {axis: size}
+    alone = dict.fromkeys(PLANNED_AXES, 1) | {axis: size}
     # The whole share of a replica as one micro-batch is the most permissive choice.
     whole = [
         replace(p, micro_batch=p.global_batch // p.num_replicas)
@@ -594,7 +594,7 @@ def _first_guesses(wish: SearchRequest) -> Iterator[Plan]:
             if not odd and rest % copies == 0:
                 sizes = {"pipe": pipe, "data": rest // copies, "depth": copies, "row": row}
                 yield from plans_of_degrees(
-                    wish, {**dict.fromkeys(RUNNABLE_AXES, 1), **sizes, **wish.fixed_degrees}
+                    wish, {**dict.fromkeys(PLANNED_AXES, 1), **sizes, **wish.fixed_degrees}
                 )
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +120,8 @@ class MoELayer(ParallelLayer):
         self.shared = serial.shared
         self.expert, self.row, self.col = (site.axis(name) for name in ("expert", "row", "col"))
         self.peer_axis = site.axis("expert", "row")
+        self.context = site.axis("context")
+        self.seq_axis = site.axis("context", "row")
         self.activation = serial.activation
         self.is_local = self.peer_axis.size == self.col.size == 1
         """Whether nothing is split over ranks, so that the whole layer can be one operation."""
@@ -177,8 +179,9 @@ class MoELayer(ParallelLayer):
             # all-to-all, the capacity mask and the balancing loss of whole sequences.
             pending = collectives.all_gather(counts.int().unsqueeze(0), self.peer_axis)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
-            host = self._start_counts_copy(table)
             kept = self._capacity_mask(routes, table, x)
+            sent = self._count_kept_choices(routes, table, kept)
+            host = self._start_counts_copy(sent)
             order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
         # The shared expert has its own trace scope, so it runs outside of this layer's scope.
         if self.is_local and self.site.step_context.overlapped_autograd:
@@ -189,7 +192,7 @@ class MoELayer(ParallelLayer):
             with self.trace_scope():
                 y = self._run_local_moe(x.flatten(0, 1), routes.weights, order).view(x.shape)
         else:
-            y, beside = self._dispatch_and_combine(x, whole, routes, order, table, host)
+            y, beside = self._dispatch_and_combine(x, whole, routes, order, sent, host)
         with self.trace_scope():
             y = self._record_stats(y, logits, routes, table, kept)
             if keeps_tokens:
@@ -281,22 +284,56 @@ class MoELayer(ParallelLayer):
                 "model.parallel.step_context.samples before each forward pass."
             )
         # Global token positions: the noise must not depend on the grid.
-        tokens = torch.arange(x.shape[1], device=x.device) + self.row.index * x.shape[1]
+        tokens = self._token_numbers(x)
         experts = torch.arange(self.rule.num_experts, device=x.device)
         bits = self.rng_stream.to(x.device)
-        for counter in (samples.to(x.device).view(-1, 1, 1), tokens.view(-1, 1), experts):
+        for counter in (samples.to(x.device).view(-1, 1, 1), tokens.unsqueeze(-1), experts):
             bits = counter_rng.scramble_bits(bits ^ counter)
         return (counter_rng.uniform_bits(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
+    def _token_numbers(self, x: Tensor) -> Tensor:
+        """Returns the numbers of the tokens of x in their sequences, `[1 or b, s/row]`."""
+        documents = self.site.step_context.context_documents
+        if documents is not None:
+            return documents.sequence_numbers(self.row)
+        first = self.row.index * x.shape[1]
+        return torch.arange(first, first + x.shape[1], device=x.device).unsqueeze(0)
+
     def _capacity_mask(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
-        """Returns which choices are within the expert capacity, `[t, k]`; None for all."""
+        """Returns which choices are within the expert capacity, `[t, k]`; None for all.
+
+        Communicates: all-gather of the choices over (context, row), if context splits tokens.
+        """
         if self.rule.capacity_factor == 0.0:
             return None
+        documents = self.site.step_context.context_documents
+        if documents is not None:
+            # Tokens have any order over context: the capacity is assigned in sequence order.
+            local = routes.experts.view(*x.shape[:2], -1)  # (b, s/(context·row), k)
+            every = collectives.all_gather(local.int(), self.seq_axis, 1).wait().long()
+            ordered = every.take_along_dim(documents.places.unsqueeze(-1), 1)  # (b, s, k)
+            whole = replace(routes, experts=ordered.flatten(0, 1))
+            mask: Tensor = self.rule.capacity_mask(whole, len(x), ordered.shape[1], None)
+            numbers = self._token_numbers(x).unsqueeze(-1)
+            return mask.view_as(ordered).take_along_dim(numbers, 1).flatten(0, 1)
         # The sequence is split over row: earlier ranks of row have the earlier tokens, which have
         # priority.
         before = table[self.expert.index, : self.row.index].sum(0)  # (b, E)
         kept: Tensor = self.rule.capacity_mask(routes, len(x), x.shape[1] * self.row.size, before)
         return kept
+
+    def _count_kept_choices(self, routes: Any, table: Tensor, kept: Tensor | None) -> Tensor:
+        """Returns a table of the choices that ranks send, `[expert, row, b, E]`.
+
+        Without context, `_admitted_counts` derives the choices within the capacity from all.
+        Communicates: all-gather of counts over (expert, row), if context splits tokens.
+        """
+        if kept is None or self.context.size == 1:
+            return table
+        hot = F.one_hot(routes.experts, self.rule.num_experts) * kept.unsqueeze(-1)
+        counts = hot.view(table.shape[2], -1, self.rule.num_experts).sum(1)  # (b, E)
+        pending = collectives.all_gather(counts.int().unsqueeze(0), self.peer_axis)
+        return pending.wait().view_as(table)
 
     def _admitted_counts(self, table: Tensor, seq: int) -> Tensor:
         """Returns the number of choices within the capacity on each rank, `[expert, row, E]`."""
@@ -354,7 +391,7 @@ class MoELayer(ParallelLayer):
         if self.peer_axis.size == 1:
             return DispatchPlan([], [], None, None, order.ends)
         rows = order.choices.numel()
-        seq = x.shape[1] * self.row.size
+        seq = x.shape[1] * self.seq_axis.size
         send = list[int]()
         receive = list[int]()
         row_counts: list[int] | None = None
@@ -483,11 +520,12 @@ class MoELayer(ParallelLayer):
         """Returns y, whose backward records loads and adds the gradient of the auxiliary losses."""
         if not (self.training and torch.is_grad_enabled() and y.requires_grad):
             return y
-        # Tokens of a whole sequence: each rank of row has t / b of them.
-        seq = logits.shape[0] // table.shape[2] * self.row.size
+        # Tokens of a whole sequence: each rank of context and row has t / b of them.
+        seq = logits.shape[0] // table.shape[2] * self.seq_axis.size
         extra = logits.new_zeros(())
+        counts = table[self.expert.index].sum(0, dtype=table.dtype)  # (b, E)
+        counts = collectives.all_reduce(counts, self.context).wait()
         if self.rule.has_aux_loss:
-            counts = table[self.expert.index].sum(0)  # (b, E)
             extra = self.rule.compute_aux_loss(logits, routes, counts, seq)
         with torch.no_grad():
             notes = self._compute_stats(logits, routes, table, kept, extra)
@@ -520,7 +558,8 @@ class MoELayer(ParallelLayer):
         """Cost with balanced routing, i.e. the same number of rows for every expert."""
         rule = self.rule
         sizes = (rule.num_experts, rule.top_k, self.width, 3 if self.has_gate else 2)
-        return MoECost(self.site.name, self.site.layout_context, *sizes)
+        has_capacity = rule.capacity_factor > 0.0
+        return MoECost(self.site.name, self.site.layout_context, *sizes, has_capacity)
 
 
 def split_evenly(number: int, parts: int) -> list[int]:
