@@ -33,14 +33,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from ranvier.config.plan import AXES, InnerSplit, Plan, RowSplit
+from ranvier.config.plan import AXES, ContextOrder, InnerSplit, Plan, RowSplit
 from ranvier.errors import ShardingError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 AxisRule = Mapping[str, tuple[str, ...]]
@@ -636,10 +635,6 @@ ShardedStateDict = dict[str, "tuple[torch.Tensor, Shard]"]
 
 
 # ---- order of tokens over context ----------------------------------------------------------------
-
-ContextOrder = Literal["contiguous", "zigzag", "balanced"]
-
-
 class TokenSegment(NamedTuple):
     """Consecutive tokens `start` to `stop` of one document of a sample."""
 
@@ -682,6 +677,9 @@ class TokenOrder:
     @cached_property
     def token_numbers(self) -> np.ndarray:
         """Number in the sample of each token of each rank, int64 `[C, s/C]`."""
+        # The commands that only plan import neither torch nor numpy.
+        import numpy as np
+
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         rows = [
             np.concatenate(

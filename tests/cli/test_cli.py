@@ -175,8 +175,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["trian"], "Did you mean 'train'?"),
     (["train", "--nproc", "3", "--plan.row", "2"], "needs a multiple of 2 ranks, but there are 3"),
     (
-        ["train", "--plan.context", "2", "--nproc", "2"],
-        "context=2, but the context axis is not implemented",
+        ["train", "--plan.context", "7", "--nproc", "7"],
+        "context·row=7 does not divide seq=",
     ),
     (
         ["train", "--plan.pipe", "8", "--nproc", "8"],
@@ -297,7 +297,7 @@ def test_all_problems_come_at_once(folder: Path, capsys: pytest.CaptureFixture[s
     words = ["--plan.row", "3", "--plan.col", "5", "--plan.context", "2", "--data.seq-len", "32"]
     assert call("train", "--nproc", "30", *words) == 64
     text = capsys.readouterr().err
-    for part in ("context=2", "heads=8", "embed=192", "seq=32", "micro_batch=8"):
+    for part in ("context·row=6", "heads=8", "embed=192", "seq=32", "micro_batch=8"):
         assert part in text, text
 
 

@@ -81,14 +81,16 @@ def test_world_of_a_full_plan() -> None:
     )
 
 
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in PLANNED_AXES])
-def test_axis_without_runtime_is_named(axis: str) -> None:
-    degrees: dict[str, Any] = {axis: 2}
-    text = only(Plan(**degrees), 2)
+def test_context_divides_the_tokens_of_a_sample() -> None:
+    text = only(Plan(context=8), 8)
     assert text == (
-        f"{axis}=2, but the {axis} axis is not implemented yet. Implemented axes are pipe, data, "
-        f"expert, depth, row, col. Use {axis}=1."
+        "context·row=8 does not divide seq=12. A sharded dimension must be a multiple of its axis "
+        "size. Use context·row=1, 2, 3, 4, 6 or 12, or seq=16."
     )
+
+
+def test_compiled_blocks_have_no_attention_over_context() -> None:
+    assert only(Plan(context=2, compile="on"), 2).startswith("compile='on' with context=2.")
 
 
 @pytest.mark.parametrize("size", [0, -2])
@@ -193,7 +195,6 @@ def test_all_problems_at_once() -> None:
     starts = [line.split(".")[0] for line in problems(plan, 8)]
     expected = [
         "recompute='all' is unknown",
-        "context=2, but the context axis is not implemented yet",
         "data=3 · expert=2 · context=2 · row=5 · col=7 needs 420 ranks, but there are 8",
         "global_batch=10 cannot be split over data·expert·depth=6 ranks",
         "col=7 does not divide micro_batch=3",

@@ -30,6 +30,7 @@ RowSplitChoice = Literal["auto", "tokens", "none"]
 Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
+ContextOrder = Literal["contiguous", "zigzag", "balanced"]
 ContextOrderChoice = Literal["auto", "contiguous", "zigzag", "balanced"]
 ContextAttentionChoice = Literal["auto", "kv_gather", "ring", "ulysses"]
 ReshardAfter = Literal["micro_batch", "step"]
@@ -137,6 +138,13 @@ class Plan:
     and gradients keep the type of the activations."""
 
     @property
+    def token_order(self) -> ContextOrder:
+        """The order of tokens over context."""
+        if self.context_order == "auto":
+            return "balanced"
+        return self.context_order
+
+    @property
     def degrees(self) -> dict[str, int]:
         """Ranks on each axis, outermost first."""
         return {axis: getattr(self, axis) for axis in AXES}
@@ -160,7 +168,7 @@ class Plan:
     @property
     def has_whole_blocks(self) -> bool:
         """Whether each block is on one rank, so that it computes without communication."""
-        return self.ranks_per_copy == self.pipe
+        return self.ranks_per_copy == self.pipe and self.context == 1
 
     @property
     def num_replicas(self) -> int:
@@ -269,6 +277,11 @@ class Plan:
             yield (
                 f"cuda_graph=True on {self.world_size} ranks. CUDA graphs support only one rank. "
                 "Use cuda_graph=False or one rank."
+            )
+        if self.compile == "on" and self.context > 1:
+            yield (
+                f"compile='on' with context={self.context}. Attention over context is not part of "
+                "a compiled block. Use compile='off'."
             )
         yield from self._batch_problems()
         yield from self._sample_problems(sizes)

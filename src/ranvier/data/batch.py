@@ -18,13 +18,14 @@ from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
 from ranvier.config.kinds import find_kind
+from ranvier.config.plan import ContextOrder
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.grid import Axis, Grid
 from ranvier.models.document_attention import Documents
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.cross_entropy import IGNORE_INDEX
-from ranvier.sharding import REPLICA_AXES, ContextOrder, ShardingTable, TokenOrder, order_tokens
+from ranvier.sharding import REPLICA_AXES, ShardingTable, TokenOrder, order_tokens
 
 Ints = NDArray[np.int64]
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from ranvier.config.plan import ContextOrder
 from ranvier.data.batch import BatchT, SampleSource
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK_SECONDS, Grid
-from ranvier.sharding import REPLICA_AXES, ContextOrder, local_range
+from ranvier.sharding import REPLICA_AXES, local_range
 
 T = TypeVar("T")
 

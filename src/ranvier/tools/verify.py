@@ -278,7 +278,7 @@ def compare_with_serial(
     parallel.step_context.save_policy.collectives = run.memory.recompute_collectives
     decays = {name: group == "matrix" for name, (group, _, _) in parallel.weight_summaries.items()}
     reference = SerialSteps.run_serially(serial, batch, run, decays)
-    micros = batch.split_micro_batches(grid, run.plan.micro_batch)
+    micros = batch.split_micro_batches(grid, run.plan.micro_batch, run.plan.token_order)
     optim = run.optim
     optimizer = Optimizer(
         parallel.bucket_scheduler,

@@ -290,6 +290,7 @@ class Trainer:
                 run.plan.global_batch,
                 self.grid,
                 run.plan.micro_batch,
+                order=run.plan.token_order,
                 pin=self.device.type == "cuda",
             )
 
@@ -442,6 +443,7 @@ class Trainer:
                 run.plan.global_batch,
                 self.grid,
                 run.plan.micro_batch,
+                order=run.plan.token_order,
             )
             micros = [batch.to(self.device) for batch in chain.from_iterable(batches)]
             self.state.val_loss = finite_or_none(evaluate(self.state.model, micros).item())
