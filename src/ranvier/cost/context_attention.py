@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ranvier.errors import PlanError
 from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event
 
@@ -353,3 +354,258 @@ def _find_holders(
         first = max(start, one.start)
         yield one.rank, one.row + first - one.start, min(stop, one.stop) - first
         i += 1
+
+
+# ---- ring -------------------------------------------------------------------------------
+
+
+class RingMove(NamedTuple):
+    """A block that a rank sends in a hop."""
+
+    way: int
+    """1 for blocks that travel to the next rank, -1 for those that travel to the previous one."""
+    offset: int
+    """Index of the receiver minus that of the sender."""
+
+
+@dataclass(frozen=True, eq=False)
+class RingLayout:
+    """Blocks of keys that travel around the ranks of context both ways, one rank at a hop.
+
+    In hop i a rank gets the blocks of the ranks i before and i after it; of the two only the first
+    if they are the same. The keys of a block are ordered by sample, document and place.
+    """
+
+    orders: tuple[TokenOrder, ...]
+    """Order of the tokens of each sample."""
+    rank: int
+    """Index of the rank on the axis."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of context."""
+        return self.orders[0].num_ranks
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of tokens of this rank, and of each block."""
+        return sum(count_rank_tokens(order) for order in self.orders)
+
+    @property
+    def num_scores(self) -> int:
+        """Number of pairs of a query of this rank and a key that it sees."""
+        return count_scores(self.orders, self.rank)
+
+    @property
+    def num_hops(self) -> int:
+        """Number of hops that blocks to the next rank make; the other way may have one less."""
+        return self.num_ranks // 2
+
+    def last_hop(self, way: int) -> int:
+        """Returns the number of hops of a way."""
+        return self.num_ranks // 2 if way > 0 else (self.num_ranks - 1) // 2
+
+    def key_moves(self, hop: int) -> list[RingMove]:
+        """Returns what every rank sends in a hop, counted from 1."""
+        return [RingMove(way, way) for way in (1, -1) if hop <= self.last_hop(way)]
+
+    def gradient_moves(self, hop: int) -> list[RingMove]:
+        """Returns how the gradients of the blocks of a hop travel on: to the next rank that the
+        block visits, or home after the last one."""
+        moves = []
+        for way, offset in self.key_moves(hop):
+            last = self.last_hop(way)
+            moves.append(RingMove(way, offset if hop < last else -way * last))
+        return moves
+
+    def source_of(self, way: int, hop: int) -> int:
+        """Returns the rank whose block this rank has after a hop."""
+        return (self.rank - way * hop) % self.num_ranks
+
+    @cached_property
+    def block_rows(self) -> np.ndarray:
+        """Row of this rank that each key of its block is."""
+        ranges = []
+        rows_before = 0
+        for order in self.orders:
+            row = rows_before
+            held = []
+            for one in order.segments[self.rank]:
+                held.append((one.document, one.start, row, one.num_tokens))
+                row += one.num_tokens
+            ranges += [(row, length) for _, _, row, length in sorted(held)]
+            rows_before = row
+        return _expand_ranges(ranges)
+
+    def block_segments(self, source: int) -> tuple[SegmentRows, ...]:
+        """Returns the segments of queries of this rank that see keys of the block of a rank.
+
+        A segment sees all keys of other segments that precede it in its document. In the block of
+        the rank itself they are followed by the segment itself, which is causal.
+        """
+        found = []
+        rows_before = 0
+        for order in self.orders:
+            starts: dict[int, list[int]] = {}
+            """Sorted starts of the segments of each document of the block."""
+            first_rows: dict[int, list[int]] = {}
+            """First row of each of them in the block, and the end of the last."""
+            key_row = rows_before
+            for document, start, stop in sorted(order.segments[source]):
+                starts.setdefault(document, []).append(start)
+                rows = first_rows.setdefault(document, [key_row])
+                key_row += stop - start
+                rows.append(key_row)
+            row = rows_before
+            for one in order.segments[self.rank]:
+                rows = first_rows.get(one.document, [0])
+                num_before = bisect_right(starts.get(one.document, []), one.start)
+                if num_before:
+                    found.append(SegmentRows(row, row + one.num_tokens, rows[0], rows[num_before]))
+                row += one.num_tokens
+            rows_before = row
+        return tuple(found)
+
+    def forward_events(self, shape: KeyShape, scope: EventScope) -> list[Event]:
+        """Returns the communication of a forward pass: the hops of the keys."""
+        block_bytes = 2 * self.num_rows * shape.kv_heads * shape.head_dim * shape.itemsize
+        return [
+            scope.make_event("all_to_all", len(self.key_moves(hop)) * block_bytes)
+            for hop in range(1, self.num_hops + 1)
+        ]
+
+    def backward_events(self, shape: KeyShape, scope: EventScope) -> list[Event]:
+        """Returns the communication of a backward pass: keys again, and their gradients."""
+        gradients = shape._replace(itemsize=shape.gradient_itemsize)
+        return self.forward_events(shape, scope) + self.forward_events(gradients, scope)
+
+
+def check_ring_window(window: int) -> None:
+    """Raises if a layer with a window would use ring attention."""
+    if window:
+        raise PlanError(
+            f"context_attention=ring does not support a layer with a window of {window} tokens. "
+            "Blocks of a ring are seen as a whole or not at all. Use context_attention=kv_gather, "
+            "which communicates only the keys of windows, or auto."
+        )
+
+
+# ---- ulysses ----------------------------------------------------------------------------
+
+
+def merge_ranks(order: TokenOrder, near: int) -> TokenOrder:
+    """Returns the order where each `near` consecutive ranks are one, with tokens in the order of
+    the sample."""
+    merged = []
+    for first in range(0, order.num_ranks, near):
+        joined: list[TokenSegment] = []
+        for one in sorted(one for some in order.segments[first : first + near] for one in some):
+            if joined and joined[-1].document == one.document and joined[-1].stop == one.start:
+                joined[-1] = joined[-1]._replace(stop=one.stop)
+            else:
+                joined.append(one)
+        merged.append(tuple(joined))
+    return TokenOrder(order.lengths, tuple(merged))
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesLayout:
+    """Consecutive ranks of context that have all their tokens for a part of the heads each.
+
+    Between groups of them (`near` < number of ranks) keys are communicated by `far`.
+    """
+
+    orders: tuple[TokenOrder, ...]
+    """Order of the tokens of each sample over all ranks."""
+    rank: int
+    """Index of the rank on the axis."""
+    near: int
+    """Number of ranks that split the heads."""
+    window: int = 0
+    far_method: Literal["kv_gather", "ring"] = "kv_gather"
+
+    @property
+    def near_rank(self) -> int:
+        """Index among the ranks that split the heads."""
+        return self.rank % self.near
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Number of tokens of this rank outside of attention."""
+        return sum(count_rank_tokens(order) for order in self.orders)
+
+    @cached_property
+    def far(self) -> KVGatherLayout | RingLayout:
+        """Layout of the tokens of all near ranks."""
+        orders = tuple(merge_ranks(order, self.near) for order in self.orders)
+        if self.far_method == "ring":
+            check_ring_window(self.window)
+            return RingLayout(orders, self.rank // self.near)
+        return KVGatherLayout(orders, self.rank // self.near, self.window)
+
+    @cached_property
+    def merged_rows(self) -> np.ndarray:
+        """For each row of `far`, the row where it is received: (near rank · samples + sample) · t +
+        token."""
+        first = self.rank // self.near * self.near
+        rows = []
+        rows_before = 0
+        for order in self.orders:
+            numbers = order.token_numbers[first : first + self.near]  # (near, t)
+            near, token = np.unravel_index(np.argsort(numbers, axis=None), numbers.shape)
+            rows.append(near * self.num_rows + rows_before + token)
+            rows_before += numbers.shape[1]
+        return np.concatenate(rows)
+
+    @property
+    def num_scores(self) -> int:
+        """Number of pairs of a query and a key that it sees, per head of this rank in attention."""
+        return self.far.num_scores
+
+    def head_shape(self, shape: KeyShape) -> KeyShape:
+        """Returns the heads of this rank in attention; copies of a kv head count."""
+        return shape._replace(
+            heads=shape.heads // self.near,
+            kv_heads=max(shape.kv_heads, self.near) // self.near,
+        )
+
+    def forward_events(
+        self, shape: KeyShape, scope: EventScope, far_scope: EventScope | None = None
+    ) -> list[Event]:
+        """Returns the communication of a forward pass."""
+        queries, everything = self._near_events(shape, scope)
+        far = self.far.forward_events(self.head_shape(shape), far_scope or scope)
+        return [everything, *far, queries]
+
+    def backward_events(
+        self, shape: KeyShape, scope: EventScope, far_scope: EventScope | None = None
+    ) -> list[Event]:
+        """Returns the communication of a backward pass."""
+        queries, everything = self._near_events(shape, scope)
+        far = self.far.backward_events(self.head_shape(shape), far_scope or scope)
+        return [queries, *far, everything]
+
+    def _near_events(self, shape: KeyShape, scope: EventScope) -> tuple[Event, Event]:
+        """Returns the all-to-alls of queries (or outputs), and of queries, keys and values."""
+        head_bytes = self.num_rows * shape.head_dim * shape.itemsize
+        keys = 2 * max(shape.kv_heads, self.near)
+        return (
+            scope.make_event("all_to_all", shape.heads * head_bytes),
+            scope.make_event("all_to_all", (shape.heads + keys) * head_bytes),
+        )
+
+
+def check_ulysses_heads(heads: int, kv_heads: int, near: int) -> None:
+    """Raises if a number of ranks cannot split the heads of a rank."""
+    if not _can_split_heads(heads, kv_heads, near):
+        valid = [n for n in range(1, heads + 1) if _can_split_heads(heads, kv_heads, n)]
+        raise PlanError(
+            f"context_attention=ulysses cannot split {heads} query heads and {kv_heads} kv heads "
+            f"over {near} ranks. Their number must divide the query heads, and divide or be a "
+            f"multiple of the kv heads. Use {', '.join(map(str, valid))} ranks, or "
+            "context_attention=kv_gather."
+        )
+
+
+def _can_split_heads(heads: int, kv_heads: int, near: int) -> bool:
+    return heads % near == 0 and (kv_heads % near == 0 or near % kv_heads == 0)

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import collectives
-from ranvier.cost.context_attention import KVGatherLayout, SegmentRows
+from ranvier.cost.context_attention import (
+    KVGatherLayout,
+    RingLayout,
+    RingMove,
+    SegmentRows,
+    UlyssesLayout,
+    check_ulysses_heads,
+)
 from ranvier.grid import Axis
 
 
@@ -164,8 +171,7 @@ class KVGather:
         run_once: RunOnce = run_always,
     ) -> Tensor:
         """Computes attention."""
-        rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (b·t, h, k)
-        return _apply_core(rows, keys, values, self, exchange, cap, run_once).view(q.shape)
+        return _apply_core(q, k, v, self, exchange, cap, run_once)
 
     @cached_property
     def kernel(self) -> SegmentKernel:
@@ -348,6 +354,347 @@ def _copy_to_device(rows: np.ndarray, device: torch.device) -> Tensor:
     return x.to(device, non_blocking=True)
 
 
+# ---- ring -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Attention of a rank to blocks of keys that travel around both ways.
+
+    q, y: `[b, s/context, h, k]`; k, v: `[b, s/context, g, k]`.
+    Communicates: ceil((C-1)/2) hops over context, each an all-to-all with the neighbours; backward:
+    the same again, and as many of the gradients of blocks.
+    """
+
+    layout: RingLayout
+    make_kernel: SegmentKernelFactory
+    overlap: bool = True
+    """Whether the next blocks travel while one is computed."""
+    _rows: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: Exchange,
+        cap: float = 0.0,
+        run_once: RunOnce = run_always,
+    ) -> Tensor:
+        """Computes attention."""
+        return _apply_core(q, k, v, self, exchange, cap, run_once)
+
+    @cached_property
+    def kernels(self) -> dict[int, SegmentKernel]:
+        """Attention to the block of each rank of which queries of this rank see something."""
+        layout = self.layout
+        kernels = {}
+        for source in range(layout.num_ranks):
+            segments = layout.block_segments(source)
+            if segments:
+                kernels[source] = self.make_kernel(
+                    segments, layout.num_rows, layout.num_rows, causal=source == layout.rank
+                )
+        return kernels
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, cap: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output `[T, h, k]`, and log-sum-exps `[h, T]`."""
+        layout = self.layout
+        own = self._make_block(k, v)
+        arriving = self._start_hop(1, {1: own, -1: own}, exchange)
+        o, lse = self.kernels[layout.rank].forward(q, own[:, 0], own[:, 1], cap)
+        # Partial results stay in fp32 until the end.
+        o = o.to(lse.dtype)
+        for hop in range(1, layout.num_hops + 1):
+            blocks = arriving.wait()
+            arriving = self._start_hop(hop + 1, blocks, exchange)
+            for way, block in blocks.items():
+                kernel = self.kernels.get(layout.source_of(way, hop))
+                # Blocks that contribute nothing travel on all the same.
+                if kernel is not None:
+                    part = kernel.forward(q, block[:, 0], block[:, 1], cap)
+                    o, lse = merge_attention(o, lse, *part)
+        return o.to(q.dtype), lse
+
+    def backward(
+        self,
+        dy: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        exchange: Exchange,
+        cap: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v."""
+        layout = self.layout
+        own = self._make_block(k, v)
+        arriving = self._start_hop(1, {1: own, -1: own}, exchange)
+
+        def run_kernel(source: int, block: Tensor) -> tuple[Tensor, Tensor] | None:
+            kernel = self.kernels.get(source)
+            if kernel is None:
+                return None
+            # Output and log-sum-exp of all blocks, not of this one.
+            part, *grads = kernel.backward(dy, q, block[:, 0], block[:, 1], o, lse, cap)
+            return part, torch.stack(grads, 1)
+
+        home = run_kernel(layout.rank, own)
+        assert home is not None, "a token sees itself"
+        dq, total = home
+        travelling: dict[int, Tensor] = {}
+        returned: dict[int, Tensor] = {}
+        gradients = _Moves([], exchange, layout, self.overlap)
+        for hop in range(1, layout.num_hops + 1):
+            blocks = arriving.wait()
+            arriving = self._start_hop(hop + 1, blocks, exchange)
+            shares = {}
+            for way, block in blocks.items():
+                found = run_kernel(layout.source_of(way, hop), block)
+                if found is not None:
+                    dq = dq + found[0]
+                    shares[way] = found[1]
+                else:
+                    shares[way] = torch.zeros_like(total)
+            travelling = gradients.wait()
+            self._take_returned(hop - 1, travelling, returned)
+            # The gradient of a block starts at the first rank that it visits.
+            sums = {way: travelling[way] + x if hop > 1 else x for way, x in shares.items()}
+            moves = [(move, sums[move.way]) for move in layout.gradient_moves(hop)]
+            gradients = _Moves(moves, exchange, layout, self.overlap)
+        self._take_returned(layout.num_hops, gradients.wait(), returned)
+        # In a fixed order: home, blocks to the next ranks, blocks to the previous ones.
+        for way in sorted(returned, reverse=True):
+            total = total + returned[way]
+        total = total.index_select(0, self._rows_on(k.device)[1])
+        return dq.to(q.dtype), total[:, 0].to(k.dtype), total[:, 1].to(v.dtype)
+
+    def _take_returned(
+        self, hop: int, travelling: dict[int, Tensor], returned: dict[int, Tensor]
+    ) -> None:
+        """Moves the gradients that came home after their last hop."""
+        for way in (1, -1):
+            if hop > 0 and hop == self.layout.last_hop(way):
+                returned[way] = travelling.pop(way)
+
+    def _rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the row of each key of the block, and the key of each row."""
+        if device not in self._rows:
+            rows = self.layout.block_rows
+            both = (_copy_to_device(some, device) for some in (rows, rows.argsort()))
+            self._rows[device] = tuple(both)  # type: ignore[assignment]
+        return self._rows[device]
+
+    def _make_block(self, k: Tensor, v: Tensor) -> Tensor:
+        """Returns the keys and values of this rank `[T, 2, g, k]`, ordered by document."""
+        rows = self._rows_on(k.device)[0]
+        return torch.stack([k.index_select(0, rows), v.index_select(0, rows)], 1)
+
+    def _start_hop(self, hop: int, blocks: dict[int, Tensor], exchange: Exchange) -> _Moves:
+        moves = [(move, blocks[move.way]) for move in self.layout.key_moves(hop)]
+        return _Moves(moves, exchange, self.layout, self.overlap)
+
+
+class _Moves:
+    """Blocks of both ways that are sent in one all-to-all.
+
+    Point-to-point messages of neighbours would block each other where both send first.
+    """
+
+    def __init__(
+        self,
+        moves: Sequence[tuple[RingMove, Tensor]],
+        exchange: Exchange,
+        layout: RingLayout,
+        overlap: bool,
+    ) -> None:
+        size, rank = layout.num_ranks, layout.rank
+        # Two blocks from one rank to another are in the order of moves, which is that of all ranks.
+        receivers = sorted(((rank + move.offset) % size, i) for i, (move, _) in enumerate(moves))
+        senders = sorted(((rank - move.offset) % size, i) for i, (move, _) in enumerate(moves))
+        self.ways = [moves[i][0].way for _, i in senders]
+        self.started: _Started | None = None
+        if moves:
+            send_counts = [0] * size
+            receive_counts = [0] * size
+            for (receiver, _), (sender, _) in zip(receivers, senders, strict=True):
+                send_counts[receiver] += layout.num_rows
+                receive_counts[sender] += layout.num_rows
+            x = torch.cat([moves[i][1] for _, i in receivers])
+            pending = exchange.all_to_all(x, send_counts, receive_counts)
+            self.started = _Started(pending, overlap)
+
+    def wait(self) -> dict[int, Tensor]:
+        """Returns the block that came of each way, in the order of ways."""
+        if self.started is None:
+            return {}
+        parts = zip(self.ways, self.started.wait().chunk(len(self.ways)), strict=True)
+        return dict(sorted(parts, key=lambda one: -one[0]))
+
+
+def merge_attention(
+    o: Tensor, lse: Tensor, o_other: Tensor, lse_other: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns attention to two disjoint sets of keys from attention to each of them.
+
+    l = log(exp(l1) + exp(l2)), o = o1 exp(l1 - l) + o2 exp(l2 - l); o: `[T, h, k]`, l: `[h, T]`.
+    """
+    total = torch.logaddexp(lse, lse_other)
+    # For queries that see nothing, -inf minus -inf would be NaN.
+    shift = total.masked_fill(total == float("-inf"), 0.0)
+    first, second = ((x - shift).exp().T.unsqueeze(-1) for x in (lse, lse_other))
+    return o * first + o_other.to(o.dtype) * second, total
+
+
+# ---- ulysses ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Ulysses:
+    """Attention to all tokens of near ranks for a part of the heads, and to others by `far`.
+
+    q, y: `[b, s/context, h, k]`; k, v: `[b, s/context, g, k]`; inside `[b, s·near/context, h/near,
+    k]`. A kv head is sent to each rank that needs it; its gradients are summed.
+    Communicates: all-to-all over the near ranks of q, k and v, and of the output; backward: the
+    same, the other way; and what `far` communicates.
+    """
+
+    layout: UlyssesLayout
+    make_kernel: SegmentKernelFactory
+    overlap: bool = True
+    _rows: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        exchange: Exchange,
+        cap: float = 0.0,
+        run_once: RunOnce = run_always,
+        *,
+        far_exchange: Exchange | None = None,
+    ) -> Tensor:
+        """Computes attention. exchange: between the near ranks."""
+        near = self.layout.near
+        check_ulysses_heads(q.shape[2], k.shape[2], near)
+        samples = q.shape[0]
+        flat = (x.flatten(0, 1) for x in (q, k, v))  # (b·t, h, k)
+        inside = _apply(_SwapHeadsIn, *flat, self, exchange, run_once)
+        heads = (q.shape[2] // near, *[max(k.shape[2], near) // near] * 2)
+        some, keys, values = (x.unflatten(0, (samples, -1)) for x in inside.split(heads, 1))
+        y = self.far.attend(some, keys, values, far_exchange or exchange, cap, run_once)
+        out = _apply(_SwapHeadsOut, y.flatten(0, 1), self, exchange, run_once)
+        return out.view(q.shape)
+
+    @cached_property
+    def far(self) -> KVGather | Ring:
+        """Attention of the tokens of all near ranks."""
+        layout = self.layout.far
+        if isinstance(layout, RingLayout):
+            return Ring(layout, self.make_kernel, self.overlap)
+        return KVGather(layout, self.make_kernel, self.overlap)
+
+    def rows_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns the received row of each row inside, and the inverse."""
+        if device not in self._rows:
+            rows = self.layout.merged_rows
+            both = (_copy_to_device(some, device) for some in (rows, rows.argsort()))
+            self._rows[device] = tuple(both)  # type: ignore[assignment]
+        return self._rows[device]
+
+    def exchange_rows(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """Sends part u of x `[near, T, ...]` to near rank u; returns the parts of all of them."""
+        counts = [x.shape[1]] * self.layout.near
+        return exchange.all_to_all(x.flatten(0, 1), counts, counts).wait().view(x.shape)
+
+    def send_to_heads(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """Returns rows inside `[near·T, n, k]` of x `[near, T, n, k]`."""
+        received = self.exchange_rows(x, exchange).flatten(0, 1)
+        return received.index_select(0, self.rows_on(x.device)[0])
+
+    def send_to_tokens(self, x: Tensor, exchange: Exchange) -> Tensor:
+        """Returns `[near, T, n, k]` of rows inside; the inverse of `send_to_heads`."""
+        rows = x.index_select(0, self.rows_on(x.device)[1])
+        return self.exchange_rows(rows.unflatten(0, (self.layout.near, -1)), exchange)
+
+
+def _split_heads(x: Tensor, near: int) -> Tensor:
+    """Returns `[near, T, n/near, k]` of `[T, n, k]`; with fewer heads than parts, copies."""
+    if x.shape[1] < near:
+        x = x.repeat_interleave(near // x.shape[1], 1)
+    parts: Tensor = x.unflatten(1, (near, -1))
+    return parts.transpose(0, 1)
+
+
+def _join_heads(x: Tensor, heads: int) -> Tensor:
+    """Returns `[T, n, k]` of `[near, T, n/near, k]`; copies of a head are summed."""
+    x = x.transpose(0, 1).flatten(1, 2)  # (T, near or n, k)
+    if x.shape[1] == heads:
+        return x
+    parts: Tensor = x.unflatten(1, (heads, -1))
+    return parts.to(accumulation_dtype(x.dtype)).sum(2).to(x.dtype)
+
+
+class _SwapHeadsIn(torch.autograd.Function):
+    """Rows inside with query, key and value heads `[near·T, h/near + 2 g/near, k]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: Ulysses,
+        exchange: Exchange,
+        run_once: RunOnce,
+    ) -> Tensor:
+        near = how.layout.near
+        ctx.how = how
+        ctx.exchange = exchange
+        ctx.heads = [x.shape[1] for x in (q, k, v)]
+
+        def work() -> tuple[Tensor, ...]:
+            parts = torch.cat([_split_heads(x, near) for x in (q, k, v)], 2)
+            return (how.send_to_heads(parts, exchange),)
+
+        return run_once(work)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        near = ctx.how.layout.near
+        parts = ctx.how.send_to_tokens(grad, ctx.exchange)
+        sizes = [max(heads, near) // near for heads in ctx.heads]
+        grads = (
+            _join_heads(part, heads)
+            for part, heads in zip(parts.split(sizes, 2), ctx.heads, strict=True)
+        )
+        return *grads, None, None, None
+
+
+class _SwapHeadsOut(torch.autograd.Function):
+    """Rows of this rank with all heads `[T, h, k]` from rows inside."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, how: Ulysses, exchange: Exchange, run_once: RunOnce) -> Tensor:
+        ctx.how = how
+        ctx.exchange = exchange
+        heads = y.shape[1] * how.layout.near
+        return run_once(lambda: (_join_heads(how.send_to_tokens(y, exchange), heads),))[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        parts = _split_heads(dy, ctx.how.layout.near)
+        return ctx.how.send_to_heads(parts.contiguous(), ctx.exchange), None, None, None
+
+
 # ---- autograd ---------------------------------------------------------------------------
 
 
@@ -407,5 +754,12 @@ def _apply_core(
     cap: float,
     run_once: RunOnce,
 ) -> Tensor:
-    y: Tensor = _CoreFunction.apply(q, k, v, core, exchange, cap, run_once)  # type: ignore[no-untyped-call]
+    """Applies a core to samples. q, y: `[b, t, h, k]`; k, v: `[b, t, g, k]`."""
+    rows, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+    y = _apply(_CoreFunction, rows, keys, values, core, exchange, cap, run_once)
+    return y.view(q.shape)
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    y: Tensor = function.apply(*arguments)
     return y
