@@ -254,3 +254,14 @@ def test_a_group_made_after_the_seal_is_a_warning() -> None:
     for rank, (said, index, connected) in enumerate(found):
         assert index == rank and not connected
         assert len(said) == 1 and "A group over data" in said[0], said
+
+
+def test_strided_axes_and_shared_ones_factor_an_axis() -> None:
+    degrees = {"data": 2, "context": 6, "row": 2}
+    for rank in range(24):
+        grid = Grid(degrees, rank=rank)
+        whole = grid.axis("context")
+        near, far = grid.axis(share={"context": 2}), grid.strided_axis("context", stride=2)
+        assert whole.index == far.index * near.size + near.index
+        assert far.ranks == whole.ranks[near.index :: 2] and far.names == ("context",)
+        assert grid.strided_axis("context", stride=6).size == 1

@@ -273,6 +273,20 @@ class Grid:
             self._axes[key] = self._axis_of_ranks((name,), some if mine else [self.rank], "")
         return self._axes[key]
 
+    def strided_axis(self, name: str, *, stride: int) -> Axis:
+        """Returns every `stride`-th rank of an axis, among them this one.
+
+        Together with `axis(share={name: stride})`, the consecutive ranks, it factors an axis.
+        Communicates: as `axis`.
+        """
+        assert self.degrees[name] % stride == 0, f"{stride} does not divide {self.degrees}"
+        key = (name, stride, "strided")
+        if key not in self._axes:
+            line = self._member_ranks({name: self.degrees[name]})
+            ranks = line[line.index(self.rank) % stride :: stride]
+            self._axes[key] = self._axis_of_ranks((name,) if len(ranks) > 1 else (), ranks, "")
+        return self._axes[key]
+
     def _make_axis(self, counts: Mapping[str, int], channel: str) -> Axis:
         assert all(self.degrees[name] % n == 0 for name, n in counts.items()), (
             f"{dict(counts)} does not divide {self.degrees}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from context_cases import (
     largest_error,
     make_inputs,
     make_order,
+    order_from_numbers,
     run_ranks,
     tokens_per_rank,
 )
@@ -33,10 +35,13 @@ from ranvier.cost.context_attention import (
     KVGatherLayout,
     RingLayout,
     UlyssesLayout,
+    check_ring_window,
+    check_ulysses_heads,
 )
+from ranvier.errors import PlanError
 from ranvier.models.segment_attention import SegmentAttention
 from ranvier.nn.context_attention import KVGather, Ring, Ulysses
-from ranvier.sharding import TokenOrder
+from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event, diff_events
 
 RANKS = (2, 3, 4, 6, 8)
@@ -153,3 +158,173 @@ def test_all_ranks_together_compute_dense_attention(
             assert largest_error(have, want, orders) <= 1e-12, (name, case)
         for have_events, want_events in zip(events, predicted, strict=True):
             assert not diff_events(want_events, have_events), case
+
+
+def make_case(method: str, num_ranks: int, order: str, documents: str, **changes: Any) -> Case:
+    lengths = document_lengths(documents, num_ranks)
+    orders = tuple(make_order(some, num_ranks, order) for some in lengths)
+    settings: dict[str, Any] = {"heads": 8, "kv_heads": 2, "window": 0, "cap": 0.0}
+    return Case(method, orders, **{**settings, **changes})
+
+
+def case_inputs(case: Case) -> list[Tensor]:
+    lengths = [order.lengths for order in case.orders]
+    inputs: list[Tensor] = make_inputs(len(lengths), sum(lengths[0]), case.heads, case.kv_heads)
+    return inputs
+
+
+def case_errors(case: Case, results: Results) -> list[float]:
+    lengths = [order.lengths for order in case.orders]
+    wanted = dense_results(case_inputs(case), lengths, case.window, case.cap)
+    return [
+        largest_error(have, want, case.orders) for have, want in zip(results, wanted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_no_bit_depends_on_overlap(method: str, dtype: torch.dtype) -> None:
+    case = make_case(method, 4, "zigzag", "several")
+    inputs = [x.to(dtype) for x in case_inputs(case)]
+    results, events, _ = run_case(case, inputs)
+    others, other_events, _ = run_case(replace(case, overlap=False), inputs)
+    for some, other in zip(results, others, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(some, other, strict=True))
+    for recorded, other_recorded in zip(events, other_events, strict=True):
+        assert [one.match_key for one in recorded] == [one.match_key for one in other_recorded]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_is_as_exact_as_its_inputs(method: str) -> None:
+    case = make_case(method, 4, "zigzag", "several", cap=5.0)
+    rounded = [x.bfloat16() for x in case_inputs(case)]
+    results, _, _ = run_case(case, rounded)
+    exact = dense_results(
+        [x.double() for x in rounded], [order.lengths for order in case.orders], 0, 5.0
+    )
+    for have, want in zip(results, exact, strict=True):
+        assert {x.dtype for x in have} == {torch.bfloat16}
+        assert largest_error(have, want, case.orders) < 2**-7
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_windows_communicate_only_halos(order: str) -> None:
+    num_ranks, samples, seq = 4, 2, 1024
+    window = seq // 32
+    orders = (make_order((seq,), num_ranks, order),) * samples
+    shape = KeyShape(heads=8, kv_heads=2, head_dim=16, itemsize=2, gradient_itemsize=4)
+    scope = EventScope(("context",), "core")
+    halo = 2 * samples * (window - 1) * shape.kv_heads * shape.head_dim * shape.itemsize
+    sent = []
+    for rank in range(num_ranks):
+        layout = KVGatherLayout(orders, rank, window)
+        forward = sum(event.bytes for event in layout.forward_events(shape, scope))
+        received = sum(map(len, layout.received_keys)) * halo // (samples * (window - 1))
+        # A rank has one halo per part of the order.
+        assert max(forward, received) <= 1.05 * halo * (2 if order == "zigzag" else 1)
+        sent.append(forward)
+    assert max(sent) > 0
+
+
+def test_whole_documents_on_ranks_communicate_nothing() -> None:
+    case = make_case("kv_gather", 4, "contiguous", "exact")
+    _, events, predicted = run_case(case, case_inputs(case))
+    assert not any(events) and not any(predicted)
+    assert KVGatherLayout(case.orders, 0).head_groups(8) == [(0, 8)]
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+def test_keys_that_nearly_all_ranks_need_are_gathered(kv_heads: int) -> None:
+    # Places 0, 4, 8, ...: every rank needs all but the last few keys.
+    numbers = np.arange(96).reshape(24, 4).T
+    orders = (order_from_numbers((96,), numbers),) * 2
+    case = Case("kv_gather", orders, 8, kv_heads, 0, 0.0)
+    assert KVGatherLayout(orders, 1).fetched_counts == [138, 140, 142, 144]
+    results, events, predicted = run_case(case, case_inputs(case))
+    assert max(case_errors(case, results)) < 1e-12
+    assert not diff_events(predicted[0], events[0])
+    groups = min(kv_heads, 2)
+    assert [event.op for event in events[0]].count("all_gather") == 2 * groups
+    assert [event.op for event in events[0]].count("reduce_scatter") == groups
+
+
+def test_a_rank_counts_the_scores_of_its_queries() -> None:
+    for method in METHODS:
+        case = make_case(method, 4, "random", "packed")
+        layouts = [make_core(case, rank).layout for rank in range(case.num_ranks)]
+        total = sum(n * (n + 1) // 2 for n in case.orders[0].lengths)
+        copies = case.near if isinstance(layouts[0], UlyssesLayout) else 1
+        assert sum(layout.num_scores for layout in layouts) == copies * total
+
+
+def test_messages_need_few_bytes_of_a_zigzag_order() -> None:
+    num_ranks, seq = 8, 1024
+    orders = (make_order((seq,), num_ranks, "zigzag"),)
+    fetched = KVGatherLayout(orders, 0).fetched_counts
+    # Three quarters of an all-gather: a rank of the middle sees half of the keys.
+    assert np.mean(fetched) / (seq - seq // num_ranks) == pytest.approx(0.75, abs=0.01)
+
+
+# ---- negative controls: each of these mistakes is far off ---------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forgotten_documents_are_far_off(method: str) -> None:
+    case = make_case(method, 4, "zigzag", "packed")
+    (order,) = case.orders
+    one_document = order_from_numbers((sum(order.lengths),), order.token_numbers)
+    results, _, _ = run_case(replace(case, orders=(one_document,)), case_inputs(case))
+    assert min(case_errors(case, results)) > 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_places_local_to_a_rank_are_far_off(method: str) -> None:
+    case = make_case(method, 4, "zigzag", "one")
+    # Each rank takes its tokens for a document of its own.
+    t = tokens_per_rank(case.num_ranks)
+    rows = tuple((TokenSegment(rank, 0, t),) for rank in range(case.num_ranks))
+    local = TokenOrder((t,) * case.num_ranks, rows)
+    renumbered = [
+        torch.cat([cut_rows(x, case.orders, rank) for rank in range(case.num_ranks)], 1)
+        for x in case_inputs(case)
+    ]
+    results, _, _ = run_case(replace(case, orders=(local,)), renumbered)
+    assert min(case_errors(case, results)) > 0.05
+
+
+def test_log_sum_exp_of_a_block_in_backward_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SegmentAttention.backward
+
+    def backward(self: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        _, lse = self.forward(q, k, v)
+        return whole(self, dy, q, k, v, rest[0], lse, *rest[2:])
+
+    case = make_case("ring", 4, "zigzag", "one")
+    results, _, _ = run_case(case, case_inputs(case))
+    assert max(case_errors(case, results)) < 1e-12
+    monkeypatch.setattr(SegmentAttention, "backward", backward)
+    results, _, _ = run_case(case, case_inputs(case))
+    y, *grads = case_errors(case, results)
+    assert y < 1e-12 and min(grads) > 0.05
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_ring_refuses_windows() -> None:
+    check_ring_window(0)
+    with pytest.raises(PlanError, match=r"ring.*window of 4096 tokens.*Use context_attention=kv_g"):
+        check_ring_window(4096)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "near", "valid"),
+    [(28, 4, 8, "1, 2, 4, 28"), (8, 8, 3, "1, 2, 4, 8"), (12, 3, 2, "1, 3, 6, 12")],
+)
+def test_ulysses_refuses_heads_that_do_not_divide(
+    heads: int, kv_heads: int, near: int, valid: str
+) -> None:
+    with pytest.raises(PlanError, match=rf"{heads} query heads.*{near} ranks.*Use {valid} ranks"):
+        check_ulysses_heads(heads, kv_heads, near)
+    for number in map(int, valid.split(", ")):
+        check_ulysses_heads(heads, kv_heads, number)

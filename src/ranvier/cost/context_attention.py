@@ -28,6 +28,8 @@ from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event
 
 KeyCollective = Literal["none", "all_gather", "all_to_all"]
+GATHERED_SHARE = 0.95
+"""Share of the keys of other ranks from which on all of them are gathered."""
 MAX_HEAD_GROUPS = 2
 """Groups of kv heads, of which one is computed while the keys of the next one are on their way."""
 
@@ -158,6 +160,14 @@ class KVGatherLayout:
         ]
 
     @cached_property
+    def gathered_rows(self) -> np.ndarray:
+        """For each needed key its row if the rows of all ranks are gathered."""
+        parts = sorted(self._keys_of_rank[self.rank].parts, key=lambda part: part.key_row)
+        return _expand_ranges(
+            [(part.source * self.num_rows + part.source_row, part.length) for part in parts]
+        )
+
+    @cached_property
     def sent_rows(self) -> list[np.ndarray]:
         """Rows of this rank that each rank needs; none for itself."""
         return [
@@ -179,11 +189,11 @@ class KVGatherLayout:
     @property
     def collective(self) -> KeyCollective:
         """The collective that brings the keys; the same on all ranks."""
-        counts = set(self.fetched_counts)
-        if counts == {0}:
+        fetched = sum(self.fetched_counts)
+        if not fetched:
             return "none"
-        # All ranks need all keys.
-        if counts == {(self.num_ranks - 1) * self.num_rows}:
+        # No rank but its own needs the last token of a document, so that never all need all.
+        if fetched >= GATHERED_SHARE * self.num_ranks * (self.num_ranks - 1) * self.num_rows:
             return "all_gather"
         return "all_to_all"
 

@@ -280,7 +280,8 @@ class KVGather:
         if self.layout.collective == "none":
             return None
         if self.layout.collective == "all_gather":
-            rows = grad.index_select(0, at.gathered_keys)
+            rows = grad.new_zeros((self.layout.num_ranks * self.layout.num_rows, *grad.shape[1:]))
+            rows.index_copy_(0, at.gathered_rows, grad)
             return _Started(exchange.reduce_scatter(rows), self.overlap)
         rows = grad.index_select(0, at.received_keys)
         pending = exchange.all_to_all(rows, at.receive_counts, at.send_counts)
@@ -317,10 +318,7 @@ class _KeyIndices:
     own_keys: Tensor
     received_keys: Tensor
     sent_rows: Tensor
-    gathered_keys: Tensor
-    """Row among the keys of each gathered row."""
     gathered_rows: Tensor
-    """The inverse: the gathered row of each key."""
     send_counts: list[int]
     receive_counts: list[int]
     is_ordered: bool
@@ -329,17 +327,14 @@ class _KeyIndices:
     @classmethod
     def from_layout(cls, layout: KVGatherLayout, device: torch.device) -> _KeyIndices:
         own, received, sent = layout.own_keys, layout.received_keys, layout.sent_rows
+        gathered = np.empty(0, dtype=np.int64)
         if layout.collective == "all_gather":
-            parts = [*received[: layout.rank], own, *received[layout.rank + 1 :]]
-            gathered = np.concatenate(parts)
-        else:
-            gathered = np.empty(0, dtype=np.int64)
+            gathered = layout.gathered_rows
         return cls(
             own_keys=_copy_to_device(own, device),
             received_keys=_copy_to_device(np.concatenate(received), device),
             sent_rows=_copy_to_device(np.concatenate(sent), device),
-            gathered_keys=_copy_to_device(gathered, device),
-            gathered_rows=_copy_to_device(gathered.argsort(), device),
+            gathered_rows=_copy_to_device(gathered, device),
             send_counts=[*map(len, sent)],
             receive_counts=[*map(len, received)],
             is_ordered=bool((own == np.arange(len(own))).all()),
