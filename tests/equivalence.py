@@ -24,6 +24,7 @@ from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build_decoder as build_decoder
 from ranvier.models.document_attention import Documents
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.materialize import materialize_parameters
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
@@ -382,7 +383,12 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
         )
         if case.fast:  # at step 0 the order of the gathers is not known, later it is
             flow = flow_of(batch, grid, case.micro_batches)
-            predicted = predict_events(parallel, flow, case.micro_batches)
+            orders = [
+                micro.documents.orders
+                for micro in micros
+                if isinstance(micro.documents, ContextDocuments)
+            ]
+            predicted = predict_events(parallel, flow, case.micro_batches, orders)
             lines += diff_events(predicted, events, parallel.data_dependent_layers)
     if case.both:
         lines += without_overlap(grid, case, micros, grads)

@@ -27,11 +27,12 @@ SETTING_NAMES = {"expert": "experts", "shared_mlp": "shared_expert_mlp"}
 InnerSplit = Literal["samples", "features"]
 RowSplit = Literal["tokens", "none"]
 RowSplitChoice = Literal["auto", "tokens", "none"]
-Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch"]
+Overlap = Literal["dx", "dw", "weight_gather", "moe_dispatch", "context_keys"]
 Dispatch = Literal["model", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
 ContextOrder = Literal["contiguous", "zigzag", "balanced"]
 ContextOrderChoice = Literal["auto", "contiguous", "zigzag", "balanced"]
+ContextAttention = Literal["kv_gather", "ring", "ulysses"]
 ContextAttentionChoice = Literal["auto", "kv_gather", "ring", "ulysses"]
 ReshardAfter = Literal["micro_batch", "step"]
 PolicyName = Literal["message_driven", "gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -128,10 +129,10 @@ class Plan:
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that kernel launches dominate.
     Requires one rank and data.document_mask=False."""
-    overlap: tuple[Overlap, ...] = ("dx", "dw", "weight_gather", "moe_dispatch")
+    overlap: tuple[Overlap, ...] = ("dx", "dw", "weight_gather", "moe_dispatch", "context_keys")
     """Communication to overlap with compute: dx (input gradients), dw (weight gradients, over depth
     and data), weight_gather (all-gather of weights), moe_dispatch (tokens to experts and back,
-    behind the shared expert)."""
+    behind the shared expert), context_keys (keys and values of other ranks of context)."""
     moe_dispatch_dtype: Dispatch = "model"
     """Data type in which tokens are sent to experts: model (the type of the activations), bf16, or
     fp8 (e4m3 with one scale per row: half the bytes of bf16, 4 significant bits). Expert outputs

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ranvier.config.plan import ContextAttention, ContextAttentionChoice
 from ranvier.errors import PlanError
 from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event
@@ -619,3 +620,59 @@ def check_ulysses_heads(heads: int, kv_heads: int, near: int) -> None:
 
 def _can_split_heads(heads: int, kv_heads: int, near: int) -> bool:
     return heads % near == 0 and (kv_heads % near == 0 or near % kv_heads == 0)
+
+
+Layout = KVGatherLayout | RingLayout | UlyssesLayout
+
+
+def build_layout(
+    method: ContextAttention, orders: tuple[TokenOrder, ...], rank: int, window: int = 0
+) -> Layout:
+    """Returns the layout of attention on a rank of context for samples with these orders."""
+    if method == "ring":
+        check_ring_window(window)
+        return RingLayout(orders, rank)
+    if method == "ulysses":
+        return UlyssesLayout(orders, rank, orders[0].num_ranks, window)
+    return KVGatherLayout(orders, rank, window)
+
+
+# ---- choice -----------------------------------------------------------------------------
+
+FLOPS_PER_BYTE = 1e4
+"""FLOPs that a device computes in the time of one byte between ranks: 500 TFLOP/s and 50 GB/s."""
+
+
+def choose_method(
+    wanted: ContextAttentionChoice,
+    orders: Sequence[TokenOrder],
+    shape: KeyShape,
+    window: int = 0,
+) -> ContextAttention:
+    """Returns how attention gets the keys of other ranks; all ranks choose the same.
+
+    auto: kv_gather with a window; otherwise kv_gather or ulysses, whichever is predicted to be
+    faster. The slowest rank counts: kv_gather waits for the keys of the first head group, and
+    computes the scores of its tokens; ulysses waits for all messages, and has equal work on all
+    ranks.
+    """
+    if wanted != "auto":
+        return wanted
+    ranks = orders[0].num_ranks
+    if window or not _can_split_heads(shape.heads, shape.kv_heads, ranks):
+        return "kv_gather"
+    flops = 4 * shape.heads * shape.head_dim / FLOPS_PER_BYTE
+    scores = [count_scores(orders, rank) for rank in range(ranks)]
+    layout = KVGatherLayout(tuple(orders), 0)
+    key_bytes = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
+    groups = len(layout.head_groups(shape.kv_heads))
+    gathers = 0.0
+    for rank in range(ranks):
+        moved = layout.fetched_counts[rank] * key_bytes
+        first = moved / groups
+        gathers = max(gathers, first + max(moved - first, scores[rank] * flops))
+    tokens = count_rank_tokens(orders[0]) * len(orders)
+    swapped = 2 * shape.heads + 2 * max(shape.kv_heads, ranks)
+    moves = tokens * swapped * shape.head_dim * shape.itemsize * (ranks - 1) / ranks
+    exchanges = moves + sum(scores) / ranks * flops
+    return "ulysses" if exchanges < gathers else "kv_gather"

@@ -13,10 +13,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import TYPE_CHECKING
 
-from ranvier.config.plan import AXES, Dispatch
-from ranvier.sharding import WEIGHT_RULE, Sharding, ShardingTable, count_parts
+from ranvier.config.plan import AXES, ContextAttentionChoice, Dispatch
+from ranvier.sharding import (
+    WEIGHT_RULE,
+    Sharding,
+    ShardingTable,
+    TokenOrder,
+    count_parts,
+    order_tokens,
+)
 from ranvier.trace import Event
+
+if TYPE_CHECKING:
+    from ranvier.cost.context_attention import EventScope, KeyShape, Layout
 
 COUNT_BYTES = 4
 """Bytes of a token count."""
@@ -38,6 +49,8 @@ class ActivationShape:
     """Bytes per element of norm and loss statistics."""
     expert_load: float = 1.0
     """Rows of the busiest expert rank, relative to the mean; 1 for balanced experts."""
+    token_orders: tuple[TokenOrder, ...] = ()
+    """Order of the tokens of each sample over context; by default one document per sample."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,8 @@ class LayoutContext:
     """Number of units of each named dim of the model (for heads: their number, not elements)."""
     dispatch: Dispatch = "model"
     """Dtype in which tokens are dispatched to experts."""
+    context_attention: ContextAttentionChoice = "auto"
+    """How attention gets keys of other ranks of context."""
 
     def axis_group(self, *names: str) -> AxisGroup:
         """Returns the ranks along these axes, without axes of degree 1."""
@@ -224,12 +239,69 @@ class CrossEntropyCost(LayerCost):
 
 @dataclass(frozen=True, eq=False)
 class AttentionCost(LayerCost):
-    """Cost of attention over the heads and samples of a rank; it does not communicate."""
+    """Cost of attention over the heads, samples and tokens of a rank.
+
+    It communicates over context, which depends on the order of tokens (`cost.context_attention`).
+    """
 
     dim: str
     head_dim: int
     window: int = 0
     """Number of tokens that a token attends to; 0 for all previous tokens."""
+    context_index: int = 0
+    """Index of the rank on context."""
+    sample_part: int = 0
+    """Index of the rank among those that split the samples of a micro-batch."""
+
+    def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
+        """Returns the communication of a micro-batch; attention is not recomputed."""
+        return super().events(flow)
+
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the communication of keys, or of tokens and heads, over context."""
+        if self.layout_context.degrees["context"] == 1:
+            return []
+        layout, shape, scope = self._context_layout(flow)
+        return layout.forward_events(shape, scope)
+
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the communication of keys again, and of their gradients, over context."""
+        if self.layout_context.degrees["context"] == 1:
+            return []
+        layout, shape, scope = self._context_layout(flow)
+        return layout.backward_events(shape, scope)
+
+    def _context_layout(self, flow: ActivationShape) -> tuple[Layout, KeyShape, EventScope]:
+        """Returns the layout of attention on this rank, the size of its heads, and its name."""
+        # It imports numpy, which the commands that only plan do without.
+        from ranvier.cost.context_attention import (
+            EventScope,
+            KeyShape,
+            build_layout,
+            choose_method,
+        )
+
+        context = self.layout_context
+        parts = count_parts(context.table.feature_axes(self.dim), context.degrees)
+        shape = KeyShape(
+            context.units[self.dim] // parts,
+            max(context.units["kv_heads"] // parts, 1),
+            self.head_dim,
+            flow.itemsize,
+            flow.statistics_itemsize,
+        )
+        ranks = context.degrees["context"]
+        orders = flow.token_orders
+        if not orders:
+            orders = (order_tokens((flow.seq,), ranks, "zigzag"),) * flow.samples
+        # Samples of this rank inside attention.
+        inside = context.table.axes_inside_replica(self.dim, "batch")
+        each = len(orders) // count_parts(inside, context.degrees)
+        orders = orders[self.sample_part * each : (self.sample_part + 1) * each]
+        window = self.window if self.window < flow.seq else 0
+        method = choose_method(context.context_attention, orders, shape, window)
+        layout = build_layout(method, orders, self.context_index, window)
+        return layout, shape, EventScope(("context",), self.name)
 
     @property
     def local_width(self) -> int:

@@ -81,6 +81,8 @@ class SavePolicy:
     """Whether recomputation runs the collectives of blocks again or uses saved results."""
     chosen_layers: frozenset[str] | None = None
     """Layers whose results are saved, after `auto` is resolved; None for all layers."""
+    saves_attention: bool = False
+    """Whether attention over context is always saved: at long sequences it is most of a step."""
     depth_group: str = ""
     """Group over which compiled graphs gather weights, which are not saved."""
     store: ActivationStore = field(default_factory=InPlaceStore)
@@ -91,7 +93,8 @@ class SavePolicy:
     def for_grid(cls, grid: Grid) -> SavePolicy:
         """Returns the policy of a model on a grid."""
         depth = grid.axis("depth", channel="gather")
-        return cls(grid.trace, depth_group=depth.group_name)
+        saves_attention = grid.degrees["context"] > 1
+        return cls(grid.trace, saves_attention=saves_attention, depth_group=depth.group_name)
 
     def saves_layer(self, where: str) -> bool:
         """Whether the results of a layer are saved."""
@@ -107,7 +110,7 @@ class SavePolicy:
     def open_results(self, *, selective: bool) -> SavedResults | None:
         """Returns a queue for one call of a block, or None if nothing would be saved."""
         some = self.collectives != "rerun" and self.chosen_layers != frozenset()
-        if selective or some:
+        if selective or some or self.saves_attention:
             return SavedResults(self, selective)
         return None
 
@@ -143,12 +146,15 @@ class SavedResults:
             # Also after an error, as torch ends a recomputation early with an exception.
             self.is_recompute = True
 
-    def run_once(self, work: Callable[[], T]) -> T:
-        """Runs work that communicates; in recomputation returns the saved result, if any."""
+    def run_once(self, work: Callable[[], T], *, always: bool = False) -> T:
+        """Runs work that communicates; in recomputation returns the saved result, if any.
+
+        always: save the result whatever the policy says of the layer.
+        """
         keeping = self.policy
         trace = keeping.trace
         where = keeping.trace.where
-        if not keeping.saves_layer(where):
+        if not always and not keeping.saves_layer(where):
             return work()
         if self.is_recompute:
             kept: T = self.next_result(where)

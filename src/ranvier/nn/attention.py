@@ -8,7 +8,7 @@ splits the tokens of a sample, a rank attends from its tokens to those of all ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.autograd import local_slice
+from ranvier.cost.context_attention import KeyShape, build_layout, choose_method
 from ranvier.cost.layers import AttentionCost
 from ranvier.errors import ShardingError
-from ranvier.nn.context_attention import context_attention
+from ranvier.models.segment_attention import SegmentAttention
+from ranvier.nn.context_attention import AxisExchange, build_context_attention
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.example import LayerExample
 from ranvier.nn.layer import LayerContext, ParallelLayer
@@ -81,18 +83,39 @@ class AttentionCore(ParallelLayer):
             )
         core: Any = self.serial
         q, k = core.rotate(q, k, angles)
+        return self._attend_over_context(q, k, v, documents).flatten(2)
+
+    def _attend_over_context(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: ContextDocuments
+    ) -> Tensor:
+        """Returns attention to the tokens of all ranks of context, `[b/col, s/context, h, k]`."""
+        core: Any = self.serial
+        site = self.site
+        shape = KeyShape(q.shape[2], k.shape[2], q.shape[3], q.element_size(), 0)
+        overlap = "context_keys" in site.bucket_scheduler.overlap
+        window = core.window if core.window < sum(documents.orders[0].lengths) else 0
+        method = documents.get_or_build(
+            ("method", shape, window),
+            lambda: choose_method(site.context_attention, documents.orders, shape, window),
+        )
+        how = documents.get_or_build(
+            ("attention", method, window, overlap),
+            lambda: build_context_attention(
+                build_layout(method, documents.orders, documents.index, window),
+                SegmentAttention,
+                overlap,
+            ),
+        )
         with self.trace_scope():
-            y = context_attention(
-                q,
-                k,
-                v,
-                documents.orders,
-                self.context_axis,
-                window=core.window,
-                cap=core.cap,
-                method=self.site.context_attention,
-            )
-        return y.flatten(2)
+            return how.attend(q, k, v, AxisExchange(self.context_axis), core.cap, self._run_once)
+
+    def _run_once(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Runs attention; the recomputation of a block gets the saved result."""
+        results = self.site.grid.trace.saved_results
+        if results is None:
+            return work()
+        found: tuple[Tensor, ...] = results.run_once(work, always=True)
+        return found
 
     def _local_samples(self, x: Any, tokens: int) -> Any:
         """Returns the part of x for this rank's samples, which have `tokens` tokens in total."""
@@ -110,7 +133,15 @@ class AttentionCore(ParallelLayer):
     def cost_model(self) -> AttentionCost:
         """Cost of the scores and values of the local heads."""
         width, window = (getattr(self.serial, name, 0) for name in ("head_dim", "window"))
-        return AttentionCost(self.site.name, self.site.layout_context, self.dim, width, window or 0)
+        return AttentionCost(
+            self.site.name,
+            self.site.layout_context,
+            self.dim,
+            width,
+            window or 0,
+            context_index=self.context_axis.index,
+            sample_part=self.batch_axis.index,
+        )
 
 
 def _example_config() -> Any:

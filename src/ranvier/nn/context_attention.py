@@ -25,6 +25,7 @@ from torch import Tensor
 from ranvier.comm import collectives
 from ranvier.cost.context_attention import (
     KVGatherLayout,
+    Layout,
     RingLayout,
     RingMove,
     SegmentRows,
@@ -758,3 +759,14 @@ def _apply_core(
 def _apply(function: Any, *arguments: Any) -> Tensor:
     y: Tensor = function.apply(*arguments)
     return y
+
+
+def build_context_attention(
+    layout: Layout, make_kernel: SegmentKernelFactory, overlap: bool = True
+) -> KVGather | Ring | Ulysses:
+    """Returns the attention with a layout."""
+    if isinstance(layout, RingLayout):
+        return Ring(layout, make_kernel, overlap)
+    if isinstance(layout, UlyssesLayout):
+        return Ulysses(layout, make_kernel, overlap)
+    return KVGather(layout, make_kernel, overlap)

@@ -8,8 +8,9 @@ its sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from ranvier.comm.autograd import local_slice
 from ranvier.grid import Axis
 from ranvier.sharding import TokenOrder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,7 @@ class ContextDocuments:
     places: Tensor
     """Place of each token of a sample among the tokens of all ranks, one after the other, int64
     `[b, s]`."""
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def from_orders(cls, orders: Sequence[TokenOrder], index: int) -> ContextDocuments:
@@ -57,7 +61,17 @@ class ContextDocuments:
         """Returns the documents of a range of tokens of this rank, which must be whole samples."""
         each = self.token_numbers.shape[1]
         assert start % each == tokens % each == 0, (start, tokens, each)
-        return self.select_samples(slice(start // each, (start + tokens) // each))
+        rows = slice(start // each, (start + tokens) // each)
+        return self.get_or_build(
+            ("samples", rows.start, rows.stop), lambda: self.select_samples(rows)
+        )
+
+    def get_or_build(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Returns what is derived from the documents; it is built once for all layers."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        found: T = self._cache[key]
+        return found
 
     def sequence_numbers(self, row: Axis) -> Tensor:
         """Returns the numbers of the tokens that this rank has outside of attention and MLP.

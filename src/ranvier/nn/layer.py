@@ -107,7 +107,9 @@ class LayerContext:
     def layout_context(self) -> LayoutContext:
         """The part of the context that cost models need."""
         table = replace(self.table, row_splits=self.step_context.row_splits)
-        return LayoutContext(self.grid.degrees, table, self.units, self.dispatch)
+        return LayoutContext(
+            self.grid.degrees, table, self.units, self.dispatch, self.context_attention
+        )
 
     def for_layer(self, name: str, **changes: object) -> LayerContext:
         """Returns the context of another layer of the same model."""

@@ -5,8 +5,8 @@ It also predicts the communication of a step from the cost models of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ranvier.nn.lm_head import LMHead
 from ranvier.nn.moe.layer import ROUTING_STATS
 from ranvier.nn.moe.load_balancing import LoadBalancer
 from ranvier.pipeline.pipeline import Pipeline
-from ranvier.sharding import ShardedStateDict, ShardingTable
+from ranvier.sharding import ShardedStateDict, ShardingTable, TokenOrder
 from ranvier.trace import Event
 
 
@@ -141,24 +141,38 @@ class ParallelModel:
         self.bucket_scheduler.load_count += 1
         self.bucket_scheduler.begin_step("")
 
-    def events(self, flow: ActivationShape, *, micro_batches: int = 1) -> list[Event]:
+    def events(
+        self,
+        flow: ActivationShape,
+        *,
+        micro_batches: int = 1,
+        token_orders: Sequence[tuple[TokenOrder, ...]] = (),
+    ) -> list[Event]:
         """Predicts the communication of the forward and backward passes of a step.
 
         Args:
             flow: The shape of the activations of one micro-batch.
             micro_batches: Number of micro-batches per step.
+            token_orders: Order of the tokens over context of the samples of each micro-batch.
         """
-        events: list[Event] = []
-        for name, leaf in self.communicating_layers.items():
-            events += leaf.events(flow, recomputed=self._is_recomputed(name))
-        events += self.pipeline.micro_batch_events(flow)
+        flows = [replace(flow, token_orders=orders) for orders in token_orders]
+        passes = sum((self._pass_events(one) for one in flows), start=list[Event]())
+        if not flows:
+            passes = self._pass_events(flow) * micro_batches
         gathers, scatters = self._depth_events()
         if self.bucket_scheduler.keep_unsharded:
             # Unsharded weights are kept, so they are gathered once per step.
             kept = 1
         else:
             kept = micro_batches
-        return (events + scatters) * micro_batches + gathers * kept
+        return passes + scatters * micro_batches + gathers * kept
+
+    def _pass_events(self, flow: ActivationShape) -> list[Event]:
+        """Returns the communication of layers and stages for a micro-batch."""
+        events: list[Event] = []
+        for name, leaf in self.communicating_layers.items():
+            events += leaf.events(flow, recomputed=self._is_recomputed(name))
+        return events + self.pipeline.micro_batch_events(flow)
 
     def _is_recomputed(self, name: str) -> bool:
         """Whether activation checkpointing repeats the communication of a layer."""

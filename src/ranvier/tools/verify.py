@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,14 +27,15 @@ from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.cost.layers import ActivationShape
-from ranvier.data.batch import SampleBatch, batch_type
+from ranvier.data.batch import Batch, SampleBatch, batch_type
 from ranvier.errors import STOPPED_EXIT_CODE, PlanError, UnsafeInputError, WriteError
 from ranvier.grid import Grid
 from ranvier.launch import ProcessInfo
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallel_model import ParallelModel, get_parallel_model
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import Shard
+from ranvier.sharding import Shard, TokenOrder
 from ranvier.system.terminal import print
 from ranvier.tools.shrink import ShrunkSizes
 from ranvier.tools.verify_run import NOISE_RATIO, SAVED_STEPS, train_and_judge
@@ -307,7 +308,12 @@ def compare_with_serial(
     flow = ActivationShape(
         run.plan.micro_batch, run.data.seq_len, itemsize=8, statistics_itemsize=8
     )
-    predicted = predict_events(parallel, flow, run.plan.num_micro_batches)
+    orders = [
+        micro.documents.orders
+        for micro in micros
+        if isinstance(micro, Batch) and isinstance(micro.documents, ContextDocuments)
+    ]
+    predicted = predict_events(parallel, flow, run.plan.num_micro_batches, orders)
     return findings, diff_events(predicted, events, parallel.data_dependent_layers), events
 
 
@@ -330,12 +336,19 @@ def _compare_numbers(name: str, have: list[float], want: list[float]) -> list[Co
 
 
 def predict_events(
-    parallel: ParallelModel, flow: ActivationShape, micro_batches: int
+    parallel: ParallelModel,
+    flow: ActivationShape,
+    micro_batches: int,
+    token_orders: Sequence[tuple[TokenOrder, ...]] = (),
 ) -> list[Event]:
-    """Returns the communication of one step: passes, update, and the two reduced numbers."""
+    """Returns the communication of one step: passes, update, and the two reduced numbers.
+
+    token_orders: order of the tokens over context of the samples of each micro-batch.
+    """
     axis = parallel.token_axis
     itemsize = parallel.bucket_scheduler.reduce_dtype.itemsize
-    events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
+    events = parallel.events(flow, micro_batches=micro_batches, token_orders=token_orders)
+    events += parallel.update_events()
     if axis.size > 1:
         events.append(Event("all_reduce", axis.names, 8, "step.tokens"))
         events.append(Event("all_reduce", axis.names, itemsize, "step.loss"))
