@@ -30,8 +30,8 @@ from ranvier.sharding import Dim
 class AttentionCore(ParallelLayer):
     """Causal attention for the heads, samples and tokens of this rank.
 
-    q, y: `[b/col, s/context, h/row, k]`; k, v: `[b/col, s/context, g/row, k]`; angles: rotary angles
-    or positions; documents: `[b, s]`, None, or `ContextDocuments`.
+    q, y: `[b/col, s/context, h/row, k]`; k, v: `[b/col, s/context, g/row, k]`; angles: rotary
+    angles or positions; documents: `[b, s]`, None, or `ContextDocuments`.
     Communicates: keys and values over context, as `nn.context_attention` describes.
 
     Args:
