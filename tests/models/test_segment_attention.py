@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from ranvier.models import segment_attention
 from ranvier.models.segment_attention import SegmentAttention, SegmentPair
 
 HEAD_DIM = 4
-# Queries 3 to 6 see nothing; keys are shared, in any order, and as long as the queries or longer.
+# Queries 3 and 4 see nothing, the latter as it has more queries than keys; keys are shared.
 CAUSAL: tuple[SegmentPair, ...] = (
     (0, 3, 5, 9),
+    (4, 6, 10, 11),
     (6, 7, 0, 20),
     (7, 12, 4, 9),
     (12, 13, 19, 20),
@@ -38,7 +40,7 @@ def visible_keys(how: SegmentAttention) -> Tensor:
     seen = torch.zeros(how.num_queries, how.num_keys, dtype=torch.bool)
     for start, stop, first, end in how.pairs:
         for row in range(start, stop):
-            last = end - (stop - 1 - row) if how.causal else end
+            last = max(end - (stop - 1 - row), first) if how.causal else end
             lowest = max(first, last - how.window) if how.window else first
             seen[row, lowest:last] = True
     return seen
@@ -87,7 +89,7 @@ def test_output_and_gradients_are_those_of_dense_attention(
         o, lse = how.forward(q, k, v, cap)
         assert_close(o, want.detach())
         nothing = ~seen.any(1)
-        assert nothing.sum() == (3 if pairs is CAUSAL else 4)
+        assert nothing.sum() == (2 if pairs is CAUSAL else 4)
         assert (lse[:, nothing] == float("-inf")).all() and (o[nothing] == 0.0).all()
         assert_close(lse[:, ~nothing], want_lse[:, ~nothing].detach())
         for have, grad in zip(how.backward(dy, q, k, v, o, lse, cap), grads, strict=True):
@@ -174,3 +176,42 @@ def test_rows_of_kernel_calls_are_loaded_stored_and_added() -> None:
         stored = torch.zeros_like(x)
         call.queries.store(stored, x[rows])
         assert torch.equal(stored[rows], x[rows])
+
+
+def test_flex_attention_masks_and_caps_as_chunks_do() -> None:
+    """Not compiled, and forward only: FlexAttention has no backward on a CPU."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    pairs = tuple((10 * a, 10 * b, 10 * c, 10 * d + 7) for a, b, c, d in CAUSAL)
+    for window, causal in ((0, True), (23, True), (0, False)):
+        how = SegmentAttention(pairs, 300, 333, causal=causal, window=window)
+        q, k, v, _ = (x.float() for x in make_inputs(4, 2, 300, 333))
+        want, want_lse = how.forward(q, k, v, 5.0)
+        attention = how.flex_attention(q.device, flex.flex_attention)
+        with warnings.catch_warnings():
+            # It says that it is slow without compilation.
+            warnings.simplefilter("ignore")
+            o, lse = attention.forward(q, k, v, 5.0)
+        assert (o - want).abs().max() < 1e-5
+        torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+        blocks = attention.block_mask.to_dense()[0, 0].bool()
+        seen = torch.nn.functional.pad(visible_keys(how), (0, 384 - 333, 0, 384 - 300))
+        seen = seen.view(3, 128, 3, 128).transpose(1, 2)
+        assert torch.equal(blocks, seen.flatten(2).any(-1))
+        full = attention.block_mask.full_kv_num_blocks[0, 0]
+        assert torch.equal(full, seen.flatten(2).all(-1).sum(1).int())
+
+
+def test_flex_attention_has_the_gradients_of_parts_of_the_keys() -> None:
+    """The formulas of its backward pass, with a kernel that autograd differentiates."""
+    how = SegmentAttention(((0, 8, 0, 8), (8, 20, 2, 8)), 20, 20)
+    q, k, v, dy = make_inputs(4, 2)
+    o, lse = SegmentAttention(((0, 8, 0, 8), (8, 20, 0, 20)), 20, 20).forward(q, k, v, 5.0)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out, sums = dense_attention(q, k, v, visible_keys(how), 5.0)
+        return out.transpose(0, 1)[None], sums[None]
+
+    found = how.flex_attention(q.device, kernel).backward(dy, q, k, v, o, lse, 5.0)
+    for have, want in zip(found, how.backward(dy, q, k, v, o, lse, 5.0), strict=True):
+        assert (have - want).abs().max() < 1e-6 * want.abs().max()

@@ -6,22 +6,24 @@ the varlen kernels of flash attention ("bottom right"). Log-sum-exps make result
 keys mergeable; backward takes the output and the log-sum-exp over all keys. Queries that see no key
 have o = 0 and a log-sum-exp of -inf.
 
-bf16 and fp16 on CUDA use torch's flash attention kernel. Everything else, including soft caps, is
-computed in chunks of queries, so that no tensor contains all scores. Plain PyTorch; imports only
-torch.
+bf16 and fp16 on CUDA use torch's flash attention kernel, and FlexAttention with a soft cap.
+Everything else is computed in chunks of queries, so that no tensor contains all scores. Plain
+PyTorch; imports only torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ranvier.models.document_attention import KERNEL_DTYPES, can_use_flash_kernel
+from ranvier.models.segment_flex_attention import FlexAttention, compiled_flex_attention
 
 SegmentPair = tuple[int, int, int, int]
 """First row and end of a segment of queries, first row and end of the keys that it attends to."""
@@ -60,6 +62,7 @@ class SegmentAttention:
     _kernel_calls: dict[torch.device, list[_KernelCall]] = field(
         default_factory=dict, init=False, repr=False
     )
+    _flex: dict[torch.device, FlexAttention] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self.causal or not self.window, "a window needs causal attention"
@@ -73,7 +76,9 @@ class SegmentAttention:
         q, o: `[T_q, h, k]`; k, v: `[T_k, g, k]`; log-sum-exps: `[h, T_q]` in fp32, or float64 for
         float64. o has the dtype of q from kernels, and that of the log-sum-exps otherwise.
         """
-        if can_use_flash_kernel(q, cap):
+        if can_use_flash_kernel(q):
+            if cap > 0.0:
+                return self.flex_attention(q.device).forward(q, k, v, cap)
             return self._run_kernel_forward(q, k, v)
         dtype = accumulation_dtype(q.dtype)
         o = q.new_zeros(q.shape, dtype=dtype)
@@ -106,7 +111,9 @@ class SegmentAttention:
         dT = dS (1 - (S/c)²), otherwise dT = dS; dq = dT k / √n, dk = dTᵀ q / √n.
         dq: `[T_q, h, k]`; dk, dv: `[T_k, g, k]`, in fp32, or float64 for float64.
         """
-        if can_use_flash_kernel(q, cap):
+        if can_use_flash_kernel(q):
+            if cap > 0.0:
+                return self.flex_attention(q.device).backward(dy, q, k, v, o, lse, cap)
             return self._run_kernel_backward(dy, q, k, v, o, lse)
         dtype = accumulation_dtype(q.dtype)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
@@ -210,6 +217,27 @@ class SegmentAttention:
             call.keys.add(dk, some[1])
             call.keys.add(dv, some[2])
         return dq, dk, dv
+
+    def flex_attention(
+        self, device: torch.device, kernel: Callable[..., Any] | None = None
+    ) -> FlexAttention:
+        """Returns FlexAttention to the same keys. kernel: by default the compiled one."""
+        if device not in self._flex:
+            first = torch.zeros(self.num_queries, dtype=torch.int32)
+            end = torch.zeros(self.num_queries, dtype=torch.int32)
+            for start, stop, lowest, highest in self.pairs:
+                end[start:stop] = highest
+                if self.causal:
+                    end[start:stop] -= torch.arange(stop - start - 1, -1, -1, dtype=torch.int32)
+                first[start:stop] = lowest
+                if self.window:
+                    first[start:stop] = (end[start:stop] - self.window).clamp(min=lowest)
+            # A query may be aligned with a place before the first key.
+            end = torch.maximum(first, end)
+            self._flex[device] = FlexAttention(
+                first.to(device), end.to(device), self.num_keys, kernel or compiled_flex_attention()
+            )
+        return self._flex[device]
 
     @cached_property
     def _kernel_window(self) -> dict[str, int]:
