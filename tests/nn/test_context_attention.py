@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +40,7 @@ from ranvier.cost.context_attention import (
 )
 from ranvier.errors import PlanError
 from ranvier.models.segment_attention import SegmentAttention
-from ranvier.nn.context_attention import KVGather, Ring, Ulysses
+from ranvier.nn.context_attention import KVGather, Ring, RunOnce, Ulysses, run_always
 from ranvier.sharding import TokenOrder, TokenSegment
 from ranvier.trace import Event, diff_events
 
@@ -72,12 +72,16 @@ class Case:
         return {"ulysses": self.num_ranks}.get(self.method, 2)
 
 
+SCOPES: tuple[EventScope, ...] = (EventScope(("context",), ""), EventScope(("far",), ""))
+"""Of the whole axis, or its near ranks; and of the far ones."""
 Results = list[list[Tensor]]
 """y, dq, dk, dv, each of all ranks."""
 
 
 def run_case(
-    case: Case, inputs: Sequence[Tensor]
+    case: Case,
+    inputs: Sequence[Tensor],
+    run_once_on: Callable[[int], RunOnce] = lambda rank: run_always,
 ) -> tuple[Results, list[list[Event]], list[list[Event]]]:
     """Results, recorded and predicted events of all ranks."""
     near = case.near
@@ -90,17 +94,19 @@ def run_case(
         q, k, v, dy = (cut_rows(x, case.orders, rank) for x in inputs)
         for x in (q, k, v):
             x.requires_grad_()
-        core, scopes = make_core(case, rank), [EventScope(("context",), "")]
+        core = make_core(case, rank)
+        run_once = run_once_on(rank)
         if isinstance(core, Ulysses):
-            scopes = [EventScope((name,), "") for name in ("near", "far")]
+            scopes = SCOPES
             exchanges = [
-                ThreadExchange(near_boards[rank // near], rank % near, ("near",)),
+                ThreadExchange(near_boards[rank // near], rank % near),
                 ThreadExchange(far_boards[rank % near], rank // near, ("far",)),
             ]
-            y = core.attend(q, k, v, exchanges[0], case.cap, far_exchange=exchanges[1])
+            y = core.attend(q, k, v, exchanges[0], case.cap, run_once, far_exchange=exchanges[1])
         else:
+            scopes = SCOPES[:1]
             exchanges = [ThreadExchange(whole, rank)]
-            y = core.attend(q, k, v, exchanges[0], case.cap)
+            y = core.attend(q, k, v, exchanges[0], case.cap, run_once)
         grads = torch.autograd.grad(y, (q, k, v), dy)
         recorded = [event for one in exchanges for event in one.events]
         layout = core.layout
@@ -134,7 +140,7 @@ def windows_of(method: str, num_ranks: int) -> list[int]:
     return [0] if method.endswith("ring") else [0, 1, 2, t - 1, t + 1, t * num_ranks + 5]
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
@@ -328,3 +334,32 @@ def test_ulysses_refuses_heads_that_do_not_divide(
         check_ulysses_heads(heads, kv_heads, near)
     for number in map(int, valid.split(", ")):
         check_ulysses_heads(heads, kv_heads, number)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputation_neither_computes_nor_communicates_again(method: str) -> None:
+    case = make_case(method, 4, "zigzag", "several")
+    saved: list[dict[int, tuple[Tensor, ...]]] = [{} for _ in range(case.num_ranks)]
+
+    def run_once_on(rank: int) -> RunOnce:
+        number = itertools.count()
+
+        def run_once(work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+            i = next(number)
+            if i not in saved[rank]:
+                saved[rank][i] = work()
+            return tuple(x.detach() for x in saved[rank][i])
+
+        return run_once
+
+    first, events, _ = run_case(case, case_inputs(case), run_once_on)
+    again, repeated, _ = run_case(case, case_inputs(case), run_once_on)
+    for some, other in zip(first, again, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(some, other, strict=True))
+    # The second time only backward communicates.
+    layouts = [make_core(case, rank).layout for rank in range(case.num_ranks)]
+    for layout, whole, rest in zip(layouts, events, repeated, strict=True):
+        scopes = SCOPES if isinstance(layout, UlyssesLayout) else SCOPES[:1]
+        shape = KeyShape(case.heads, case.kv_heads, HEAD_DIM, 8, 8)
+        assert not diff_events(layout.backward_events(shape, *scopes), rest)
+        assert len(rest) < len(whole)
