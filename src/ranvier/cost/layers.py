@@ -86,7 +86,7 @@ class LayoutContext:
 
     def context_seq(self, flow: ActivationShape) -> int:
         """Returns the tokens of a sequence on a rank of context, s/context."""
-        return flow.seq // self.degrees["context"]
+        return self.table.local_shape("heads", flow.samples, flow.seq, 0, self.degrees)[1]
 
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""

@@ -43,6 +43,7 @@ from ranvier.models.paged_attention import (
     paged_attention,
 )
 from ranvier.models.rope import RotaryEmbedding, apply_rotary
+from ranvier.models.segment_attention import SegmentAttention
 
 
 class LMHead(nn.Linear):
@@ -107,6 +108,9 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 class AttentionCore(nn.Module):
     """Rotary position embedding and causal attention, within documents if they are given."""
+
+    segment_attention = SegmentAttention
+    """Kernel of a grid whose context axis splits samples."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()

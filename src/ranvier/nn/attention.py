@@ -19,7 +19,6 @@ from ranvier.comm.autograd import local_slice
 from ranvier.cost.context_attention import KeyShape, build_layout, choose_method
 from ranvier.cost.layers import AttentionCost
 from ranvier.errors import ShardingError
-from ranvier.models.segment_attention import SegmentAttention
 from ranvier.nn.context_attention import AxisExchange, build_context_attention
 from ranvier.nn.context_documents import ContextDocuments
 from ranvier.nn.example import LayerExample
@@ -102,7 +101,7 @@ class AttentionCore(ParallelLayer):
             ("attention", method, window, overlap),
             lambda: build_context_attention(
                 build_layout(method, documents.orders, documents.index, window),
-                SegmentAttention,
+                core.segment_attention,
                 overlap,
             ),
         )
