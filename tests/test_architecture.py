@@ -27,6 +27,7 @@ LEVELS = (
     "comm.transports",
     "trace | models | html",
     "config",
+    "token_order",
     "sharding",
     "comm.algorithm_table",
     "grid counter_rng",

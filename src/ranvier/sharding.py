@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ranvier.config.plan import AXES, ContextOrder, InnerSplit, Plan, RowSplit
 from ranvier.errors import ShardingError
+from ranvier.token_order import balance_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -674,6 +675,21 @@ class TokenOrder:
         """Number of ranks of context."""
         return len(self.segments)
 
+    @property
+    def num_segments(self) -> tuple[int, ...]:
+        """Number of segments of each rank."""
+        return tuple(map(len, self.segments))
+
+    def attention_work(self, window: int = 0) -> tuple[int, ...]:
+        """Returns the number of scores that each rank computes, per head: the keys that its tokens
+        see. window: tokens that a query sees, itself included; 0: all before it."""
+        return tuple(sum(one.num_scores(window) for one in rank) for rank in self.segments)
+
+    def num_fetched(self, window: int = 0) -> tuple[int, ...]:
+        """Returns the number of keys that each rank fetches: those that its tokens see and that are
+        on other ranks, each counted once."""
+        return tuple(_count_missing(rank, window) for rank in self.segments)
+
     @cached_property
     def token_numbers(self) -> np.ndarray:
         """Number in the sample of each token of each rank, int64 `[C, s/C]`."""
@@ -694,7 +710,8 @@ def order_tokens(lengths: Sequence[int], num_ranks: int, order: ContextOrder) ->
     """Returns the tokens of a sample with documents of these lengths on each rank of context.
 
     contiguous: rank c has part c of C. zigzag: parts c and 2 C - 1 - c of 2 C, which balances one
-    document.
+    document. balanced: similar attention work on all ranks for any documents, which are cut as
+    seldom as possible (`ranvier.token_order`).
     """
     total = sum(lengths)
     assert total % num_ranks == 0 and min(lengths) > 0, (lengths, num_ranks)
@@ -709,7 +726,23 @@ def order_tokens(lengths: Sequence[int], num_ranks: int, order: ContextOrder) ->
         parts = _cut_segments(whole, sizes)
         pairs = [(*parts[c], *parts[-1 - c]) for c in range(num_ranks)]
         return TokenOrder(tuple(lengths), tuple(map(_join_segments, pairs)))
-    raise NotImplementedError(order)
+    balanced = balance_tokens(lengths, num_ranks)
+    segments = (tuple(TokenSegment(*piece[1:]) for piece in rank) for rank in balanced)
+    return TokenOrder(tuple(lengths), tuple(segments))
+
+
+def _count_missing(segments: Sequence[TokenSegment], window: int) -> int:
+    """Returns how many keys that these segments see are in none of them."""
+    missing = 0
+    document, end = -1, 0
+    for one in sorted(segments):
+        if one.document != document:
+            document, end = one.document, 0
+        # All before `end` are there or counted already.
+        first = max(one.start - window + 1, 0) if window else 0
+        missing += max(one.start - max(first, end), 0)
+        end = one.stop
+    return missing
 
 
 def _cut_segments(
