@@ -21,6 +21,7 @@ from ranvier.config.kinds import find_kind
 from ranvier.config.plan import ContextOrder
 from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
+from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models.document_attention import Documents
 from ranvier.nn.context_documents import ContextDocuments
@@ -101,6 +102,11 @@ class SampleBatch:
 
     def shard_over_context(self, grid: Grid, order: ContextOrder) -> Self:
         """This rank's part of each sample, if context splits it; by default samples are whole."""
+        if grid.degrees["context"] > 1:
+            raise ShardingError(
+                f"{type(self).__name__} cannot be split over context={grid.degrees['context']}. "
+                "Only batches of tokens can. Use context=1."
+            )
         return self
 
     def split_micro_batches(
