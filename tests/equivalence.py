@@ -161,8 +161,8 @@ def _adapted() -> nn.Module:
     return build_decoder(shape, AdapterConfig(rank=2, dora=True))
 
 
-def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
-    """A model with experts: words say what is not as usual."""
+def _mixture(top: int, experts: int, *words: str, **others: Any) -> Callable[[], nn.Module]:
+    """A model with experts: words and others say what is not as usual."""
     changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "aux_loss_coeff": 0.05}
     changes |= {
         "z_loss_coeff": 0.01,
@@ -183,10 +183,11 @@ def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
         },
         "deep": {"layers": 6},
         "jitter": {"router_jitter": 0.3},
+        "no aux": {"aux_loss_coeff": 0.0},
     }
     for word in words:
         changes |= more[word]
-    return _deep(**changes)
+    return _deep(**changes, **others)
 
 
 def _lopsided() -> nn.Module:
@@ -213,6 +214,10 @@ def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     more["jitter"] = _mixture(2, 8, "jitter", "capacity")
+    # Every token sees itself only, so that attention needs no keys of other ranks of context.
+    more["local"] = _deep(layers=2, sliding_window=1)
+    more["local tied"] = _deep(layers=2, sliding_window=1, tie_embeddings=True, norm="layer")
+    more["local moe"] = _mixture(2, 8, "shared", "no aux", sliding_window=1)
     return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 
 

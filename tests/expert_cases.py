@@ -111,11 +111,11 @@ def row_bytes(grid: Grid) -> int:
     return 16 // grid.degrees["col"] * 8
 
 
-def reduced_early(grid: Grid, case: Case) -> list[str]:
-    """Blocks whose gradients set out over data in the backward pass, before the step ends."""
+def reduced_early(grid: Grid, case: Case) -> list[tuple[str, tuple[str, ...]]]:
+    """Blocks whose gradients are reduced over replicas in the backward pass, and their axes."""
     model = case.on(grid)
     batch = batch_of(case.model, samples=16, packed=False)
     with grid.trace.record_events() as events:
         forward_backward(model, micros_of(batch, grid, case.micro_batches))
     found = communication_events(events)
-    return [one.where for one in found if (one.op, one.axis) == ("reduce_scatter", ("data",))]
+    return [(one.where, one.axis) for one in found if one.op == "reduce_scatter"]

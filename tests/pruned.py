@@ -245,7 +245,7 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
     model = Decoder(DecoderConfig(**{"max_seq": 16, "vocab": 29, **shape}))
     model = parallelize(model, grid, dtype=getattr(torch, dtype))
     parallel = get_parallel_model(model)
-    queue, axis = parallel.bucket_scheduler, parallel.bucket_scheduler.data_axis
+    queue, axis = parallel.bucket_scheduler, grid.axis("data")
     pruning.prune_buckets(queue, pruning.by_magnitude(queue, sparsity))
     optimizer = Optimizer(queue, lr=1e-2)
     batch = batch_of("llama", samples=16, packed=False)

@@ -44,7 +44,7 @@ BREAKS = {
         Sharding, "replica_counts", _no_depth
     ),
     "lost bucket": lambda: mock.patch.object(
-        BucketScheduler, "_sum_over_replicas", lambda self, bucket: None
+        BucketScheduler, "_reduce_over_replicas", lambda self, bucket, whole: None
     ),
 }
 

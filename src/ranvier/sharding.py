@@ -363,7 +363,7 @@ class Shard:
     local_shape: tuple[int, ...]
     """Shape of the box in memory, including padding."""
     flat_range: tuple[int, int] | None = None
-    """Range of the flattened, padded box (ZeRO over data); None means all of it."""
+    """Range of the flattened, padded box (ZeRO over replicas); None means all of it."""
 
     @property
     def global_slices(self) -> tuple[slice, ...]:

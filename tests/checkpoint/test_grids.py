@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from pool import Pool
+from ranvier.buckets import spec
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.cost.layers import AxisGroup
 from ranvier.grid import Grid
-from ranvier.sharding import ShardedStateDict
+from ranvier.sharding import ShardedStateDict, Sharding
 from ranvier.train.resume.checkpointing import state_tensors
 from states import assemble
 from training import run_of, stored, trainer_of
@@ -147,6 +151,43 @@ def test_a_state_survives_all_grids_to_the_bit(
         load.fill_tensors(first, one, state[0])
         load.fill_tensors(source, two, state[1])
         assert torch.equal(state[0][name][0], state[1][name][0]), name
+
+
+def moved_earlier(grid: Grid, *arguments: Any) -> Found:
+    """As `moved`, with the flat ranges of earlier versions: only data splits states.
+
+    All other ranks with the same shards summed gradients before, as ranks that share kv heads do.
+    """
+
+    def over_data(sharding: Sharding, degrees: Mapping[str, int]) -> AxisGroup:
+        return AxisGroup(("data",) if degrees["data"] > 1 else (), degrees["data"])
+
+    def over_others(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
+        same = sharding.replica_counts(degrees)
+        return {axis: n for axis, n in same.items() if axis not in ("data", "pipe")}
+
+    with mock.patch.multiple(spec, replica_axis=over_data, shared_ranks=over_others):
+        return moved(grid, *arguments)
+
+
+def test_states_that_only_data_split_load_and_give_the_same_losses(
+    pool: Pool, tmp_path: Path, corpus: str, origin: tuple[Path, Found]
+) -> None:
+    saved = tmp_path / "earlier"
+    degrees = {"data": 2, "depth": 2}
+    pool.on_grid(degrees, moved_earlier, corpus, str(origin[0]), str(saved), 0)
+    (path,) = find_checkpoints(saved / "checkpoints")
+    parts = pool.on_grid(degrees, moved, corpus, str(path), str(tmp_path / "now"), STEPS)
+    compare(parts, origin[1], same=False)
+    # Seven norms are cut into halves over data, and now into quarters over data and depth.
+    assert [parts_of_norms(folder) for folder in (saved, tmp_path / "now")] == [8, 10]
+
+
+def parts_of_norms(folder: Path) -> int:
+    """Number of parts of the moments of all norms in a checkpoint."""
+    tensors = manifests.read_manifest(find_checkpoints(folder / "checkpoints")[0]).tensors
+    norms = [entry for name, entry in tensors.items() if "norm" in name and ".mean" in name]
+    return sum(bool(part.shard.to_boxes()) for entry in norms for part in entry.shards)
 
 
 @pytest.mark.full

@@ -280,7 +280,7 @@ def fed(grid: Grid, steps: int) -> ShardedStateDict:
                 grad = counter_rng.init_shard(
                     weight.shard, seed=step, name=weight.name, std=1.0
                 ).float()
-                mine = bucket.is_owner_of(weight) and queue.data_axis.index == 0
+                mine = bucket.owns_weight(weight)
                 queue.accumulate_shard_grad(
                     bucket, weight.offset, grad if mine else torch.zeros_like(grad)
                 )

@@ -8,12 +8,13 @@ from ranvier.buckets import spec
 from ranvier.buckets.bucket import Bucket, BucketSegment, ShardedParameter
 from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.spec import ParamSpec
+from ranvier.grid import Grid
 
 
 def assign_buckets(
     queue: BucketScheduler, weights: Iterable[ShardedParameter], blocks: Mapping[str, str]
 ) -> None:
-    """Assigns weights to buckets by block, depth sharding, parameter group, trainable and tied.
+    """Assigns weights to the buckets of `spec.build_bucket_specs`.
 
     blocks: name of the block of each weight.
     Communicates: creation of process groups.
@@ -32,9 +33,10 @@ def assign_buckets(
             weights=members,
             bucket_scheduler=queue,
             segments=[
-                BucketSegment(one.start, one.stop, queue.grid.axis(share=one.replicas))
+                BucketSegment(one.start, one.stop, queue.grid.axis(share=one.shared))
                 for one in lot.ranges
             ],
+            replica_axis=queue.grid.axis(*lot.replica_axis.names),
             size=lot.size,
             reduce_at_step_end=lot.reduce_at_step_end,
             tied_axis=members[0].tied_axis,
@@ -55,6 +57,11 @@ def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
     )
 
 
-def replicas_per_axis(weight: ShardedParameter, queue: BucketScheduler) -> dict[str, int]:
-    """Returns the number of ranks with the same shard per axis, except data and pipe."""
-    return spec.replicas_per_axis(weight.sharding, queue.grid.degrees)
+def create_replica_groups(grid: Grid, weights: Iterable[ShardedParameter]) -> None:
+    """Creates the groups of all ranks that have the same shard of a weight.
+
+    Communicates: creation of process groups.
+    """
+    for weight in weights:
+        grid.axis(*spec.replica_axis(weight.sharding, grid.degrees).names)
+        grid.axis(share=spec.shared_ranks(weight.sharding, grid.degrees))

@@ -5,8 +5,9 @@ a kind). It has one flat buffer of values and one of gradients, so that one coll
 Gradients and states of a pruned bucket are compressed: `reduced_elements` instead of `size` (see
 `sparsity`).
 
-The data shard of a bucket is the range of its elements that this rank updates: the data axis splits
-gradients and optimizer states into equal ranges.
+All ranks with the same shards of a bucket form its replica axis: data, context and whatever else
+does not split its weights, fused. It splits gradients and optimizer states into equal ranges
+(ZeRO-1). The optimizer shard of a bucket is the range that this rank updates.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ranvier.comm import autograd, collectives
 from ranvier.comm.accumulator import GradientAccumulator, Pieces, flatten_pieces
 from ranvier.comm.collectives import PendingTensor
 from ranvier.comm.streams import PendingUpdate, StreamEvent
+from ranvier.cost.layers import AxisGroup
 from ranvier.grid import Axis
 from ranvier.sharding import Dim, Shard, Sharding
 
@@ -121,11 +123,14 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class BucketSegment:
-    """A range of a bucket, and the ranks (other than along data) that have the same shards."""
+    """A range of a bucket, and the ranks of an axis that splits it that share its shards.
+
+    With more ranks than kv heads, several consecutive ranks have the same head.
+    """
 
     start: int
     stop: int
-    replica_axis: Axis
+    shared_axis: Axis
 
 
 @dataclass(eq=False)
@@ -136,9 +141,11 @@ class Bucket:
     weights: list[ShardedParameter]
     bucket_scheduler: BucketScheduler
     segments: list[BucketSegment]
-    """Ranges whose gradients are summed over the same ranks."""
+    """Ranges whose gradients are summed over the same ranks, before the replica axis."""
+    replica_axis: Axis
+    """The ranks with the same shards, which split its gradients and optimizer states."""
     size: int
-    """Number of elements on this rank, rounded up to a multiple of the data axis."""
+    """Number of elements on this rank, rounded up to a multiple of the replica axis."""
     reduce_at_step_end: bool
     """Whether gradients are complete only at the end of a step (tied weights, vectors)."""
     tied_axis: Axis | None
@@ -152,9 +159,9 @@ class Bucket:
     unsharded_grads: Tensor | None = None
     """Gradients of the gathered weights `[depth, reduced_elements]`, before their reduction."""
     reduced_grads: list[PendingTensor] = field(default_factory=list)
-    """Data shards of gradients `[reduced_elements/data]`, to be summed."""
+    """Optimizer shards of gradients `[optimizer_shard_size]`, to be summed."""
     final_grads: GradientAccumulator | None = None
-    """The data shard of the gradient, summed over all ranks that have the bucket."""
+    """The optimizer shard of the gradient, summed over all ranks that have the bucket."""
     grad_squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Gradients of this step whose squares are already being summed, with their partial sums."""
     squares_event: StreamEvent = None
@@ -171,8 +178,8 @@ class Bucket:
     def traffic(self) -> BucketTraffic:
         """The communication volumes of the bucket."""
         spans = [
-            (segment.replica_axis.names, segment.stop - segment.start)
-            for segment in self.replicated_segments
+            (segment.shared_axis.names, segment.stop - segment.start)
+            for segment in self.shared_segments
         ]
         tied = self.tied_axis is not None
         return BucketTraffic(
@@ -182,6 +189,7 @@ class Bucket:
             self.is_depth_sharded,
             self.trainable,
             self.reduce_at_step_end,
+            AxisGroup(self.replica_axis.names, self.replica_axis.size),
             tuple(spans),
             tied,
         )
@@ -198,13 +206,13 @@ class Bucket:
 
     @property
     def reduced_elements(self) -> int:
-        """Number of elements that are reduced and updated; a multiple of the data axis."""
+        """Number of elements that are reduced and updated; a multiple of the replica axis."""
         return self.size if self.sparsity_mask is None else self.sparsity_mask.compressed_size
 
     @property
-    def data_shard_size(self) -> int:
-        """Number of elements of the data shard, which this rank updates."""
-        return self.reduced_elements // self.bucket_scheduler.data_axis.size
+    def optimizer_shard_size(self) -> int:
+        """Number of elements of the optimizer shard, which this rank updates."""
+        return self.reduced_elements // self.replica_axis.size
 
     @property
     def storage(self) -> Tensor:
@@ -247,9 +255,9 @@ class Bucket:
             self.bucket_scheduler.unshard_block(self.name)
 
     @property
-    def replicated_segments(self) -> list[BucketSegment]:
-        """Segments whose gradients must be summed over other axes than depth and data."""
-        return [segment for segment in self._segments_in_grad() if segment.replica_axis.size > 1]
+    def shared_segments(self) -> list[BucketSegment]:
+        """Segments whose gradients must be summed over ranks of an axis that splits them."""
+        return [segment for segment in self._segments_in_grad() if segment.shared_axis.size > 1]
 
     def _segments_in_grad(self) -> list[BucketSegment]:
         """Returns the segments with their bounds in a (compressed) gradient."""
@@ -259,16 +267,20 @@ class Bucket:
             BucketSegment(
                 self.sparsity_mask.compressed_offset(s.start),
                 self.sparsity_mask.compressed_offset(s.stop),
-                s.replica_axis,
+                s.shared_axis,
             )
             for s in self.segments
         ]
 
-    def is_owner_of(self, weight: ShardedParameter) -> bool:
-        """Whether this is the first rank, along other axes than data, with this shard."""
+    def owns_weight(self, weight: ShardedParameter) -> bool:
+        """Whether this is the first of all ranks with this shard of the weight."""
+        return self.replica_axis.index == 0 and self.owns_states(weight)
+
+    def owns_states(self, weight: ShardedParameter) -> bool:
+        """Whether this is the first rank with this optimizer shard of the weight."""
         # For tied weights the first stage that has them is the owner.
         tied = self.tied_axis is not None and self.tied_axis.index > 0
-        return self.segment_of(weight).replica_axis.index == 0 and not tied
+        return self.segment_of(weight).shared_axis.index == 0 and not tied
 
     def segment_of(self, weight: ShardedParameter) -> BucketSegment:
         """Returns the segment of a weight."""
@@ -277,10 +289,10 @@ class Bucket:
         return next(s for s in self.segments if s.start <= offset < max(s.stop, s.start + 1))
 
     def owned_pieces(self, pieces: Pieces) -> list[Tensor]:
-        """Returns the parts of a gradient's data shard that this rank owns; see `is_owner_of`."""
-        low = self.bucket_scheduler.data_axis.index * self.data_shard_size
+        """Returns the parts of a gradient's optimizer shard that this rank owns."""
+        low = self.replica_axis.index * self.optimizer_shard_size
         tied = self.tied_axis is not None and self.tied_axis.index > 0
-        owned = [s for s in self._segments_in_grad() if s.replica_axis.index == 0 and not tied]
+        owned = [s for s in self._segments_in_grad() if s.shared_axis.index == 0 and not tied]
         # Bounds below zero are before the piece; the slice clips bounds after its end.
         return [
             piece[max(s.start - low - at, 0) : max(s.stop - low - at, 0)]
@@ -289,37 +301,37 @@ class Bucket:
         ]
 
     @property
-    def data_shard_bounds(self) -> tuple[int, int]:
-        """Start and end of the data shard in the values `[size]`."""
-        axis = self.bucket_scheduler.data_axis
+    def optimizer_shard_bounds(self) -> tuple[int, int]:
+        """Start and end of the optimizer shard in the values `[size]`."""
+        axis = self.replica_axis
         # Shards have equal numbers of compressed elements, so their dense sizes differ.
         if self.sparsity_mask is not None:
             return self.sparsity_mask.shard_bounds[axis.index], self.sparsity_mask.shard_bounds[
                 axis.index + 1
             ]
-        return axis.index * self.data_shard_size, (axis.index + 1) * self.data_shard_size
+        return axis.index * self.optimizer_shard_size, (axis.index + 1) * self.optimizer_shard_size
 
     def state_shard(self, weight: ShardedParameter) -> Shard:
         """Returns the part of `weight` with optimizer states on this rank.
 
-        It is the overlap of the weight with the data shard.
+        It is the overlap of the weight with the optimizer shard.
         """
-        start, stop = (bound - weight.offset for bound in self.data_shard_bounds)
+        start, stop = (bound - weight.offset for bound in self.optimizer_shard_bounds)
         return weight.shard.narrow_flat(max(start, 0), max(stop, 0))
 
     def dense_state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """Returns the range of `state_shard(weight)` in a dense tensor of the data shard."""
-        start = max(weight.offset - self.data_shard_bounds[0], 0)
+        """Returns the range of `state_shard(weight)` in a dense tensor of the optimizer shard."""
+        start = max(weight.offset - self.optimizer_shard_bounds[0], 0)
         flat = self.state_shard(weight).flat_range
         assert flat is not None
         return start, start + flat[1] - flat[0]
 
     def split_by_weight(self, pieces: Pieces) -> list[tuple[ShardedParameter, Tensor]]:
-        """Splits the data shard by weight, with zeros for pruned elements."""
+        """Splits the optimizer shard by weight, with zeros for pruned elements."""
         whole = self.to_dense(flatten_pieces(pieces, self.bucket_scheduler.reduce_dtype))
         return [(weight, whole[slice(*self.dense_state_range(weight))]) for weight in self.weights]
 
-    # ---- the data shard, compressed if the bucket is pruned --------------------------------
+    # ---- the optimizer shard, compressed if the bucket is pruned --------------------------------
 
     def set_sparsity_mask(self, mask: Tensor | None) -> None:
         """Prunes the weights to the elements in `mask` `[size]`; None makes the bucket dense.
@@ -343,63 +355,64 @@ class Bucket:
             mine = axis.index
         else:
             mine = 0
-        ranks = self.bucket_scheduler.data_axis.size
+        ranks = self.replica_axis.size
         self.sparsity_mask = SparsityMask(rows, self.size, edges, mine=mine, ranks=ranks)
         self.sparsity_mask.zero_pruned(self.storage)
 
     def state_range(self, weight: ShardedParameter) -> tuple[int, int]:
-        """Returns the range of a weight in the states of the data shard `[data_shard_size]`."""
+        """Returns the range of a weight in the states `[optimizer_shard_size]`."""
         if self.sparsity_mask is None:
             return self.dense_state_range(weight)
-        first = self.bucket_scheduler.data_axis.index * self.data_shard_size
+        first = self.replica_axis.index * self.optimizer_shard_size
         edges = (weight.offset, weight.offset + weight.num_elements)
-        # Clamp to the data shard, as a weight may begin or end on another data rank.
+        # Clamp to the optimizer shard, as a weight may begin or end on another rank.
         low, high = (
-            min(max(self.sparsity_mask.compressed_offset(edge) - first, 0), self.data_shard_size)
+            min(
+                max(self.sparsity_mask.compressed_offset(edge) - first, 0),
+                self.optimizer_shard_size,
+            )
             for edge in edges
         )
         return low, high
 
-    def take_data_shard(self, flat: Tensor) -> Tensor:
-        """Returns the data shard `[data_shard_size]` of a tensor `[size]`; a copy if pruned."""
+    def take_optimizer_shard(self, flat: Tensor) -> Tensor:
+        """Returns the optimizer shard of a tensor `[size]`; a copy if pruned."""
         if self.sparsity_mask is not None:
-            first = self.bucket_scheduler.data_axis.index * self.data_shard_size
+            first = self.replica_axis.index * self.optimizer_shard_size
             return self.sparsity_mask.compress_range(
-                flat.to(self.sparsity_mask.device), 0, first, first + self.data_shard_size
+                flat.to(self.sparsity_mask.device), 0, first, first + self.optimizer_shard_size
             )
-        if self.data_shard_size:
-            return flat.view(-1, self.data_shard_size)[self.bucket_scheduler.data_axis.index]
+        if self.optimizer_shard_size:
+            return flat.view(-1, self.optimizer_shard_size)[self.replica_axis.index]
         return flat[:0]
 
     def to_dense(self, part: Tensor) -> Tensor:
-        """Converts a data shard `[data_shard_size]` to dense, with zeros for pruned elements."""
+        """Converts an optimizer shard to dense, with zeros for pruned elements."""
         if self.sparsity_mask is None:
             return part
-        low, high = self.data_shard_bounds
+        low, high = self.optimizer_shard_bounds
         dense = torch.zeros(high - low, dtype=part.dtype, device=self.sparsity_mask.device)
         self.sparsity_mask.write_dense(
-            dense, low, self.bucket_scheduler.data_axis.index * self.data_shard_size, part
+            dense, low, self.replica_axis.index * self.optimizer_shard_size, part
         )
         return dense
 
     def to_compressed(self, dense: Tensor) -> Tensor:
-        """Converts a dense tensor to a compressed data shard; the inverse of `to_dense`."""
+        """Converts a dense tensor to a compressed optimizer shard; the inverse of `to_dense`."""
         if self.sparsity_mask is None:
             return dense
-        first = self.bucket_scheduler.data_axis.index * self.data_shard_size
+        first = self.replica_axis.index * self.optimizer_shard_size
         dense = dense.to(self.sparsity_mask.device)
         return self.sparsity_mask.compress_range(
-            dense, self.data_shard_bounds[0], first, first + self.data_shard_size
+            dense, self.optimizer_shard_bounds[0], first, first + self.optimizer_shard_size
         )
 
-    def write_data_shard(self, start: int, new: Tensor) -> None:
-        """Writes new values of the data shard, from offset `start`, to their storage."""
-        self.write_updated_values(
-            self.bucket_scheduler.data_axis.index * self.data_shard_size + start, new
-        )
+    def write_optimizer_shard(self, start: int, new: Tensor) -> None:
+        """Writes new values of the optimizer shard, from offset `start`, to their storage."""
+        self.write_updated_values(self.replica_axis.index * self.optimizer_shard_size + start, new)
 
     def write_updated_values(self, start: int, new: Tensor) -> None:
-        """Writes new values of updated elements (of all data ranks), from offset `start`."""
+        """Writes new values of updated elements (of all replicas), from offset `start`."""
         if self.sparsity_mask is None:
             self.storage[start : start + new.numel()].copy_(new, non_blocking=True)
             return

@@ -9,11 +9,12 @@ Over the depth axis a bucket is
   the computation of that bucket (ORS).
 
 Gathers and reduce-scatters have separate communicators. In the last micro-batch of a step the
-reduction over data follows immediately; if ranks of other axes have replicas of some weights, they
-are summed first, while the next block computes. Gradients are accumulated by parameter identity,
-never into a tensor of the backward pass (recomputation creates new ones), and are added in
-micro-batch order. If an overlap is disabled, the same buffers are used in the same order and waited
-for immediately, so results are bit-identical. `finish_gradients` waits for everything.
+reduction over the replica axis of a bucket (all ranks with the same shards) follows immediately; kv
+heads that several ranks of row share are summed first, while the next block computes. Gradients are
+accumulated by parameter identity, never into a tensor of the backward pass (recomputation creates
+new ones), and are added in micro-batch order. If an overlap is disabled, the same buffers are used
+in the same order and waited for immediately, so results are bit-identical. `finish_gradients` waits
+for everything.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class BucketScheduler:
         # Two communicators for the same ranks, so that a gather does not wait for a reduce-scatter.
         self.gather_axis = grid.axis("depth", channel="gather")
         self.scatter_axis = grid.axis("depth", channel="scatter")
-        self.data_axis = grid.axis("data")
         self.buckets: list[Bucket] = []
         self.device = torch.device("cpu")
         """Device of the weights."""
@@ -68,9 +68,9 @@ class BucketScheduler:
         self._blocks_seen: list[str] = []
         self._prefetches: dict[str, list[PendingTensor]] = {}
         self._resident_block = ""
-        self._filling_bucket: Bucket | None = None
-        self._depth_reductions: deque[tuple[Bucket, PendingTensor, bool]] = deque()
-        self._replica_sums: deque[tuple[Bucket, Tensor, list[PendingTensor]]] = deque()
+        self._filling_buckets: list[Bucket] = []
+        self._depth_reductions: deque[tuple[list[tuple[Bucket, PendingTensor]], bool]] = deque()
+        self._shared_sums: deque[tuple[Bucket, Tensor, list[PendingTensor]]] = deque()
 
     # ---- weights: all-gather over depth, fetch from the host ---------------------------
 
@@ -92,7 +92,7 @@ class BucketScheduler:
         self._blocks_seen = []
         self._prefetches = {}
         self._resident_block = ""
-        self._filling_bucket, self._depth_reductions, self._replica_sums = None, deque(), deque()
+        self._filling_buckets, self._depth_reductions, self._shared_sums = [], deque(), deque()
         if self.host_offload is not None:
             wait_for_event(self.host_offload.finish_transfers(), self.device)
         for bucket in self.buckets:
@@ -142,9 +142,9 @@ class BucketScheduler:
             self.host_offload.synchronize()
 
     def _unshard_block(self, block: str) -> None:
-        if self._filling_bucket is not None and self._filling_bucket.name != block:
+        if self._filling_buckets and self._filling_buckets[0].name != block:
             # The previous block is complete: issue its reduction before the gathers below.
-            self._reduce_filled_bucket()
+            self._reduce_filled_buckets()
         here = self._buckets_to_fetch(block)
         # A block that is needed after this one keeps its memory, as it is prefetched below.
         follows = self._next_block([*self._blocks_seen, block])
@@ -219,12 +219,12 @@ class BucketScheduler:
             self._prefetches[block] = self._gather_block(block)
 
     def begin_pass(self, *, last: bool = False, forget: bool = False) -> None:
-        """Starts a pass over some blocks. last: reductions over data start during this pass.
+        """Starts a pass over some blocks. last: reductions over replicas start during this pass.
 
         forget: whether to drop the weights of the current block, with which this pass does not
         begin.
         """
-        self._reduce_filled_bucket()
+        self._reduce_filled_buckets()
         self._is_last_micro_batch = last
         if forget and not self.keep_unsharded:
             for bucket in self._buckets_to_fetch(self._resident_block):
@@ -233,18 +233,18 @@ class BucketScheduler:
 
     def flush_reductions(self) -> None:
         """Starts all remaining reductions of this pass, before another pass begins."""
-        self._reduce_filled_bucket()
+        self._reduce_filled_buckets()
         while self._depth_reductions:
-            self._finish_depth_reduction()
-        while self._replica_sums:
-            self._finish_replica_sum()
+            self._finish_depth_reductions()
+        while self._shared_sums:
+            self._finish_shared_sum()
 
-    # ---- gradients: reduce over depth, replicas, data ----------------------------------
+    # ---- gradients: reduce over depth, shared heads, replicas --------------------------
 
     def accumulate_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
         """Adds a gradient of a gathered weight.
 
-        If another bucket was being filled, it is complete and is reduced.
+        If another block was being filled, it is complete and is reduced.
         """
         if not weight.is_depth_sharded:
             self.accumulate_shard_grad(weight.bucket, weight.offset, grad)
@@ -277,68 +277,74 @@ class BucketScheduler:
             self.host_offload.offload_grads(bucket)
 
     def _start_filling(self, bucket: Bucket) -> None:
-        """Marks a bucket as being filled, and reduces the bucket of the previous block.
-
-        Other buckets of the same block are reduced at the end.
-        """
-        if bucket.reduce_at_step_end or (
-            self._filling_bucket is not None and bucket.name == self._filling_bucket.name
-        ):
+        """Marks a bucket as being filled, and reduces the buckets of the previous block."""
+        if bucket.reduce_at_step_end or bucket in self._filling_buckets:
             return
-        self._reduce_filled_bucket()
-        self._filling_bucket = bucket
+        if self._filling_buckets and self._filling_buckets[0].name != bucket.name:
+            self._reduce_filled_buckets()
+        self._filling_buckets.append(bucket)
 
-    def _reduce_filled_bucket(self) -> None:
-        """Reduces the bucket that was being filled."""
-        bucket = self._filling_bucket
-        self._filling_bucket = None
-        if bucket is not None and bucket.unsharded_grads is not None:
-            self._reduce_scatter_over_depth(bucket)
-        elif bucket is not None:
-            if self._is_last_micro_batch:
+    def _reduce_filled_buckets(self) -> None:
+        """Reduces the buckets of the block that was being filled."""
+        # The order of all buckets is the same on all ranks, unlike that of the first gradients.
+        filled = [bucket for bucket in self.buckets if bucket in self._filling_buckets]
+        self._filling_buckets = []
+        unsharded = [bucket for bucket in filled if bucket.unsharded_grads is not None]
+        self._reduce_scatter_over_depth(unsharded)
+        for bucket in filled:
+            if bucket not in unsharded:
+                if self._is_last_micro_batch:
+                    self._start_early_reduction(bucket)
+                self._offload_grads(bucket)
+
+    def _reduce_scatter_over_depth(self, buckets: list[Bucket]) -> None:
+        """Starts the reductions over depth of the buckets of a block."""
+        if not buckets:
+            return
+        pending = []
+        for bucket in buckets:
+            assert bucket.unsharded_grads is not None
+            flat = bucket.unsharded_grads.view(-1)
+            with self.grid.trace.named_scope(bucket.name):
+                pending.append((bucket, collectives.reduce_scatter(flat, self.scatter_axis)))
+            bucket.unsharded_grads = None
+        self._depth_reductions.append((pending, self._is_last_micro_batch))
+        # With overlap, those of one block remain in flight while the next block computes; more
+        # would keep the gradient buffers of several blocks.
+        while len(self._depth_reductions) > (1 if "dw" in self.overlap else 0):
+            self._finish_depth_reductions()
+
+    def _finish_depth_reductions(self) -> None:
+        """Waits for the oldest reductions over depth."""
+        reductions, last = self._depth_reductions.popleft()
+        for bucket, pending in reductions:
+            if bucket.host_data is not None and self.host_offload is not None:
+                self.host_offload.fetch_grads(bucket)
+            bucket.add_compressed_grad(pending.wait())
+            # `last` belongs to the pass that issued the reduction; another may have begun since.
+            if last:
                 self._start_early_reduction(bucket)
             self._offload_grads(bucket)
 
-    def _reduce_scatter_over_depth(self, bucket: Bucket) -> None:
-        assert bucket.unsharded_grads is not None
-        with self.grid.trace.named_scope(bucket.name):
-            pending = collectives.reduce_scatter(bucket.unsharded_grads.view(-1), self.scatter_axis)
-        bucket.unsharded_grads = None
-        self._depth_reductions.append((bucket, pending, self._is_last_micro_batch))
-        # With overlap, one reduction remains in flight while the next block computes; more would
-        # keep the gradient buffers of several blocks.
-        while len(self._depth_reductions) > (1 if "dw" in self.overlap else 0):
-            self._finish_depth_reduction()
-
-    def _finish_depth_reduction(self) -> None:
-        """Waits for the oldest reduction over depth."""
-        bucket, pending, last = self._depth_reductions.popleft()
-        if bucket.host_data is not None and self.host_offload is not None:
-            self.host_offload.fetch_grads(bucket)
-        bucket.add_compressed_grad(pending.wait())
-        # `last` belongs to the pass that issued the reduction; another pass may have begun since.
-        if last:
-            self._start_early_reduction(bucket)
-        self._offload_grads(bucket)
-
     def _start_early_reduction(self, bucket: Bucket) -> None:
-        """Starts the reduction over data during backward, if the gradient is complete."""
-        # Without a data axis, `finish_gradients` computes the sum over replicas.
-        if bucket.reduce_at_step_end or (bucket.replicated_segments and self.data_axis.size == 1):
+        """Starts the reduction over replicas during backward, if the gradient is complete."""
+        shared = bucket.shared_segments
+        # Without replicas, `finish_gradients` computes the sum of shared heads.
+        if bucket.reduce_at_step_end or (shared and bucket.replica_axis.size == 1):
             return
-        if bucket.replicated_segments:
-            self._replica_sums.append((bucket, *self._start_replica_sums(bucket)))
-            while len(self._replica_sums) > (1 if "dw" in self.overlap else 0):
-                self._finish_replica_sum()
-        elif self.data_axis.size > 1:
-            self._reduce_over_data(bucket, self._pop_grad(bucket))
+        if shared:
+            self._shared_sums.append((bucket, *self._start_shared_sums(bucket)))
+            while len(self._shared_sums) > (1 if "dw" in self.overlap else 0):
+                self._finish_shared_sum()
+        elif bucket.replica_axis.size > 1:
+            self._reduce_over_replicas(bucket, self._pop_grad(bucket))
         elif self.on_bucket_complete is not None and "dw" in self.overlap:
             self.on_bucket_complete(bucket)
 
-    def _finish_replica_sum(self) -> None:
-        """Waits for the oldest sum over replicas; the reduction over data follows."""
-        bucket, whole, pending = self._replica_sums.popleft()
-        self._reduce_over_data(bucket, _merge_replica_sums(bucket, whole, pending))
+    def _finish_shared_sum(self) -> None:
+        """Waits for the oldest sum of shared heads; the reduction over replicas follows."""
+        bucket, whole, pending = self._shared_sums.popleft()
+        self._reduce_over_replicas(bucket, _merge_shared_sums(bucket, whole, pending))
 
     def _pop_grad(self, bucket: Bucket) -> Tensor:
         """Removes and returns the gradient of a bucket; later gradients are added separately."""
@@ -347,27 +353,27 @@ class BucketScheduler:
         bucket.grad = None
         return whole
 
-    def _reduce_over_data(self, bucket: Bucket, whole: Tensor) -> None:
-        """Starts the reduction of a gradient over data."""
+    def _reduce_over_replicas(self, bucket: Bucket, whole: Tensor) -> None:
+        """Starts the reduction of a gradient over all ranks with the same shards."""
         with self.grid.trace.named_scope(bucket.name):
-            pending = collectives.reduce_scatter(whole, self.data_axis)
+            pending = collectives.reduce_scatter(whole, bucket.replica_axis)
         bucket.reduced_grads.append(pending)
         if "dw" not in self.overlap:
             pending.wait()
 
     def finish_gradients(self) -> list[tuple[Bucket, Pieces]]:
-        """Returns each trainable bucket with the data shard of its gradient, in pieces.
+        """Returns each trainable bucket with the optimizer shard of its gradient, in pieces.
 
         The gradient is summed over all ranks that have the bucket.
-        Communicates: the remaining reductions over depth, then over the axes that do not shard a
-        weight, then over data.
+        Communicates: the remaining reductions over depth, then over ranks that share kv heads, then
+        over the replica axis.
         """
         self._check_params()
-        self._reduce_filled_bucket()
-        # Other buckets of the last block, and buckets that are complete only now.
+        self._reduce_filled_buckets()
+        # Buckets that are complete only now.
         for bucket in self.buckets:
             if bucket.unsharded_grads is not None:
-                self._reduce_scatter_over_depth(bucket)
+                self._reduce_scatter_over_depth([bucket])
         self.flush_reductions()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
@@ -382,22 +388,20 @@ class BucketScheduler:
                 ):
                     # The last micro-batch had no gradient for it, so its squares are not summed.
                     self.host_offload.fetch_grads(bucket)
-                self._sum_over_replicas(bucket)
-                if self.data_axis.size > 1:
-                    self._reduce_over_data(bucket, self._pop_grad(bucket))
+                self._sum_shared_grads(bucket)
+                if bucket.replica_axis.size > 1:
+                    self._reduce_over_replicas(bucket, self._pop_grad(bucket))
         return [(bucket, self._collect_final_grads(bucket)) for bucket in buckets]
 
     def _collect_final_grads(self, bucket: Bucket) -> Pieces:
-        """Returns the data shard of a gradient, reduced if other ranks have the bucket.
+        """Returns the optimizer shard of a gradient, reduced if other ranks have the bucket.
 
         Buckets that are reduced at the end of a step have many small weights, or one weight with
         two gradients; they are merged into one piece.
         """
         device = bucket.data.device
         if bucket.final_grads is None:
-            bucket.final_grads = GradientAccumulator(
-                bucket.reduced_elements // self.data_axis.size, self.reduce_dtype
-            )
+            bucket.final_grads = GradientAccumulator(bucket.optimizer_shard_size, self.reduce_dtype)
         if bucket.grad is not None:
             pieces = bucket.grad.covering_pieces(device)
             for at, piece in (
@@ -436,31 +440,30 @@ class BucketScheduler:
                         "Freeze or unfreeze weights before you call parallelize()."
                     )
 
-    def _sum_over_replicas(self, bucket: Bucket) -> None:
-        """Sums the gradient over ranks with the same shards, except along depth and data."""
-        if not bucket.replicated_segments and bucket.tied_axis is None:
+    def _sum_shared_grads(self, bucket: Bucket) -> None:
+        """Sums the gradient over ranks that share kv heads and over stages with tied weights."""
+        if not bucket.shared_segments and bucket.tied_axis is None:
             return
-        whole = _merge_replica_sums(bucket, *self._start_replica_sums(bucket))
+        whole = _merge_shared_sums(bucket, *self._start_shared_sums(bucket))
         if bucket.tied_axis is not None:
             with self.grid.trace.named_scope(bucket.name):
                 whole = collectives.all_reduce(whole, bucket.tied_axis).wait()
         bucket.grad = GradientAccumulator(bucket.reduced_elements, self.reduce_dtype)
         bucket.grad.parts = {(0, bucket.reduced_elements): whole}
 
-    def _start_replica_sums(self, bucket: Bucket) -> tuple[Tensor, list[PendingTensor]]:
-        """Returns the gradient of a bucket, and the pending sums of its segments over replicas."""
+    def _start_shared_sums(self, bucket: Bucket) -> tuple[Tensor, list[PendingTensor]]:
+        """Returns the gradient of a bucket, and the pending sums of its shared segments."""
         # Clone, as the sums are written into it, and the gradient may be a tensor of autograd.
         whole = self._pop_grad(bucket).clone()
         with self.grid.trace.named_scope(bucket.name):
             parts = [
-                (whole[one.start : one.stop], one.replica_axis)
-                for one in bucket.replicated_segments
+                (whole[one.start : one.stop], one.shared_axis) for one in bucket.shared_segments
             ]
             return whole, [collectives.all_reduce(part, over) for part, over in parts]
 
 
-def _merge_replica_sums(bucket: Bucket, whole: Tensor, pending: list[PendingTensor]) -> Tensor:
+def _merge_shared_sums(bucket: Bucket, whole: Tensor, pending: list[PendingTensor]) -> Tensor:
     """Writes the sums of the segments into the gradient and returns it."""
-    for segment, one in zip(bucket.replicated_segments, pending, strict=True):
+    for segment, one in zip(bucket.shared_segments, pending, strict=True):
         whole[segment.start : segment.stop].copy_(one.wait())
     return whole

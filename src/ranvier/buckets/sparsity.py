@@ -60,7 +60,7 @@ class SparsityMask:
     ) -> None:
         """bits: masks of all depth ranks, `[depth, ceil(size / 8)]`. edges: bounds of the weights.
 
-        mine: row of this rank. ranks: number of equal ranges of a compressed row (over data).
+        mine: row of this rank. ranks: number of equal ranges of a compressed row (replicas).
         """
         self.size = size
         self.row_index = mine

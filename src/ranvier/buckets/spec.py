@@ -16,7 +16,7 @@ from typing import Literal
 
 from ranvier.config.plan import AXES
 from ranvier.cost.layers import AxisGroup
-from ranvier.sharding import Sharding
+from ranvier.sharding import Sharding, round_up
 from ranvier.trace import Event
 
 VECTORS = "vectors"
@@ -55,11 +55,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a bucket, and the number of ranks per axis (except data) with the same shards."""
+    """A range of a bucket whose shards are the same on a few ranks of axes that split it."""
 
     start: int
     stop: int
-    replicas: Mapping[str, int]
+    shared: Mapping[str, int]
+    """Number of consecutive ranks of these axes with the same shards (shared kv heads)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,10 @@ class BucketSpec:
     block: str
     params: tuple[ParamSpec, ...]
     ranges: tuple[BucketRange, ...]
+    replica_axis: AxisGroup
+    """The ranks with the same shards, which split its gradients and optimizer states."""
     size: int
-    """Number of elements on this rank, rounded up to a multiple of the data axis."""
+    """Number of elements on this rank, rounded up to a multiple of the replica axis."""
     reduce_at_step_end: bool
     """Whether gradients are complete only at the end of a step (tied weights, vectors)."""
 
@@ -78,7 +81,7 @@ class BucketSpec:
     def traffic(self) -> BucketTraffic:
         """The communication volumes of the bucket."""
         first = self.params[0]
-        spans = [(tuple(one.replicas), one.stop - one.start) for one in self.ranges if one.replicas]
+        spans = [(tuple(one.shared), one.stop - one.start) for one in self.ranges if one.shared]
         tied = bool(first.other_stages)
         return BucketTraffic(
             self.block,
@@ -87,13 +90,17 @@ class BucketSpec:
             first.is_depth_sharded,
             first.trainable,
             self.reduce_at_step_end,
+            self.replica_axis,
             tuple(spans),
             tied,
         )
 
 
 def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) -> list[BucketSpec]:
-    """Groups weights into buckets by block, depth sharding, parameter group, trainable and tied."""
+    """Groups weights into buckets by block, depth sharding, parameter group, trainable and tied.
+
+    All weights of a bucket have the same replica axis, over which one collective reduces them.
+    """
     groups: dict[tuple[object, ...], list[ParamSpec]] = {}
     for piece in pieces:
         tied = piece.is_tied or bool(piece.other_stages)
@@ -104,36 +111,45 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
             piece.trainable,
             tied,
             piece.other_stages,
+            replica_axis(piece.sharding, degrees),
         )
         groups.setdefault(key, []).append(piece)
-    multiple = degrees["data"]
     found = []
     for members in groups.values():
         block = members[0].block
-        # Weights with the same replicas become adjacent, so that one range covers them. The sort is
-        # stable, so all ranks have the same layout.
-        members.sort(key=lambda piece: sorted(replicas_per_axis(piece.sharding, degrees).items()))
-        ranges = _replica_ranges(members, degrees)
-        # The flat buffer is split into equal ranges over data.
-        size = -(-ranges[-1].stop // multiple) * multiple
+        # Weights that equally many ranks share become adjacent, so that one range covers them. The
+        # sort is stable, so all ranks have the same layout.
+        members.sort(key=lambda piece: sorted(shared_ranks(piece.sharding, degrees).items()))
+        ranges = _shared_ranges(members, degrees)
+        # The replica axis splits the flat buffer into equal ranges.
+        replicas = replica_axis(members[0].sharding, degrees)
+        size = round_up(ranges[-1].stop, replicas.size)
         late = members[0].is_tied or bool(members[0].other_stages) or block == VECTORS
-        found.append(BucketSpec(block, tuple(members), tuple(ranges), size, late))
+        found.append(BucketSpec(block, tuple(members), tuple(ranges), replicas, size, late))
     return found
 
 
-def replicas_per_axis(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Returns the number of ranks with the same shard per axis, except data and pipe."""
+def replica_axis(sharding: Sharding, degrees: Mapping[str, int]) -> AxisGroup:
+    """Returns the fused axis of all ranks with the same shard: the axes that do not split it.
+
+    Stages of a pipeline have different weights, except tied ones, which have a sum of their own.
+    """
     same = sharding.replica_counts(degrees)
-    return {axis: count for axis, count in same.items() if axis not in ("data", "pipe")}
+    axes = {axis: n for axis, n in same.items() if axis not in {"pipe", *sharding.split_axes}}
+    return AxisGroup(tuple(axes), math.prod(axes.values()))
 
 
-def _replica_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:
-    """Returns the ranges of consecutive weights with the same replicas."""
+def shared_ranks(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
+    """Returns how many consecutive ranks of an axis that splits a weight have the same shard."""
+    same = sharding.replica_counts(degrees)
+    return {axis: count for axis, count in same.items() if axis in sharding.split_axes}
+
+
+def _shared_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:
+    """Returns the ranges of consecutive weights that equally many ranks share."""
     found = []
     start = 0
-    for same, group in itertools.groupby(
-        members, key=lambda p: replicas_per_axis(p.sharding, degrees)
-    ):
+    for same, group in itertools.groupby(members, key=lambda p: shared_ranks(p.sharding, degrees)):
         stop = start + sum(piece.num_elements for piece in group)
         found.append(BucketRange(start, stop, same))
         start = stop
@@ -155,8 +171,10 @@ class BucketTraffic:
     is_depth_sharded: bool
     trainable: bool
     reduce_at_step_end: bool
-    replica_sums: tuple[tuple[tuple[str, ...], int], ...] = ()
-    """Axes other than depth and data over which elements are summed, and the number of elements."""
+    replica_axis: AxisGroup
+    """The ranks with the same shards, which split its gradients and optimizer states."""
+    shared_sums: tuple[tuple[tuple[str, ...], int], ...] = ()
+    """Axes over which elements that a few ranks share are summed first, and their number."""
     tied_across_stages: bool = False
     """Whether other stages also have it."""
 
@@ -204,7 +222,7 @@ def grad_scatter_event(bulk: BucketTraffic, depth: AxisGroup, types: ElementSize
 
 
 def optimizer_step_events(
-    bulk: BucketTraffic, depth: AxisGroup, data: AxisGroup, types: ElementSizes
+    bulk: BucketTraffic, depth: AxisGroup, types: ElementSizes
 ) -> list[Event]:
     """Returns the communication of a bucket in the optimizer step: gradients, then weights."""
     if not bulk.trainable:
@@ -214,15 +232,15 @@ def optimizer_step_events(
     # Other buckets are reduce-scattered over depth during backward.
     if bulk.reduce_at_step_end and bulk.is_depth_sharded:
         events.append(grad_scatter_event(bulk, depth, types))
-    for names, elements in bulk.replica_sums:
+    for names, elements in bulk.shared_sums:
         events.append(Event("all_reduce", names, elements * types.grad_bytes, bulk.block))
     if bulk.tied_across_stages:
         events.append(Event("all_reduce", ("pipe",), grad, bulk.block))
-    if data.size > 1:
-        events.append(Event("reduce_scatter", data.names, grad, bulk.block))
-        events.append(
-            Event("all_gather", data.names, bulk.reduced_elements * types.param_bytes, bulk.block)
-        )
+    if bulk.replica_axis.size > 1:
+        names = bulk.replica_axis.names
+        weights = bulk.reduced_elements * types.param_bytes
+        events.append(Event("reduce_scatter", names, grad, bulk.block))
+        events.append(Event("all_gather", names, weights, bulk.block))
     return events
 
 

@@ -84,15 +84,15 @@ class LayoutContext:
         region = self.table.activation_rule(dim)
         return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
 
-    def context_seq(self, flow: ActivationShape) -> int:
-        """Returns the tokens of a sequence on a rank of context, s/context."""
-        return self.table.local_shape("heads", flow.samples, flow.seq, 0, self.degrees)[1]
-
     def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Returns the tokens of a micro-batch on this rank for the feature dim `dim`."""
         # An ActivationShape already belongs to one replica.
         inside = (self.table.axes_inside_replica(dim, name) for name in ("batch", "seq"))
         return flow.samples * flow.seq // count_parts(chain.from_iterable(inside), self.degrees)
+
+    def inner_seq(self, flow: ActivationShape) -> int:
+        """Returns the tokens of a sample on this rank inside attention, MLP and head."""
+        return flow.seq // self.table.num_parts("vocab", "seq", self.degrees)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +187,7 @@ class EmbeddingCost(LayerCost):
 
     # Before the scatter a rank has rows for all tokens, with its part of the embed dim.
     def _num_elements(self, flow: ActivationShape) -> int:
-        tokens = flow.samples * self.layout_context.context_seq(flow)
+        tokens = flow.samples * self.layout_context.inner_seq(flow)
         return tokens * self.weight_sharding.unsharded_shape[1]
 
 

@@ -302,7 +302,7 @@ class LMHeadCost(LinearCost):
     def chunk_tokens(self, flow: ActivationShape) -> list[int]:
         """Returns the number of tokens of each chunk, over all samples."""
         row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
-        seq = self.layout_context.context_seq(flow)
+        seq = self.layout_context.inner_seq(flow)
         # Without a scatter, samples are flattened; otherwise a chunk is a range of the sequence of
         # all samples.
         if self.scatter_group.size == 1:
@@ -316,7 +316,7 @@ class LMHeadCost(LinearCost):
         return max(self.chunk_tokens(flow), default=0) * row
 
     def _input_elements(self, flow: ActivationShape) -> int:
-        tokens = flow.samples * self.layout_context.context_seq(flow)
+        tokens = flow.samples * self.layout_context.inner_seq(flow)
         return tokens * self.weights[0].weight_sharding.unsharded_shape[1]
 
     def _logit_elements(self, tokens: int) -> int:

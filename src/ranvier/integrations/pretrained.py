@@ -333,8 +333,7 @@ class PretrainedModel(nn.Module):
         dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         whole = torch.zeros(shapes[name], dtype=dtype, device=device)
         weight = parallel.weights.get(name)
-        first = self.grid.index["data"] == 0
-        if weight is not None and first and weight.bucket.is_owner_of(weight):
+        if weight is not None and weight.bucket.owns_weight(weight):
             weight.shard.write_into(whole, weight.storage)
         # Sum bytes, not numbers: exactly one rank has each element, and -0.0 keeps its sign.
         bits = collectives.all_reduce(

@@ -424,8 +424,7 @@ def checkpoint_tensors(
 ) -> tuple[ShardedStateDict, ShardedStateDict]:
     """Returns the tensors a loop resumes from, and those of them that this rank writes."""
     parallel = lent.parallel
-    index = lent.parallel.grid.index
-    owners = {w.name: w.bucket.is_owner_of(w) for w in parallel.weights.values()}
+    weights = parallel.weights
     if optimizer is not None:
         state = optimizer.sharded_optimizer.sharded_state()
     else:
@@ -436,10 +435,14 @@ def checkpoint_tensors(
         for w in parallel.weights.values()
         if f"{w.name}{MASTER_SUFFIX}" not in state
     }
-    mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    # Weights are replicated over data, optimizer states are split.
-    if index["data"] == 0:
-        mine |= {name: x for name, x in rest.items() if owners[name.rpartition(".")[0]]}
+
+    def is_written(name: str) -> bool:
+        weight = weights[name.rpartition(".")[0]]
+        # Replicas split optimizer states; the first of them writes weights without states.
+        owns = weight.bucket.owns_weight if name in rest else weight.bucket.owns_states
+        return owns(weight)
+
+    mine = {name: x for name, x in {**state, **rest}.items() if is_written(name)}
     numbers: ShardedStateDict = {
         "loop.samples": (torch.tensor(lent.samples_seen), Shard((), (), (), ()))
     }
@@ -475,7 +478,7 @@ def save_checkpoint(
 def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> dict[str, Any]:
     """Resumes from a checkpoint of any grid; returns the facts stored with the tensors.
 
-    Communicates: one number over all axes; all-gather of weights over data.
+    Communicates: one number over all axes; all-gather of weights over replicas.
     """
     paths = directory.find_checkpoints(where)
     if not paths:

@@ -2,7 +2,7 @@
 
 Narrow moments use stochastic rounding, so that increments below their resolution count on average.
 The random bits are a function of (seed, number of the update, name of the weight, index in the
-whole weight), so rounding is the same in a resumed run, on another grid and with other data shards.
+whole weight), so rounding is the same in a resumed run and on another grid.
 
 With 8 bits, each block of 256 consecutive numbers has a scale s, its largest magnitude, and every
 number x has a code c that increases with its magnitude:

@@ -1,9 +1,10 @@
-"""Optimizer: AdamW on the data shard of each bucket (ZeRO-1).
+"""Optimizer: AdamW on the optimizer shard of each bucket (ZeRO-1).
 
-Gradients are summed over all ranks with the same shard and reduce-scattered over data. Each rank
-updates its data shard at least in fp32 (with master weights if the working weights are 16-bit), and
-the new values are all-gathered over data. The gradient norm counts each shard once and needs one
-all-reduce of one number.
+Gradients are reduce-scattered over the replica axis of a bucket: all ranks with the same shards
+(data, context, and expert for dense weights). Each rank updates its optimizer shard at least in
+fp32 (with master weights if the working weights are 16-bit), and the new values are all-gathered
+over the same ranks. The gradient norm counts each shard once and needs one all-reduce of one
+number.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def gradient_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns the norm of the gradient of the whole model, and which votes any rank has cast.
 
-    Data shards are disjoint; if several ranks have the same shard, only the first counts it.
+    Optimizer shards are disjoint; if several ranks have the same shard, only the first counts it.
     none: an empty tensor in the reduction dtype, for a rank that counts no gradient.
     Communicates: all-reduce of one number, and one per vote, over all axes.
     """
@@ -154,10 +155,11 @@ class Optimizer:
 
     @property
     def master_weights(self) -> dict[Bucket, Tensor]:
-        """Data shards of the weights that are updated: an fp32 copy for 16-bit weights."""
+        """Optimizer shards of the weights that are updated: an fp32 copy for 16-bit weights."""
         held = self.state_store.states
         return {
-            b: x["master"] if "master" in x else b.take_data_shard(b.data) for b, x in held.items()
+            b: x["master"] if "master" in x else b.take_optimizer_shard(b.data)
+            for b, x in held.items()
         }
 
     @torch.no_grad()
@@ -170,7 +172,8 @@ class Optimizer:
     ) -> Tensor:
         """Updates the weights with the accumulated gradients, and clears the gradients.
 
-        Communicates: the remaining gradient reductions, the norm, all-gather of weights over data.
+        Communicates: the remaining gradient reductions, the norm, all-gather of weights over
+        replicas.
 
         Args:
             lr: Learning rate of this step; the optimizer's `lr` by default.
@@ -226,7 +229,7 @@ class Optimizer:
             if bucket.sparsity_mask is not None:
                 bucket.sparsity_mask.zero_pruned(bucket.storage)
             if "master" in held:
-                self._copy_by_tiles(held["master"], bucket.take_data_shard(bucket.storage))
+                self._copy_by_tiles(held["master"], bucket.take_optimizer_shard(bucket.storage))
 
     def _copy_by_tiles(self, to: Tensor, x: Tensor) -> None:
         """Copies to another dtype and device in tiles, to limit the size of temporary buffers."""
@@ -301,7 +304,7 @@ class Optimizer:
         """Queues an update if the CPU kernel can batch it with others, or else applies it."""
         bucket = tile.bucket
         if out is None and bucket.sparsity_mask is None and "master" not in held:
-            master = bucket.take_data_shard(bucket.data)[tile.as_slice]
+            master = bucket.take_optimizer_shard(bucket.data)[tile.as_slice]
             moments = Moments(held["mean"], held["square"], held.get("scales"))
             if fused_adamw.can_use_cpu_kernel(master, moments) and grad.dtype == master.dtype:
                 update = fused_adamw.CpuUpdate(master, grad, moments)
@@ -338,7 +341,7 @@ class Optimizer:
         # pruned bucket, to a compressed master copy that is then written to the bucket.
         working = out
         if out is None and bucket.sparsity_mask is None:
-            working = bucket.take_data_shard(bucket.data)[tile.as_slice]
+            working = bucket.take_optimizer_shard(bucket.data)[tile.as_slice]
         master = held.get("master", working)
         assert master is not None, bucket.name
         moments = Moments(held["mean"], held["square"], held.get("scales"))
@@ -358,7 +361,7 @@ class Optimizer:
         if out is not None:
             out.copy_(master)
         elif bucket.sparsity_mask is not None:
-            bucket.write_data_shard(tile.start, master)
+            bucket.write_optimizer_shard(tile.start, master)
 
     @property
     def _updates_on_cpu(self) -> bool:
@@ -381,20 +384,18 @@ class Optimizer:
         return self._rounding_keys[weight].at_offset(tile.start - bucket.state_range(weight)[0])
 
     def _all_gather_weights(self) -> None:
-        """Sends the updated working weights of each data shard to all data ranks.
+        """Sends the updated working weights of each optimizer shard to all replicas.
 
-        Communicates: all-gather over data, by bucket.
+        Communicates: all-gather over the replica axis, by bucket.
         """
-        if self.bucket_scheduler.data_axis.size == 1:
-            return
         pending = []
         for bucket in self.buckets:
+            if bucket.replica_axis.size == 1:
+                continue
             with self.grid.trace.named_scope(bucket.name):
                 bucket.wait_for_update()
-                part = bucket.take_data_shard(bucket.storage).to(self.bucket_scheduler.device)
-                pending.append(
-                    (bucket, collectives.all_gather(part, self.bucket_scheduler.data_axis))
-                )
+                part = bucket.take_optimizer_shard(bucket.storage).to(self.bucket_scheduler.device)
+                pending.append((bucket, collectives.all_gather(part, bucket.replica_axis)))
         # Wait only after all gathers are issued, so that they overlap.
         for bucket, values in pending:
             bucket.write_updated_values(0, values.wait())
@@ -415,7 +416,7 @@ class Optimizer:
         for bucket in self.buckets:
             if bucket.sparsity_mask is None:
                 continue
-            mask = bucket.sparsity_mask.dense_mask(*bucket.data_shard_bounds).cpu()
+            mask = bucket.sparsity_mask.dense_mask(*bucket.optimizer_shard_bounds).cpu()
             none = torch.zeros(0, dtype=torch.uint8)
             numbers = {**self._decoded_states(bucket), MASK: none}
             for weight in bucket.weights:
@@ -487,15 +488,17 @@ class Optimizer:
         }
         return {
             **given,
-            MASK: bucket.sparsity_mask.dense_mask(*bucket.data_shard_bounds).to(torch.uint8).cpu(),
+            MASK: bucket.sparsity_mask.dense_mask(*bucket.optimizer_shard_bounds)
+            .to(torch.uint8)
+            .cpu(),
         }
 
     def _decoded_states(self, bucket: Bucket) -> StateTensors:
-        """Returns the states of the data shard `[data_shard_size]`, dequantized."""
+        """Returns the states of the optimizer shard `[optimizer_shard_size]`, dequantized."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         if held["mean"].dtype != torch.uint8:
             return held
-        wide = {kind: torch.zeros(bucket.data_shard_size) for kind in ("mean", "square")}
+        wide = {kind: torch.zeros(bucket.optimizer_shard_size) for kind in ("mean", "square")}
         for tile in self.state_store.tiles[bucket]:
             moments = self._tile_moments(tile).dequantize(torch.float32)
             wide["mean"][tile.as_slice], wide["square"][tile.as_slice] = moments
@@ -506,7 +509,7 @@ class Optimizer:
         return Moments(held["mean"], held["square"], held.get("scales"))
 
     def _store_states(self, bucket: Bucket, numbers: StateTensors) -> None:
-        """Writes values to the states of the data shard, quantized where needed."""
+        """Writes values to the states of the optimizer shard, quantized where needed."""
         held = {"master": self.master_weights[bucket], **self.state_store.states[bucket]}
         for kind, values in numbers.items():
             if held[kind].dtype != torch.uint8:
@@ -531,7 +534,7 @@ class Optimizer:
     def load_full_state(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
         """Loads this rank's part of a full state, which was saved after `steps` updates.
 
-        Communicates: all-gather of weights over data.
+        Communicates: all-gather of weights over replicas.
         """
         for state in self.iter_restore_parts():
             for name, (part, place) in state.items():
@@ -544,7 +547,7 @@ class Optimizer:
         """Finishes a restore, after `num_updates` and the tensors of `sharded_state` were filled.
 
         Working weights are recomputed from the master weights.
-        Communicates: all-gather of weights over data.
+        Communicates: all-gather of weights over replicas.
         """
         # The restored master weights count: do not overwrite them with the working weights.
         self._loads = self.bucket_scheduler.load_count
@@ -553,7 +556,7 @@ class Optimizer:
         for bucket in self.buckets:
             size = self.state_placement.tile_elements
             for number, part in enumerate(self.master_weights[bucket].split(size)):
-                bucket.write_data_shard(number * size, part)
+                bucket.write_optimizer_shard(number * size, part)
         self.bucket_scheduler.wait_for_updates()
         self._all_gather_weights()
 
@@ -564,7 +567,7 @@ class Optimizer:
         """Prunes weights and their optimizer states.
 
         Communicates: the collectives of `pruning.bucket_masks`; mask bits over depth; with `keep`,
-        states over data.
+        states over replicas.
 
         Args:
             choice: Returns the mask of each weight.
@@ -594,13 +597,11 @@ class Optimizer:
         """Prunes a bucket and its states."""
         wholes = StateTensors()
         device = self.bucket_scheduler.device
-        # A new mask changes the bounds of the data shards, so each state is gathered, made dense
-        # and compressed again.
+        # A new mask changes the bounds of the optimizer shards, so each state is gathered, made
+        # dense and compressed again.
         for kind, part in self._decoded_states(bucket).items():
             with self.grid.trace.named_scope(bucket.name):
-                whole = collectives.all_gather(
-                    part.to(device), self.bucket_scheduler.data_axis
-                ).wait()
+                whole = collectives.all_gather(part.to(device), bucket.replica_axis).wait()
             wholes[kind] = whole
             if bucket.sparsity_mask is not None:
                 wholes[kind] = whole.new_zeros(bucket.size)
@@ -610,7 +611,7 @@ class Optimizer:
             bucket, _state_dtypes(bucket, self.moment_kind, self.state_placement)
         )
         self._store_states(
-            bucket, {kind: bucket.take_data_shard(wholes.pop(kind)) for kind in list(wholes)}
+            bucket, {kind: bucket.take_optimizer_shard(wholes.pop(kind)) for kind in list(wholes)}
         )
 
 

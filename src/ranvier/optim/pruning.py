@@ -334,10 +334,7 @@ def _digit_histogram(
     # One extra bin per matrix for keys with another prefix.
     bins = len(prefix) * (base + 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=bucket.bucket_scheduler.device)
-    if (
-        bucket.segment_of(weight).replica_axis.index == 0
-        and bucket.bucket_scheduler.data_axis.index == 0
-    ):
+    if bucket.replica_axis.index == 0 and bucket.segment_of(weight).shared_axis.index == 0:
         for a, b in _shard_chunks(weight):
             key = keys(weight, a, b).to(torch.int64)
             matrix = _matrix_index(weight, a, b)

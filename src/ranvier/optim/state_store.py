@@ -125,7 +125,7 @@ class StateStore:
     def _arena_bytes(self, bucket: Bucket) -> int:
         """Returns the bytes of the states of a bucket in an arena."""
         flat = sum(
-            align_size(bucket.data_shard_size * dtype.itemsize)
+            align_size(bucket.optimizer_shard_size * dtype.itemsize)
             for dtype in self.state_dtypes[bucket].values()
         )
         # A block has two fp32 scales, i.e. 8 bytes.
@@ -134,7 +134,7 @@ class StateStore:
     def _allocate_states(self, bucket: Bucket) -> StateTensors:
         types = self.state_dtypes[bucket].items()
         return {
-            kind: self._allocate_zeros(bucket, (bucket.data_shard_size,), dtype)
+            kind: self._allocate_zeros(bucket, (bucket.optimizer_shard_size,), dtype)
             for kind, dtype in types
         }
 
@@ -162,19 +162,21 @@ class StateStore:
         ]
         if self.is_offloaded(bucket):
             lasting = {
-                k: x[: bucket.data_shard_size]
+                k: x[: bucket.optimizer_shard_size]
                 for k, x in before.items()
-                if len(x) >= bucket.data_shard_size
+                if len(x) >= bucket.optimizer_shard_size
             }
             new = {kind: dtype for kind, dtype in types.items() if kind not in lasting}
             blocks = [align_size(8 * tile.num_blocks) for tile in self.tiles[bucket]]
-            sizes = [align_size(bucket.data_shard_size * dtype.itemsize) for dtype in new.values()]
+            sizes = [
+                align_size(bucket.optimizer_shard_size * dtype.itemsize) for dtype in new.values()
+            ]
             more = sum(sizes) + sum(blocks)
             # A pruned bucket may need a master copy, which it did not have before.
             if more:
                 self._arena = self._allocate_arena(more)
             self.states[bucket] = lasting | {
-                kind: self._allocate_zeros(bucket, (bucket.data_shard_size,), dtype)
+                kind: self._allocate_zeros(bucket, (bucket.optimizer_shard_size,), dtype)
                 for kind, dtype in new.items()
             }
         else:
@@ -231,7 +233,7 @@ class StateStore:
         for at, grad in grads_in_tile(tile, pieces):
             self._apply_rule(rule, held, tile, at, grad.to(self.device, non_blocking=True), out)
         if out is not None:
-            bucket.write_data_shard(tile.start, out)
+            bucket.write_optimizer_shard(tile.start, out)
 
     def update_offloaded(self, work: Sequence[tuple[Bucket, Pieces]], rules: UpdateRules) -> None:
         """Starts the update of buckets with offloaded states.
@@ -415,7 +417,7 @@ class StateStore:
         for name, mine in self.tile_states(tile).items():
             mine.copy_(slot.tensors[name], non_blocking=True)
         if tile.bucket.host_data is not None:
-            tile.bucket.write_data_shard(tile.start, slot.tensors["out"])
+            tile.bucket.write_optimizer_shard(tile.start, slot.tensors["out"])
 
     def _grad_on_device(self, slot: TileSlot, at: int, grad: Tensor) -> tuple[int, Tensor]:
         """Returns a gradient on the device, with its offset in the tile."""
@@ -499,7 +501,7 @@ class StateStore:
         inward = self._streams[0]
         start = tile.start + at
         with inward.run_after():
-            tile.bucket.write_data_shard(start, new)
+            tile.bucket.write_optimizer_shard(start, new)
         slot.free_event = inward.record_event()
         return slot.free_event
 

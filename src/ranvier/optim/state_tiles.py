@@ -63,7 +63,7 @@ def state_locations(
         left = 0
     # First fit: buckets stay on the device, in order, as long as there is room.
     for bucket, types in kinds.items():
-        size = sum(bucket.data_shard_size * dtype.itemsize for dtype in types.values())
+        size = sum(bucket.optimizer_shard_size * dtype.itemsize for dtype in types.values())
         small = bucket.weights[0].param_group == "vector" or size == 0
         stays = home.states == "device" or small or size <= left
         left -= size if stays and not small else 0
@@ -77,12 +77,12 @@ def state_locations(
 
 
 def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
-    """Yields the data shard of a bucket in tiles of at most `size` elements.
+    """Yields the optimizer shard of a bucket in tiles of at most `size` elements.
 
     With narrow moments no tile contains two weights, as rounding depends on the weight and the
     element index.
     """
-    spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.data_shard_size, None)]
+    spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.optimizer_shard_size, None)]
     if types["mean"].itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize:
         spans = [(*bucket.state_range(weight), weight) for weight in bucket.weights]
     # Tiles contain whole quantization blocks, so that a scale belongs to exactly one tile.

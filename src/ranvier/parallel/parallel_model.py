@@ -230,13 +230,11 @@ class ParallelModel:
             votes: How many more numbers are reduced together with the gradient norm.
         """
         queue = self.bucket_scheduler
-        depth, data = (AxisGroup(x.names, x.size) for x in (queue.gather_axis, queue.data_axis))
+        depth = AxisGroup(queue.gather_axis.names, queue.gather_axis.size)
         found = [
             event
             for bucket in queue.buckets
-            for event in spec.optimizer_step_events(
-                bucket.traffic, depth, data, self._element_sizes
-            )
+            for event in spec.optimizer_step_events(bucket.traffic, depth, self._element_sizes)
         ]
         if self.load_balancer is not None and self.load_balancer.axis.size > 1:
             numbers = len(self.load_balancer.layer_names) * (

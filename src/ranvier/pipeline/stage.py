@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ranvier.buckets.assignment import replicas_per_axis
+from ranvier.buckets.assignment import create_replica_groups
 from ranvier.comm.consensus import world_axis
 from ranvier.comm.p2p import connect_pairs
 from ranvier.cost.layers import ActivationShape
@@ -69,8 +69,7 @@ def build_stage(
         return ModelStage(run_parts=lambda x, parts, **inputs: model(**inputs))
     # All ranks create the groups of all weights while their programs are still the same: c10d needs
     # equal numbers of groups on the members of later ones.
-    for weight in site.weights.values():
-        grid.axis(share=replicas_per_axis(weight, site.bucket_scheduler))
+    create_replica_groups(grid, site.weights.values())
     parts = part_layer_names(model)
     if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
         raise PlanError(

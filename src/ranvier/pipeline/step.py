@@ -679,7 +679,7 @@ class PipelineStep:
 
     @property
     def _defers_reductions(self) -> bool:
-        """Whether reductions over data wait for the end of the step, because chunks end in any
+        """Whether reductions over replicas wait for the end of the step, because chunks end in any
         order.
         """
         return self.shape.split_backward and self.shape.chunks > 1

@@ -486,7 +486,6 @@ def bucket_events(
     ground = spot.layout_context(model)
     found = list[tuple[str, CommPhase, Event, int]]()
     depth = ground.axis_group("depth")
-    data = ground.axis_group("data")
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
         if bulk.is_depth_sharded:
@@ -494,7 +493,7 @@ def bucket_events(
             # Tied weights are reduced at the end of the step, when both gradients are complete.
             if bulk.trainable and not bulk.reduce_at_step_end:
                 found.append((part, "scatter", spec.grad_scatter_event(bulk, depth, types), count))
-        for event in spec.optimizer_step_events(bulk, depth, data, types):
+        for event in spec.optimizer_step_events(bulk, depth, types):
             found.append((part, "update", event, count))
     return tuple(found)
 

@@ -23,6 +23,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.pipeline.traffic import STAGE_AXES, channel_links
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, block_param_specs, pass_volumes
 from ranvier.planner.model_spec import ModelSpec
+from ranvier.sharding import Sharding
 
 MIB = 2**20
 FIRST_BYTES = 190 * MIB
@@ -171,7 +172,6 @@ def _channel_uses(
         ):
             yield {"pipe": 2}, "", 0
     # Weights and gradients, token counts, router statistics, activations, replicated weights.
-    yield along("data"), "", 0
     for channel in DEPTH_CHANNELS:
         yield along("depth"), channel, 0
     yield along(*region["batch"], *region["seq"]), "", 0
@@ -179,8 +179,9 @@ def _channel_uses(
         yield along(*ROUTING_AXES), "", 0
     for axes, peers in _activation_axes(model, spot.activation_key):
         yield along(*axes), "", peers
-    for counts in _replica_groups(model, spot.weight_key):
-        yield dict(counts), "", 0
+    for sharding in _distinct_shardings(model, spot.weight_key):
+        yield along(*spec.replica_axis(sharding, degrees).names), "", 0
+        yield spec.shared_ranks(sharding, degrees), "", 0
 
 
 @lru_cache(CACHE_SIZE)
@@ -204,11 +205,12 @@ def _activation_axes(
 
 
 @lru_cache(CACHE_SIZE)
-def _replica_groups(
-    model: ModelSpec, shards: ShardingKey
-) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Returns the ranks per axis that hold the same shard of a weight, for each kind of weight."""
+def _distinct_shardings(model: ModelSpec, shards: ShardingKey) -> tuple[Sharding, ...]:
+    """Returns one weight's sharding for each set of ranks that hold the same shard."""
     degrees = dict(zip(AXES, shards.degrees, strict=True))
     pieces = (piece for part in model.parts for piece in block_param_specs(model, part, shards))
-    same = (tuple(spec.replicas_per_axis(piece.sharding, degrees).items()) for piece in pieces)
-    return tuple(dict.fromkeys(same))
+    found = {
+        (x.split_axes, tuple(spec.shared_ranks(x, degrees).items())): x
+        for x in (piece.sharding for piece in pieces)
+    }
+    return tuple(found.values())

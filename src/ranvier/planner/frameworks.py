@@ -75,7 +75,7 @@ class FrameworkProfile:
     state_bytes: int = 12
     """Bytes of master weight and moments per parameter."""
     shards_states: bool = True
-    """Whether optimizer states are sharded over data."""
+    """Whether replicas split optimizer states (ZeRO)."""
     scatters_messages: bool = True
     """Whether each rank of a row sends only its part of a message to the next stage."""
     stage_partition: Literal["equal", "balanced"] = "equal"

@@ -2,7 +2,7 @@
 
     micro-batch   Σ blocks (compute + exposed communication of row, col, depth, context) + edges
     pipeline      m · slowest stage + (p-1)/v · mean stage
-    step          pipeline + exposed part of the reduction over data + optimizer step
+    step          pipeline + exposed part of the reduction over replicas + optimizer step
 
 Communication that overlaps with compute slows it down by `OVERLAP_SLOWDOWN` of its time. A step on
 many nodes waits for the slowest: `Cluster.straggle` per doubling. Terms are cached by their inputs.
@@ -35,7 +35,7 @@ from ranvier.planner.time.links import RankGroup
 OVERLAP_SLOWDOWN = 0.15
 """Share of the time of overlapped communication that compute loses (Galvatron: 1.1 to 1.3)."""
 BACKWARD_OVERLAP_SHARE = 0.7
-"""Share of the last backward pass that overlaps with the reduction over data."""
+"""Share of the last backward pass that overlaps with the reduction over replicas."""
 ERROR_INTERVAL = (0.93, 1.22)
 """Measured over predicted time of 80% of published runs, each predicted with its whole framework
 left out of the fit (benchmarks/published.py --leave framework)."""
@@ -587,15 +587,14 @@ class _StepEstimate:
         found = []
         backward = {name: times.backward for name, (_, times, _) in laps.items()}
         for one in spoken.by_stage:
-            numbers = communication.rank_parameters_of_stage(
-                model, one.stage, plan.row * plan.col, plan.expert
-            )
+            # The ranks of expert split the experts, and the states of all other weights.
+            split = plan.row * plan.col * plan.expert
+            numbers = communication.rank_parameters_of_stage(model, one.stage, split)
             spent = self.update_seconds(numbers, forward)
             back = self.stage_total(one.stage, backward)
             spent["data"] = self.exposed_reduction_seconds(
                 one.grad_reduction + one.weight_gather, BACKWARD_OVERLAP_SHARE * back
             )
-            spent["expert"] = one.expert_reduction
             spent["other"] = one.other_seconds
             found.append(spent)
         return max(found, key=lambda spent: sum(spent.values()))
@@ -650,8 +649,8 @@ class _StepEstimate:
         return 2 * plan.virtual_stages * one * (1 - runtime.pipe_overlap)
 
     def exposed_reduction_seconds(self, spent: float, behind: float) -> float:
-        """Returns the exposed seconds of a reduction over data. behind: overlapping compute
-        seconds.
+        """Returns the exposed seconds of a reduction over replicas. behind: overlapping
+        compute seconds.
         """
         if not self.framework.overlaps_grad_reduction or "dw" not in self.overlapped_comm:
             return spent
@@ -661,7 +660,7 @@ class _StepEstimate:
         """Returns the seconds of the optimizer step: 2 · states + gradient + weight bytes at memory
         bandwidth.
 
-        numbers: parameters of a rank, before sharding over depth.
+        numbers: parameters of a rank, before sharding over depth, data and context.
         """
         plan = self.candidate.plan
         runtime = self.framework

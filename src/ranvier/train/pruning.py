@@ -84,7 +84,7 @@ def is_update_due(run: RunConfig, step: int) -> bool:
 
 
 def update_masks(run: RunConfig, state: TrainState) -> None:
-    """Prune further. Communicates: counts, bits over depth, states over data."""
+    """Prune further. Communicates: counts, bits over depth, states over replicas."""
     choice = choose_masks(run, state.parallel, state.step)
     state.optimizer.prune_weights(choice)
 
@@ -99,9 +99,8 @@ def sparsity_lines(run: RunConfig, parallel: ParallelModel) -> list[str]:
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     for weight in parallel.weights.values():
         bucket = weight.bucket
-        # Count every element once: skip replicas over data and over axes that do not split a
-        # weight.
-        if pruning.is_prunable(weight) and bucket.is_owner_of(weight) and grid.index["data"] == 0:
+        # Count every element once: skip replicas.
+        if pruning.is_prunable(weight) and bucket.owns_weight(weight):
             every = torch.Size(weight.shard.valid_shape).numel()
             kept = bucket.sparsity_mask
             end = weight.offset + weight.num_elements

@@ -84,7 +84,12 @@ def test_recomputation_adds_no_collective(pool: Pool, kind: str) -> None:
         assert a["all_to_all"] == c["all_to_all"]
 
 
-def test_gradients_set_out_over_data_in_backward(pool: Pool) -> None:
+def test_gradients_are_reduced_over_replicas_in_backward(pool: Pool) -> None:
+    """Experts are split over expert and reduced over data only; dense weights over both at once."""
     case = Case("moe 2 of 8 deep", micro_batches=2)
     for found in pool.on_grid({"data": 2, "expert": 2}, reduced_early, case):
-        assert found == ["head", *(f"blocks.{i}" for i in range(5, -1, -1))]
+        blocks = [f"blocks.{i}" for i in range(5, -1, -1)]
+        assert [where for where, axis in found if axis == ("data",)] == blocks
+        dense = [where for where, axis in found if axis == ("data", "expert")]
+        assert dense == ["head", *blocks, "embed"]
+        assert len(found) == 14

@@ -11,6 +11,7 @@ from ranvier.buckets.spec import BucketSpec, BucketTraffic
 from ranvier.config.plan import AXES
 from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, StageBlocks, stage_bucket_specs
 from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
+from ranvier.sharding import round_up
 
 MomentPrecision = Literal["master", "bf16", "int8"]
 QUANT_BLOCK = 256
@@ -74,8 +75,9 @@ class StageModelStates:
     """Bytes per element of accumulated gradients and master weights."""
     itemsize: int
     """Bytes per element of weights."""
-    data_ranks: int
-    """Ranks over which optimizer states are sharded."""
+    grad_replicas: float
+    """Ranks over which gradients and states of matrices are sharded; a mean with experts, which
+    have fewer replicas."""
     local_head_elements: int
     """Elements on this rank of the gradients of head and embedding, without late ones."""
     local_embedding_elements: int
@@ -109,7 +111,6 @@ def stage_model_states(
     own: bytes per element of weights. density: fraction of the matrices of blocks that is trained.
     """
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    data = degrees["data"]
     depth = degrees["depth"]
     wide = max(own, 4)
     # Ranks over which the rows of the vocabulary are split.
@@ -117,11 +118,11 @@ def stage_model_states(
     parts = Counter[str]()
     kinds = dict[str, BlockStates]()
     blocks = {part.name for part, _ in stage.block_counts if part.is_block}
-    total = master = both = outside = whole = late = twice = 0
+    total = master = both = outside = whole = late = twice = matrices = updated = 0
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
         inside = part in blocks
-        reduced = _reduced_elements(lot, inside, density, data)
+        reduced = _reduced_elements(lot, inside, density)
         total += count * (bulk.size * own + _mask_bytes(lot, inside, density, depth))
         whole += count * bulk.size * own * depth if bulk.is_depth_sharded else 0
         if inside:
@@ -129,8 +130,12 @@ def stage_model_states(
             kinds[part] = before.add_bucket(bulk, reduced * bulk.trainable, own, wide, depth)
         if not bulk.trainable:
             continue
-        # Optimizer states are sharded over data (ZeRO).
-        first, second = _bucket_states(lot, reduced // data, moments, own, reduced < bulk.size)
+        # Replicas split optimizer states (ZeRO).
+        held = reduced // bulk.replica_axis.size
+        first, second = _bucket_states(lot, held, moments, own, reduced < bulk.size)
+        if lot.params[0].param_group != "vector":
+            matrices += count * reduced
+            updated += count * held
         master += count * first
         both += count * second
         # Gradients reduced at the end of the step stay unsharded; they are counted separately.
@@ -155,7 +160,7 @@ def stage_model_states(
         whole,
         wide,
         own,
-        data,
+        matrices / max(updated, 1),
         parts[EXIT],
         parts[ENTRY],
         model.has_tied_embeddings,
@@ -165,14 +170,14 @@ def stage_model_states(
     )
 
 
-def _reduced_elements(lot: BucketSpec, inside: bool, density: float, data: int) -> int:
-    """Returns the elements of a bucket that are reduced and updated: a multiple of the data
+def _reduced_elements(lot: BucketSpec, inside: bool, density: float) -> int:
+    """Returns the elements of a bucket that are reduced and updated: a multiple of its replica
     axis.
     """
     bulk = lot.traffic
     if density == 1.0 or not _is_pruned(lot, inside):
         return bulk.reduced_elements
-    return -(-round(bulk.size * density) // data) * data
+    return round_up(round(bulk.size * density), bulk.replica_axis.size)
 
 
 def _is_pruned(lot: BucketSpec, inside: bool) -> bool:
@@ -252,8 +257,6 @@ def model_state_sizes(
     """Returns the sizes of a rank of a stage, as in `stage_model_states`. tile:
     `memory.offload_tile`.
     """
-    degrees = dict(zip(AXES, spot.degrees, strict=True))
-    data = degrees["data"]
     wide = max(own, 4)
     every = stage_model_states(model, stage, spot, own, moments, density)
     blocks = {part.name for part, _ in stage.block_counts if part.is_block}
@@ -262,15 +265,15 @@ def model_state_sizes(
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
         inside = part in blocks
-        reduced = _reduced_elements(lot, inside, density, data)
+        reduced = _reduced_elements(lot, inside, density)
         vector = lot.params[0].param_group == "vector"
         movable = not vector and not bulk.reduce_at_step_end
         away += count * bulk.size * own * movable
         if not bulk.trainable:
             continue
-        trained += count * (reduced // data)
+        held = reduced // bulk.replica_axis.size
+        trained += count * held
         gradients += count * reduced * wide * movable
-        held = reduced // data
         states = sum(_bucket_states(lot, held, moments, own, reduced < bulk.size))
         vectors += count * states * vector
         if held and not vector:

@@ -151,8 +151,8 @@ class StageMemory:
 
     @cached_property
     def reduces_early(self) -> bool:
-        """Whether reductions over data start in the last pass."""
-        return self.model_states.data_ranks > 1 and not (
+        """Whether reductions over replicas start in the last pass."""
+        return self.model_states.grad_replicas > 1.0 and not (
             self.splits_weight_grads and len(self.chunk_groups) > 1
         )
 
@@ -174,7 +174,7 @@ class StageMemory:
             return 0
         if made == ALL_PASSES and self.reduces_early:
             # Both the input and the output shard stay allocated until the reduction is waited for.
-            return wide + wide // own.data_ranks
+            return wide + round(wide / own.grad_replicas)
         several = made == SEVERAL_PASSES or (made == ALL_PASSES and self.has_several_passes)
         # A first pass leaves gradients in the weights' dtype; accumulation and depth widen them.
         if own.is_split or several:
@@ -185,8 +185,8 @@ class StageMemory:
         """Returns the bytes of the gradients of `elements` elements in the optimizer step."""
         own = self.model_states
         # Without any reduction or accumulation gradients are still in the dtype of the weights.
-        if own.data_ranks > 1 or own.is_split or self.has_several_passes:
-            return elements * own.wide_itemsize // own.data_ranks
+        if own.grad_replicas > 1.0 or own.is_split or self.has_several_passes:
+            return round(elements * own.wide_itemsize / own.grad_replicas)
         return elements * own.itemsize
 
     def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
@@ -214,22 +214,21 @@ class StageMemory:
         for group, one in self.edge_chunks:
             made = turn.backward_passes[group]
             if made == ALL_PASSES and self.reduces_early:
-                reduced = own.wide_itemsize // own.data_ranks
+                reduced = 1.0 / own.grad_replicas
             else:
-                reduced = 0
+                reduced = 0.0
             if (
                 made
                 and one.has_head
                 and not self.vocab_over_pipe
                 and (moving != "head" or made >= several)
             ):
-                found += own.local_head_elements * (own.wide_itemsize + reduced)
+                found += round(own.local_head_elements * own.wide_itemsize * (1.0 + reduced))
             if made and one.has_embedding and not both and (moving != "table" or made >= several):
                 # Widened by a reduction, by accumulation, or by adding the head's gradient.
                 wide = own.is_split or made > 1 or (own.has_tied_embeddings and one.has_head)
-                found += own.local_embedding_elements * (
-                    own.wide_itemsize + reduced if wide else own.itemsize
-                )
+                each = own.wide_itemsize * (1.0 + reduced) if wide else own.itemsize
+                found += round(own.local_embedding_elements * each)
         rest = own.outside_elements - own.local_head_elements - own.local_embedding_elements
         if self.vocab_over_pipe and turn.num_scored > (moving == "head" and turn.kind == "F"):
             found += self.head_grad_elements * own.wide_itemsize
@@ -783,7 +782,7 @@ def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     ends = load.final_grad_bytes(trained)
     # All reductions are launched before the first one is waited for.
     yield PeakUsage(
-        IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.data_ranks > 1 else 0
+        IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.grad_replicas > 1.0 else 0
     )
     # A gradient shared with another stage is copied, and the all-reduce of both is a new tensor.
     if own.shared_grad_bytes:

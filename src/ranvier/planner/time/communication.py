@@ -47,11 +47,9 @@ class StageComm:
 
     stage: StageBlocks
     grad_reduction: float
-    """Reductions of gradients over data."""
+    """Reductions of gradients over replicas."""
     weight_gather: float
     """All-gathers of updated weights."""
-    expert_reduction: float
-    """Reductions over expert of the gradients of shared weights."""
     other_seconds: float
     """Gradient norm, flags, token counts."""
 
@@ -61,7 +59,7 @@ class CommTime(PartComm):
     """Seconds of one block per micro-batch, and of a whole step."""
 
     grad_reduction: float = 0.0
-    """Reductions of gradients over data, per step."""
+    """Reductions of gradients over replicas, per step."""
     weight_gather: float = 0.0
     """All-gathers of updated weights, per step."""
     by_part: dict[str, PartComm] = field(default_factory=dict)
@@ -167,7 +165,6 @@ def _stage_comms(
                 stage,
                 own.grad_reduction,
                 own.weight_gather,
-                own.expert_reduction,
                 own.other_seconds,
             )
         )
@@ -213,11 +210,9 @@ class _WeightComm(NamedTuple):
     depth_seconds: dict[str, tuple[float, float]]
     """Gathers and reductions over depth of one part per micro-batch, by its name."""
     grad_reduction: float
-    """Reductions over data, per step."""
+    """Reductions over replicas, per step."""
     weight_gather: float
-    """All-gathers over data, per step."""
-    expert_reduction: float
-    """Reductions over expert, per step."""
+    """All-gathers over replicas, per step."""
     other_seconds: float
 
 
@@ -238,8 +233,9 @@ def _weight_comm(
     depth = {name: [0.0, 0.0] for name in count_of}
     data = 0.0
     after = 0.0
-    shared = 0.0
     other = 0.0
+    # Axes that split tokens but not the matrices of all layers.
+    replicas = {"data", "expert", "context"}
     # Depth collectives recur per micro-batch; all others belong to the optimizer step.
     for part, phase, event, count in comm_volume.bucket_events(model, stage, spot, types):
         near = links.locate_group(event.axis, degrees, order, cluster.per_node)
@@ -251,9 +247,8 @@ def _weight_comm(
                 often = count
             # Per part, because equal blocks are multiplied by their count later.
             depth[part][phase == "scatter"] += often * one / count_of[part]
-        elif "data" not in event.axis:
-            shared += count * one if "expert" in event.axis else 0.0
-            other += count * one if "expert" not in event.axis else 0.0
+        elif not replicas & {*event.axis}:
+            other += count * one
         elif event.op == "all_gather":
             after += count * one
         else:
@@ -262,7 +257,7 @@ def _weight_comm(
     whole = links.locate_group(AXES, degrees, order, cluster.per_node)
     other += SMALL_REDUCTIONS * links.collective_seconds(cluster, "all_reduce", 8, whole)
     sums = {name: (gathers, scatters) for name, (gathers, scatters) in depth.items()}
-    return _WeightComm(sums, data, after, shared, other)
+    return _WeightComm(sums, data, after, other)
 
 
 SMALL_REDUCTIONS = 3
@@ -295,20 +290,14 @@ def rank_parameters(model: ModelSpec, plan: Plan) -> float:
 
 
 @lru_cache(maxsize=50_000)
-def rank_parameters_of_stage(
-    model: ModelSpec, stage: StageBlocks, split: int, expert: int
-) -> float:
-    """Returns the parameters of a rank of a stage before sharding over depth. split: row · col."""
-    # A rank has 1/expert of the experts.
-    lost = 1 - 1 / expert
+def rank_parameters_of_stage(model: ModelSpec, stage: StageBlocks, split: int) -> float:
+    """Returns the parameters of a stage, divided by the number of ranks that split them all."""
     names = {part.name for part, _ in stage.block_counts}
     found = 0.0
     seat = stage.stage_spec
     for part, count in stage.block_counts:
-        whole = part.num_parameters - lost * part.num_expert_parameters
-        found += (
-            count * whole / (seat.num_stages if seat.vocab_over_pipe and not part.is_block else 1)
-        )
+        shares = seat.num_stages if seat.vocab_over_pipe and not part.is_block else 1
+        found += count * part.num_parameters / shares
     entry = model.parts[0]
     leaving = model.parts[-1]
     # The last stage has a copy of tied embeddings.

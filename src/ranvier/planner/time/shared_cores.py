@@ -238,13 +238,9 @@ def _update_seconds(
 ) -> float:
     """Returns the seconds of the optimizer step for a rank's shard."""
     device = cluster.device
-    # A rank has 1/expert of the experts.
-    lost = 1 - 1 / plan.expert
-    whole = sum(
-        n * (part.num_parameters - lost * part.num_expert_parameters)
-        for part, n in stage.block_counts
-    )
-    own = whole / (plan.row * plan.col * plan.depth * plan.data)
+    whole = sum(n * part.num_parameters for part, n in stage.block_counts)
+    # Replicas split the states, and expert splits experts: all ranks of a stage share the update.
+    own = whole * plan.pipe / plan.world_size
     matrices = sum(count * _count_matrices(part) for part, count in stage.block_counts)
     # 28 bytes per parameter: weight, gradient and two moments read, all but the gradient written.
     rate = device.measured_rate("update", ranks=setup.ranks, usual=device.bandwidth / 28)

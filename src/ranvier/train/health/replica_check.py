@@ -5,8 +5,9 @@ bit in a device's memory, or a gradient that was not reduced everywhere (as in B
 drifted apart unnoticed for thousands of steps). Each tensor is hashed on its device; the largest
 and the smallest hash among its holders are equal, or it is reported with the ranks that differ.
 
-Compared are the working weights over data and over all axes that do not split them, and master
-weights and moments over the latter. Not handled: a wrong value that was sent to all ranks.
+Compared are the working weights of all ranks with the same shards, and master weights and moments
+of ranks that share kv heads and of stages with tied weights. Not handled: a wrong value that was
+sent to all ranks.
 
 It also computes a step twice before its update and compares loss and gradients bit by bit.
 
@@ -82,10 +83,11 @@ def list_replicas(optimizer: Optimizer) -> Iterator[Replica]:
     for bucket in queue.buckets:
         tied = () if bucket.tied_axis is None else (bucket.tied_axis,)
         for weight in (one for one in bucket.weights if one.num_elements):
-            others = (bucket.segment_of(weight).replica_axis, *tied)
+            others = (bucket.segment_of(weight).shared_axis, *tied)
             others = tuple(axis for axis in others if axis.size > 1)
-            # Working weights are replicated over data, too; optimizer states are sharded over it.
-            lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
+            # Ranks with the same working weights split their optimizer states.
+            replicas = bucket.replica_axis
+            lines = (*others, replicas) if replicas.size > 1 else others
             if lines:
                 yield Replica(weight.name, weight.storage, weight.shard, lines)
             if others and bucket.trainable:
@@ -216,7 +218,7 @@ class StepReplay:
         return loss
 
     def _signature(self, loss: Tensor) -> dict[str, int]:
-        """Hashes of the loss and of the gradient of each weight, for this rank's data shard."""
+        """Hashes of the loss and of the gradient of each weight's optimizer shard."""
         found = {"the loss": loss.detach().reshape(1)}
         for bucket, pieces in get_parallel_model(self.model).bucket_scheduler.finish_gradients():
             for weight, grad in bucket.split_by_weight(pieces):

@@ -73,13 +73,14 @@ def tensors_to_write(state: TrainState) -> tuple[ShardedStateDict, dict[str, Com
     tensors, sparse = state.optimizer.sparse_state()
     parallel = state.parallel
     grid = state.grid
+    # Replicas split optimizer states. They all have frozen weights, which the first one writes.
     owners = {
-        weight.name: weight.bucket.is_owner_of(weight) for weight in parallel.weights.values()
+        weight.name: weight.bucket.owns_states(weight)
+        if weight.trainable
+        else weight.bucket.owns_weight(weight)
+        for weight in parallel.weights.values()
     }
-    # Frozen weights are replicated over data, unlike optimizer states: the first replica writes
-    # them.
-    if grid.index["data"] == 0:
-        tensors |= _frozen_weights(parallel)
+    tensors |= _frozen_weights(parallel)
     mine = {name: x for name, x in tensors.items() if owners[name.rpartition(".")[0]]}
     if grid.rank == 0:
         more = _device_counters(state.optimizer)
@@ -179,7 +180,7 @@ def load_first_undamaged(
     """Load the first undamaged checkpoint; returns its path, and notes on damaged ones before it.
 
     fingerprint: of the data of the run.
-    Communicates: a text for each damaged one; all-gather of weights over data.
+    Communicates: a text for each damaged one; all-gather of weights over replicas.
     """
     damaged: list[str] = []
     for checkpoint in candidates:
@@ -326,7 +327,7 @@ def load_weights_only(
 def load_initial_weights(run: RunConfig, state: TrainState, source: Path) -> None:
     """Start with the weights of a run, a checkpoint or a Hugging Face model; all else is new.
 
-    Communicates: all-gather of weights over data.
+    Communicates: all-gather of weights over replicas.
     """
     bare = True
 
