@@ -60,6 +60,7 @@ class Case:
     token_order: str = "balanced"
     """Order of tokens over context; `random` draws one for each sample."""
     context_attention: str = "auto"
+    weights_over: str = "depth"
     delay: int = -1
     """Seed of the delays of messages between stages; -1: none."""
     steps: int = 2
@@ -93,6 +94,7 @@ class Case:
             stage_time_jitter=0.0,
             reshard_after="step" if self.keep else "micro_batch",
             context_attention=self.context_attention,  # type: ignore[arg-type]
+            shard_weights_over=self.weights_over,  # type: ignore[arg-type]
             **settings,
         ).with_degrees(grid.degrees)
 

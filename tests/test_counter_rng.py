@@ -63,7 +63,7 @@ def test_every_grid_starts_bitwise_equal(
     shape, dims = case
     degrees = ONE | {"depth": depth, "row": row, "col": col}
     expected = whole(*shape, dtype=dtype)
-    sharding = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, depth=True)
+    sharding = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, gather_axes=("depth",))
     for place in places(sharding, degrees):
         assert torch.equal(draw(place, dtype=dtype), place.slice_from(expected))
 

@@ -19,6 +19,7 @@ from ranvier.config.plan import AXES, InnerSplit, Plan
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import (
+    GATHER_AXES,
     INNER_RULES,
     OUTER_RULE,
     REPLICA_AXES,
@@ -59,7 +60,7 @@ class Drawn:
     units: dict[str, int]
     degrees: dict[str, int]
     rule: str
-    depth: bool
+    gather_axes: tuple[str, ...]
 
     @property
     def sharding(self) -> Sharding:
@@ -69,7 +70,7 @@ class Drawn:
             RULES[self.rule],
             self.degrees,
             units=self.units,
-            depth=self.depth,
+            gather_axes=self.gather_axes,
         )
 
     @property
@@ -82,6 +83,7 @@ def tensors(draw: st.DrawFn) -> Drawn:
     """A tensor whose dims can be cut: units are multiples of their ranks, or kv heads shared."""
     degrees = degrees_of(
         data=draw(st.integers(1, 2)),
+        context=draw(st.integers(1, 2)),
         depth=draw(st.integers(1, 3)),
         row=draw(st.integers(1, 4)),
         col=draw(st.integers(1, 3)),
@@ -115,7 +117,8 @@ def tensors(draw: st.DrawFn) -> Drawn:
         packed = draw(st.booleans()) and name not in ("vocab", "whole")
         shape.append(size * 3 if packed else size)
         dims.append((3, name) if packed else name)
-    return Drawn(shape, dims, units, degrees, rule, draw(st.booleans()) and rule == "weights")
+    gathers = [(), *GATHER_AXES.values()] if rule == "weights" else [()]
+    return Drawn(shape, dims, units, degrees, rule, draw(st.sampled_from(gathers)))
 
 
 def _fits(heads: int, axes: tuple[str, ...], degrees: dict[str, int]) -> bool:
@@ -256,13 +259,25 @@ def test_vocabulary_is_padded_for_col_as_well() -> None:
 
 def test_depth_pads_what_row_has_left() -> None:
     degrees = degrees_of(depth=2, row=2)
-    sharding = Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees, depth=True)
+    sharding = Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees, gather_axes=("depth",))
     held = [
         sharding.shard_at(i).slice_from(torch.arange(1, 7)).tolist() for i in coordinates(degrees)
     ]
     assert held == [[1, 2], [4, 5], [3, 0], [6, 0]]  # depth is outside row on the grid
     assert (sharding.local_shape, sharding.unsharded_shape) == ((2,), (3,))
-    assert sharding.without_axis("depth") == Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees)
+    assert sharding.unsharded == Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees)
+
+
+def test_context_and_depth_split_as_one_fused_axis() -> None:
+    """Parts of five elements over 2 · 2 ranks follow each other; only the last ones are padded."""
+    degrees = degrees_of(context=2, depth=2)
+    gather_axes = ShardingTable(shard_weights_over="depth_context").gather_axes
+    sharding = Sharding.from_dims([5], ["mlp"], WEIGHT_RULE, degrees, gather_axes=gather_axes)
+    whole = torch.arange(1, 6)
+    held = [sharding.shard_at(i).slice_from(whole).tolist() for i in coordinates(degrees)]
+    assert held == [[1, 2], [3, 4], [5, 0], [0, 0]]
+    assert (sharding.unsharded_shape, sharding.gather_dim) == ((5,), 0)
+    assert sharding.replica_counts(degrees) == {}
 
 
 def test_packed_dims_are_cut_one_by_one() -> None:
@@ -290,7 +305,12 @@ def test_rank_counts_once_on_every_part() -> None:
     """The number of ranks is the number of parts times those that share each."""
     degrees = degrees_of(data=2, depth=2, row=4, col=2)
     sharding = Sharding.from_dims(
-        [4, 8], ["kv_heads", "embed"], WEIGHT_RULE, degrees, units={"kv_heads": 2}, depth=True
+        [4, 8],
+        ["kv_heads", "embed"],
+        WEIGHT_RULE,
+        degrees,
+        units={"kv_heads": 2},
+        gather_axes=("depth",),
     )
     count = Counter(sharding.shard_at(index) for index in coordinates(degrees))
     assert set(count.values()) == {math.prod(sharding.replica_counts(degrees).values())} == {4}

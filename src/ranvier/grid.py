@@ -46,6 +46,10 @@ ORDERS_CHANNEL = "orders"
 """Channel on which ranks wait for the next command of rank 0, without a time limit."""
 CONTROL_CHANNEL = "control"
 """Channel on which the hosts of pipeline stages announce the transfers they post."""
+GATHER_CHANNEL = "gather"
+SCATTER_CHANNEL = "scatter"
+WEIGHT_CHANNELS = (GATHER_CHANNEL, SCATTER_CHANNEL)
+"""Channels of gathers of weights and of reductions of their gradients."""
 GLOO_CHANNELS = (HOST_CHANNEL, ORDERS_CHANNEL, CONTROL_CHANNEL)
 """Channels that always use Gloo, regardless of the backend of the others."""
 LONG_TIMEOUT_CHANNELS = ("forward", "backward", ORDERS_CHANNEL, CONTROL_CHANNEL)
@@ -89,6 +93,8 @@ class Axis:
     group: ProcessGroup | None
     group_name: str
     trace: Trace
+    channel: str = ""
+    """Distinguishes communicators over the same ranks."""
     rules: AxisRules | None = None
     """Algorithms of its collectives; None without processes."""
     runner: CollectiveRunner | None = None
@@ -323,6 +329,7 @@ class Grid:
             group=group,
             group_name=group.group_name if group is not None else "",
             trace=self.trace,
+            channel=channel or "",
             rules=rules,
             runner=runner,
         )

@@ -2,8 +2,9 @@
 
 A model names the dims of its weights; four tables map those names to axes of the grid:
 
-* `WEIGHT_RULE`: how a weight is split. Matrices are also split over `depth` along dim 0 (expert
-  weights along the dim after the expert dim).
+* `WEIGHT_RULE`: how a weight is split. Matrices are also split over `GATHER_AXES`, `depth` or
+  `context` and `depth`, along dim 0 (expert weights along the dim after the expert dim), and
+  gathered over them before use.
 * `OUTER_RULES`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`, or
   `[b, s, d/col]` for few tokens.
 * `INNER_RULES`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or
@@ -14,7 +15,8 @@ A model names the dims of its weights; four tables map those names to axes of th
 Everything else is derived from them here: the shard of a weight on a rank (`Sharding`, `Shard`),
 the ranks that hold the same shard and so sum its gradient (`Sharding.replica_counts`), and what a
 linear layer communicates (`ShardingTable.linear_comm`). Two dims need not be divisible: the
-vocabulary is padded to a multiple of row·col, and dim 0 to a multiple of depth. Padding follows the
+vocabulary is padded to a multiple of row·col, and dim 0 to a multiple of depth (or context·depth).
+Padding follows the
 valid elements of a rank, is zero, and never leaves the rank.
 
 `ShardingTable` also describes the local part of an activation: its shape (`local_shape`), what its
@@ -35,7 +37,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ranvier.config.plan import AXES, ContextOrder, InnerSplit, Plan, RowSplit
+from ranvier.config.plan import AXES, ContextOrder, InnerSplit, Plan, RowSplit, WeightSplit
 from ranvier.errors import ShardingError
 from ranvier.token_order import balance_tokens
 
@@ -56,6 +58,12 @@ WEIGHT_RULE: AxisRule = {
     "expert": ("expert",),
     "rank": (),
 }
+GATHER_AXES: Mapping[WeightSplit, tuple[str, ...]] = {
+    "depth": ("depth",),
+    "depth_context": ("context", "depth"),
+}
+"""Axes that split the matrices of layers between their uses. A weight is gathered over them, as one
+fused axis, before a layer computes."""
 OUTER_RULE: AxisRule = {
     "batch": ("data", "expert", "depth"),
     "seq": ("context", "row"),
@@ -150,6 +158,13 @@ class ShardingTable:
     """Whether the stages of a pipeline also split the vocabulary."""
     row_splits: RowSplit = "tokens"
     """What row splits in the outer region."""
+    shard_weights_over: WeightSplit = "depth"
+    """What splits matrices between their uses."""
+
+    @property
+    def gather_axes(self) -> tuple[str, ...]:
+        """Axes over which matrices are gathered before use."""
+        return GATHER_AXES[self.shard_weights_over]
 
     @property
     def weight_rule(self) -> AxisRule:
@@ -218,7 +233,9 @@ class ShardingTable:
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingTable:
         """Return the rules of a plan."""
-        return cls(plan.col_splits, plan.vocab_over_pipe)
+        return cls(
+            plan.col_splits, plan.vocab_over_pipe, shard_weights_over=plan.shard_weights_over
+        )
 
     def linear_comm(self, out: str, into: str) -> LinearComm:
         """Returns the communication of a linear layer whose weight is `(out, into)`.
@@ -288,6 +305,11 @@ class AxisSplit:
     ranks: int
     replicas: int
     block_size: int
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether a weight is gathered over the axis before use: other rules never use it."""
+        return self.axis in GATHER_AXES["depth_context"]
 
 
 @dataclass(frozen=True)
@@ -468,13 +490,13 @@ class Sharding:
         degrees: Mapping[str, int],
         *,
         units: Mapping[str, int] | None = None,
-        depth: bool = False,
+        gather_axes: Sequence[str] = (),
     ) -> Sharding:
-        """Splits `shape`, whose dims are named `dims`, by `rule`; with `depth` also over depth.
+        """Splits `shape`, whose dims are named `dims`, by `rule`, and further over `gather_axes`.
 
         `units` has the number of indivisible units of a dim (heads). Other dims are divisible to
-        the element, and so is mlp, whose size differs for experts. Depth splits dim 0, or the
-        following dim for expert weights, because there may be fewer experts than ranks.
+        the element, and so is mlp, whose size differs for experts. The gather axes split dim 0, or
+        the following dim for expert weights, because there may be fewer experts than ranks.
         """
         units = {name: n for name, n in (units or {}).items() if name != "mlp"}
         shape, names = _unpack_dims(shape, dims)
@@ -482,15 +504,20 @@ class Sharding:
             _split_dim(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
         ]
-        # Depth is the innermost split of its dim and may be uneven, so the block is rounded up and
-        # padded.
-        if depth and degrees["depth"] > 1:
+        # The gather axes are the innermost splits of their dim and may be uneven, so that the last
+        # block is padded. Blocks follow each other in the order of the fused axis.
+        ranks = count_parts(gather_axes, degrees)
+        if ranks > 1:
             dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
             if cuts[dim]:
-                block = cuts[dim][-1].block_size
+                size = cuts[dim][-1].block_size
             else:
-                block = shape[dim]
-            cuts[dim] += (AxisSplit("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
+                size = shape[dim]
+            block = round_up(size, ranks)
+            for axis in gather_axes:
+                block //= degrees[axis]
+                if degrees[axis] > 1:
+                    cuts[dim] += (AxisSplit(axis, degrees[axis], 1, block),)
         _check_axes_once([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
 
@@ -504,19 +531,25 @@ class Sharding:
 
     @property
     def unsharded_shape(self) -> tuple[int, ...]:
-        """Shape on a rank after the all-gather over depth, with which a layer computes."""
-        return self.without_axis("depth").local_shape
+        """Shape on a rank after the weight was gathered, with which a layer computes."""
+        return self.unsharded.local_shape
 
-    def without_axis(self, axis: str) -> Sharding:
-        """Return the sharding after an all-gather over `axis`."""
-        cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.splits)
+    @property
+    def unsharded(self) -> Sharding:
+        """The sharding after the weight was gathered."""
+        cuts = tuple(tuple(cut for cut in of_dim if not cut.is_gathered) for of_dim in self.splits)
         return Sharding(self.shape, cuts)
 
     @property
-    def depth_dim(self) -> int:
-        """The dim that depth splits; 0 if it splits none."""
-        cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.splits)
+    def gather_dim(self) -> int:
+        """The dim along which the weight is gathered; 0 if it is not."""
+        cut = (any(cut.is_gathered for cut in of_dim) for of_dim in self.splits)
         return next((dim for dim, here in enumerate(cut) if here), 0)
+
+    @cached_property
+    def is_gathered(self) -> bool:
+        """Whether the weight is split between its uses and gathered before them."""
+        return any(cut.is_gathered for of_dim in self.splits for cut in of_dim)
 
     @cached_property
     def split_axes(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ bit on another grid. The models have windows of one token, so attention needs no
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,9 +49,27 @@ def test_replicas_share_the_update(pool: Pool, degrees: dict[str, int], model: s
     case = Case(model, micro_batches=2, steps=3, both=True)
     results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
     assert compare(whole, results) == []
+    check_reload(pool, case, results, GRIDS.index((degrees, model)) + 3)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("degrees", "model"), GRIDS, ids=str)
+def test_weights_are_gathered_over_context_and_depth(
+    pool: Pool, degrees: dict[str, int], model: str
+) -> None:
+    whole = serial(model)
+    again = {"recompute": "full", "collectives": "save"}
+    case = Case(model, micro_batches=2, steps=3, both=True, weights_over="depth_context", **again)
+    results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
+    assert compare(whole, results) == []
+    check_reload(pool, replace(case, weights_over="depth"), results, GRIDS.index((degrees, model)))
+
+
+def check_reload(pool: Pool, case: Case, results: list[dict[str, Any]], number: int) -> None:
+    """A state loads bit for bit on another grid, without pipe and with expert only for experts."""
     state = {key: assemble(result[key] for result in results) for key in ("after", "optimizer")}
-    other = GRIDS[(GRIDS.index((degrees, model)) + 3) % len(GRIDS)][0]
-    if other.get("pipe", 1) == 1 and ("expert" not in other or "moe" in model):
+    other = GRIDS[number % len(GRIDS)][0]
+    if other.get("pipe", 1) == 1 and ("expert" not in other or "moe" in case.model):
         bad = pool.on_grid(other, reload, case, state["after"], state["optimizer"])
         assert [line for lines in bad for line in lines] == []
 

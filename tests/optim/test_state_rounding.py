@@ -204,7 +204,7 @@ def test_a_key_knows_the_place_of_each_element(
     ways = [{}, {"row": 2}, {"col": 2}, {"depth": 2}, {"row": 2, "col": 2, "depth": 2, "expert": 2}]
     for way in ways:
         degrees = {axis: way.get(axis, 1) for axis in ("pipe", "expert", "depth", "row", "col")}
-        sharding = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, depth=True)
+        sharding = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, gather_axes=("depth",))
         for last in (0, 1):
             place = sharding.shard_at({axis: n - 1 if last else 0 for axis, n in degrees.items()})
             box, size = place.slice_from(whole).view(-1), math.prod(place.local_shape)

@@ -230,6 +230,7 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
     return {
         "col_splits": parallel.table.col_splits,
         "overlap": tuple(sorted(queue.overlap)),
+        "shard_weights_over": parallel.table.shard_weights_over,
         "reshard_after": "step" if queue.keep_unsharded else "micro_batch",
         "recompute": set(parallel.recompute_modes.values()),
         "compile": "off" if parallel.compiled_blocks is None else "on",
@@ -246,6 +247,7 @@ def settings_of(model: nn.Module) -> dict[str, Any]:
 CHANGED: dict[str, tuple[Any, Any]] = {
     "col_splits": ("features", "features"),
     "overlap": (("dw",), ("dw",)),
+    "shard_weights_over": ("depth_context", "depth_context"),
     "reshard_after": ("step", "step"),
     "recompute": ("selective", {"selective"}),
     "compile": ("on", "on"),

@@ -81,9 +81,9 @@ class ShardedParameter:
         return int(torch.Size(self.sharding.local_shape).numel())
 
     @property
-    def is_depth_sharded(self) -> bool:
-        """Whether the depth axis splits it."""
-        return "depth" in self.sharding.split_axes
+    def is_gathered(self) -> bool:
+        """Whether it is split between its uses and gathered before them."""
+        return self.sharding.is_gathered
 
     def unsharded_data(self) -> Tensor:
         """Returns the weight gathered over depth, outside of autograd.
@@ -92,7 +92,7 @@ class ShardedParameter:
         """
         self.bucket.unshard()
         # Not gathered: `unshard` has only fetched it or waited for its update.
-        if not self.is_depth_sharded:
+        if not self.is_gathered:
             return self.param.detach()
         assert self.bucket.unsharded_params is not None, self.name
         return self.bucket.unsharded_params[self.bucket.weights.index(self)]
@@ -105,9 +105,9 @@ class ShardedParameter:
         # The compiler cannot trace the Python state of the scheduler.
         if not torch.compiler.is_compiling():
             self.bucket.unshard()
-        if not self.is_depth_sharded:
+        if not self.is_gathered:
             return self.param
-        dim = self.sharding.depth_dim
+        dim = self.sharding.gather_dim
         whole = autograd.all_gather(self.param, self.bucket.bucket_scheduler.gather_axis, dim)
         # Remove the padding of an uneven depth split.
         return whole.narrow(dim, 0, self.sharding.unsharded_shape[dim])
@@ -186,7 +186,7 @@ class Bucket:
             self.name,
             self.size,
             self.reduced_elements,
-            self.is_depth_sharded,
+            self.is_gathered,
             self.trainable,
             self.reduce_at_step_end,
             AxisGroup(self.replica_axis.names, self.replica_axis.size),
@@ -195,9 +195,9 @@ class Bucket:
         )
 
     @property
-    def is_depth_sharded(self) -> bool:
-        """Whether the depth axis splits its weights."""
-        return self.weights[0].is_depth_sharded
+    def is_gathered(self) -> bool:
+        """Whether its weights are split between their uses and gathered before them."""
+        return self.weights[0].is_gathered
 
     @property
     def trainable(self) -> bool:
@@ -224,7 +224,7 @@ class Bucket:
     @property
     def needs_fetch(self) -> bool:
         """Whether its weights must be gathered or copied to the device before use."""
-        return self.is_depth_sharded or self.host_data is not None
+        return self.is_gathered or self.host_data is not None
 
     @contextmanager
     def temporary_storage(self) -> Iterator[None]:
@@ -346,12 +346,12 @@ class Bucket:
         # The gradient of the gathered weights is compressed before its reduction, which needs the
         # masks of all depth ranks.
         rows = pack_bits(mask)[None]
-        if self.is_depth_sharded:
+        if self.is_gathered:
             with self.bucket_scheduler.grid.trace.named_scope(self.name):
                 rows = collectives.all_gather(rows, axis).wait()
         # Compressed offsets are needed at the bounds of every weight.
         edges = [edge for w in self.weights for edge in (w.offset, w.offset + w.num_elements)]
-        if self.is_depth_sharded:
+        if self.is_gathered:
             mine = axis.index
         else:
             mine = 0
@@ -435,7 +435,7 @@ class Bucket:
         out = []
         for weight in self.weights:
             local = weight.sharding.local_shape
-            dim = weight.sharding.depth_dim
+            dim = weight.sharding.gather_dim
             part = rows[:, weight.offset : weight.offset + weight.num_elements]
             # (depth, *local): move depth next to the split dim, merge both, remove the padding.
             whole = part.unflatten(1, local).movedim(0, dim).flatten(dim, dim + 1)
@@ -453,7 +453,7 @@ class Bucket:
                 device=grad.device,
             )
         local = weight.sharding.local_shape
-        dim = weight.sharding.depth_dim
+        dim = weight.sharding.gather_dim
         # An uneven depth split is padded, but the gradient is not.
         if grad.shape[dim] != depth * local[dim]:
             shape = [*local[:dim], depth * local[dim], *local[dim + 1 :]]

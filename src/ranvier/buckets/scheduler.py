@@ -1,6 +1,6 @@
 """Bucket scheduler: gathers weights before they are needed and reduces gradients after backward.
 
-Over the depth axis a bucket is
+Over the depth axis (context and depth with `plan.shard_weights_over = "depth_context"`) a bucket is
 
 * gathered before a layer of it computes and resharded when another bucket is used. The order of
   buckets is recorded in the first step; later the gather of the next bucket overlaps with the
@@ -20,7 +20,7 @@ for everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,14 +32,20 @@ from ranvier.comm.accumulator import GradientAccumulator, Pieces, flatten_pieces
 from ranvier.comm.collectives import PendingTensor
 from ranvier.comm.streams import wait_for_event
 from ranvier.errors import ShardingError
-from ranvier.grid import Grid
+from ranvier.grid import GATHER_CHANNEL, SCATTER_CHANNEL, Grid
 
 
 class BucketScheduler:
     """Schedules the gathers of weights and the reductions of gradients of one model."""
 
     def __init__(
-        self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype, keep: bool = False
+        self,
+        grid: Grid,
+        *,
+        overlap: Iterable[str],
+        dtype: torch.dtype,
+        keep: bool = False,
+        gather_axes: Sequence[str] = ("depth",),
     ) -> None:
         self.grid = grid
         self.keep_unsharded = keep
@@ -48,8 +54,8 @@ class BucketScheduler:
         self.reduce_dtype = dtype
         """Dtype in which gradients are accumulated and reduced."""
         # Two communicators for the same ranks, so that a gather does not wait for a reduce-scatter.
-        self.gather_axis = grid.axis("depth", channel="gather")
-        self.scatter_axis = grid.axis("depth", channel="scatter")
+        self.gather_axis = grid.axis(*gather_axes, channel=GATHER_CHANNEL)
+        self.scatter_axis = grid.axis(*gather_axes, channel=SCATTER_CHANNEL)
         self.buckets: list[Bucket] = []
         self.device = torch.device("cpu")
         """Device of the weights."""
@@ -160,7 +166,7 @@ class BucketScheduler:
         self._prefetch_next_block()
         for bucket, values in zip(here, pending, strict=True):
             whole = values.wait()
-            if bucket.is_depth_sharded:
+            if bucket.is_gathered:
                 bucket.unsharded_params = bucket.unpack_gathered(whole)
                 # The gathered weights are a copy; the fetched shard is no longer needed.
                 self._evict_weights(bucket)
@@ -203,7 +209,7 @@ class BucketScheduler:
                 bucket.wait_for_update()
             elif self.host_offload is not None:
                 part = self.host_offload.fetch_weights(bucket)
-            if bucket.is_depth_sharded:
+            if bucket.is_gathered:
                 with self.grid.trace.named_scope(block):
                     part = collectives.all_gather(part.wait(), self.gather_axis)
             pending.append(part)
@@ -246,7 +252,7 @@ class BucketScheduler:
 
         If another block was being filled, it is complete and is reduced.
         """
-        if not weight.is_depth_sharded:
+        if not weight.is_gathered:
             self.accumulate_shard_grad(weight.bucket, weight.offset, grad)
             return
         with collectives.hide_from_dispatch_modes():

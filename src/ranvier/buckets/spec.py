@@ -48,9 +48,9 @@ class ParamSpec:
         return math.prod(self.sharding.local_shape) * self.repeats
 
     @property
-    def is_depth_sharded(self) -> bool:
-        """Whether the depth axis splits it."""
-        return "depth" in self.sharding.split_axes
+    def is_gathered(self) -> bool:
+        """Whether it is split between its uses and gathered before them."""
+        return self.sharding.is_gathered
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class BucketSpec:
             self.block,
             self.size,
             self.size,
-            first.is_depth_sharded,
+            first.is_gathered,
             first.trainable,
             self.reduce_at_step_end,
             self.replica_axis,
@@ -97,7 +97,7 @@ class BucketSpec:
 
 
 def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) -> list[BucketSpec]:
-    """Groups weights into buckets by block, depth sharding, parameter group, trainable and tied.
+    """Groups weights into buckets by block, gathered, parameter group, trainable and tied.
 
     All weights of a bucket have the same replica axis, over which one collective reduces them.
     """
@@ -106,7 +106,7 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
         tied = piece.is_tied or bool(piece.other_stages)
         key = (
             piece.block,
-            piece.is_depth_sharded,
+            piece.is_gathered,
             piece.param_group,
             piece.trainable,
             tied,
@@ -168,7 +168,7 @@ class BucketTraffic:
     """Number of elements per rank that are gathered over depth."""
     reduced_elements: int
     """Number of elements that are reduced and updated; fewer if the bucket is pruned."""
-    is_depth_sharded: bool
+    is_gathered: bool
     trainable: bool
     reduce_at_step_end: bool
     replica_axis: AxisGroup
@@ -230,7 +230,7 @@ def optimizer_step_events(
     events = list[Event]()
     grad = bulk.reduced_elements * types.grad_bytes
     # Other buckets are reduce-scattered over depth during backward.
-    if bulk.reduce_at_step_end and bulk.is_depth_sharded:
+    if bulk.reduce_at_step_end and bulk.is_gathered:
         events.append(grad_scatter_event(bulk, depth, types))
     for names, elements in bulk.shared_sums:
         events.append(Event("all_reduce", names, elements * types.grad_bytes, bulk.block))

@@ -37,7 +37,7 @@ from ranvier.comm.transports.output_pool import LARGE_BYTES
 from ranvier.comm.transports.reduction import Reduction
 from ranvier.comm.transports.runner import CollectiveRunner
 from ranvier.errors import CommunicationError
-from ranvier.grid import Axis
+from ranvier.grid import WEIGHT_CHANNELS, Axis
 from ranvier.trace import Event
 
 RAGGED_ALGORITHM = "direct"
@@ -350,15 +350,14 @@ def _move_first_dim(x: Tensor, dim: int) -> Tensor:
 def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
     """Wraps a collective so that a recomputed block reuses its saved result.
 
-    See `memory.saved_results`. Collectives over only depth gather weights, which the bucket
-    scheduler shares between both runs.
+    See `memory.saved_results`. The bucket scheduler shares gathered weights between both runs.
     """
 
     @functools.wraps(verb)
     def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> PendingTensor:
         results = axis.trace.saved_results
         # No block is running, the axis has one rank, or weights are gathered.
-        if results is None or axis.size == 1 or axis.names == ("depth",):
+        if results is None or axis.size == 1 or axis.channel in WEIGHT_CHANNELS:
             return verb(x, axis, *args, **kwargs)
         return PendingTensor(results.run_once(lambda: verb(x, axis, *args, **kwargs).wait()))
 

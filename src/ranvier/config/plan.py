@@ -34,6 +34,7 @@ ContextOrder = Literal["contiguous", "zigzag", "balanced"]
 ContextOrderChoice = Literal["auto", "contiguous", "zigzag", "balanced"]
 ContextAttention = Literal["kv_gather", "ring", "ulysses"]
 ContextAttentionChoice = Literal["auto", "kv_gather", "ring", "ulysses"]
+WeightSplit = Literal["depth", "depth_context"]
 ReshardAfter = Literal["micro_batch", "step"]
 PolicyName = Literal["message_driven", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full", "memory_budget"]
@@ -114,6 +115,9 @@ class Plan:
     vocab_over_pipe: bool = False
     """Split the vocabulary (embedding and head) over all stages, instead of placing it on the first
     and the last stage."""
+    shard_weights_over: WeightSplit = "depth"
+    """Ranks over which matrices are split and gathered before use (ZeRO-3): depth, or
+    depth_context (depth and context together), for samples so long that few ranks are on depth."""
     reshard_after: ReshardAfter = "micro_batch"
     """When to free the weights that were gathered over depth: after each micro-batch (they are
     gathered again for the next one), or at the end of the step."""
@@ -164,7 +168,14 @@ class Plan:
     @property
     def ranks_per_copy(self) -> int:
         """Number of ranks that hold one copy of the weights: pipe · depth · row · col."""
-        return self.pipe * self.depth * self.row * self.col
+        return self.pipe * self.gather_ranks * self.row * self.col
+
+    @property
+    def gather_ranks(self) -> int:
+        """Number of ranks over which matrices are gathered before use."""
+        if self.shard_weights_over == "depth_context":
+            return self.context * self.depth
+        return self.depth
 
     @property
     def has_whole_blocks(self) -> bool:
@@ -347,6 +358,7 @@ class Plan:
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
         words += [("schedule", self.schedule, get_args(PolicyName))]
+        words += [("shard_weights_over", self.shard_weights_over, get_args(WeightSplit))]
         words += [("reshard_after", self.reshard_after, get_args(ReshardAfter))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
         words += [("moe_dispatch_dtype", self.moe_dispatch_dtype, get_args(Dispatch))]

@@ -164,7 +164,7 @@ class EmbeddingCost(LayerCost):
             ground.table.weight_rule,
             ground.degrees,
             units=ground.units,
-            depth=True,
+            gather_axes=ground.table.gather_axes,
         )
 
     def forward_events(self, flow: ActivationShape) -> list[Event]:

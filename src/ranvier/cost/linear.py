@@ -86,7 +86,7 @@ class LinearWeight:
             ground.table.weight_rule,
             ground.degrees,
             units=ground.units,
-            depth=True,
+            gather_axes=ground.table.gather_axes,
         )
 
     @cached_property

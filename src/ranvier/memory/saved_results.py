@@ -23,7 +23,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
 from ranvier.comm.collectives import hide_from_dispatch_modes
-from ranvier.grid import Grid
+from ranvier.grid import Axis, Grid
 from ranvier.trace import Trace
 
 T = TypeVar("T")
@@ -83,18 +83,19 @@ class SavePolicy:
     """Layers whose results are saved, after `auto` is resolved; None for all layers."""
     saves_attention: bool = False
     """Whether attention over context is always saved: at long sequences it is most of a step."""
-    depth_group: str = ""
+    gather_group: str = ""
     """Group over which compiled graphs gather weights, which are not saved."""
     store: ActivationStore = field(default_factory=InPlaceStore)
     unneeded_layers: set[str] = field(default_factory=set)
     """Layers whose results recomputation does not need, found so far (the last of a block)."""
 
     @classmethod
-    def for_grid(cls, grid: Grid) -> SavePolicy:
-        """Returns the policy of a model on a grid."""
-        depth = grid.axis("depth", channel="gather")
+    def for_grid(cls, grid: Grid, gather_axis: Axis) -> SavePolicy:
+        """Returns the policy of a model on a grid, whose weights are gathered over an axis."""
         saves_attention = grid.degrees["context"] > 1
-        return cls(grid.trace, saves_attention=saves_attention, depth_group=depth.group_name)
+        return cls(
+            grid.trace, saves_attention=saves_attention, gather_group=gather_axis.group_name
+        )
 
     def saves_layer(self, where: str) -> bool:
         """Whether the results of a layer are saved."""

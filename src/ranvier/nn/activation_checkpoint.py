@@ -113,7 +113,7 @@ def checkpoint_block(
     # functions of the sample index (`counter_rng`).
     if compiling and (selective or keeping.saves_all_layers or NEEDS_OP_TAGS):
         contexts = partial(
-            _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.depth_group
+            _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.gather_group
         )
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts

@@ -158,11 +158,11 @@ def shard_parameter(
         sharding = Sharding.from_dims(
             serial.shape,
             dims,
-            # Only weights that a layer gathers before use may also be split over depth.
             site.table.weight_rule if rule is None else rule,
             site.grid.degrees,
             units=site.units,
-            depth=rule is None,
+            # Only weights that a layer gathers before use may be split further.
+            gather_axes=site.table.gather_axes if rule is None else (),
         )
         mean, std = site.initial_mean_std(name, mean, std)
         weight = ShardedParameter(

@@ -126,7 +126,7 @@ class Linear(ParallelLayer):
         """Computes the matmuls, in the dtype of the weights or in float8."""
         # 0.02 is the default; the `init` table of a model overrides it (`initial_mean_std`).
         self.shard_parameter("weight", weight, dims, std=0.02)
-        self.is_split = self.handles["weight"].is_depth_sharded
+        self.is_split = self.handles["weight"].is_gathered
         self.shard_parameter(
             "bias",
             bias,

@@ -196,7 +196,7 @@ class ParallelModel:
         # gathered.
         once = Embedding if alone else (Embedding, LMHead)
         backward = self._block_use_order(lambda leaf: not isinstance(leaf, once))[::-1]
-        split = [bucket.traffic for bucket in queue.buckets if bucket.is_depth_sharded]
+        split = [bucket.traffic for bucket in queue.buckets if bucket.is_gathered]
         gathers = [
             spec.weight_gather_event(bulk, line, self._element_sizes)
             for block in spec.blocks_to_gather(
@@ -221,7 +221,7 @@ class ParallelModel:
         """Returns the blocks in the order in which layers use their depth-sharded weights."""
         leaves = [leaf for leaf in self.layers.values() if which(leaf)]
         weights = [weight for leaf in leaves for weight in leaf.handles.values()]
-        return [weight.bucket.name for weight in weights if weight.is_depth_sharded]
+        return [weight.bucket.name for weight in weights if weight.is_gathered]
 
     def update_events(self, *, votes: int = 0) -> list[Event]:
         """Predicts the communication of the optimizer step: gradients, norm, updated weights.

@@ -167,19 +167,23 @@ def parallelize(
         dims, layers = huggingface.adapt_model(
             model, grid, inner=plan.col_splits, dims=dims, layers=layers, device=device
         )
+    table = ShardingTable.from_plan(plan)
+    queue = BucketScheduler(
+        grid,
+        overlap=plan.overlap,
+        dtype=_accumulation_dtype(dtype),
+        keep=plan.reshard_after == "step",
+        gather_axes=table.gather_axes,
+    )
+    policy = SavePolicy.for_grid(grid, queue.gather_axis)
     # Root context: each layer gets a copy with its own name (`for_layer`).
     site = LayerContext(
         name="",
         grid=grid,
-        table=ShardingTable(plan.col_splits, plan.vocab_over_pipe),
+        table=table,
         units=dict(getattr(model, "sizes", {})),
-        bucket_scheduler=BucketScheduler(
-            grid,
-            overlap=plan.overlap,
-            dtype=_accumulation_dtype(dtype),
-            keep=plan.reshard_after == "step",
-        ),
-        step_context=StepContext(seed=seed, save_policy=SavePolicy.for_grid(grid)),
+        bucket_scheduler=queue,
+        step_context=StepContext(seed=seed, save_policy=policy),
         has_compiled_blocks=plan.compile == "on",
         dispatch=plan.moe_dispatch_dtype,
         context_attention=plan.context_attention,

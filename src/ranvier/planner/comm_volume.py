@@ -16,14 +16,14 @@ from typing import Literal, NamedTuple
 
 from ranvier.buckets import spec
 from ranvier.buckets.spec import VECTORS, BucketSpec, ElementSizes, ParamSpec
-from ranvier.config.plan import AXES, Dispatch, InnerSplit, Plan
+from ranvier.config.plan import AXES, Dispatch, InnerSplit, Plan, WeightSplit
 from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.pipeline import traffic
 from ranvier.pipeline.balance import part_ranges, partition_by_cost
 from ranvier.pipeline.policy import PipelineShape, SchedulingPolicy
 from ranvier.pipeline.traffic import StageSpec
 from ranvier.planner.model_spec import EXIT, BlockSpec, LayerSpec, ModelSpec
-from ranvier.sharding import ShardingTable
+from ranvier.sharding import ShardingTable, count_parts
 from ranvier.trace import Event
 
 CommPhase = Literal[
@@ -83,12 +83,14 @@ class ShardingKey(NamedTuple):
     col_splits: InnerSplit
     vocab_over_pipe: bool
     dispatch: Dispatch = "model"
+    shard_weights_over: WeightSplit = "depth"
 
     @classmethod
     def from_plan(cls, plan: Plan) -> ShardingKey:
         """Returns the key of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
-        return cls(degrees, plan.col_splits, plan.vocab_over_pipe, plan.moe_dispatch_dtype)
+        options = (plan.vocab_over_pipe, plan.moe_dispatch_dtype, plan.shard_weights_over)
+        return cls(degrees, plan.col_splits, *options)
 
     def with_degrees(self, **degrees: int) -> ShardingKey:
         """Returns a copy with other degrees, to merge keys whose differences do not matter."""
@@ -101,10 +103,22 @@ class ShardingKey(NamedTuple):
         degrees = dict(zip(AXES, self.degrees, strict=True))
         return LayoutContext(
             degrees,
-            ShardingTable(self.col_splits, self.vocab_over_pipe),
+            self.table,
             model.units,
             self.dispatch,
         )
+
+    @property
+    def table(self) -> ShardingTable:
+        """The sharding rules."""
+        return ShardingTable(
+            self.col_splits, self.vocab_over_pipe, shard_weights_over=self.shard_weights_over
+        )
+
+    @property
+    def gather_ranks(self) -> int:
+        """Number of ranks over which matrices are gathered before use."""
+        return count_parts(self.table.gather_axes, dict(zip(AXES, self.degrees, strict=True)))
 
     @property
     def weight_key(self) -> ShardingKey:
@@ -485,10 +499,10 @@ def bucket_events(
     """Returns part, phase, event and number of buckets, for the communication of each bucket."""
     ground = spot.layout_context(model)
     found = list[tuple[str, CommPhase, Event, int]]()
-    depth = ground.axis_group("depth")
+    depth = ground.axis_group(*ground.table.gather_axes)
     for part, lot, count in stage_bucket_specs(model, stage, spot):
         bulk = lot.traffic
-        if bulk.is_depth_sharded:
+        if bulk.is_gathered:
             found.append((part, "gather", spec.weight_gather_event(bulk, depth, types), count))
             # Tied weights are reduced at the end of the step, when both gradients are complete.
             if bulk.trainable and not bulk.reduce_at_step_end:

@@ -173,7 +173,7 @@ def _channel_uses(
             yield {"pipe": 2}, "", 0
     # Weights and gradients, token counts, router statistics, activations, replicated weights.
     for channel in DEPTH_CHANNELS:
-        yield along("depth"), channel, 0
+        yield along(*ground.table.gather_axes), channel, 0
     yield along(*region["batch"], *region["seq"]), "", 0
     if any(part.layers_of_kind("mixture") for part in model.parts):
         yield along(*ROUTING_AXES), "", 0

@@ -155,11 +155,7 @@ class LayerSpec:
         kind = self.kind
         trained = self.trainable
         if kind in ("linear", "head", "embedding"):
-            rule = ground.table.weight_rule
-            degrees = ground.degrees
-            cut = Sharding.from_dims(
-                self.shape, dims, rule, degrees, units=ground.units, depth=True
-            )
+            cut = _weight_sharding(self.shape, dims, ground)
             # Embeddings are a separate group of the optimizer; a tied head belongs to it.
             if kind == "embedding" or self.tied:
                 group: ParamGroup = "embedding"
@@ -185,9 +181,7 @@ class LayerSpec:
             "down": ((expert, embed, mlp), (e, d, f)),
         }
         for own, (dims, shape) in found.items():
-            rule = ground.table.weight_rule
-            degrees = ground.degrees
-            cut = Sharding.from_dims(shape, dims, rule, degrees, units=ground.units, depth=True)
+            cut = _weight_sharding(shape, dims, ground)
             yield ParamSpec(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
 
     def _vector_param_spec(
@@ -196,6 +190,21 @@ class LayerSpec:
         region = ground.table.activation_rule(dim if isinstance(dim, str) else dim[1])
         cut = Sharding.from_dims([size], [dim], region, ground.degrees, units=ground.units)
         return ParamSpec(name, VECTORS, cut, "vector", self.trainable)
+
+
+def _weight_sharding(
+    shape: tuple[int, ...], dims: tuple[Dim, ...], ground: LayoutContext
+) -> Sharding:
+    """Returns the sharding of the matrix of a layer, which is gathered before use."""
+    table = ground.table
+    return Sharding.from_dims(
+        shape,
+        dims,
+        table.weight_rule,
+        ground.degrees,
+        units=ground.units,
+        gather_axes=table.gather_axes,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -263,7 +263,7 @@ class MoELayer(ParallelLayer):
     def _gather_weight(self, name: str, param: Tensor) -> Tensor:
         """Returns a weight gathered over depth; differentiable."""
         handle = self.handles[name]
-        if torch.compiler.is_compiling() and not handle.is_depth_sharded:
+        if torch.compiler.is_compiling() and not handle.is_gathered:
             return param
         if not self.site.step_context.overlapped_autograd or torch.compiler.is_compiling():
             return handle.unsharded_param()

@@ -145,7 +145,7 @@ def build_chunks(
         head = 0
     else:
         head = own.head_elements * own.wide_itemsize
-    sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.depth)
+    sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.gather_ranks)
     saves = ChunkSaving(
         how.saves_collectives,
         how.fp8,

@@ -41,7 +41,7 @@ class BlockStates:
         self, bulk: BucketTraffic, count: int, own: int, wide: int, depth: int
     ) -> BlockStates:
         """Returns a copy with one more bucket, of which `count` elements have gradients."""
-        split = bulk.is_depth_sharded * depth
+        split = bulk.is_gathered * depth
         return BlockStates(
             self.grad_elements + count,
             self.shard_bytes + bulk.size * own,
@@ -111,7 +111,7 @@ def stage_model_states(
     own: bytes per element of weights. density: fraction of the matrices of blocks that is trained.
     """
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    depth = degrees["depth"]
+    depth = spot.gather_ranks
     wide = max(own, 4)
     # Ranks over which the rows of the vocabulary are split.
     words = degrees["row"] * (degrees["pipe"] if spot.vocab_over_pipe else 1)
@@ -124,7 +124,7 @@ def stage_model_states(
         inside = part in blocks
         reduced = _reduced_elements(lot, inside, density)
         total += count * (bulk.size * own + _mask_bytes(lot, inside, density, depth))
-        whole += count * bulk.size * own * depth if bulk.is_depth_sharded else 0
+        whole += count * bulk.size * own * depth if bulk.is_gathered else 0
         if inside:
             before = kinds.get(part, BlockStates())
             kinds[part] = before.add_bucket(bulk, reduced * bulk.trainable, own, wide, depth)
@@ -139,7 +139,7 @@ def stage_model_states(
         master += count * first
         both += count * second
         # Gradients reduced at the end of the step stay unsharded; they are counted separately.
-        waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
+        waits = bulk.reduce_at_step_end and bulk.is_gathered
         late += reduced * wide * depth if waits else 0
         twice += reduced * wide if bulk.tied_across_stages else 0
         outside += 0 if inside or waits else reduced
@@ -189,7 +189,7 @@ def _mask_bytes(lot: BucketSpec, inside: bool, density: float, depth: int) -> in
     """Returns the bytes of the masks of a bucket: bits, or positions if these are smaller."""
     if density == 1.0 or not _is_pruned(lot, inside):
         return 0
-    whole = lot.traffic.size * (depth if lot.traffic.is_depth_sharded else 1)
+    whole = lot.traffic.size * (depth if lot.traffic.is_gathered else 1)
     return min(-(-whole // 8), round(whole * density) * POSITION_BYTES)
 
 

@@ -107,7 +107,7 @@ class StageMemory:
     @property
     def depth(self) -> int:
         """Ranks over which gradients of depth-sharded weights are scattered."""
-        return self.plan.depth
+        return self.plan.gather_ranks
 
     @cached_property
     def has_several_passes(self) -> bool:

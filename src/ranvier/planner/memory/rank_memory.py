@@ -136,7 +136,7 @@ class RankMemory:
         own, found = _cached_peaks(*self._peak_inputs(micro), how, self.density)
         if not weights_on_host:
             return found
-        return with_weights_on_host(own, found, depth=self.plan.depth, num_blocks=len(modes))
+        return with_weights_on_host(own, found, depth=self.plan.gather_ranks, num_blocks=len(modes))
 
     def in_flight_bytes(
         self, micro: int, modes: Sequence[RecomputeMode], *, offloaded: float = 0.0
