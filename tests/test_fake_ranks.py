@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 
+from grids import label
 from ranvier import launch
 from ranvier.comm import collectives
-from ranvier.config.plan import Plan
+from ranvier.config.plan import Plan, WeightSplit
 from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
@@ -30,6 +31,7 @@ GRIDS = [
     (64, {"data": 2, "depth": 4, "row": 4, "col": 2}),
     (512, {"data": 4, "depth": 8, "row": 8, "col": 2}),
     (4096, {"data": 8, "depth": 16, "row": 8, "col": 4}),
+    (512, {"data": 2, "expert": 2, "context": 4, "depth": 4, "row": 4, "col": 2}),
 ]
 
 
@@ -63,7 +65,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("inner", ["samples", "features"])
-@pytest.mark.parametrize(("world", "degrees"), GRIDS, ids=[str(world) for world, _ in GRIDS])
+@pytest.mark.parametrize(("world", "degrees"), GRIDS, ids=[label(degrees) for _, degrees in GRIDS])
 def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], inner: Any) -> None:
     config = DecoderConfig(
         layers=2,
@@ -75,12 +77,16 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
         vocab=101,
         bias=True,
         tie_embeddings=True,
+        sliding_window=1 if "context" in degrees else 0,
     )
+    over: WeightSplit = "depth" if inner == "samples" else "depth_context"
+    seq = 16 // degrees.get("context", 1)
     with launch.fake_process_group(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)
-        plan = Plan(col_splits=inner, recompute="full").with_degrees(grid.degrees)
+        plan = Plan(col_splits=inner, recompute="full", shard_weights_over=over)
+        plan = plan.with_degrees(grid.degrees)
         model = parallelize(Decoder(config), grid, plan)
-        batch = Batch(torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
+        batch = Batch(torch.zeros(4, seq, dtype=torch.long), torch.zeros(4, seq, dtype=torch.long))
         micros = [batch, batch]
         optimizer = Optimizer(model.parallel.bucket_scheduler)
         with counted() as total:
