@@ -245,6 +245,8 @@ def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.
 
     floor: magnitude below which a tensor is rounding noise of the model (its true value is zero).
     """
+    if not want.numel():  # none of it is on this rank
+        return [] if not have.numel() else [f"{name}: has {have.numel()} elements instead of none"]
     scale = max(want.abs().max().item(), 1e-300)
     scale = scale if scale > floor * 1e-10 else floor
     error = (have.reshape(want.shape) - want).abs().max().item()
