@@ -45,7 +45,9 @@ def weight_gradients(grid: Grid, recompute: str) -> list[str]:
     model = Case("llama", recompute=recompute).on(grid)
     forward_backward(model, micros_of(batch_of("llama", samples=8, packed=False), grid, 1))
     return [
-        name for name, (grad, _) in gradients(model.parallel).items() if not grad.abs().sum() > 0
+        name
+        for name, (grad, _) in gradients(model.parallel).items()
+        if grad.numel() and not grad.abs().sum() > 0
     ]
 
 

@@ -86,6 +86,9 @@ EXPERT_HIDDEN_AXES = ("row", "col")
 REPLICA_AXES = OUTER_RULE["batch"]
 """Axes along which ranks read different samples in every region; one coordinate of them is a
 replica."""
+TOKEN_AXES = (*REPLICA_AXES, *OUTER_RULES["none"]["seq"])
+"""Axes along which ranks have different tokens in every region. Those that do not split a weight
+also split its gradient and its optimizer states."""
 UNSPLIT_RULES: Mapping[tuple[InnerSplit, RowSplit], AxisRule] = {
     (col_splits, row_splits): {"batch": inner["batch"], "seq": outer["seq"], "rank": ()}
     for col_splits, inner in INNER_RULES.items()

@@ -5,8 +5,8 @@ a kind). It has one flat buffer of values and one of gradients, so that one coll
 Gradients and states of a pruned bucket are compressed: `reduced_elements` instead of `size` (see
 `sparsity`).
 
-All ranks with the same shards of a bucket form its replica axis: data, context and whatever else
-does not split its weights, fused. It splits gradients and optimizer states into equal ranges
+The ranks with other tokens but the same shards of a bucket form its replica axis: data, context,
+and expert for dense weights, fused. It splits gradients and optimizer states into equal ranges
 (ZeRO-1). The optimizer shard of a bucket is the range that this rank updates.
 """
 
@@ -123,9 +123,10 @@ class ShardedParameter:
 
 @dataclass(frozen=True)
 class BucketSegment:
-    """A range of a bucket, and the ranks of an axis that splits it that share its shards.
+    """A range of a bucket, and the ranks of row and col that share its shards.
 
-    With more ranks than kv heads, several consecutive ranks have the same head.
+    With more ranks than kv heads, several consecutive ranks have the same head; norms are on all
+    ranks of row.
     """
 
     start: int
@@ -256,7 +257,7 @@ class Bucket:
 
     @property
     def shared_segments(self) -> list[BucketSegment]:
-        """Segments whose gradients must be summed over ranks of an axis that splits them."""
+        """Segments whose gradients must be summed over ranks of row and col that share them."""
         return [segment for segment in self._segments_in_grad() if segment.shared_axis.size > 1]
 
     def _segments_in_grad(self) -> list[BucketSegment]:

@@ -9,8 +9,8 @@ Over the depth axis (context and depth with `plan.shard_weights_over = "depth_co
   the computation of that bucket (ORS).
 
 Gathers and reduce-scatters have separate communicators. In the last micro-batch of a step the
-reduction over the replica axis of a bucket (all ranks with the same shards) follows immediately; kv
-heads that several ranks of row share are summed first, while the next block computes. Gradients are
+reduction over the replica axis of a bucket (ranks with the same shards) follows immediately; what
+several ranks of row or col share is summed first, while the next block computes. Gradients are
 accumulated by parameter identity, never into a tensor of the backward pass (recomputation creates
 new ones), and are added in micro-batch order. If an overlap is disabled, the same buffers are used
 in the same order and waited for immediately, so results are bit-identical. `finish_gradients` waits
@@ -245,7 +245,7 @@ class BucketScheduler:
         while self._shared_sums:
             self._finish_shared_sum()
 
-    # ---- gradients: reduce over depth, shared heads, replicas --------------------------
+    # ---- gradients: reduce over depth, shared weights, replicas ------------------------
 
     def accumulate_grad(self, weight: ShardedParameter, grad: Tensor) -> None:
         """Adds a gradient of a gathered weight.
@@ -335,7 +335,7 @@ class BucketScheduler:
     def _start_early_reduction(self, bucket: Bucket) -> None:
         """Starts the reduction over replicas during backward, if the gradient is complete."""
         shared = bucket.shared_segments
-        # Without replicas, `finish_gradients` computes the sum of shared heads.
+        # Without replicas, `finish_gradients` computes the sum of shared weights.
         if bucket.reduce_at_step_end or (shared and bucket.replica_axis.size == 1):
             return
         if shared:
@@ -348,7 +348,7 @@ class BucketScheduler:
             self.on_bucket_complete(bucket)
 
     def _finish_shared_sum(self) -> None:
-        """Waits for the oldest sum of shared heads; the reduction over replicas follows."""
+        """Waits for the oldest sum of shared weights; the reduction over replicas follows."""
         bucket, whole, pending = self._shared_sums.popleft()
         self._reduce_over_replicas(bucket, _merge_shared_sums(bucket, whole, pending))
 
@@ -371,8 +371,8 @@ class BucketScheduler:
         """Returns each trainable bucket with the optimizer shard of its gradient, in pieces.
 
         The gradient is summed over all ranks that have the bucket.
-        Communicates: the remaining reductions over depth, then over ranks that share kv heads, then
-        over the replica axis.
+        Communicates: the remaining reductions over depth, then over ranks of row and col that share
+        weights, then over the replica axis.
         """
         self._check_params()
         self._reduce_filled_buckets()
@@ -447,7 +447,7 @@ class BucketScheduler:
                     )
 
     def _sum_shared_grads(self, bucket: Bucket) -> None:
-        """Sums the gradient over ranks that share kv heads and over stages with tied weights."""
+        """Sums the gradient over ranks of row and col, and over stages, that share weights."""
         if not bucket.shared_segments and bucket.tied_axis is None:
             return
         whole = _merge_shared_sums(bucket, *self._start_shared_sums(bucket))

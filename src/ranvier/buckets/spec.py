@@ -16,7 +16,7 @@ from typing import Literal
 
 from ranvier.config.plan import AXES
 from ranvier.cost.layers import AxisGroup
-from ranvier.sharding import Sharding, round_up
+from ranvier.sharding import TOKEN_AXES, Sharding, round_up
 from ranvier.trace import Event
 
 VECTORS = "vectors"
@@ -55,12 +55,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketRange:
-    """A range of a bucket whose shards are the same on a few ranks of axes that split it."""
+    """A range of a bucket whose shards are the same on a few ranks of row and col."""
 
     start: int
     stop: int
     shared: Mapping[str, int]
-    """Number of consecutive ranks of these axes with the same shards (shared kv heads)."""
+    """Number of consecutive ranks of these axes with the same shards (shared kv heads, norms)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,19 +130,23 @@ def build_bucket_specs(pieces: Iterable[ParamSpec], degrees: Mapping[str, int]) 
 
 
 def replica_axis(sharding: Sharding, degrees: Mapping[str, int]) -> AxisGroup:
-    """Returns the fused axis of all ranks with the same shard: the axes that do not split it.
+    """Returns the fused axis of the ranks with the same shard: the token axes that do not split it.
 
     Stages of a pipeline have different weights, except tied ones, which have a sum of their own.
     """
     same = sharding.replica_counts(degrees)
-    axes = {axis: n for axis, n in same.items() if axis not in {"pipe", *sharding.split_axes}}
+    axes = {axis: n for axis, n in same.items() if axis in TOKEN_AXES}
     return AxisGroup(tuple(axes), math.prod(axes.values()))
 
 
 def shared_ranks(sharding: Sharding, degrees: Mapping[str, int]) -> dict[str, int]:
-    """Returns how many consecutive ranks of an axis that splits a weight have the same shard."""
+    """Returns how many consecutive ranks of row and col have the same shard.
+
+    They share kv heads, or weights that the axis does not split, such as norms. These are few, and
+    inside a node, so their gradients are summed first instead of one more fused axis.
+    """
     same = sharding.replica_counts(degrees)
-    return {axis: count for axis, count in same.items() if axis in sharding.split_axes}
+    return {axis: n for axis, n in same.items() if axis not in ("pipe", *TOKEN_AXES)}
 
 
 def _shared_ranges(members: Sequence[ParamSpec], degrees: Mapping[str, int]) -> list[BucketRange]:

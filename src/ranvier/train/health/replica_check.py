@@ -6,8 +6,8 @@ drifted apart unnoticed for thousands of steps). Each tensor is hashed on its de
 and the smallest hash among its holders are equal, or it is reported with the ranks that differ.
 
 Compared are the working weights of all ranks with the same shards, and master weights and moments
-of ranks that share kv heads and of stages with tied weights. Not handled: a wrong value that was
-sent to all ranks.
+of ranks of row and col, and of stages, that share them. Not handled: a wrong value that was sent to
+all ranks.
 
 It also computes a step twice before its update and compares loss and gradients bit by bit.
 
