@@ -93,9 +93,7 @@ class SavePolicy:
     def for_grid(cls, grid: Grid, gather_axis: Axis) -> SavePolicy:
         """Returns the policy of a model on a grid, whose weights are gathered over an axis."""
         saves_attention = grid.degrees["context"] > 1
-        return cls(
-            grid.trace, saves_attention=saves_attention, gather_group=gather_axis.group_name
-        )
+        return cls(grid.trace, saves_attention=saves_attention, gather_group=gather_axis.group_name)
 
     def saves_layer(self, where: str) -> bool:
         """Whether the results of a layer are saved."""
