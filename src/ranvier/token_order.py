@@ -377,7 +377,7 @@ def _place_whole(documents: Sequence[Piece], num_ranks: int) -> list[list[Piece]
         load += piece.work / work_each + piece.stop / tokens_each
         heapq.heapreplace(heap, (load, r))
     if _equalize_tokens(ranks, tokens_each) and relative_work(ranks) <= MAX_WORK:
-        return ranks
+        return [_join_pieces(rank) for rank in ranks]
     return None
 
 
