@@ -21,8 +21,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_right, insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ FILL_WORK = 1.015
 EXCHANGE_COST = 0.1
 """Cost of an exchange in addition to the keys it fetches, in tokens of a rank: one large exchange
 is better than many small ones."""
-SUBSET_DOCUMENTS = {1: 1000, 2: 40, 3: 16}
+SUBSET_DOCUMENTS = {1: 100, 2: 40, 3: 16}
 """Number of documents of a rank of which so many at a time are swapped, to bound the search."""
 MAX_SEGMENTS = 48
 """Number of pieces of a rank above which an order with fewer is preferred."""
@@ -274,34 +274,38 @@ class _RankFiller:
         if not tokens or not self.short:
             return
         step = max(self.short_tokens / tokens, 1.0)
-        chosen = []
         place = len(self.short) - 0.5 * step
+        chosen = []
         while place >= 0:
-            i = int(place)
-            length = self.short[i].stop
+            length = self.short[int(place)].stop
             if length <= tokens:
-                chosen.append(i)
+                chosen.append(int(place))
                 tokens -= length
             place -= step
-        for i in chosen:
-            self._take_short_at(i)
+        # From the last one, so that the indices of the others stay.
+        self._take_popped([self.short.pop(i) for i in chosen])
 
-    def _take_short_at(self, i: int) -> None:
-        piece = self.short.pop(i)
-        self.short_tokens -= piece.stop
-        self.short_work -= piece.work
-        self._take(piece)
+    def _take_popped(self, pieces: list[Piece]) -> None:
+        """Takes short documents that are no longer in `short`."""
+        tokens = sum([piece.stop for piece in pieces])
+        work = sum([piece.work for piece in pieces])
+        self.rank += pieces
+        self.tokens -= tokens
+        self.work -= work
+        self.short_tokens -= tokens
+        self.short_work -= work
 
     def _complete(self) -> None:
         """Takes exactly the tokens that the rank still lacks; cuts the last piece if necessary."""
         while self.tokens and self.short:
-            i = bisect_right(self.short, self.tokens, key=lambda piece: piece.stop) - 1
+            # The longest one that fits.
+            i = bisect_left(self.short, make_piece(-1, 0, self.tokens + 1)) - 1
             if i < 0:
-                piece = self.short[0]
-                self._take_short_at(0)
+                piece = self.short.pop(0)
+                self._take_popped([piece])
                 self._return_last(piece)
             else:
-                self._take_short_at(i)
+                self._take_popped([self.short.pop(i)])
         while self.tokens:
             piece = min(self.long, key=lambda piece: piece.start + piece.stop)
             self.long.remove(piece)
@@ -385,43 +389,46 @@ def _equalize_tokens(ranks: list[list[Piece]], tokens_each: int) -> bool:
     """Swaps whole documents between ranks until all have as many tokens; False if it cannot."""
     surplus = [sum(piece.stop for piece in rank) - tokens_each for rank in ranks]
     while any(surplus):
-        more = max(range(len(ranks)), key=lambda r: surplus[r])
-        fewer = heapq.nsmallest(4, range(len(ranks)), key=lambda r: surplus[r])
-        for size, r in itertools.product((1, 2, 3), fewer):
-            moved = min(surplus[more], -surplus[r])
-            swap = _find_swap(ranks[more], ranks[r], moved, size)
-            if swap is not None:
-                break
-        else:
+        more = max(range(len(ranks)), key=surplus.__getitem__)
+        swap = _find_swap(ranks, surplus, more)
+        if swap is None:
             return False
-        given, taken = swap
+        r, given, taken = swap
         ranks[more] = [piece for piece in ranks[more] if piece not in given] + list(taken)
         ranks[r] = [piece for piece in ranks[r] if piece not in taken] + list(given)
-        # One of the two is done, so there are fewer steps than ranks.
+        # One of the two has no surplus afterwards, so there are fewer steps than ranks.
+        moved = min(surplus[more], -surplus[r])
         surplus[more] -= moved
         surplus[r] += moved
     return True
 
 
 def _find_swap(
-    rank: list[Piece], other: list[Piece], tokens: int, size: int
-) -> tuple[tuple[Piece, ...], tuple[Piece, ...]] | None:
-    """Returns up to `size` documents to give and up to as many to take, which move this many
-    tokens, and as little work as possible."""
-    if tokens <= 0:
-        return None
-    taken_by_tokens = _subsets(other, size)
-    swaps = [
-        (given, taken_by_tokens[number - tokens])
-        for number, given in _subsets(rank, size).items()
-        if number - tokens in taken_by_tokens
-    ]
-    return min(swaps, key=_work_of_swap, default=None)
+    ranks: Sequence[list[Piece]], surplus: Sequence[int], more: int
+) -> tuple[int, tuple[Piece, ...], tuple[Piece, ...]] | None:
+    """Returns another rank, documents to give to it and documents to take from it, so that one of
+    the two has no surplus afterwards, and as little work as possible moves."""
+    fewer = heapq.nsmallest(4, range(len(ranks)), key=surplus.__getitem__)
+    for size in SUBSET_DOCUMENTS:
+        subsets = _subsets(ranks[more], size)
+        for r in fewer:
+            moved = min(surplus[more], -surplus[r])
+            others = _subsets(ranks[r], size)
+            swaps = [
+                (r, given, others[tokens - moved])
+                for tokens, given in subsets.items()
+                if tokens - moved in others
+            ]
+            if swaps and moved > 0:
+                return min(swaps, key=_work_of_swap)
+    return None
 
 
 def _subsets(rank: list[Piece], size: int) -> dict[int, tuple[Piece, ...]]:
     """Returns up to `size` documents of a rank, some of the shortest, for each sum of tokens."""
     some = sorted(rank)[: SUBSET_DOCUMENTS[size]]
+    if size == 1:
+        return {0: ()} | {piece.stop: (piece,) for piece in some}
     return {
         sum([piece.stop for piece in subset]): subset
         for n in range(size, -1, -1)
@@ -429,9 +436,9 @@ def _subsets(rank: list[Piece], size: int) -> dict[int, tuple[Piece, ...]]:
     }
 
 
-def _work_of_swap(swap: tuple[tuple[Piece, ...], tuple[Piece, ...]]) -> int:
-    given, taken = (sum([piece.work for piece in pieces]) for pieces in swap)
-    return abs(given - taken)
+def _work_of_swap(swap: tuple[int, tuple[Piece, ...], tuple[Piece, ...]]) -> int:
+    _, given, taken = swap
+    return abs(sum([piece.work for piece in given]) - sum([piece.work for piece in taken]))
 
 
 # ---- exchange of tokens --------------------------------------------------------------------------
@@ -452,40 +459,61 @@ class _Exchange(NamedTuple):
     """Work that moves."""
 
 
+class _Candidates(NamedTuple):
+    """Pieces of a rank that may take part in an exchange."""
+
+    stops: dict[int, int]
+    """End of the last piece of each document."""
+    longest: list[Piece]
+    """Pieces to give from: those that end last."""
+    lightest: list[Piece]
+    """Pieces to take from: those that start first."""
+
+    @classmethod
+    def from_rank(cls, rank: list[Piece]) -> _Candidates:
+        stops: dict[int, int] = {}
+        for _, document, _, stop in rank:
+            stops[document] = max(stops.get(document, 0), stop)
+        longest = heapq.nlargest(4, rank, key=itemgetter(3))
+        lightest = heapq.nsmallest(2, [(piece.start, -piece.stop, piece) for piece in rank])
+        return cls(stops, longest, [piece for _, _, piece in lightest])
+
+
 def _exchange_tokens(ranks: list[list[Piece]]) -> None:
     """Exchanges tokens of the rank with the most work while it has too much."""
     works = [sum([piece.work for piece in rank]) for rank in ranks]
     mean = sum(works) / len(works)
     limit = EXCHANGE_WORK * mean
     fixed_cost = sum(piece.num_tokens for piece in ranks[0]) * EXCHANGE_COST
+    candidates: dict[int, _Candidates] = {}
     for _ in range(4 * len(ranks)):
-        most = max(range(len(ranks)), key=lambda r: works[r])
+        most = max(range(len(ranks)), key=works.__getitem__)
         if works[most] <= limit:
             return
-        partners = heapq.nsmallest(3, range(len(ranks)), key=lambda r: works[r])
-        found = [
-            exchange
-            for r in partners
-            for exchange in _find_exchanges(
-                ranks[most], r, ranks[r], min(works[most] - mean, limit - works[r]), fixed_cost
-            )
-        ]
-        if not found:
+        partners = heapq.nsmallest(3, range(len(ranks)), key=works.__getitem__)
+        for r in (most, *partners):
+            if r not in candidates:
+                candidates[r] = _Candidates.from_rank(ranks[r])
+        best: _Exchange | None = None
+        for r in partners:
+            work = min(works[most] - mean, limit - works[r])
+            found = _find_exchange(candidates[most], r, candidates[r], work, fixed_cost)
+            if found is not None and (best is None or found.cost < best.cost):
+                best = found
+        if best is None:
             return
-        best = min(found)
         _apply_exchange(ranks[most], ranks[best.partner], best)
         works[most] -= best.work
         works[best.partner] += best.work
+        del candidates[most], candidates[best.partner]
 
 
-def _find_exchanges(
-    rank: list[Piece], partner: int, other: list[Piece], work: float, fixed_cost: float
-) -> Iterator[_Exchange]:
-    """Yields exchanges with a rank of less work that move at most this work."""
-    tops, other_tops = _last_stops(rank), _last_stops(other)
-    longest = heapq.nlargest(4, rank, key=itemgetter(3))
-    lightest = heapq.nsmallest(2, [(piece.start, -piece.stop, piece) for piece in other])
-    for given, (_, _, taken) in itertools.product(longest, lightest):
+def _find_exchange(
+    rank: _Candidates, partner: int, other: _Candidates, work: float, fixed_cost: float
+) -> _Exchange | None:
+    """Returns the cheapest exchange with a rank of less work that moves at most this work."""
+    best: _Exchange | None = None
+    for given, taken in itertools.product(rank.longest, other.lightest):
         if given.document == taken.document:
             continue
         most = min(given.num_tokens, taken.num_tokens)
@@ -495,24 +523,17 @@ def _find_exchanges(
             moved = tokens * (start - taken.start)
             if moved <= 0:
                 continue
-            cost = max(start + tokens - other_tops.get(given.document, 0), 0)
-            cost += max(taken.start + tokens - tops.get(taken.document, 0), 0)
+            cost = fixed_cost
+            cost += max(start + tokens - other.stops.get(given.document, 0), 0)
+            cost += max(taken.start + tokens - rank.stops.get(taken.document, 0), 0)
             # A document that leaves a rank whole need not be fetched there any more.
             if tokens == given.num_tokens and given.start == 0:
                 cost -= given.stop
             if tokens == taken.num_tokens and taken.start == 0:
                 cost -= taken.stop
-            yield _Exchange(
-                (cost + fixed_cost) / moved, partner, given, start, taken, tokens, moved
-            )
-
-
-def _last_stops(rank: Sequence[Piece]) -> dict[int, int]:
-    """Returns the end of the last piece of each document."""
-    stops: dict[int, int] = {}
-    for _, document, _, stop in rank:
-        stops[document] = max(stops.get(document, 0), stop)
-    return stops
+            if best is None or cost / moved < best.cost:
+                best = _Exchange(cost / moved, partner, given, start, taken, tokens, moved)
+    return best
 
 
 def _count_exchanged_last(given: Piece, taken: Piece, work: float) -> int:
