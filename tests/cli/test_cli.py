@@ -397,6 +397,7 @@ MISSING = [
     "profile nope.toml",
     "import ./nope",
     "upcycle ./nope --experts 8",
+    "extend-context ./nope --max-position 8192",
     "train --data.sources nope.jsonl",
     "train --train.init-from ./nope",
     "data prepare nope.jsonl",

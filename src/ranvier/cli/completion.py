@@ -14,6 +14,7 @@ OPTION_CLASSES = {
     "import": arguments.ImportOptions,
     "export": arguments.ExportOptions,
     "upcycle": arguments.UpcycleOptions,
+    "extend-context": arguments.ExtendContextOptions,
     "generate": arguments.GenerateOptions,
     "eval": arguments.EvalOptions,
     "profile": arguments.ProfileOptions,

@@ -47,6 +47,8 @@ usage: ranvier COMMAND ...
   import SRC --output RUN    create a run from a pretrained model (safetensors and config.json)
   export RUN --output DIR    write the weights of a run in Hugging Face format
   upcycle SRC --experts 8    create a mixture of experts from a dense run or model
+  extend-context SRC --max-position N
+                             create a run with a longer context and the same weights
   generate RUN --prompt ...  generate text with a run or a model: continue a prompt, chat in the
                              terminal, or answer a file of prompts
   serve [RUN | DIR]          serve a model over HTTP with the API of OpenAI, and a chat page
@@ -535,6 +537,29 @@ def _upcycle_command(words: Sequence[str]) -> int:
     return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 
 
+def _extend_context_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import ExtendContextOptions
+    from ranvier.system.model_hub import find_model
+
+    names, options = split_words(words)
+    settings = parse_options(
+        ExtendContextOptions,
+        ExtendContextOptions(),
+        "extend-context SRC --max-position 131072",
+        options,
+    )
+    source = one_path("extend-context", "a run or a pretrained model", names, name="SRC")
+    name = f"{Path(source).absolute().name}-{settings.max_position}"
+    out = Path(settings.output or Path("runs") / name)
+    find_model(source)
+    from ranvier.tools import extend_context
+    from ranvier.train import import_export
+
+    # All other options have the names of the function's arguments.
+    given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "output"}
+    return import_export.print_lines(extend_context.extend_model(source, out, **given))
+
+
 def _export_command(words: Sequence[str]) -> int:
     from ranvier.config.arguments import ExportOptions
     from ranvier.train import import_export
@@ -731,6 +756,7 @@ COMMANDS: dict[str, Command] = {
     "import": _import_command,
     "export": _export_command,
     "upcycle": _upcycle_command,
+    "extend-context": _extend_context_command,
     "generate": _generate_command,
     "serve": _serve_command,
     "eval": _eval_command,

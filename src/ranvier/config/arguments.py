@@ -379,6 +379,33 @@ class UpcycleOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtendContextOptions:
+    """Create a run with a longer context from a run or a pretrained model, with the same weights.
+
+    SRC is the directory of a run, or a pretrained model as for `import`. Only its rotary positions
+    change, by YaRN or by a larger base. Train the result on long sequences with
+    `ranvier train --train.init-from RUN --data.seq-len N`.
+    """
+
+    max_position: int = 0
+    """New maximum position (model.max_seq), in tokens. It must be above the present one."""
+    method: Literal["yarn", "theta"] = "yarn"
+    """How rotary frequencies are reduced: yarn (low frequencies, by the ratio of the new to the
+    original maximum position), or theta (all frequencies, by a larger model.rope_theta)."""
+    rope_theta: float = 0.0
+    """New base of the rotary frequencies for method theta. 0 means the smallest base that covers
+    the new positions: theta · factor^(k/(k-2)), with k rotated elements per head."""
+    original_max_position: int = 0
+    """Sequence length that the model was trained with. 0 means its maximum position, or the
+    original one of a model that was extended by YaRN before."""
+    output: str = ""
+    """Directory of the run. If empty, runs/ followed by the name of the model and the new maximum
+    position."""
+    step: int = -1
+    """Step of the checkpoint of a run. -1 means the latest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Rewrite a checkpoint, a few tensors at a time."""
 

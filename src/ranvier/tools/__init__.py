@@ -1,5 +1,5 @@
 """Tools: commands other than training that run or measure something.
 
-Verify, dry run, simulate, profile, upcycle, benchmarks of a cluster. Imports train and what is
-below.
+Verify, dry run, simulate, profile, upcycle, extend context, benchmarks of a cluster. Imports train
+and what is below.
 """
