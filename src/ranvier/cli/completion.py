@@ -26,7 +26,10 @@ OPTION_CLASSES = {
     "data": arguments.PrepareOptions,
     "checkpoint": arguments.ConvertOptions,
 }
-SUBCOMMAND_OPTION_CLASSES = {"simulate": {"serving": arguments.SimulateServingOptions}}
+SUBCOMMAND_OPTION_CLASSES: dict[str, dict[str, type]] = {
+    "simulate": {"serving": arguments.SimulateServingOptions},
+    "data": {"needles": arguments.NeedleCorpusOptions},
+}
 """Options of subcommands that differ from those of their command."""
 SHELLS = ("bash", "zsh")
 SCRIPT = """\

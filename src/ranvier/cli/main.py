@@ -52,7 +52,8 @@ usage: ranvier COMMAND ...
   generate RUN --prompt ...  generate text with a run or a model: continue a prompt, chat in the
                              terminal, or answer a file of prompts
   serve [RUN | DIR]          serve a model over HTTP with the API of OpenAI, and a chat page
-  eval RUN --tasks ...       evaluate a model: lm-eval tasks, perplexity, code generation
+  eval RUN --tasks ...       evaluate a model: lm-eval tasks, needles in a haystack, perplexity,
+                             code generation
   bench URL                  benchmark a server with the API of OpenAI: latency, throughput, goodput
   report RUN                 write report.html of a run again
   profile RUN | run.toml     profile the steps of a run on one rank, kernel by kernel
@@ -64,6 +65,7 @@ usage: ranvier COMMAND ...
   dry-run [run.toml | RUN]   show shards, messages and memory of one of --world ranks, without
                              devices
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
+  data needles [FILE ...]    write a training corpus with facts that are hidden in long texts
   data show DIR              show the contents of a prepared corpus
   checkpoint ls RUN          list checkpoints with step, size, grid and state
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
@@ -475,6 +477,20 @@ def _prepare_command(words: Sequence[str]) -> int:
     return prepare_data.prepare_corpus(inputs, **dataclasses.asdict(settings))
 
 
+def _data_needles_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import NeedleCorpusOptions
+    from ranvier.data.sources import check_sources_exist
+
+    inputs, options = split_words(words)
+    settings = parse_options(
+        NeedleCorpusOptions, NeedleCorpusOptions(), "data needles [FILE ...]", options
+    )
+    check_sources_exist(inputs)
+    from ranvier.train import prepare_needles
+
+    return prepare_needles.prepare_needle_corpus(inputs, settings)
+
+
 def _data_show_command(words: Sequence[str]) -> int:
     from ranvier.train import prepare_data
 
@@ -739,7 +755,11 @@ def _completion_command(words: Sequence[str]) -> int:
 
 
 SUBCOMMANDS: dict[str, dict[str, Command]] = {
-    "data": {"prepare": _prepare_command, "show": _data_show_command},
+    "data": {
+        "prepare": _prepare_command,
+        "needles": _data_needles_command,
+        "show": _data_show_command,
+    },
     "checkpoint": {
         "ls": _checkpoint_ls_command,
         "verify": _checkpoint_verify_command,

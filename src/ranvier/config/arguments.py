@@ -176,20 +176,34 @@ class DryRunOptions(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(RunOptions):
-    """Evaluate a model: lm-eval tasks, perplexity on a corpus, or code generation.
+    """Evaluate a model: lm-eval tasks, needles in a haystack, perplexity, or code generation.
 
     Runs on one rank unless degrees are given. Of the settings of a run, only the model, plan,
     data.seq_len and train.device, dtype, backend and comm_timeout_seconds are used.
     """
 
     tasks: str = ""
-    """Comma-separated tasks of lm-evaluation-harness. Requires the extra `eval`."""
+    """Comma-separated tasks of lm-evaluation-harness, which require the extra `eval`; or needle, to
+    recall facts that are hidden in long texts."""
     include: str = ""
     """Directory with custom tasks (YAML)."""
     limit: int = 0
     """Maximum number of examples per task. 0 means all."""
     fewshot: int = -1
     """Number of few-shot examples. -1 uses the default of the task."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of prompt and answer for the task needle, in tokens. If empty, model.max_seq."""
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    """Places of the needle: fractions of the text before it."""
+    trials: int = 10
+    """Number of needles for each length and depth."""
+    haystack: tuple[str, ...] = ("stdlib",)
+    """Texts to hide needles in, as in data.sources."""
+    needle: str = "The magic number of {key} is {value}."
+    """Sentence of a needle. {key} stands for two words, {value} for a number of 5 digits. The
+    question is the sentence up to the value."""
+    distractors: int = 0
+    """Number of needles with other keys in the same text."""
     corpus: tuple[str, ...] = ()
     """Corpora to compute the perplexity of, as in data.sources. Windows have data.seq_len
     tokens."""
@@ -210,7 +224,7 @@ class EvalOptions(RunOptions):
     top_p: float = 0.95
     """Sample from the smallest set of tokens with this total probability."""
     seed: int = 0
-    """Random seed of the sampling and of the few-shot examples."""
+    """Random seed of the sampling, of the few-shot examples and of needles."""
     samples_file: str = ""
     """JSONL file of programs that were run elsewhere (task, built, passed, seconds, baseline,
     processes, sample). Only the metrics are computed."""
@@ -246,6 +260,36 @@ class PrepareOptions:
     or a simple one."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of conversations that count in the loss: the assistant's, or all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeedleCorpusOptions:
+    """Write a training corpus with needles: facts hidden in long texts, and recalled at their end.
+
+    FILE ... are the texts, as in data.sources, and the standard library of Python if none is given.
+    A model that is trained on the corpus can be evaluated with `ranvier eval RUN --tasks needle`.
+    """
+
+    output: str = ""
+    """Directory to create. If empty, data/needles."""
+    lengths: tuple[int, ...] = (1024,)
+    """Lengths of the documents in tokens, each with the same share of the tokens. They must divide
+    the largest one, which is the data.seq_len to train with."""
+    tokens: int = 50_000_000
+    """Total number of tokens."""
+    needle: str = "The magic number of {key} is {value}."
+    """Sentence of a needle. {key} stands for two words, {value} for a number of 5 digits."""
+    max_needles: int = 0
+    """Maximum number of needles per document. 0 means one for each 128 tokens."""
+    tokenizer: str = "standard"
+    """Tokenizer: standard (byte-pair encoding trained on Python's standard library), bytes, or the
+    path of a tokenizer.json, such as that of a run."""
+    text_field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
+    max_bytes: int = 16_000_000
+    """Maximum number of bytes to read from the standard library."""
+    seed: int = 0
+    """Random seed of texts, needles and depths."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,6 +163,53 @@ def prepare_corpus(
     # Checked before hours of tokenization, not only at the final rename.
     refuse_other_content(out)
     readers = [DocumentReader(path, field=field, max_bytes=max_bytes) for path in inputs]
+
+    def write(shards: ShardWriter, tally: CorpusTally) -> None:
+        if chat is None:
+            made_of = _tokenize_texts
+        else:
+            made_of = partial(_tokenize_conversations, chat=chat, loss_on=loss_on)
+        _write_documents(readers, made_of(readers, tokenizer), shards, tally, progress)
+
+    source = ", ".join(reader.name for reader in readers)
+    return _write_corpus(
+        out, tokenizer, source, write, chat=chat, loss_on=loss_on, shard_tokens=shard_tokens
+    )
+
+
+def write_token_documents(
+    documents: Iterable[NDArray[Any]],
+    out: Path,
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    progress: Callable[[int, int], None],
+) -> CorpusManifest:
+    """Write documents that are tokens already, each with its end token; return the manifest.
+
+    source: where they come from. progress: called with documents and tokens so far.
+    """
+    refuse_other_content(out)
+
+    def write(shards: ShardWriter, tally: CorpusTally) -> None:
+        for tokens in documents:
+            shards.add_document(tokens, tally.add_document(tokens))
+            progress(tally.num_documents, tally.num_tokens)
+
+    return _write_corpus(out, tokenizer, source, write)
+
+
+def _write_corpus(
+    out: Path,
+    tokenizer: Tokenizer,
+    source: str,
+    write: Callable[[ShardWriter, CorpusTally], None],
+    *,
+    chat: ChatEncoder | None = None,
+    loss_on: LossOn = "assistant",
+    shard_tokens: int = SHARD_TOKENS,
+) -> CorpusManifest:
+    """Write a corpus directory with the documents that `write` adds to its shards."""
     with assemble_folder(out) as folder:
         # Two bytes per token if all ids fit.
         shards = ShardWriter(
@@ -170,11 +217,7 @@ def prepare_corpus(
         )
         tally = CorpusTally(tokenizer.fingerprint)
         try:
-            if chat is None:
-                made_of = _tokenize_texts
-            else:
-                made_of = partial(_tokenize_conversations, chat=chat, loss_on=loss_on)
-            _write_documents(readers, made_of(readers, tokenizer), shards, tally, progress)
+            write(shards, tally)
             shards.close()
         finally:
             shards.abandon()
@@ -182,7 +225,7 @@ def prepare_corpus(
         if chat is not None:
             chat.template.save(folder)
         made = CorpusManifest(
-            source=", ".join(reader.name for reader in readers),
+            source=source,
             fingerprint=tally.fingerprint,
             tokenizer=tokenizer.fingerprint,
             vocab=tokenizer.vocab_size,

@@ -1,4 +1,4 @@
-"""Evaluation: lm-eval tasks, perplexity, and code generation.
+"""Evaluation: lm-eval tasks, needles in a haystack, perplexity, and code generation.
 
 Imports train, infer and what is below.
 """

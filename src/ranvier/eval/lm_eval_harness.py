@@ -105,8 +105,8 @@ def check_installed() -> None:
     """Raise if the package is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise PlanError(
-            "lm_eval is not installed. --tasks needs lm-evaluation-harness. Install it with the "
-            "extra eval: pip install 'ranvier[eval]'."
+            "lm_eval is not installed. All --tasks but needle need lm-evaluation-harness. Install "
+            "it with the extra eval: pip install 'ranvier[eval]'."
         )
 
 
@@ -135,9 +135,9 @@ def build_task_manager(wanted: EvalOptions) -> Any:
             where = ""
         raise PlanError(
             [
-                f"tasks: {name!r} is unknown.{suggest_nearest(name, known)} A task is one of the "
-                f"{len(known)} of lm-evaluation-harness{where}. Use one of them, or pass --include "
-                "DIR with your own tasks."
+                f"tasks: {name!r} is unknown.{suggest_nearest(name, [*known, 'needle'])} A task is "
+                f"needle, or one of the {len(known)} of lm-evaluation-harness{where}. Use one of "
+                "them, or pass --include DIR with your own tasks."
                 for name in unknown
             ]
         )

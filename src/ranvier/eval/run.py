@@ -1,4 +1,4 @@
-"""`ranvier eval`: run tasks, perplexity or code generation with a run's model on any grid."""
+"""`ranvier eval`: run tasks, needles, perplexity or code generation with a model on any grid."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from ranvier.config.arguments import EvalOptions
 from ranvier.config.plan import Plan
 from ranvier.config.resolved_run import ResolvedRun
 from ranvier.config.run import RunConfig
+from ranvier.config.sections import suggest_nearest
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import lm_eval_harness, perplexity
+from ranvier.eval import lm_eval_harness, needle, perplexity
 from ranvier.eval.code import generate, metrics, sandbox
 from ranvier.eval.model_server import GenerationConfig, ModelServer
 from ranvier.eval.tokenization import EvalTokenizer
@@ -37,6 +38,9 @@ from ranvier.train import prepare_data
 from ranvier.train.build_model import DTYPES
 from ranvier.train.resolve import resolve_backend, resolve_device
 from ranvier.train.resume.run_directory import write_text_atomically
+
+FIRST_COLUMNS = {"code": "k", "needle": "length"}
+"""Headings of the first column of tables, where they are not the name of the results."""
 
 
 def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
@@ -88,6 +92,7 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
             f"include={wanted.include!r} is not a directory. Custom tasks are YAML files in a "
             "directory. Check the path."
         )
+    problems += _task_problems(wanted)
     if problems:
         raise PlanError(problems)
     if wanted.code and (most := max(parse_pass_at_k(wanted))) > wanted.samples_per_task:
@@ -96,10 +101,41 @@ def check_options(wanted: EvalOptions, folder: str | None) -> None:
             f"least k programs per task. Use --samples-per-task {most} or more."
         )
     # Fail before ranks start or weights are read.
-    if wanted.tasks:
+    if is_needle_task(wanted):
+        needle.check_options(wanted, Path(folder or ""))
+    elif wanted.tasks:
         lm_eval_harness.check_installed()
     if wanted.code:
         generate.read_tasks(Path(wanted.code))
+
+
+def is_needle_task(wanted: EvalOptions) -> bool:
+    """Whether the task needle is requested, which does not need lm-evaluation-harness."""
+    return needle.TASK_NAME in lm_eval_harness.task_names(wanted)
+
+
+def _task_problems(wanted: EvalOptions) -> list[str]:
+    """Returns what is wrong with the names of tasks and their own options."""
+    names = lm_eval_harness.task_names(wanted)
+    if is_needle_task(wanted):
+        if len(names) > 1:
+            return [
+                f"tasks={wanted.tasks!r} has {needle.TASK_NAME} and other tasks. They use "
+                f"different options. Use --tasks {needle.TASK_NAME} alone, and another command for "
+                "the others."
+            ]
+        return []
+    default = EvalOptions()
+    given = [n for n in needle.OPTIONS if getattr(wanted, n) != getattr(default, n)]
+    if given:
+        near = any(suggest_nearest(name, [needle.TASK_NAME]) for name in names)
+        return [
+            f"--{given[0]} is given with "
+            f"{f'--tasks {wanted.tasks}' if names else 'another evaluation'}. Only the task "
+            f"{needle.TASK_NAME} uses it. "
+            + (f"Use --tasks {needle.TASK_NAME}." if near or not names else "Leave it out.")
+        ]
+    return []
 
 
 def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> ResolvedRun:
@@ -181,7 +217,11 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
     # Task names are checked before weights are read, which takes a while; an error of rank 0 is
     # raised on all ranks.
     manager = run_and_raise_together(
-        lambda: lm_eval_harness.build_task_manager(wanted) if first and wanted.tasks else None,
+        lambda: (
+            lm_eval_harness.build_task_manager(wanted)
+            if first and wanted.tasks and not is_needle_task(wanted)
+            else None
+        ),
         grid,
         device,
     )
@@ -207,10 +247,15 @@ def evaluate_run(run: ResolvedRun, folder: Path, wanted: EvalOptions, me: Proces
             path = Path(wanted.output)
         else:
             path = folder / f"eval-{at}.json"
-        save_results(path, {"step": at, **found})
+        whole = save_results(path, {"step": at, **found})
         for name, rows in found.items():
             _print_table(name, rows)
         print(f"Results: {path}")
+        if is_needle_task(wanted):
+            page = path.with_suffix(".html")
+            title = f"{folder.absolute().name}: needle in a haystack"
+            write_text_atomically(page, needle.render_page(title, whole["needle"], at))
+            print(f"Heat map: {page}")
 
     served.run_on_first_rank(work)
     return 0
@@ -221,6 +266,10 @@ def _run_evaluation(
 ) -> dict[str, dict[str, Any]]:
     """Runs the requested evaluation; returns results by kind and name."""
     length = wanted.max_length or run.decoder.max_seq
+    if is_needle_task(wanted):
+        trials = needle.evaluate_needles(served, run, folder, wanted)
+        write_text_atomically(folder / f"needle-{step}.jsonl", needle.render_trials(trials))
+        return {"needle": needle.tabulate_accuracy(trials)}
     if wanted.tasks:
         return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
     if wanted.corpus:
@@ -322,8 +371,11 @@ def score_samples(wanted: EvalOptions) -> int:
     return 0
 
 
-def save_results(path: Path, found: Mapping[str, Any]) -> None:
-    """Merges results into a file atomically; results with the same name are replaced."""
+def save_results(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges results into a file atomically, and returns all of them.
+
+    Results with the same name are replaced.
+    """
     known: Any = {}
     if path.exists():
         try:
@@ -346,13 +398,14 @@ def save_results(path: Path, found: Mapping[str, Any]) -> None:
             f"{path} cannot be written: {error.strerror}. The results are stored there. Use "
             "another --output."
         ) from None
+    return dict(known)
 
 
 def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints a row per name and a column per number, framed on a terminal."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     cells = [[one, *(_format_number(row.get(key)) for key in columns)] for one, row in rows.items()]
-    heads = ["k" if name == "code" else name, *columns]
+    heads = [FIRST_COLUMNS.get(name, name), *columns]
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table

@@ -366,7 +366,8 @@ def _describe_series(
     return escape_html(" ".join(parts))
 
 
-def _open_svg(title: str, description: str, size: tuple[int, int], data: str = "") -> list[str]:
+def open_svg(title: str, description: str, size: tuple[int, int], data: str = "") -> list[str]:
+    """The start of a plot: its element with its size, and its title; `description` is escaped."""
     return [
         f'<svg class="plot" role="img" viewBox="0 0 {size[0]} {size[1]}"{data}>',
         f"<title>{escape_html(title)}</title><desc>{description}</desc>",
@@ -408,7 +409,7 @@ def line_plot(
     # The read-out script inverts this map from pixels to values.
     box = (across.start, across.end, top, up.start, first, last, up.low, up.high, float(log))
     data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escape_html(x_label)}"'
-    out = _open_svg(title, _describe_series(series, drawn, x_label), (width, height), data)
+    out = open_svg(title, _describe_series(series, drawn, x_label), (width, height), data)
     out += legend
     if log:
         unit = f"{y_label}, log scale"
@@ -490,7 +491,7 @@ def stacked_bar(
         left += room
     if not known:
         out.append(f'<text x="8" y="{top + 20}">no time was recorded</text>')
-    head = _open_svg(title, escape_html("; ".join(words) or "nothing"), (width, row + 12))
+    head = open_svg(title, escape_html("; ".join(words) or "nothing"), (width, row + 12))
     return "\n".join([*head, *out, "</svg>"])
 
 
