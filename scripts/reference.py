@@ -142,6 +142,7 @@ FILES = {
     "trace-rank*.json": "Communication of the last step, with `train.trace_comm`. Open it in "
     "Perfetto.",
     "eval-STEP.json": "Results of `ranvier eval`.",
+    "eval-STEP.html, needle-STEP.jsonl": "Heat map and answers of `ranvier eval --tasks needle`.",
     "profile/": "Results of `ranvier profile`.",
     "published/": "Files of an imported model except its weights.",
     "before-N-*": "Checkpoints and metrics of an earlier run in the same directory, moved by "
@@ -311,6 +312,7 @@ EXAMPLES = {
     "import": "ranvier import path/to/model --output runs/base",
     "export": "ranvier export runs/mine --output exported",
     "upcycle": "ranvier upcycle runs/base --experts 4 --output runs/base-moe",
+    "extend-context": "ranvier extend-context runs/base --max-position 2048 --output runs/long",
     "generate": 'ranvier generate runs/mine --prompt "def main(" --max-new-tokens 20',
     "serve": "ranvier serve runs/mine --dry-run",
     "eval": "ranvier eval runs/mine --corpus texts",
@@ -323,6 +325,7 @@ EXAMPLES = {
     "plan": "ranvier plan --model.size llama3-8b --cluster dgx-h100 --nodes 1",
     "dry-run": "ranvier dry-run --model.size gpt2 --plan.row 4 --plan.global-batch 8",
     "data prepare": "ranvier data prepare my.jsonl --output data/mine",
+    "data needles": "ranvier data needles texts --tokens 100000 --output data/needles",
     "data show": "ranvier data show data/mine",
     "checkpoint ls": "ranvier checkpoint ls runs/mine",
     "checkpoint verify": "ranvier checkpoint verify runs/mine",

@@ -163,7 +163,9 @@ def check_command(words: list[str], ranks: int) -> None:
         return
     nodes = int(option_value(options, "--launch.nnodes") or option_value(options, "--nodes") or 1)
     ranks = ranks or nodes * int(option_value(options, "--nproc") or 0)
-    options = drop_options(options, ("train.init_from",))
+    if option_value(options, "--train.init-from"):
+        # The positions of the model that it starts from are not known here.
+        options = drop_options(options, ("train.init_from", "data.seq_len"))
     run = load_run_with_options(kind, verb, [*filter(os.path.isfile, files), *options])
     if verb in ("train", "verify"):
         degrees = math.prod(abs(size) for size in run.plan.degrees.values())

@@ -81,7 +81,7 @@ def test_documents_have_exact_lengths_and_repeat_every_needle() -> None:
         half = len(planted) // 2
         assert sorted(planted[:half]) == sorted(planted[half:])
         counts.add(half)
-    assert {1, 2} <= counts and max(counts) <= 8
+    assert {1, 2} <= counts and max(counts) <= builder.max_needles(1024)
     again = build_training_documents(builder, lengths, tokens=40_000, max_needles=0, seed=0)
     assert all(np.array_equal(a, b) for a, b in zip(documents, again, strict=True))
 

@@ -280,7 +280,8 @@ class NeedleCorpusOptions:
     needle: str = "The magic number of {key} is {value}."
     """Sentence of a needle. {key} stands for two words, {value} for a number of 5 digits."""
     max_needles: int = 0
-    """Maximum number of needles per document. 0 means one for each 128 tokens."""
+    """Maximum number of needles per document; small numbers are drawn more often. 0 means as many
+    as take half of the tokens, together with their questions."""
     tokenizer: str = "standard"
     """Tokenizer: standard (byte-pair encoding trained on Python's standard library), bytes, or the
     path of a tokenizer.json, such as that of a run."""

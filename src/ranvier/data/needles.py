@@ -32,8 +32,6 @@ VALUE_DIGITS = 5
 """Digits of a value: a guess is right in one of 90,000 cases."""
 MAX_HAYSTACK_TOKENS = 1 << 24
 """Tokens of a haystack that are held in memory."""
-TOKENS_PER_NEEDLE = 128
-"""A training document has at most one needle for this many tokens."""
 SPARE_TOKENS = 4
 """Tokens that an answer may have in addition to those of the value."""
 ADJECTIVES = (
@@ -94,9 +92,9 @@ class NeedleTemplate:
         """What follows the value; empty if it is the end of the line."""
         return self.text.partition(VALUE)[2]
 
-    def is_answer(self, said: str, value: str) -> bool:
+    def is_answer(self, answer: str, value: str) -> bool:
         """Whether a generated text begins with the value, and with nothing but it."""
-        text = said.lstrip(" ")
+        text = answer.lstrip(" ")
         return text.startswith(value) and not text[len(value) : len(value) + 1].isdigit()
 
 
@@ -181,7 +179,7 @@ class NeedleBuilder:
         depths = [depth, *draw.random(distractors).tolist()]
         question = self.encode_line(self.template.render_question(needles[0].key))
         room = length - self.answer_tokens - len(question) - len(self.prefix)
-        text = self._plant(needles, depths, room, draw)
+        text = self._plant(self.encode_needles(needles), depths, room, draw)
         tokens = np.concatenate([np.array(self.prefix, np.int64), text, question])
         return NeedlePrompt(tokens, needles[0], length, depth)
 
@@ -192,50 +190,65 @@ class NeedleBuilder:
         """
         count = int(np.exp(draw.uniform(0.0, np.log(max_needles + 1))))
         needles = draw_needles(min(max(count, 1), max_needles), draw)
-        again = [self.encode_needle(needles[i]) for i in draw.permutation(len(needles))]
+        lines = self.encode_needles(needles)
+        again = [lines[i] for i in draw.permutation(len(lines))]
         asked = np.concatenate([*again, np.array([self.tokenizer.eos_token_id])])
-        depths = draw.random(len(needles)).tolist()
-        return np.concatenate([self._plant(needles, depths, length - len(asked), draw), asked])
+        depths = draw.random(len(lines)).tolist()
+        return np.concatenate([self._plant(lines, depths, length - len(asked), draw), asked])
 
     def encode_line(self, text: str) -> Ints:
         """Returns the tokens of a line that begins here, with the line break before it."""
         return self.tokenizer.encode([f"\n{text}"])[0].astype(np.int64)
 
-    def encode_needle(self, needle: Needle) -> Ints:
-        """Returns the tokens of a needle, with the line break before it."""
-        return self.encode_line(self.template.render(needle.key, needle.value))
+    def encode_needles(self, needles: Sequence[Needle]) -> list[Ints]:
+        """Returns the tokens of each needle, with the line break before it."""
+        texts = [f"\n{self.template.render(one.key, one.value)}" for one in needles]
+        return [ids.astype(np.int64) for ids in self.tokenizer.encode(texts)]
+
+    @cached_property
+    def line_break(self) -> Ints:
+        """Tokens of a line break."""
+        return self.encode_line("")
+
+    @cached_property
+    def needle_tokens(self) -> int:
+        """Tokens of a needle: those of the longest of some needles, and a few more."""
+        some = draw_needles(64, np.random.default_rng(0))
+        return max(map(len, self.encode_needles(some))) + SPARE_TOKENS
 
     @cached_property
     def answer_tokens(self) -> int:
         """Tokens to generate: those of the longest of some values, and a few more."""
-        draw = np.random.default_rng(0)
-        sizes = []
-        for one in draw_needles(64, draw):
-            question = self.encode_line(self.template.render_question(one.key))
-            sizes.append(len(self.encode_needle(one)) - len(question))
+        some = draw_needles(64, np.random.default_rng(0))
+        sizes = [
+            len(line) - len(self.encode_line(self.template.render_question(one.key)))
+            for one, line in zip(some, self.encode_needles(some), strict=True)
+        ]
         return max(sizes) + SPARE_TOKENS
 
     def min_length(self, num_needles: int, num_questions: int) -> int:
         """Returns the smallest length of a text with this many needles and questions."""
-        draw = np.random.default_rng(0)
-        size = max(len(self.encode_needle(one)) for one in draw_needles(64, draw))
-        # Some needles have more tokens than those that were drawn; a line break ends each.
-        size += SPARE_TOKENS
-        lines = num_needles * (size + 1) + num_questions * size
-        return lines + self.answer_tokens + len(self.prefix) + 1
+        # A line break ends each needle.
+        planted = num_needles * (self.needle_tokens + len(self.line_break))
+        asked = num_questions * self.needle_tokens
+        return planted + asked + self.answer_tokens + len(self.prefix) + 1
+
+    def max_needles(self, length: int) -> int:
+        """Returns how many needles, each with its question, take half of a document; at least 1."""
+        size = 2 * self.needle_tokens + len(self.line_break)
+        return min(max(length // 2 // size, 1), NUM_KEYS)
 
     def _plant(
         self,
-        needles: Sequence[Needle],
+        lines: Sequence[Ints],
         depths: Sequence[float],
         room: int,
         draw: np.random.Generator,
     ) -> Ints:
         """Returns a random part of the haystack with needles at depths; `room` tokens in all."""
-        end = self.encode_line("")
-        planted = [np.concatenate([self.encode_needle(one), end]) for one in needles]
+        planted = [np.concatenate([line, self.line_break]) for line in lines]
         count = room - sum(map(len, planted))
-        assert count >= 0, f"{len(needles)} needles do not fit into {room} tokens"
+        assert count >= 0, f"{len(lines)} needles do not fit into {room} tokens"
         text, line_ends = self.haystack.read(int(draw.integers(len(self.haystack.tokens))), count)
         breaks = np.flatnonzero(line_ends) + 1
         places = [nearest_break(depth, count, breaks) for depth in depths]
@@ -285,20 +298,15 @@ def build_training_documents(
     Each length gets the same number of tokens. Lengths divide the largest, so that samples of this
     many tokens contain whole documents, also if some documents are held out.
 
-    max_needles: per document; 0 means one for each `TOKENS_PER_NEEDLE` tokens.
+    max_needles: per document; 0 means as many as take half of its tokens.
     """
     longest = max(lengths)
     windows = max(tokens // (longest * len(lengths)), 1)
     for number, length in enumerate(sorted(lengths, reverse=True)):
         draw = np.random.default_rng([seed, number])
-        most = needles_per_document(length, max_needles)
+        most = max_needles or builder.max_needles(length)
         for _ in range(windows * (longest // length)):
             yield builder.build_document(length, most, draw)
-
-
-def needles_per_document(length: int, max_needles: int) -> int:
-    """Returns the maximum number of needles of a training document."""
-    return min(max_needles or max(length // TOKENS_PER_NEEDLE, 1), NUM_KEYS)
 
 
 def check_training_lengths(
@@ -308,7 +316,7 @@ def check_training_lengths(
     problems = []
     longest = max(lengths)
     for length in lengths:
-        most = needles_per_document(length, max_needles)
+        most = max_needles or builder.max_needles(length)
         least = builder.min_length(most, most)
         if length < least:
             problems.append(describe_short_length(length, least, most))

@@ -48,7 +48,7 @@ class NeedleTrial:
     """A prompt and what the model answered."""
 
     prompt: NeedlePrompt
-    said: str
+    answer: str
     is_exact: bool
 
     def to_record(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class NeedleTrial:
             "tokens": len(self.prompt.tokens),
             "key": needle.key,
             "value": needle.value,
-            "said": self.said,
+            "answer": self.answer,
             "exact": self.is_exact,
         }
 
@@ -150,10 +150,10 @@ def evaluate_needles(
         for trial in range(wanted.trials)
     ]
     wish = GenerationConfig(max_new_tokens=builder.answer_tokens)
-    said = served.generate([prompt.tokens.tolist() for prompt in prompts], wish)
+    answers = served.generate([prompt.tokens.tolist() for prompt in prompts], wish)
     return [
         NeedleTrial(prompt, text, builder.template.is_answer(text, prompt.needle.value))
-        for prompt, text in zip(prompts, said, strict=True)
+        for prompt, text in zip(prompts, answers, strict=True)
     ]
 
 

@@ -13,6 +13,7 @@ from ranvier.config.sections import DataConfig
 from ranvier.data import prepare
 from ranvier.data.corpus import Corpus
 from ranvier.data.needles import (
+    NUM_KEYS,
     Haystack,
     NeedleBuilder,
     NeedleTemplate,
@@ -84,12 +85,10 @@ def _check_options(wanted: NeedleCorpusOptions) -> None:
             f"tokens={wanted.tokens} is out of range. A corpus must hold at least one document, "
             f"and at most {MAX_CORPUS_TOKENS:,} tokens. Use --tokens 50000000."
         )
-    for name in ("max_needles", "seed"):
+    for name, most in {"max_needles": NUM_KEYS, "seed": 2**31 - 1}.items():
         value = getattr(wanted, name)
-        if not 0 <= value < 2**31:
-            problems.append(
-                f"{name}={value} is out of range. It must be at least 0 and less than 2^31. Use 0."
-            )
+        if not 0 <= value <= most:
+            problems.append(f"{name}={value} is out of range. It must be from 0 to {most}. Use 0.")
     if wanted.max_bytes < 1:
         problems.append(
             f"max_bytes={wanted.max_bytes} is too small. It must be at least 1. Use 16000000."
