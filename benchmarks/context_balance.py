@@ -8,7 +8,7 @@ First table: for each order, attention work of the rank with the most relative t
 maximum over windows), keys fetched by a rank (mean over ranks and windows) relative to an
 all-gather, and segments of the rank with the most. `blocks` sorts blocks of 512 tokens by work and
 deals them in turn, as others do. Second table: efficiency of windows assigned to ranks and
-micro-batches, in the order they come and by cost, in an 8 B model; ranks meet once a step or in
+micro-batches, in the order they come and by cost, in an 8 B model; ranks meet once per step or in
 every micro-batch. Last, the limits and whether they hold; exit status 1 if one does not.
 """
 
@@ -173,7 +173,7 @@ class AssignmentRow(NamedTuple):
     num_micro_batches: int
     assignment: str
     step: float
-    """Ranks meet once a step."""
+    """Ranks meet once per step."""
     micro_batch: float
     """Ranks meet in every micro-batch."""
 
@@ -228,7 +228,7 @@ class Check(NamedTuple):
 
 
 def at_most(text: str, value: float, limit: float) -> Check:
-    # A rounding error of the mean is no violation.
+    # The mean has a rounding error.
     return Check(text, value, limit, value <= limit * (1 + 1e-9))
 
 

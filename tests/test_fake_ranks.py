@@ -22,6 +22,7 @@ from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.nn.context_documents import ContextDocuments
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallelize import parallelize
 from ranvier.tools.verify import predict_events
@@ -60,6 +61,11 @@ def counted() -> Iterator[Counter[str]]:
             "all_reduce",
             wrapped("all_reduce", collectives.distributed.all_reduce, 0),
         ),
+        mock.patch.object(
+            collectives.distributed,
+            "all_to_all_single",
+            wrapped("all_to_all", collectives.distributed.all_to_all_single, 1),
+        ),
     ):
         yield total
 
@@ -77,24 +83,31 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
         vocab=101,
         bias=True,
         tie_embeddings=True,
-        sliding_window=1 if "context" in degrees else 0,
     )
     over: WeightSplit = "depth" if inner == "samples" else "depth_context"
-    seq = 16 // degrees.get("context", 1)
     with launch.fake_process_group(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)
         plan = Plan(col_splits=inner, recompute="full", shard_weights_over=over)
         plan = plan.with_degrees(grid.degrees)
         model = parallelize(Decoder(config), grid, plan)
-        batch = Batch(torch.zeros(4, seq, dtype=torch.long), torch.zeros(4, seq, dtype=torch.long))
-        micros = [batch, batch]
+        tokens = torch.zeros(4, 16, dtype=torch.long)
+        # Micro-batches with different documents communicate different keys.
+        ids = [torch.arange(16) // length for length in (16, 5)]
+        micros = [
+            Batch(tokens, tokens, documents=one.expand(4, 16)).shard_over_context(grid, "balanced")
+            for one in ids
+        ]
+        orders = [
+            micro.documents.orders
+            for micro in micros
+            if isinstance(micro.documents, ContextDocuments)
+        ]
         optimizer = Optimizer(model.parallel.bucket_scheduler)
         with counted() as total:
             forward_backward(model, micros)
             optimizer.step()
         predicted: Counter[str] = Counter()
-        for event in predict_events(
-            model.parallel, ActivationShape(samples=4, seq=16, itemsize=4, statistics_itemsize=4), 2
-        ):
+        flow = ActivationShape(samples=4, seq=16, itemsize=4, statistics_itemsize=4)
+        for event in predict_events(model.parallel, flow, 2, orders):
             predicted[event.op] += event.bytes
         assert total == predicted

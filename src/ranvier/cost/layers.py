@@ -296,8 +296,9 @@ class AttentionCost(LayerCost):
             orders = (order_tokens((flow.seq,), ranks, "zigzag"),) * flow.samples
         # Samples of this rank inside attention.
         inside = context.table.axes_inside_replica(self.dim, "batch")
-        each = len(orders) // count_parts(inside, context.degrees)
-        orders = orders[self.sample_part * each : (self.sample_part + 1) * each]
+        each = max(len(orders) // count_parts(inside, context.degrees), 1)
+        first = min(self.sample_part * each, len(orders) - each)
+        orders = orders[first : first + each]
         window = self.window if self.window < flow.seq else 0
         method = choose_method(context.context_attention, orders, shape, window)
         layout = build_layout(method, orders, self.context_index, window)

@@ -104,7 +104,7 @@ class AssignmentEfficiency(NamedTuple):
     """Mean work of a rank divided by the work that all wait for."""
 
     step: float
-    """If ranks meet once a step."""
+    """If ranks meet once per step."""
     micro_batch: float
     """If ranks meet in every micro-batch."""
 
