@@ -35,7 +35,7 @@ FILL_WORK = 1.015
 EXCHANGE_COST = 0.1
 """Cost of an exchange in addition to the keys it fetches, in tokens of a rank: one large exchange
 is better than many small ones."""
-SUBSET_DOCUMENTS = {1: 100, 2: 40, 3: 16}
+SUBSET_DOCUMENTS = {1: 100, 2: 20, 3: 10}
 """Number of documents of a rank of which so many at a time are swapped, to bound the search."""
 MAX_SEGMENTS = 48
 """Number of pieces of a rank above which an order with fewer is preferred."""
@@ -380,7 +380,10 @@ def _place_whole(documents: Sequence[Piece], num_ranks: int) -> list[list[Piece]
         ranks[r].append(piece)
         load += piece.work / work_each + piece.stop / tokens_each
         heapq.heapreplace(heap, (load, r))
-    if _equalize_tokens(ranks, tokens_each) and relative_work(ranks) <= MAX_WORK:
+    # Swaps move little work, so the work must be nearly balanced before.
+    if relative_work(ranks) > MAX_WORK + 0.01 or not _equalize_tokens(ranks, tokens_each):
+        return None
+    if relative_work(ranks) <= MAX_WORK:
         return [_join_pieces(rank) for rank in ranks]
     return None
 
@@ -426,9 +429,9 @@ def _find_swap(
 
 def _subsets(rank: list[Piece], size: int) -> dict[int, tuple[Piece, ...]]:
     """Returns up to `size` documents of a rank, some of the shortest, for each sum of tokens."""
-    some = sorted(rank)[: SUBSET_DOCUMENTS[size]]
     if size == 1:
-        return {0: ()} | {piece.stop: (piece,) for piece in some}
+        return {0: ()} | {piece.stop: (piece,) for piece in rank[-SUBSET_DOCUMENTS[1] :]}
+    some = sorted(rank)[: SUBSET_DOCUMENTS[size]]
     return {
         sum([piece.stop for piece in subset]): subset
         for n in range(size, -1, -1)

@@ -2,9 +2,9 @@
 
 The loss of a step is a mean over all its windows, so any rank may compute any of them. Ranks that
 meet in every micro-batch, as in gathers over depth or in a pipeline, wait for the most expensive
-window of the micro-batch, so windows of similar cost are computed together. Ranks that meet once a
-step wait for the rank with the largest sum, so sums are made similar as well. The windows of a step
-stay the same, and with them resumes and the order of the data.
+window of the micro-batch, so windows of similar cost are computed together. Ranks that meet once
+per step wait for the rank with the largest sum, so sums are made similar as well. The windows of a
+step stay the same, and with them resumes and the order of the data.
 
 Everything is a function of the costs, which all ranks know from the lengths of documents.
 """
